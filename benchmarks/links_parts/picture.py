@@ -74,7 +74,7 @@ def _curves(axes: Axes, losses: dict[str, list[float]]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token; wrappers: KL)")
     axes.set_title("how each learnt", fontsize=11)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def _repairs(axes: Axes, results: dict[str, Any]) -> None:
