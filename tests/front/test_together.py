@@ -11,6 +11,7 @@ import torch
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller import events as ev
+from kvwire.controller.policies import TextOnly
 from kvwire.engines.base import Engine
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -180,13 +181,13 @@ def test_costs_of_joined_passes_are_measured_and_remembered(small, lost, tmp_pat
 
 
 def test_documents_behind_neutral_prefixes_are_joined_as_well(small, texts, monkeypatch):
-    watched, slow = Watched(small.engine, monkeypatch), replace(COSTS, decode=DecodeCost(1e3, 1.0))
+    watched, chosen = Watched(small.engine, monkeypatch), LoadSettings(policy=TextOnly())
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=8))
     list(corpus.encode([Document(name, ids) for name, ids in texts.items()]))
-    with Loader(small.engine, corpus, costs=replace(slow, joined=None)) as loader:
+    with Loader(small.engine, corpus, costs=replace(COSTS, joined=None), settings=chosen) as loader:
         alone = ask_all(loader, PAIRS)
     assert not watched.rows
-    with Loader(small.engine, corpus, costs=slow) as loader:
+    with Loader(small.engine, corpus, costs=COSTS, settings=chosen) as loader:
         answers = ask_all(loader, PAIRS)
     assert watched.rows
     for ours, theirs in zip(answers, alone, strict=True):
