@@ -96,7 +96,7 @@ class Load:
         self.query_tokens = asked.query_tokens
         self.repair = asked.repair if asked.documents > 1 or (asked.repair and asked.repair.whole) else None
         self.repair_share = self.repair.least if self.repair else 0.0
-        self.links = asked.links if asked.documents > 1 and self.repair is None else ()
+        self.links = links if asked.documents > 1 and self.repair is None else ()
         self.in_order = RepairProgress(self.repair, self.links)
         self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
         self.is_looking = self.has_looked = False

@@ -135,13 +135,14 @@ class Planner(Limits):
             return
         self._choose_repair(load, now)
         request = self._request(load, now)
-        load.follow(self._planned(load, request), request, now)
+        plan = self._planned(load, request)
+        load.follow(plan, request, now)
         load.planned_for = self.link.bandwidth, self.link.bandwidth_low
         # Finer levels that may still come keep jobs beside the link waiting.
-        hides = load.plan and load.due < inf and load.goal.objective != "quality" and not load.in_order.documents
-        load.hidden_s = self._hidden_s(load, load.plan) if load.plan and hides else 0.0
-        if load.first_s is None and load.is_known and load.plan:
-            self._admit(load, load.plan, now)
+        hides = load.due < inf and load.goal.objective != "quality" and not load.in_order.documents
+        load.hidden_s = self._hidden_s(load, plan) if hides else 0.0
+        if load.first_s is None and load.is_known:
+            self._admit(load, plan, now)
 
     def _admit(self, load: Load, first: Plan, now: float) -> None:
         """Take a load in by its first plan of all documents, or refuse it where its goal says so and it would be late.

@@ -76,7 +76,7 @@ CASES = [
     for objective in ("earliest", "quality", "cheapest", "mixed")
     for repair in ("none", "auto")
     for loads in (1, 4)
-    for seed in range(2)
+    for seed in range(3)
 ]
 
 
@@ -103,7 +103,7 @@ def test_every_command_is_the_same_without_short_cuts(seed, objective, repair, l
 
 
 def test_so_it_is_where_much_goes_wrong(monkeypatch):
-    courses = [Course(seed) for seed in range(60)]
+    courses = [Course(seed) for seed in range(80)]
     for course in courses:
         course.play()
     without_short_cuts(monkeypatch)
