@@ -30,6 +30,7 @@ from fault_parts.network import (  # noqa: E402
     CHANGES,
     HTTP_SETTINGS,
     KEY,
+    OUTLIVED_S,
     PROXIED,
     RIGHT,
     S3_SETTINGS,
@@ -119,7 +120,7 @@ async def test_a_store_renews_its_addresses_before_they_expire(s3_benches, short
     before = len(s3_benches[0].proxy.records)
     async with open_session() as session:
         source = open_source(short_lived, KEY, session)
-        outcome, _ = await fetched(source, 8.0, between=partial(asyncio.sleep, 2.1))
+        outcome, _ = await fetched(source, 12.0, between=partial(asyncio.sleep, OUTLIVED_S))
     assert outcome == RIGHT
     assert {record.status for record in s3_benches[0].proxy.records[before:]} == {206}
 

@@ -52,7 +52,7 @@ class Presigner:
         if not renew and (known := self._fresh(name)):  # another thread signed it meanwhile: all use the same
             return known
         with self._lock:
-            self._known[name] = (now + _RENEW_AT * life_s, address)
+            self._known[name] = (math.floor(now) + _RENEW_AT * life_s, address)  # lives are counted in whole seconds
             self._known.move_to_end(name)
             while len(self._known) > self._settings.addresses:
                 self._known.popitem(last=False)
