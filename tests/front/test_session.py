@@ -78,7 +78,7 @@ def test_look_ups_headers_and_connections_take_the_links_time(small, loader_of):
     rtt_s, name = 0.2, next(iter(small.tokens))
     with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
         loader = loader_of(Corpus(small.engine, store), link=LinkSettings(1e9, rtt_s), policy=Fixed(0))
-        times = [loader.ask([name], QUESTION).timing.ttft_s for _ in range(3)]
+        times = [loader.ask([name], QUESTION).timing.ttft_s for _ in range(5)]
         loader.close()
     assert times[0] >= 3 * rtt_s  # the entry, the header, the chunks; and what the loader did not yet have
     assert 2 * rtt_s <= min(times[1:]) < 3 * rtt_s  # the header, the chunks
