@@ -56,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make runs even: the same examples in each, no hypothesis deadline, and one torch thread in each xdist worker.
 
     A first call may compile a kernel, which no deadline allows for; workers with full thread pools fight over cores.
-    KVWIRE_EXPLORE, a whole number, is the seed of other examples; the same seed draws the same ones.
+    KVWIRE_EXPLORE, a whole number, is the seed of other examples; the same seed draws the same ones. Where a test
+    names no number it gets fifty examples: runs with other seeds draw further ones.
     """
     seed = os.environ.get("KVWIRE_EXPLORE", "")
     if seed:
@@ -64,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
             msg = f"KVWIRE_EXPLORE is a seed, a whole number from 0; got {seed!r}"
             raise pytest.UsageError(msg)
         config.option.hypothesis_seed = seed
-    settings.register_profile("kvwire", deadline=None, derandomize=not seed, database=None)
+    settings.register_profile("kvwire", max_examples=50, deadline=None, derandomize=not seed, database=None)
     settings.load_profile("kvwire")
     _one_thread_each()
 

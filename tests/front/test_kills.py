@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 2
+KILLS = 1
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked")

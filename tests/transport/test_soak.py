@@ -1,4 +1,4 @@
-"""Ten seconds of loads over a bad network leave nothing behind and never a wrong byte."""
+"""Six seconds of loads over a bad network leave nothing behind and never a wrong byte."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ sys.path.remove(_FOLDER)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("soak") / "soak.json"
-    command = [sys.executable, soak.__file__, "--seconds", "10", "--seed", "2", "--out", str(out)]
+    command = [sys.executable, soak.__file__, "--seconds", "6", "--seed", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())["results"]
@@ -28,11 +28,11 @@ def results(tmp_path_factory):
 def test_loads_over_a_bad_network_are_right_or_fail_and_leave_nothing(results, remote):
     found = results[remote]
     assert found["wrong_bytes"] == 0
-    assert found["segments"] > 300
+    assert found["segments"] > 150
     assert found["late"] == 0
     assert not any(count > 0 for count in found["leaks"].values())
-    assert found["loads"]["right"] > 30
-    assert sum(found["proxy"]["faults"].values()) > 20
+    assert found["loads"]["right"] > 15
+    assert sum(found["proxy"]["faults"].values()) > 10
     assert found["rss_growth_kib"] < 100_000
 
 
