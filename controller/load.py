@@ -230,7 +230,9 @@ class Load:
         return all(each.is_valid for each in self.docs[: doc.number])
 
     def front(self) -> int:
-        """Tokens from the prompt's beginning on that see all that stands before them."""
+        """Tokens from the prompt's beginning on that see all that stands before them, or did when their repair began."""
+        if self.in_order.front is not None:
+            return self.in_order.front
         first, *others = self.docs
         tokens = first.tokens
         for doc in others:

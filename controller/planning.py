@@ -240,6 +240,7 @@ class Planner(Limits):
         for doc in load.docs[state.documents : last]:
             self._settle_document(doc, out)
         state.share, state.is_running = share, True
+        state.front = front if share else None
         load.began = self.turn()
         self.lanes.start("prefill", Job("repair", load.number, last - 1, (), now, seconds, context=seen))
         out.append(ev.Repair(load.number, last, share, front))

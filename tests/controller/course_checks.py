@@ -151,7 +151,7 @@ class Checks:
             assert chunk not in self.valid
             assert chunk not in self._pass()
             if self.adaptive and self._text(chunk):
-                assert fetch.level >= min(load.goal.floor, document.finest)
+                assert fetch.level >= min(load.goal.floor, len(sizes) - 1)
         if self.adaptive and load.goal.ceiling is not None:
             assert fetch.level <= load.goal.ceiling
         self.open[chunk] = fetch
@@ -191,6 +191,10 @@ class Checks:
             assert chunk.load == number
             variant = load.documents[chunk.document][load.variant[chunk.document]]
             assert not variant.prefix_share or load.heads[chunk.document] == "done"
+            if level < self.here[chunk]:  # all that came could not be decoded in time
+                assert chunk in self.valid
+                assert load.goal.deadline_s is not None
+                self.here[chunk] = level
             assert self.here[chunk] == level
             assert chunk not in self.open
             if chunk in self.valid:

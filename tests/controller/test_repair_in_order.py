@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import Goal, RepairOption, replay
@@ -101,6 +101,7 @@ def test_what_a_load_expects_is_what_comes(rate):
     st.sampled_from([1, 2]),
     st.integers(0, 1000),
 )
+@example([4, 1, 4, 1, 2, 3, 5], 0.8, 1.0, 1, 44)  # text sees the first documents after all rows were asked for
 def test_whatever_happens_rows_are_computed_once_and_in_order(counts, rate, share, workers, seed):
     """Chunks that fail or are late: the world refuses jobs over what is not there, and decoding what was repaired."""
     documents = tuple((document(chunks),) for chunks in counts)
