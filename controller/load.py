@@ -230,7 +230,7 @@ class Load:
         return all(each.is_valid for each in self.docs[: doc.number])
 
     def front(self) -> int:
-        """Tokens from the prompt's beginning on that see all before them, or did when rows behind them were computed."""
+        """Tokens from the prompt's beginning on that see all before them, or did when the first repair began."""
         if self.in_order.front is not None:
             return self.in_order.front
         first, *others = self.docs
