@@ -160,16 +160,20 @@ class Dispatcher(Joiner):
         """Decode refinements, in one batch, after all that somebody waits for."""
         if load.table.counts[REFINED] and self.lanes.is_free("decode"):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-            able = (place for place in load.having(REFINED) if not self._is_extended(place[0]))
-            places = [*islice(able, self._settings.decode_batch)]
+            able = [place for place in load.having(REFINED) if not self._is_extended(place[0])]
             left_s = self._cut(load) + _REDECODED * self._settings.reserve_s - now
-            if load.due < inf:
-                self._lower(load, places, left_s)
-            # Nothing that is valid is overwritten too late.
-            count = bisect_right(
-                range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
-            )
-            self.start_decode(load, places[:count], REDECODING, now, out)
+            while places := able[: self._settings.decode_batch]:
+                if load.due < inf:
+                    self._lower(load, places, left_s)
+                # Nothing that is valid is overwritten too late.
+                count = bisect_right(
+                    range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
+                )
+                if count:
+                    self.start_decode(load, places[:count], REDECODING, now, out)
+                    return
+                self.settle(*places[0])  # there is no time for it, and only less later: nobody waits for it
+                self.release(*able.pop(0), out)
 
     def _lower(self, load: Load, places: list[Place], left_s: float) -> None:
         """Have chunks decoded to a coarser level than came, where else not all that came could be decoded in time.

@@ -14,6 +14,12 @@ FIRST = int(os.environ.get("KVWIRE_EXPLORE") or 0) * 1_000_000
 PARTS = 8
 
 
+@pytest.mark.parametrize("seed", [11_000_186, 50_000_378, 50_002_203, 60_002_436])
+def test_courses_that_once_broke_a_rule(seed):
+    """Chunks with fewer levels, chunks decoded more coarsely than they came, refinements that take too long."""
+    Course(seed).play()
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whatever_happens_every_load_ends_once_and_no_rule_is_broken(part):
     for seed in range(FIRST + part, FIRST + COURSES, PARTS):
