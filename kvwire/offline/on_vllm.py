@@ -143,8 +143,11 @@ def encode_on_vllm(
     try:
         yield from _rows([ref.to_json() for ref in refs], made_of, vllm, spread)
     except ray.exceptions.RayError as error:
-        words = [line.strip() for line in str(error).splitlines() if line.strip()]
-        msg = f"vLLM could not run on Ray: {words[-1][-500:] if words else error!r}; Ray's logs tell more"
+        words = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        msg = (
+            f"vLLM did not run on Ray ({words[-1][-300:]}); the logs of Ray's workers say why, on their "
+            "machine in ray/session_latest/logs"
+        )
         raise KvwireError(msg) from error
 
 
@@ -232,7 +235,7 @@ def _ids(data: bytes) -> list[int]:
 
 def _profile(corpus: Corpus) -> str:
     """Digest of the profile that the connector will encode with."""
-    if (found := corpus.encoder().prepare(list)) is None:
+    if corpus.profile() is None or (found := corpus.encoder().prepare(list)) is None:
         msg = (
             "the store has no profile of this model, and vLLM fits none: encode a few documents into it without "
             "--engine vllm first (a model that fits no GPU runs on the processor, or over several with "
