@@ -19,9 +19,9 @@ from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
 from kvwire.cli.app import main
 from kvwire.engines.transformers import open_engine
-from kvwire.offline import RaySettings, VllmSettings, read_manifest
+from kvwire.offline import RaySettings, VllmSettings, encode_serially, find_documents, read_manifest
 from kvwire.offline.on_vllm import processor_of
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -100,25 +100,26 @@ def test_documents_are_those_of_transformers_and_are_encoded_once(cluster, run, 
     engine = open_engine(model, dtype=torch.float32)
     with closing(FolderStore(tmp_path / "store")) as store:
         corpus = Corpus.open(store)
-        serial = Corpus(engine, MemoryStore())
-        serial.set_profile(corpus.profile())
-        new = [name for name in rows if name not in failed and name not in there]
-        documents = [Document(name, tuple(corpus.text(corpus.find(name)))) for name in new]
-        for document, coded in zip(documents, serial.encode(documents), strict=True):
-            row, entry = rows[document.document_id], corpus.find(document.document_id)
-            assert list(document.token_ids) == engine.tokenize((folder / f"{row.id}.txt").read_text())
-            assert (row.status, row.blob, row.profile) == ("encoded", entry.sha256, coded.entry.profile_digest)
-            assert row.tokens == coded.entry.tokens
-            assert abs(row.bytes / coded.entry.size - 1) < 0.01  # last bits of two engines differ
-            assert min(row.read_s, row.tokenize_s, row.prefill_s, row.encode_s) > 0
-            for mine, theirs in zip(row.levels, coded.blob.levels, strict=True):
+        serial, profile = Corpus(engine, MemoryStore()), corpus.profile()
+        serial.set_profile(profile)
+        new = [ref for ref in find_documents([str(folder)]) if rows[ref.document_id].status == "encoded"]
+        assert [ref.document_id for ref in new] == [*(f"{n:02}" for n in range(2, 8)), "same"]
+        for ref, work in zip(new, encode_serially(serial, new, profile), strict=True):
+            row, other, entry = rows[ref.document_id], work.row, corpus.find(ref.document_id)
+            ids = list(corpus.text(entry))
+            assert ids == engine.tokenize((folder / f"{row.id}.txt").read_text())
+            assert (row.blob, row.bytes) == (entry.sha256, entry.size)
+            assert (row.source, row.tokens, row.profile) == (other.source, other.tokens, other.profile)
+            assert abs(row.bytes / other.bytes - 1) < 0.01  # last bits of two engines differ
+            assert min(row.read_s, row.tokenize_s, row.look_up_s, row.prefill_s) > 0
+            for mine, theirs in zip(row.levels, other.levels, strict=True):
                 assert mine.name == theirs.name
-                assert mine.error == pytest.approx(theirs.measured_error, rel=0.05)
+                assert mine.error == pytest.approx(theirs.error, rel=0.05)
             loaded = corpus.decode(row.id, 2, dtype=torch.float32)
             expected = serial.decode(row.id, 2, dtype=torch.float32)
             for mine, theirs in zip([*loaded.keys, *loaded.values], [*expected.keys, *expected.values], strict=True):
                 assert (mine - theirs).norm() < 0.02 * theirs.norm()
-            assert corpus.index("kvwire:16").longest([*document.token_ids, 5]).tokens == row.tokens
+            assert corpus.index("kvwire:16").longest([*ids, 5]).tokens == row.tokens
         assert rows["same"].blob == rows["03"].blob
     assert run("ask", "--docs", "04", "05", "--question", "Who?", *common[:4])[0] == 0
 
