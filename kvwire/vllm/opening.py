@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TEXTS = (
     "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",
 )  # fmt: skip
-_SAVE = ("off", "asked", "all")
+_SAVE = ("off", "asked", "all", "named")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.store import read_ahead
+from kvwire.store import check_new_name, read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +41,8 @@ class Choice:
         deadline_s: Seconds after the request's arrival at which loading ends; None: none.
         objective: See ``controller.Goal``; None: the best quality within the deadline.
         prefix: Load the longest prefix of the prompt that the corpus's index knows.
-        save: Keep what vLLM computes of the prompt, for later requests for prefixes.
+        save: Keep what vLLM computes of the prompt, for later requests for prefixes; a name: as the document of that
+            name, where vLLM was started for that.
         repair: ``kept``: lay the rows that an earlier load repaired, and kept, over the documents; empty: none.
     """
 
@@ -50,7 +51,7 @@ class Choice:
     deadline_s: float | None = None
     objective: Objective | None = None
     prefix: bool = False
-    save: bool = False
+    save: bool | str = False
     repair: str = ""
 
     @classmethod
@@ -115,12 +116,12 @@ class Choice:
         return {k: v for k, v in flags.items() if v} | {k: v for k, v in chosen.items() if v is not None}
 
 
-def _flags(params: Mapping[str, object]) -> tuple[bool, bool]:
+def _flags(params: Mapping[str, object]) -> tuple[bool, bool | str]:
     prefix, save = params.get("prefix", False), params.get("save", False)
-    if not (isinstance(prefix, bool) and isinstance(save, bool)):
-        msg = "prefix and save are true or false"
+    if not (isinstance(prefix, bool) and isinstance(save, bool | str)):
+        msg = "prefix and save are true or false; save may be the name of a document, too"
         raise ArgumentError(msg)
-    return prefix, save
+    return prefix, check_new_name(save, "document") if isinstance(save, str) else save
 
 
 def _check_repair(repair: object, names: Sequence[str], level: int | None) -> None:

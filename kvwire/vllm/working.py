@@ -47,15 +47,16 @@ class Written:
 class Working:
     """Loads documents in threads of its own, and writes what has come into pages when it is called."""
 
-    def __init__(self, loader: PageLoader, *, rank: int = 0, counts: Counts | None = None) -> None:
+    def __init__(self, loader: PageLoader, *, rank: int = 0, ranks: int = 1, counts: Counts | None = None) -> None:
         """Load nothing yet.
 
         Args:
             loader: Loads documents.
             rank: Which part of the heads is this worker's, where several share the model.
+            ranks: How many share it; where these are more than there are heads, several have the same one.
             counts: Where is counted what was loaded; None: nowhere.
         """
-        self._loader, self._rank, self._counts = loader, rank, counts or Counts()
+        self._loader, self._rank, self._ranks, self._counts = loader, rank, ranks, counts or Counts()
         self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
@@ -184,7 +185,8 @@ class Working:
 
     def _own(self, pages: Pages, layer: int, side: torch.Tensor) -> torch.Tensor:
         heads = pages.views[layer].shape[1]
-        return side if side.shape[0] == heads else side[self._rank * heads : (self._rank + 1) * heads]
+        first = self._rank * side.shape[0] // self._ranks
+        return side if side.shape[0] == heads else side[first : first + heads]
 
     def _keep_tail(self, load: PageLoad, cache: KVCache, block_tokens: int) -> None:
         start = load.stop // block_tokens * block_tokens

@@ -14,7 +14,8 @@ ended before it. So, wherever the two meet:
   is after C5, and then sees at W4 whether the content is gone.
 - W1 before C5 and W2 after C6: the content that W1 found, or wrote, may be deleted; W4 writes it again.
 - W1 after C5: the content is written anew and is young.
-- Two collectors: announcements have names of their own, and a writer waits for each.
+- Two collectors: announcements have names of their own, and a writer waits for each. Several of one collector have the
+  same C3, which comes after the last C2 of them, and each its own C4 to C6.
 - A collector that dies between C2 and C6 deletes nothing more; writers of the very objects that it named wait for a
   lease. A collector that is slower than its lease stops before it deletes, and goes on with what is left under another
   announcement, from C2: what is left to trust is that no single deletion is delayed by minutes on its way.
@@ -33,7 +34,7 @@ a miss.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
     from kvwire.store.upkeep.named import OnProgress
 
 T = TypeVar("T")
+_ANNOUNCEMENTS = 8
+"""That share one look at the entries, for which all are listed; more would not be deleted within a lease."""
+_BATCH = _ANNOUNCEMENTS * MAX_NAMES
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
@@ -295,20 +299,26 @@ class _Sweep:
     def _delete_index(self, batch: list[str]) -> None:
         if not self._dry_run:
             self._mark()
-            batch = list(self._leading_nowhere(batch))
-            self._store.delete_many(batch)
-        self._done = replace(self._done, entries=self._done.entries + len(batch))
+        for start in range(0, len(batch), MAX_NAMES):
+            piece = batch[start : start + MAX_NAMES]
+            if not self._dry_run:
+                piece = list(self._leading_nowhere(piece))
+                self._store.delete_many(piece)
+            self._done = replace(self._done, entries=self._done.entries + len(piece))
 
     def _batches(self, found: Iterator[T], delete: Callable[[list[T]], None]) -> None:
-        while batch := list(islice(found, MAX_NAMES)):
+        while batch := list(islice(found, _BATCH)):
             delete(batch)
 
     def _delete_hints(self, batch: list[Listed]) -> None:
         if not self._dry_run:
             self._mark()
-            batch = self._still_garbage(batch)
-            self._store.delete_many(one.key for one in batch)
-        self._done = replace(self._done, entries=self._done.entries + len(batch))
+        for start in range(0, len(batch), MAX_NAMES):
+            piece = batch[start : start + MAX_NAMES]
+            if not self._dry_run:
+                piece = self._still_garbage(piece)
+                self._store.delete_many(one.key for one in piece)
+            self._done = replace(self._done, entries=self._done.entries + len(piece))
 
     def _delete_content(self, batch: list[Listed]) -> None:
         if self._dry_run:
@@ -322,20 +332,34 @@ class _Sweep:
             batch = batch[looked_at:]
 
     def _delete_within_lease(self, batch: list[Listed]) -> int:
-        """Delete what one announcement gives the time for; returns how many of the batch were done with."""
+        """Delete what one lease gives the time for; returns how many of the batch were done with."""
         stop_at = time.monotonic() + LEASE_S
-        at = announce(self._store, self._space, [listed.key for listed in batch])
+        announced: deque[str] = deque()
         try:
+            for start in range(0, len(batch), MAX_NAMES):
+                names = [listed.key for listed in batch[start : start + MAX_NAMES]]
+                announced.append(announce(self._store, self._space, names))
             self._mark()
-            for start in range(0, len(batch), _PIECE):
-                doomed = self._still_garbage(batch[start : start + _PIECE])
-                if time.monotonic() > stop_at:
-                    return start
-                self._store.delete_many(one.key for one in doomed)
-                self._count(doomed)
+            for start in range(0, len(batch), MAX_NAMES):
+                done = self._delete_announced(batch[start : start + MAX_NAMES], stop_at)
+                if done is not None:
+                    return start + done
+                self._store.delete(announced[0])  # its writers go on
+                announced.popleft()
         finally:
-            self._store.delete(at)
+            for at in announced:
+                self._store.delete(at)
         return len(batch)
+
+    def _delete_announced(self, batch: list[Listed], stop_at: float) -> int | None:
+        """Delete what one announcement names; returns how many were done with where the lease ends before the last."""
+        for start in range(0, len(batch), _PIECE):
+            doomed = self._still_garbage(batch[start : start + _PIECE])
+            if time.monotonic() > stop_at:
+                return start
+            self._store.delete_many(one.key for one in doomed)
+            self._count(doomed)
+        return None
 
     def _still_garbage(self, batch: list[Listed]) -> list[Listed]:
         """Those that were not written again, and that nothing marked meanwhile names."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvwire.codec import pack_text
 from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
-from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, announce
+from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.store.upkeep import collect as collecting
 from kvwire.store.upkeep.collect import Collected
@@ -215,6 +215,52 @@ def test_what_takes_longer_than_a_lease_is_collected_under_several(store, catalo
     assert all(at - far.announced[of - 1] < 20.0 + 1.0 for at, of in far.deleted)
 
 
+class ListingStore(StoreWrapper):
+    """Counts looks at all entries of documents. announced: how many announcements there were as blobs were deleted."""
+
+    def __init__(self, inner, space):
+        super().__init__(inner)
+        self.space, self.listings, self.announced = space, 0, []
+
+    def scan(self, prefix, after=""):
+        self.listings += prefix == self.space.documents and not after
+        return super().scan(prefix, after)
+
+    def delete_many(self, keys):
+        keys = list(keys)
+        if any("/entries/" not in key for key in keys):
+            self.announced.append(len(list(super().scan(self.space.announcements))))
+        super().delete_many(keys)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_several_announcements_share_a_look_at_the_entries(monkeypatch, parts):
+    """What is deleted is what one announcement at a time deletes."""
+    ends = []
+    for batch in (5, 40):
+        store = AgedStore()
+        catalog = Catalog(store)
+        for number in range(130):
+            put(catalog, str(number), b"blob %d" % number, (number,))
+            if number >= 30:
+                catalog.remove(CONFIG, str(number))
+        store.age(2 * DAY)
+        monkeypatch.setattr(collecting, "MAX_NAMES", 5)
+        monkeypatch.setattr(collecting, "_BATCH", batch)
+        counting = ListingStore(store, catalog.keys(CONFIG))
+        done = collect(counting, parts=parts)
+        assert (done.blobs, done.texts, done.failures) == (100, 100, ())
+        ends.append((done, sorted(store.keys("")), counting))
+    (old, old_keys, alone), (new, new_keys, shared) = ends
+    assert (new, new_keys) == (old, old_keys)
+    if parts == 1:
+        assert (alone.listings, shared.listings) == (1 + 200 // 5, 1 + 200 // 40)
+    assert shared.listings <= alone.listings / 3
+    assert set(alone.announced) == {1}
+    assert shared.announced[:8] == list(range(8, 0, -1)) or parts > 1  # each goes once its names are done with
+    assert max(shared.announced) == 8
+
+
 class MeetingStore(StoreWrapper):
     """Looks at objects wait until four threads are at it."""
 
@@ -389,8 +435,9 @@ def _collected(store, **options):
     return Collected()
 
 
-def _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns, **how):
+def _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns, names, **how):
     schedule = Schedule(turns)
+    monkeypatch.setattr(collecting, "MAX_NAMES", names)
     store = SteppingStore(schedule)
     monkeypatch.setattr("kvwire.store.catalog.announcements.time.sleep", schedule.step)
     catalog = Catalog(store)
@@ -418,13 +465,13 @@ WRITERS = [_put_again, _alias, _text_alone, _put_and_confirm, _replaced]
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("age", [60.0, 2 * GRACE_S])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer, age, parts):
+@pytest.mark.parametrize(("parts", "names"), [(1, MAX_NAMES), (2, MAX_NAMES), (1, 1)])
+def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer, age, parts, names):
     """The collector stops after each of its steps for the whole writer, and the other way round."""
-    for steps in range(45 * parts):
+    for steps in range(45 * parts + 10 * (names == 1)):
         for first, second in ((0, 1), (1, 0)):
-            turns = [first] * steps + [second] * 100 * parts
-            _check_order(monkeypatch, [writer], 1, 0.0, age, in_catalog=False, turns=turns, parts=parts)
+            turns = [first] * steps + [second] * 120 * parts
+            _check_order(monkeypatch, [writer], 1, 0.0, age, in_catalog=False, turns=turns, names=names, parts=parts)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -435,7 +482,11 @@ def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer,
     age=st.sampled_from([60.0, 0.4 * GRACE_S, 0.6 * GRACE_S, 2 * GRACE_S, 3 * GRACE_S]),
     in_catalog=st.booleans(),
     runs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=12),
-    how=st.sampled_from([{}, {"parts": 2}, {"parts": 3, "max_fraction": 0.999}]),
+    how=st.builds(
+        lambda names, parts: {"names": names, **parts},
+        st.sampled_from([1, 2, MAX_NAMES]),
+        st.sampled_from([{}, {"parts": 2}, {"parts": 3, "max_fraction": 0.999}]),
+    ),
 )
 def test_in_every_order_of_steps_nothing_is_lost_that_an_entry_names(
     monkeypatch, writers, collectors, grace, age, in_catalog, runs, how

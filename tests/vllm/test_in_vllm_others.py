@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from contextlib import ExitStack, closing
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from kvwire.engines.transformers import open_engine
 from kvwire.store import FolderStore
+from kvwire.vllm.requests import PARAMS
 
 from .inside import CLOSE, Place, distance, encoded, save_model, serving_llm
 
@@ -29,11 +31,11 @@ def served(model, tmp_path):
     """A vLLM with other settings beside a folder."""
     with ExitStack() as stack:
 
-        def serve(**options):
+        def serve(extra=None, **options):
             store = stack.enter_context(closing(FolderStore(tmp_path / "store")))
             engine = open_engine(model, dtype=torch.float32)
             corpus = encoded(engine, store, index=("kvwire:32",))
-            url, extra = f"file://{tmp_path / 'store'}", {"index": "kvwire:32"}
+            url, extra = f"file://{tmp_path / 'store'}", {"index": "kvwire:32"} | (extra or {})
             llm = stack.enter_context(serving_llm(model, url, extra=extra, **options))
             return Place(llm, engine, corpus, tmp_path, 32, stack)
 
@@ -59,9 +61,10 @@ def test_bfloat16_is_within_its_own_noise(served):
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers take a processor each")
-def test_two_workers_load_their_own_heads(served, monkeypatch):
+def test_two_workers_load_and_save_their_own_heads(served, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # on a machine of one node, vLLM wants to be told
-    place = served(tensor_parallel_size=2)
+    extension = "kvwire.vllm.extension.SavingWorker"
+    place = served({"save": "named"}, tensor_parallel_size=2, worker_extension_cls=extension)
     for names, level in (("abc", 2), ("cb", 0)):
         body = place.body(names, level)
         ((first, _, told, _),) = place.ask(body)
@@ -69,3 +72,18 @@ def test_two_workers_load_their_own_heads(served, monkeypatch):
         assert distance(first, place.expected(body["prompt"], place.linked(names, level))) <= CLOSE
         ((first, *_),) = place.ask({"prompt": body["prompt"]})
         assert distance(first, place.expected(body["prompt"])) <= 1e-5
+    texts = {f"new/{n}": random.Random(n).choices(range(20, 500), k=180 + 40 * n) for n in range(3)}
+    place.ask(*({"prompt": ids, "kv_transfer_params": {PARAMS: {"save": name}}} for name, ids in texts.items()))
+    until, done = time.monotonic() + 60, {}
+    while set(done) != set(texts):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+        for told in place.llm.collective_rpc("kvwire_outcomes"):
+            done |= {each["document"]: each["message"] for each in told["done"]}
+    assert set(done.values()) == {""}
+    for name, ids in texts.items():
+        assert list(place.corpus.text(place.corpus.find(name))) == ids
+        saved = place.corpus.decode(name, 3, dtype=torch.float32)
+        (exact,) = place.engine.prefill([ids])
+        for mine, theirs in zip([*saved.keys, *saved.values], [*exact.keys, *exact.values], strict=True):
+            assert (mine - theirs).norm() < 0.2 * theirs.norm()

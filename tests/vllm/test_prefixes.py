@@ -187,7 +187,10 @@ def test_rows_that_are_not_of_token_ids_alone_get_nothing(indexed):
         ({"prefix": False, "level": 1}, "documents is a list"),
         ({"prefix": True, "documents": ["a"], "level": 1}, "not both"),
         ({"save": True, "documents": ["a"], "level": 1}, "never saved"),
-        ({"save": "yes"}, "true or false"),
+        ({"save": 1}, "true or false"),
+        ({"save": ""}, "prefix or save is true"),
+        ({"save": "a\nb"}, "name it otherwise"),
+        ({"save": "x", "documents": ["a"], "level": 1}, "never saved"),
     ],
 )
 def test_what_is_no_choice_is_refused(params, say):

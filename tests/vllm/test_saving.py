@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvwire.engines.vllm import StridedPages, slots_of
-from kvwire.errors import ArgumentError, MismatchError, StorageError
+from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document, Encoded
 from kvwire.store import MemoryStore
 from kvwire.vllm import Choice, request_body
 from kvwire.vllm import saving as module
+from kvwire.vllm.loading import PageLoader
 from kvwire.vllm.saving import SAVED, PageSave, Saver, Saving
+from kvwire.vllm.working import Working
 
 from .halves import BLOCK, Halves, check
+from .sharded import pages_of
 
 BLOCKS = tuple((5 * i + 3) % 63 + 1 for i in range(12))
 IDS = tuple(random.Random(11).choices(range(200), k=170))
@@ -46,6 +53,22 @@ def decided(
     if saves:
         assert saves == [PageSave("r", tuple(prompt), BLOCKS)]
     return why
+
+
+def test_a_document_is_kept_under_the_name_that_is_asked_for_where_that_is_allowed():
+    assert "names of its own" in decided(asks="x")
+    assert "names of its own" in decided("all", asks="x")
+    assert 'say "save": NAME' in decided("named", asks=True)
+    assert decided("named", asks=False) is None
+    saving = Saving("named", 1)
+    for name, computed in (("kept", True), ("early", False)):
+        saving.begin(name, None, asks=f"books/{name}")
+        saving.end(name, IDS[:1], BLOCKS, is_computed=computed)
+    why = "it ended before its prompt was computed"
+    assert saving.take() == [
+        PageSave("kept", IDS[:1], BLOCKS, document="books/kept"),
+        PageSave("early", (), (), document="books/early", trouble=why),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +290,97 @@ def test_blocks_that_cannot_be_copied_are_given_back(told, caplog):
         wait(saver, ["s"])
     assert "before it registered them" in caplog.text
     assert "do not lie in 2 blocks" in caplog.text
+
+
+def outcomes(saver, count):
+    """Of that many documents with names, once they are told."""
+    until, done = time.monotonic() + 60, []
+    while len(done) < count:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+        done += saver.outcomes()["done"]
+    assert saver.outcomes() == {"under_way": 0, "done": []}
+    return {each["document"]: each for each in done}
+
+
+def named(count, **more):
+    return [PageSave(str(n), (*IDS[:100], n), BLOCKS, document=f"d/{n}", **more) for n in range(count)]
+
+
+def test_documents_with_names_wait_for_room_and_none_is_left_out(told, model, saver, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 2)
+    model.compute(IDS)
+    saver.start(named(7))
+    done = outcomes(saver, 7)
+    assert all(each["error"] == "" and each["encode_s"] > 0 for each in done.values())
+    wait(saver, [])
+    catalog, config = told.corpus.catalog, told.corpus.meta.config_digest()
+    found = {each.document_id: told.corpus.text(each) for each in catalog.documents(config)}
+    assert {name: found[name] for name in done} == {save.document: save.token_ids for save in named(7)}
+    assert not [name for name in found if name.startswith(SAVED)]
+    assert told.corpus.index("kvwire:16").longest(IDS[:100]) is None  # as of documents that are encoded
+
+
+def test_two_names_of_one_text_share_a_blob(told, model, saver):
+    model.compute(IDS)
+    saver.start([PageSave(name, IDS, BLOCKS, document=name) for name in ("one", "two")])
+    assert {each["error"] for each in outcomes(saver, 2).values()} == {""}
+    assert told.corpus.find("one").sha256 == told.corpus.find("two").sha256
+
+
+def test_why_a_document_is_not_kept_is_told(told, model, saver, monkeypatch):
+    def fails(*_: object, **__: object):
+        msg = "the disk is full; make room"
+        raise StorageError(msg)
+
+    model.compute(IDS)
+    monkeypatch.setattr(told.corpus, "save", fails)
+    troubled = PageSave("t", (), (), document="troubled", trouble="it has an adapter")
+    short = PageSave("s", IDS, BLOCKS[:2], document="short")
+    saver.start([*named(1), troubled, short])
+    done = outcomes(saver, 3)
+    assert (done["d/0"]["error"], done["d/0"]["message"]) == ("StorageError", "the disk is full; make room")
+    assert done["troubled"]["message"] == "it has an adapter"
+    assert "do not lie in 2 blocks" in done["short"]["message"]
+    assert not saver._waiting
+    wait(saver, [])
+
+
+# The heads of several workers.
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["a head each", "a head twice"])
+def test_the_first_worker_keeps_all_heads(told, tmp_path, ranks):
+    """Byte for byte what one worker keeps; where another one cannot read its pages, nothing is."""
+    script, running = Path(__file__).parent / "sharded.py", []
+    for rank in range(ranks):
+        given = json.dumps([str(tmp_path), str(told.root), rank, ranks, IDS, BLOCKS, BLOCK])
+        running.append(subprocess.Popen([sys.executable, script, given], stdout=subprocess.PIPE, text=True))
+    answers = [json.loads(process.communicate(timeout=240)[0]) for process in running]
+    assert [each["back"] for each in answers] == [["broken", "plain", "r"]] * ranks
+    assert [each["counts"].get("saved_prompts") for each in answers] == [2] + [None] * (ranks - 1)
+    done = {each["document"]: each["message"] for each in answers[0]["done"]}
+    assert done == {"whole": "", "broken": "another of vLLM's workers could not read its pages; its log says why"}
+    theirs = Corpus(told.engine, MemoryStore())
+    theirs.set_profile(told.corpus.profile())
+    with closing(Saver(theirs, "kvwire:16")) as alone:
+        alone.register(pages_of(told.corpus, BLOCK))
+        alone.start([PageSave("r", IDS, BLOCKS, document="alone")])
+        outcomes(alone, 1)
+    assert theirs.find("alone").sha256 == told.corpus.find("whole").sha256
+    with pytest.raises(NotFoundError):
+        told.corpus.find("broken")
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 2), (2, 1), (4, 1)])
+def test_each_worker_writes_its_own_heads(told, ranks, heads):
+    side, specs = torch.arange(2.0).view(2, 1, 1), told.corpus.meta.layers
+    pages = StridedPages([torch.zeros(4, heads, BLOCK, s.key_dim + s.value_dim) for s in specs], [16, 16])
+    firsts = []
+    for rank in range(ranks):
+        with closing(Working(PageLoader(told.corpus, torch.float32), rank=rank, ranks=ranks)) as working:
+            firsts.append(working._own(pages, 0, side).flatten().tolist())
+    assert firsts == {1: [[0, 1]], 2: [[0], [1]], 4: [[0], [0], [1], [1]]}[ranks]
 
 
 # The corpus's part.

@@ -1,0 +1,113 @@
+"""``kvwire encode --engine vllm``: which options it takes, and what they mean to vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvwire.cli.engines import model_name
+from kvwire.cli.options import use_file
+from kvwire.codec import DEFAULT_METHOD
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvwire.cli.options import StoreOptions
+    from kvwire.offline import VllmSettings
+    from kvwire.runtime.corpus import Corpus
+
+_USUAL = {
+    "force": False, "refit": False, "method": DEFAULT_METHOD, "prefix_layers": 0, "lossless": False,
+    "deviation": False, "neutral_prefix": 0, "links": None, "soft_tokens": None, "drop_tokens": 0.0, "resume": None,
+}  # fmt: skip
+"""Options that say what is computed or coded beyond a document's cache: vLLM's connector does not."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that vLLM does not serve.
+
+    Args:
+        options: Of the command.
+
+    Raises:
+        ArgumentError: One is given, or ``--on ray`` is not.
+    """
+    if options["on"] != "ray":
+        msg = "vLLM encodes on Ray, which needs no cluster of its own: add --on ray"
+        raise ArgumentError(msg)
+    others = [name for name, usual in _USUAL.items() if options[name] != usual]
+    if others:
+        name = others[0].replace("_", "-")
+        msg = f"--{name} is not for --engine vllm, which saves plain caches of documents: leave it or --engine out"
+        raise ArgumentError(msg)
+    if options["gpus"] not in (0, options["tensor_parallel"]):
+        msg = "each worker of vLLM takes one GPU with --device cuda: leave --gpus out, and set --tensor-parallel"
+        raise ArgumentError(msg)
+
+
+def vllm_settings(place: StoreOptions, options: Mapping[str, Any]) -> VllmSettings:
+    """What options mean to vLLM.
+
+    Args:
+        place: Store and tenant.
+        options: Of the command.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ArgumentError: No store is named, or the arguments for the engine are no JSON object.
+        NotFoundError: There is no such model.
+    """
+    from kvwire.engines.transformers.identity import find_folder
+    from kvwire.offline import VllmSettings
+
+    place.open_lasting().close()  # which refuses what is none
+    folder, _ = find_folder(options["model"])
+    connector = {"store": place.store, "token": place.token, "tenant": place.tenant, "salt": place.salt}
+    connector |= {"keys": place.keys}
+    is_cpu = options["device"] == "cpu"
+    dtype = "float32" if is_cpu and options["dtype"] == "auto" else options["dtype"]
+    return VllmSettings(
+        str(folder), {name: value for name, value in connector.items() if value}, options["tensor_parallel"],
+        0.0 if is_cpu else 1.0, dtype, _engine_args(options["engine_args"]),
+    )  # fmt: skip
+
+
+def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
+    """Open the store for a model that runs elsewhere; also called in actors.
+
+    Args:
+        place: Store and tenant.
+        model: Folder of the model.
+        uses: File of counted uses.
+
+    Returns:
+        A corpus whose engine reads texts alone.
+
+    Raises:
+        NotFoundError: The store has no record of the model.
+    """
+    from kvwire.cli.engines import open_tokenizer
+    from kvwire.offline.reading import ReadingEngine
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.models import find_model
+
+    store = place.open_lasting()
+    record = find_model(place.catalog(store), model_name(model))
+    return Corpus(ReadingEngine(record, open_tokenizer(model)), store, **place.whose(), uses=use_file(uses))
+
+
+def _engine_args(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        msg = f"--engine-args is no JSON ({error}); write an object such as '{{\"max_model_len\": 8192}}'"
+        raise ArgumentError(msg) from error
+    if not isinstance(found, dict):
+        msg = "--engine-args is a JSON object of vLLM's arguments, such as '{\"max_model_len\": 8192}'"
+        raise ArgumentError(msg)
+    return found

@@ -1,0 +1,94 @@
+"""Ray's stage of vLLM, which also waits until each document is in the store, or why it is not is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+OUTCOME = "outcome"
+_POLL_S = 0.05
+_LOST_S = 60.0
+"""From when on vLLM's workers have nothing to save, and have not told of a document that was computed."""
+
+
+class Outcomes:
+    """What vLLM's workers told, for those who wait for their own documents."""
+
+    def __init__(self, ask: Any, *, lost_s: float = _LOST_S) -> None:  # noqa: ANN401 - of vLLM's engine
+        """Ask nothing yet.
+
+        Args:
+            ask: ``await ask("kvwire_outcomes")`` gives the answer of each worker.
+            lost_s: Seconds without anything under way after which a document counts as lost.
+        """
+        self._ask, self._lost_s = ask, lost_s
+        self._done: dict[str, dict[str, Any]] = {}
+        self._asking = asyncio.Lock()
+        self._asked, self._busy = 0.0, time.monotonic()
+
+    async def of(self, document: str) -> dict[str, Any]:
+        """Wait for a document.
+
+        Args:
+            document: Its name; vLLM has computed it.
+
+        Returns:
+            ``encode_s``, and ``error`` and ``message``, which are empty where the store has it.
+        """
+        began = time.monotonic()
+        while document not in self._done:
+            await self._look()
+            if document not in self._done and time.monotonic() - max(began, self._busy) > self._lost_s:
+                words = "vLLM's workers did not say that they saved it; look at their log, then run again"
+                return {"encode_s": 0.0, "error": "StorageError", "message": words}
+            await asyncio.sleep(0 if document in self._done else _POLL_S)
+        return self._done.pop(document)
+
+    async def _look(self) -> None:
+        """Ask, where nobody else just did."""
+        async with self._asking:
+            if time.monotonic() - self._asked < _POLL_S / 2:
+                return
+            answers = await self._ask("kvwire_outcomes")
+            self._asked = time.monotonic()
+            for answer in answers:
+                self._done |= {told["document"]: told for told in answer["done"]}
+                if answer["under_way"] or answer["done"]:
+                    self._busy = self._asked
+
+
+def telling(base: type) -> type:
+    """A stage that does what Ray's does, and tells what became of each document.
+
+    Args:
+        base: Class of Ray's stage of vLLM; its ``udf`` yields an answer for each row, and ``llm.engine`` is vLLM's.
+
+    Returns:
+        The class, which yields ``OUTCOME`` alone.
+    """
+
+    class TellingStage(base):  # type: ignore[misc]
+        async def udf(self, batch: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - Ray's
+            at = self.IDX_IN_BATCH_COLUMN
+            names = {row[at]: json.loads(row["row"])["id"] for row in batch}
+            if not hasattr(self, "outcomes"):
+                self.outcomes = Outcomes(self.llm.engine.collective_rpc)
+            async for answer in super().udf(batch):
+                said = {"prefill_s": prefill_s(answer), "encode_s": 0.0, "error": "", "message": ""}
+                if problem := answer.get("__inference_error__", ""):
+                    said |= {"error": "vLLM", "message": f"vLLM did not compute it: {problem}"}
+                else:
+                    told = await self.outcomes.of(names[answer[at]])
+                    said |= {name: told[name] for name in ("encode_s", "error", "message")}
+                yield {at: answer[at], OUTCOME: json.dumps(said), "__inference_error__": ""}
+
+    return TellingStage
+
+
+def prefill_s(answer: dict[str, Any]) -> float:
+    """Seconds of the model, as far as vLLM tells: from the prompt's first step to its token."""
+    times = answer.get("metrics") or {}
+    began, ended = float(times.get("scheduled_ts") or 0.0), float(times.get("first_token_ts") or 0.0)
+    return max(0.0, ended - began if began else float(answer.get("time_taken_llm") or 0.0))
