@@ -63,7 +63,7 @@ class LayeredEncoder(LevelEncoder):
     def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
         """As of every encoder; what workers share is made before they ask for it."""
         for group in self._text.profile.groups:
-            _ = group.analysis if group.rows is None else group.halved_analysis
+            _ = group.analysis if group.rows is None else group.halved_analysis, group.metric_runs
         return super().encode_all(spans, threads)
 
     def encode(self, start: int, stop: int) -> list[Coded]:

@@ -262,6 +262,15 @@ class Group:
         return None if synthesis is None else analysis_of(synthesis, tuple(map(torch.from_numpy, self.metric)))
 
     @cached_property
+    def metric_runs(self) -> tuple[torch.Tensor, ...]:
+        """``metric``, with neighbours of one shape joined: one product for many planes costs half of one for each.
+
+        Blocks ``[heads of all, dim, dim]`` or a diagonal ``[width of all]``.
+        """
+        parts = map(torch.from_numpy, self.metric)
+        return tuple(torch.cat(list(run)) for _, run in itertools.groupby(parts, key=lambda part: part.shape[1:]))
+
+    @cached_property
     def halved_analysis(self) -> torch.Tensor:
         """``analysis`` in bfloat16."""
         return cast("torch.Tensor", self.analysis).bfloat16()  # the identity has none

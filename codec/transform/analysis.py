@@ -7,7 +7,7 @@ metric that attention puts on errors, coefficients are uncorrelated and all dese
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def centre_planes(
         if math.isfinite(float(out.sum())):
             return out
     out = gather_planes(cache, planes, start, stop)
-    out -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))]
+    out -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))].float()
     return out
 
 
@@ -131,7 +131,7 @@ def _taken(
     start: int,
     expected: tuple[Tensor, NDArray[np.uint32]],
 ) -> Tensor:
-    rows, of_token = expected[0].numpy(), expected[1]
+    (rows, expand_rows), of_token = bits_of(expected[0]), expected[1]
     out = torch.empty(len(of_token), rows.shape[1])
     unrotated = torch.empty(len(of_token), 0)
     cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
@@ -145,13 +145,25 @@ def _taken(
                 cos_sin[index] = rotation(cache.meta.ropes[index], cache.meta.offset + start, len(of_token))
             cosines, sines = cos_sin[index]
             interleaved = cache.meta.ropes[index].interleaved
-        expand = source.dtype == torch.bfloat16
         value_kernels.take_elements(
-            (source.view(torch.uint16) if expand else source).numpy(), expand, start, rows, of_token, at,
+            *bits_of(source), start, rows, expand_rows, of_token, at,
             cosines.numpy(), sines.numpy(), interleaved, first, out.numpy(),
         )  # fmt: skip
         at += source.shape[0] * source.shape[2]
     return out
+
+
+def bits_of(tensor: Tensor) -> tuple[NDArray[Any], bool]:
+    """Show a tensor to the kernels.
+
+    Args:
+        tensor: A plain one.
+
+    Returns:
+        The same memory, and whether its numbers are bits of bfloat16 and not float32.
+    """
+    halved = tensor.dtype == torch.bfloat16
+    return (tensor.view(torch.uint16) if halved else tensor).numpy(), halved
 
 
 def plain(tensor: Tensor) -> bool:
@@ -197,7 +209,7 @@ def analyse(
         coefficients = _project(centred, group, step if halved else None)
         parts.append(coefficients.numpy())
         if group.metric and group.rank < group.width:
-            missing = _energy(centred[sampled], group) - energy_of(parts[-1][sampled])
+            missing = metric_energy(centred[sampled], group) - energy_of(parts[-1][sampled])
             dropped += max(0.0, missing) * (stop - start) / len(centred[sampled])
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), dropped
 
@@ -254,19 +266,26 @@ def energy_of(coefficients: NDArray[np.floating]) -> float:
     return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
 
 
-def _energy(centred: Tensor, group: Group) -> float:
-    """Squared length of ``[tokens, width]`` in the group's metric."""
+def metric_energy(centred: Tensor, group: Group) -> float:
+    """Sum up the squared lengths of some tokens in a group's metric.
+
+    Args:
+        centred: float32 ``[tokens, width]``, the expectation taken off.
+        group: With a metric.
+
+    Returns:
+        Their sum.
+    """
     total, start = 0.0, 0
-    for block in group.metric:
-        metric = torch.from_numpy(block)
+    for metric in group.metric_runs:
         width = len(metric) if metric.ndim == 1 else metric.shape[0] * metric.shape[1]
         part = centred[:, start : start + width]
         if metric.ndim == 1:
             weighted = part * metric
         else:
-            heads = part.reshape(len(part), metric.shape[0], metric.shape[1]).transpose(0, 1)
-            weighted = (heads @ metric).transpose(0, 1).reshape(part.shape)
-        total += float((weighted * part).sum(dtype=torch.float64))
+            part = part.unflatten(1, metric.shape[:2]).transpose(0, 1)
+            weighted = part @ metric
+        total += float(weighted.mul_(part).sum(dtype=torch.float64))
         start += width
     return total
 
@@ -285,7 +304,7 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
     Returns:
         float32 ``[tokens, width]``.
     """
-    out = rows[torch.from_numpy(of_token.astype(np.int64))]
+    out = rows[torch.from_numpy(of_token.astype(np.int64))].float()
     given = coefficients.shape[1]
     if group.is_identity:
         out[:, :given] += coefficients * torch.from_numpy(group.scales)[:given]
