@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from numba.extending import register_jitable
-from numpy import empty, float64, int32, uint8, uint16, uint32, uintp
+from numpy import empty, float64, int32, uint8, uint32, uintp
 
 from kvwire.codec.entropy.jit import jit
 
