@@ -1,4 +1,4 @@
-"""numba kernel of the entropy coder's encoder; ``kernels`` says what holds for all of them, ``rans_naive`` has the twin."""
+"""numba kernel that encodes a stream; ``kernels`` says what holds for all of them, ``rans_naive`` has the twin."""
 
 from __future__ import annotations
 

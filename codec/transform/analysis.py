@@ -133,21 +133,20 @@ def _taken(
 ) -> Tensor:
     (rows, expand_rows), of_token = bits_of(expected[0]), expected[1]
     out = torch.empty(len(of_token), rows.shape[1])
-    unrotated = torch.empty(len(of_token), 0)
-    cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
+    elements, unrotated = out.numpy(), np.empty((len(of_token), 0), np.float32)
+    cos_sin: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     at = 0
     for (side, layer), source in zip(planes, sources, strict=True):
         rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
-        cosines, sines, interleaved, first = unrotated, unrotated, False, 0
+        (cosines, sines), interleaved, first = (unrotated, unrotated), False, 0
         if rotary is not None:
             index, first = rotary
             if index not in cos_sin:
-                cos_sin[index] = rotation(cache.meta.ropes[index], cache.meta.offset + start, len(of_token))
-            cosines, sines = cos_sin[index]
-            interleaved = cache.meta.ropes[index].interleaved
+                cos, sin = rotation(cache.meta.ropes[index], cache.meta.offset + start, len(of_token))
+                cos_sin[index] = cos.numpy(), sin.numpy()
+            (cosines, sines), interleaved = cos_sin[index], cache.meta.ropes[index].interleaved
         value_kernels.take_elements(
-            *bits_of(source), start, rows, expand_rows, of_token, at,
-            cosines.numpy(), sines.numpy(), interleaved, first, out.numpy(),
+            *bits_of(source), start, rows, expand_rows, of_token, at, cosines, sines, interleaved, first, elements
         )  # fmt: skip
         at += source.shape[0] * source.shape[2]
     return out
@@ -283,7 +282,7 @@ def metric_energy(centred: Tensor, group: Group) -> float:
         if metric.ndim == 1:
             weighted = part * metric
         else:
-            part = part.unflatten(1, metric.shape[:2]).transpose(0, 1)
+            part = part.view(len(part), *metric.shape[:2]).transpose(0, 1)
             weighted = part @ metric
         total += float(weighted.mul_(part).sum(dtype=torch.float64))
         start += width
