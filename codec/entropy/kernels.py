@@ -1,4 +1,4 @@
-"""numba kernels of the entropy coder and its symbols; readable twins stand in ``rans_naive`` or ``quantiser``.
+"""numba kernels of the entropy decoder and of symbols; readable twins stand in ``rans_naive`` or ``quantiser``.
 
 No kernel checks an index, so each must be in range by construction, whatever the stream holds: columns come from
 ``SegmentState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from numba.extending import register_jitable
-from numpy import empty, float64, int32, uint8, uint16, uint32, uint64, uintp
+from numpy import empty, float64, int32, uint8, uint32, uintp
 
 from kvwire.codec.entropy.jit import jit
 
@@ -20,57 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.codec.entropy.jit import F32, I32, U8, U16, U32
-
-
-@jit
-def encode(
-    symbols: U8,
-    rows: U32,
-    packed: U32,
-    reciprocals: NDArray[uint64],
-    buffer: U16,
-    states: U32,
-    counts: NDArray[int64],
-) -> None:
-    """Fill each lane's buffer from its end with the lane's words.
-
-    A word is stored whether it counts or not. The quotient is exact: a state x is below f * 2^20 when it is divided by
-    the frequency f, so x * (floor(2^44 / f) + 1) fits 64 bits and exceeds x * 2^44 / f by less than 2^44 / f.
-
-    Args:
-        symbols: uint8 ``[tokens, columns]``.
-        rows: ``[columns]``, index in the tables of the entry of the column's symbol 0.
-        packed: Start in the upper 16 bits, frequency in the lower ones.
-        reciprocals: uint64, floor(2^44 / f) + 1 of each.
-        buffer: uint16 ``[lanes, room + 1]`` with room for a word a symbol.
-        states: ``[lanes]``, written.
-        counts: ``[lanes]``, written: words of each lane.
-    """
-    tokens, columns = uintp(symbols.shape[0]), uintp(symbols.shape[1])
-    lanes, room = uintp(buffer.shape[0]), uintp(buffer.shape[1])
-    flat = buffer.reshape(-1)
-    ends = empty(buffer.shape[0], uintp)
-    for lane in range(lanes):
-        states[lane] = 65536
-        ends[lane] = (lane + uintp(1)) * room - uintp(1)
-    steps = (columns + lanes - uintp(1)) // lanes
-    for step in range(steps):
-        first = (steps - uintp(1) - step) * lanes
-        width = min(lanes, columns - first)
-        for back in range(tokens):
-            t = tokens - uintp(1) - back
-            for lane in range(width):
-                at = rows[first + lane] + uint32(symbols[t, first + lane])
-                f, start = packed[at] & uint32(65535), packed[at] >> uint32(16)
-                x = states[lane]
-                over = (x >> uint32(20)) >= f
-                flat[ends[lane]] = uint16(x & uint32(65535))
-                ends[lane] -= uintp(over)
-                x = (x >> uint32(16)) if over else x
-                quotient = uint32((uint64(x) * reciprocals[at]) >> uint64(44))
-                states[lane] = (quotient << uint32(12)) + (x - quotient * f) + start
-    for lane in range(lanes):
-        counts[lane] = (lane + uintp(1)) * room - uintp(1) - ends[lane]
 
 
 @jit

@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba.extending import register_jitable
 from numpy import empty, float32, float64, int32, uint8, uint32
 
 from kvwire.codec.entropy.jit import jit
 
 if TYPE_CHECKING:
+    from numpy import int64
     from numpy.typing import NDArray
 
     from kvwire.codec.entropy.jit import F32, U8, U16, U32
@@ -50,6 +52,67 @@ def survey(coefficients: F32, sums: F32, peaks: F32, squares: F32, energies: NDA
                 energies_of[c] += float64(square)
 
 
+@register_jitable
+def _sizes_of(classes: NDArray[int64], sizes: F32) -> tuple[F32, F32]:
+    """Sizes of values 1 and 2 of some columns."""
+    ones, twos = empty(classes.shape[0], float32), empty(classes.shape[0], float32)
+    for i in range(classes.shape[0]):
+        ones[i], twos[i] = sizes[classes[i], 1], sizes[classes[i], 2]
+    return ones, twos
+
+
+@jit
+def enter_level(
+    unit: NDArray[int64],
+    enters: NDArray[int64],
+    spread: NDArray[int64],
+    level: int,
+    shift: int,
+    classes: NDArray[int64],
+    listed: U8,
+    columns: U32,
+    own: NDArray[int64],
+    runs: U32,
+    found: NDArray[int64],
+) -> None:
+    """Advance columns to the next level: what ``segment.enter_level`` says in numpy, and which columns are coded then.
+
+    Args:
+        unit: ``[columns]``, the class at unit step that suits each column.
+        enters: ``[columns]``, the level from which on each is coded.
+        spread: ``[columns]``, the profile's class at unit step.
+        level: The next level.
+        shift: Classes to subtract at it.
+        classes: ``[columns]``, 0 while a column is not coded; advanced in place.
+        listed: ``[columns]``, written: the class list.
+        columns: ``[columns]``, written: the coded ones, ascending.
+        own: ``[columns]``, written: their classes.
+        runs: ``[columns, 2]``, written: the coded columns as ranges, see ``base_symbols``.
+        found: ``[3]``, written: lengths of the class list, of the coded columns, and of their ranges.
+    """
+    open_columns, coded, ranges, inside = 0, 0, 0, False
+    for c in range(classes.shape[0]):
+        if classes[c] > 0:
+            classes[c] = min(classes[c] + 6, 42)
+        else:
+            code = 0
+            if enters[c] == level:
+                classes[c] = min(max(unit[c] - shift, 1), 42)
+                delta = classes[c] - min(max(spread[c] - shift, 1), 42)
+                code = 2 * delta + 1 if delta >= 0 else -2 * delta
+            listed[open_columns] = uint8(code)
+            open_columns += 1
+        if classes[c] > 0:
+            columns[coded], own[coded] = c, classes[c]
+            coded += 1
+            if not inside:
+                runs[ranges, 0] = c
+                ranges += 1
+            runs[ranges - 1, 1] = c + 1
+        inside = classes[c] > 0
+    found[0], found[1], found[2] = open_columns, coded, ranges
+
+
 @jit
 def base_symbols(
     coefficients: F32,
@@ -57,7 +120,7 @@ def base_symbols(
     inverse: float,
     descents: int,
     base: U16,
-    rows: U32,
+    classes: NDArray[int64],
     sizes: F32,
     step: float,
     symbols: U8,
@@ -71,14 +134,17 @@ def base_symbols(
         inverse: One over the finest step.
         descents: Levels from the finest down to this one.
         base: Frequencies of all tables, one after the other.
-        rows: ``[coded columns]``, where each one's table begins.
-        sizes: float32 ``[3, coded columns]``, of values 0, 1 and 2.
+        classes: ``[coded columns]``, from 1 on.
+        sizes: float32 ``[classes + 1, 3]``, of values 0, 1 and 2.
         step: Of this level.
         symbols: uint8 ``[tokens, coded columns]``, written: value + 128, or 0 for an escape.
         missed: ``[coded columns]``, zeros; written: squared error.
     """
     count = missed.shape[0]
-    picked, values = empty(count, float32), empty(count, int32)
+    picked, values, rows = empty(count, float32), empty(count, int32), empty(count, uint32)
+    ones, twos = _sizes_of(classes, sizes)
+    for i in range(count):
+        rows[i] = uint32((classes[i] - 1) * 256)
     for t in range(symbols.shape[0]):
         at = uint32(0)
         for run in range(runs.shape[0]):
@@ -95,7 +161,7 @@ def base_symbols(
             symbol = uint32(q + int32(128)) if -128 < q < 128 else uint32(0)  # noqa: PLR2004 - the alphabet
             symbols[t, i] = uint8(symbol) if base[rows[i] + symbol] > 0 else uint8(0)
         for i in range(count):
-            q, one, two = abs(values[i]), sizes[1, i], sizes[2, i]
+            q, one, two = abs(values[i]), ones[i], twos[i]
             size = float32(q)
             size = one if q == 1 else size
             size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points
@@ -109,6 +175,7 @@ def refinement_codes(
     runs: U32,
     inverse: float,
     descents: int,
+    classes: NDArray[int64],
     sizes: F32,
     step: float,
     codes: U8,
@@ -121,13 +188,15 @@ def refinement_codes(
         runs: uint32 ``[runs, 2]``: the coded columns as ranges, each from its first one to the one behind its last.
         inverse: One over the finest step.
         descents: Levels from the finest down to this one.
-        sizes: float32 ``[3, coded columns]``, of values 0, 1 and 2.
+        classes: ``[coded columns]``, from 1 on.
+        sizes: float32 ``[classes + 1, 3]``, of values 0, 1 and 2.
         step: Of this level.
         codes: uint8 ``[tokens, coded columns]``, written: 3 * context + symbol.
         missed: ``[coded columns]``, zeros; written: squared error.
     """
     count = missed.shape[0]
     picked, values = empty(count, float32), empty(count, int32)
+    ones, twos = _sizes_of(classes, sizes)
     for t in range(codes.shape[0]):
         at = uint32(0)
         for run in range(runs.shape[0]):
@@ -145,7 +214,7 @@ def refinement_codes(
             r = q - int32(3) * below
             codes[t, i] = uint8(int32(3) * min(abs(below), int32(2)) + int32(1) + (-r if below < 0 else r))
         for i in range(count):
-            q, one, two = abs(values[i]), sizes[1, i], sizes[2, i]
+            q, one, two = abs(values[i]), ones[i], twos[i]
             size = float32(q)
             size = one if q == 1 else size
             size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points

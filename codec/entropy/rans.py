@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy import encode_kernels, kernels
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ def _encode(
     """Encode symbols that select, with their column's class, an entry of the tables."""
     tokens, columns = symbols.shape
     room = tokens * -(-columns // lanes) + 1
-    buffer = np.empty((lanes, room), np.uint16)
-    states, counts = np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
-    rows = ((np.asarray(classes, np.int64) - 1) * (frequencies.size // len(frequencies))).astype(np.uint32)
-    kernels.encode(np.ascontiguousarray(symbols), rows, *entries, buffer, states, counts)
-    words = np.concatenate([buffer[lane, room - count :] for lane, count in enumerate(counts)])
-    return Lanes(states, counts.astype(np.uint16), words)
+    buffer, states, counts = np.empty(lanes * room, np.uint16), np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
+    own, symbols_of_class = np.asarray(classes, np.int64), frequencies.size // len(frequencies)
+    encode_kernels.encode(
+        np.ascontiguousarray(symbols), own, symbols_of_class, *entries, room, buffer, states, counts
+    )  # fmt: skip
+    return Lanes(states, counts.astype(np.uint16), buffer[: counts.sum()].copy())
 
 
 def decode_base(

@@ -66,7 +66,8 @@ def place_elements(
     expand: bool,
     scale: float,
     begin: int,
-    rows: F32,
+    rows: NDArray[Any],
+    expand_rows: bool,
     of_token: U32,
     at: int,
     cosines: F32,
@@ -84,7 +85,8 @@ def place_elements(
         expand: Whether the product is bfloat16 bits.
         scale: Of the product.
         begin: First column of the plane in the product.
-        rows: float32; columns from ``at`` on are the plane's.
+        rows: float32, or bfloat16 bits; columns from ``at`` on are the plane's.
+        expand_rows: Whether the rows are bfloat16 bits.
         of_token: Row of each token.
         at: First column of the plane in the rows.
         cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
@@ -98,8 +100,8 @@ def place_elements(
     heads, tokens, dim = uintp(out.shape[0]), uintp(of_token.shape[0]), uintp(out.shape[2])
     pairs, low, first_token = uintp(cosines.shape[1]), uintp(rotary_start), uintp(first)
     high, factor = low + pairs, float32(scale)
-    row, rotated = empty(out.shape[2], float32), empty(out.shape[2], float32)
-    bits, rotated_bits = row.view(uint32), rotated.view(uint32)
+    row, rotated, expected = empty(out.shape[2], float32), empty(out.shape[2], float32), empty(out.shape[2], float32)
+    bits, rotated_bits, expected_bits = row.view(uint32), rotated.view(uint32), expected.view(uint32)
     for t in range(tokens):
         chosen = of_token[t]
         for head in range(heads):
@@ -110,8 +112,14 @@ def place_elements(
             else:
                 for d in range(dim):
                     row[d] = float32(product[t, source + d])
+            if expand_rows:
+                for d in range(dim):
+                    expected_bits[d] = uint32(rows[chosen, wanted + d]) << uint32(16)
+            else:
+                for d in range(dim):
+                    expected[d] = float32(rows[chosen, wanted + d])
             for d in range(dim):
-                row[d] = rows[chosen, wanted + d] + factor * row[d]
+                row[d] = expected[d] + factor * row[d]
             for d in range(dim):
                 rotated[d] = row[d]
             if interleaved:
@@ -138,7 +146,8 @@ def take_elements(
     source: NDArray[Any],
     expand: bool,
     first: int,
-    rows: F32,
+    rows: NDArray[Any],
+    expand_rows: bool,
     of_token: U32,
     at: int,
     cosines: F32,
@@ -153,7 +162,8 @@ def take_elements(
         source: float32, or bfloat16 bits, ``[heads, tokens, dim]``.
         expand: Whether it is bfloat16 bits.
         first: Token of the source to begin at.
-        rows: float32 with the columns of the output.
+        rows: float32, or bfloat16 bits, with the columns of the output.
+        expand_rows: Whether the rows are bfloat16 bits.
         of_token: Row of each token.
         at: First column of the plane.
         cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
@@ -165,8 +175,8 @@ def take_elements(
     heads, tokens, dim = uintp(source.shape[0]), uintp(of_token.shape[0]), uintp(source.shape[2])
     pairs, low = uintp(cosines.shape[1]), uintp(rotary_start)
     high, begin_plane, begin_source = low + pairs, uintp(at), uintp(first)
-    row = empty(source.shape[2], float32)
-    bits = row.view(uint32)
+    row, expected = empty(source.shape[2], float32), empty(source.shape[2], float32)
+    bits, expected_bits = row.view(uint32), expected.view(uint32)
     for t in range(tokens):
         chosen = of_token[t]
         for head in range(heads):
@@ -177,6 +187,12 @@ def take_elements(
             else:
                 for d in range(dim):
                     row[d] = float32(source[head, begin_source + t, d])
+            if expand_rows:
+                for d in range(dim):
+                    expected_bits[d] = uint32(rows[chosen, begin + d]) << uint32(16)
+            else:
+                for d in range(dim):
+                    expected[d] = float32(rows[chosen, begin + d])
             if interleaved:
                 for j in range(pairs):
                     a, b = row[low + j + j], row[low + j + j + uintp(1)]
@@ -185,13 +201,13 @@ def take_elements(
                         float64(b * cosines[t, j]) - float64(a) * float64(sines[t, j])
                     )
                 for d in range(dim):
-                    out[t, begin + d] = row[d] - rows[chosen, begin + d]
+                    out[t, begin + d] = row[d] - expected[d]
                 continue
             for d in range(dim):
-                out[t, begin + d] = row[d] - rows[chosen, begin + d]
+                out[t, begin + d] = row[d] - expected[d]
             for j in range(pairs):
                 turned = row[low + j] * cosines[t, j] + row[high + j] * sines[t, j]
-                out[t, begin + low + j] = turned - rows[chosen, begin + low + j]
+                out[t, begin + low + j] = turned - expected[low + j]
             for j in range(pairs):
                 turned = float32(float64(row[high + j] * cosines[t, j]) - float64(row[low + j]) * float64(sines[t, j]))
-                out[t, begin + high + j] = turned - rows[chosen, begin + high + j]
+                out[t, begin + high + j] = turned - expected[high + j]

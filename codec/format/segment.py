@@ -7,6 +7,7 @@ zero; that level's segment names its class. From then on every level refines it.
 from __future__ import annotations
 
 import struct
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -178,12 +179,23 @@ def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
     Returns:
         The segment.
     """
-    compressor = zstandard.ZstdCompressor(level=19, write_content_size=True, write_checksum=False)
-    packed_classes = compressor.compress(classes) if classes else b""
-    packed_escapes = compressor.compress(escapes) if escapes else b""
+    packed_classes, packed_escapes = _compressed(classes), _compressed(escapes)
     header = _HEADER.pack(len(stream.words), len(packed_classes), len(packed_escapes), len(stream.states), 0)
-    lanes = stream.states.astype("<u4").tobytes() + stream.counts.astype("<u2").tobytes()
-    return header + packed_classes + packed_escapes + lanes + stream.words.astype("<u2").tobytes()
+    lanes = np.asarray(stream.states, "<u4"), np.asarray(stream.counts, "<u2"), np.asarray(stream.words, "<u2")
+    return b"".join((header, packed_classes, packed_escapes, *(part.tobytes() for part in lanes)))
+
+
+_own = threading.local()
+
+
+def _compressed(data: bytes) -> bytes:
+    """A zstd frame; nothing of nothing. Each thread keeps its compressor, which takes longer to make than to use."""
+    if not data:
+        return b""
+    if not hasattr(_own, "compressor"):
+        _own.compressor = zstandard.ZstdCompressor(level=19, write_content_size=True, write_checksum=False)
+    packed: bytes = _own.compressor.compress(data)
+    return packed
 
 
 def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec.transform.analysis import HALVED_STEP, LARGE_STEPS, MANY_TOKENS, fast_bfloat16
+from kvwire.codec.transform.analysis import HALVED_STEP, LARGE_STEPS, fast_bfloat16, sampling_step
 from kvwire.codec.transform.positions import rotate, rotation
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Transform:
             sums.append(total)
             large.append(self._project(centred, group, part))
             if group.metric and group.rank < group.width:
-                weighed.append((part, _energies(centred[sampled], group.metric)))
+                weighed.append((group, part, _energies(centred[sampled], group.metric)))
         if self._halved:
             self._repeat(torch.stack(large).cpu(), parts, start, hidden)  # the host waits
-        missing = [energy - part[sampled].square().sum(1, dtype=torch.float64) for part, energy in weighed]
+        missing = [energy - _kept_energies(part[sampled], group) for group, part, energy in weighed]
         dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
         if missing:
             chunks = torch.split(torch.stack(missing), lengths, 1)
@@ -91,7 +91,7 @@ class Transform:
 
     def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
         """Tokens of the batch whose energies are weighed, and how many of each chunk."""
-        steps = [4 if start and stop - start >= MANY_TOKENS else 1 for start, stop in spans]
+        steps = [sampling_step(*span) for span in spans]
         ranges = [range(start, stop, step) for (start, stop), step in zip(spans, steps, strict=True)]
         index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
         return index, [len(tokens) for tokens in ranges]
@@ -171,6 +171,12 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type != "cuda":
         return fast_bfloat16()
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BFLOAT16_SINCE
+
+
+def _kept_energies(coefficients: Tensor, group: DeviceGroup) -> Tensor:
+    """``kept_energy`` of each token."""
+    known = coefficients if group.gram is None else coefficients @ group.gram
+    return (known * coefficients).sum(1, dtype=torch.float64)
 
 
 def _energies(centred: Tensor, metric: tuple[Tensor, ...]) -> Tensor:

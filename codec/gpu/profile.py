@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvwire.codec.profile.group import analysis_of
+from kvwire.codec.profile.group import analysis_of, weighted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,6 +80,17 @@ class DeviceGroup:
     def halved_analysis(self) -> Tensor:
         """``analysis`` in bfloat16."""
         made = self.analysis.bfloat16()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return made
+
+    @cached_property
+    def gram(self) -> Tensor | None:
+        """``Group.gram``, computed here; None for the identity."""
+        if self.rows is None:
+            return None
+        synthesis = self.rows.float()
+        made = synthesis @ weighted(synthesis, self.metric)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return made

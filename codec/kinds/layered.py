@@ -14,7 +14,7 @@ from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.outputs import device_of, positions_for
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.profile import Profile
-from kvwire.codec.transform.analysis import analyse
+from kvwire.codec.transform.analysis import analyse, fast_bfloat16
 from kvwire.codec.transform.quantiser import Ladder, ladder_for
 from kvwire.codec.transform.reconstruct import place_group
 from kvwire.codec.workers import one_core
@@ -63,7 +63,9 @@ class LayeredEncoder(LevelEncoder):
     def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
         """As of every encoder; what workers share is made before they ask for it."""
         for group in self._text.profile.groups:
-            _ = group.analysis if group.rows is None else group.halved_analysis
+            halved = group.rows is not None and fast_bfloat16()
+            _ = group.halved_analysis if halved else group.analysis, group.metric_runs
+            _ = group.gram if group.metric and group.rank < group.width and not group.is_identity else None
         return super().encode_all(spans, threads)
 
     def encode(self, start: int, stop: int) -> list[Coded]:

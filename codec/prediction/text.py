@@ -70,7 +70,8 @@ class TextPredictor:
             stop: The first token after the span.
 
         Returns:
-            float32 rows ``[n, width]``, and uint32 ``[tokens]``, the row of each token.
+            Rows ``[n, width]``, float32 or bfloat16, which are only to be read, and uint32 ``[tokens]``, the row of
+            each token.
         """
         tokens = stop - start
         chosen = self.profile.groups[group]
@@ -79,12 +80,20 @@ class TextPredictor:
         if self.token_ids is None:
             rows, index = torch.from_numpy(chosen.mean)[None], np.zeros(tokens, np.uint32)
         else:
-            unique, inverse = np.unique(self.token_ids[start:stop], return_inverse=True)
-            rows, index = self.profile.expectations[group].rows(unique), inverse.astype(np.uint32)
+            rows, index = self._of_tokens(group, self.token_ids[start:stop])
         if self.hidden is None:
             return rows, index
         addition = self.hidden[start:stop] @ chosen.predictor[self.profile.token_features :].float()
-        return rows[torch.from_numpy(index.astype(np.int64))] + addition, np.arange(tokens, dtype=np.uint32)
+        return rows[torch.from_numpy(index.astype(np.int64))].float() + addition, np.arange(tokens, dtype=np.uint32)
+
+    def _of_tokens(self, group: int, token_ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint32]]:
+        """Rows as they are kept, or, where there is no room for all of them, copied together."""
+        expectations = self.profile.expectations[group]
+        kept = expectations.kept(token_ids)
+        if kept is not None:
+            return kept
+        unique, inverse = np.unique(token_ids, return_inverse=True)
+        return expectations.rows(unique), inverse.astype(np.uint32)
 
 
 def expect_all(profile: Profile) -> Iterator[None]:

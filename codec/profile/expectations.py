@@ -70,6 +70,26 @@ class Expectations:
         out[torch.from_numpy(slots >= 0)] = self._kept[torch.from_numpy(slots[slots >= 0])].float()
         return out
 
+    def kept(self, token_ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint32]] | None:
+        """Show the rows of some tokens where they are kept: nothing is copied.
+
+        Args:
+            token_ids: ``[n]``, each within the table.
+
+        Returns:
+            bfloat16 rows ``[m, width]``, which are only to be read, and uint32 ``[n]``, the row of each token; None
+            where one has no place.
+        """
+        if not len(self._slots):
+            return None
+        with self._lock:
+            slots = self._slots[token_ids]
+        if slots.min(initial=0) < 0:
+            self.rows(np.unique(token_ids[slots < 0]))
+            with self._lock:
+                slots = self._slots[token_ids]
+        return None if slots.min(initial=0) < 0 else (self._kept, slots.astype(np.uint32))
+
     def _keep(self, token_ids: NDArray[np.int64], computed: Tensor) -> None:
         """Give rows a slot while there is room, but for those that another thread has kept by now."""
         with self._lock:

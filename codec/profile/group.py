@@ -262,6 +262,21 @@ class Group:
         return None if synthesis is None else analysis_of(synthesis, tuple(map(torch.from_numpy, self.metric)))
 
     @cached_property
+    def gram(self) -> torch.Tensor:
+        """float32 ``[rank, rank]``, products of the rows in the metric: their rounding took them off orthonormal."""
+        synthesis = cast("torch.Tensor", self.synthesis)  # the identity has none
+        return synthesis @ weighted(synthesis, tuple(map(torch.from_numpy, self.metric)))
+
+    @cached_property
+    def metric_runs(self) -> tuple[torch.Tensor, ...]:
+        """``metric``, with neighbours of one shape joined: one product for many planes costs half of one for each.
+
+        Blocks ``[heads of all, dim, dim]`` or a diagonal ``[width of all]``.
+        """
+        parts = map(torch.from_numpy, self.metric)
+        return tuple(torch.cat(list(run)) for _, run in itertools.groupby(parts, key=lambda part: part.shape[1:]))
+
+    @cached_property
     def halved_analysis(self) -> torch.Tensor:
         """``analysis`` in bfloat16."""
         return cast("torch.Tensor", self.analysis).bfloat16()  # the identity has none
@@ -280,7 +295,7 @@ def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> to
     Raises:
         CorruptError: The rows are not independent in the metric.
     """
-    dual = _weighted(synthesis, metric).double()
+    dual = weighted(synthesis, metric).double()
     factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ dual)
     if int(failed_at):
         msg = "the profile's basis is not independent in its own metric; fetch the profile again"
@@ -288,15 +303,23 @@ def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> to
     return torch.cholesky_solve(dual.T, factor).T.float().contiguous()
 
 
-def _weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The metric times the rows ``[rank, width]``, transposed: ``[width, rank]``."""
+def weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Multiply rows by the metric.
+
+    Args:
+        synthesis: float32 ``[rank, width]``.
+        metric: Of each plane.
+
+    Returns:
+        float32 ``[width, rank]``, transposed.
+    """
     out = synthesis.new_empty(synthesis.shape[::-1])
     start = 0
     for block in metric:
         heads, dim = (len(block), 1) if block.ndim == 1 else block.shape[:2]
         stop = start + heads * dim
         part = synthesis[:, start:stop].reshape(-1, heads, dim)
-        weighted = part * block[:, None] if block.ndim == 1 else torch.einsum("rhd,hde->rhe", part, block)
-        out[start:stop] = weighted.reshape(-1, heads * dim).T
+        product = part * block[:, None] if block.ndim == 1 else torch.einsum("rhd,hde->rhe", part, block)
+        out[start:stop] = product.reshape(-1, heads * dim).T
         start = stop
     return out

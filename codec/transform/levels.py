@@ -6,14 +6,14 @@ which level on it is coded, so what no level codes is never quantised. ``chunk_l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvwire.codec.entropy import level_kernels
 from kvwire.codec.entropy.rans import encode_base, encode_refinement, lanes_for
-from kvwire.codec.entropy.tables import ALPHABET, ESCAPE, class_of, column_classes
-from kvwire.codec.format.segment import SegmentState, encode_segment, enter_level, pack_segment
+from kvwire.codec.entropy.tables import ESCAPE, class_of, column_classes
+from kvwire.codec.format.segment import SegmentState, encode_segment, pack_segment
 from kvwire.codec.transform.quantiser import RATIO, check_largest, quantise, split_levels_naive
 
 if TYPE_CHECKING:
@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 
     CodedLevel = tuple[bytes, int, float]
     """A segment, its number of symbols, and the level's squared error."""
+
+
+class _Coded(NamedTuple):
+    """The columns that a level codes.
+
+    Attributes:
+        columns: uint32, ascending.
+        classes: int64, of each.
+        runs: uint32 ``[runs, 2]``, the same columns as ranges.
+    """
+
+    columns: NDArray[np.uint32]
+    classes: NDArray[np.int64]
+    runs: NDArray[np.uint32]
 
 
 class ChunkLevels:
@@ -59,7 +73,7 @@ class ChunkLevels:
             check_largest(float(peaks.max(initial=0.0)) + 0.0 * float(sums.sum()))
         self._unit = class_of(sums / np.float32(tokens) * np.sqrt(2))
         self._enters = _first_levels(np.rint(peaks), len(ladder.steps))
-        self._state = SegmentState(tokens, spread, tables)
+        self._spread, self._tables, self._classes = spread, tables, np.zeros(columns, np.int64)
 
     def encode(self, level: int) -> CodedLevel:
         """Write the next level.
@@ -70,41 +84,51 @@ class ChunkLevels:
         Returns:
             The segment, its number of symbols, and the level's squared error.
         """
-        state, shift = self._state, self._ladder.shifts[level]
-        listed = enter_level(state, shift, self._unit - shift, self._enters == level)
-        columns = state.columns
-        missed = np.zeros(len(columns), np.float32)
-        codes = np.empty((state.tokens, len(columns)), np.uint8)
-        stream, escapes = (self._refine if level else self._begin)(level, columns, codes, missed)
+        listed, coded = self._enter(level)
+        missed = np.zeros(len(coded.columns), np.float32)
+        symbols = np.empty((len(self._coefficients), len(coded.columns)), np.uint8)
+        stream, escapes = (self._refine if level else self._begin)(level, coded, symbols, missed)
         every = self._squares.copy()
-        every[columns] = missed
-        return pack_segment(listed, escapes, stream), codes.size, float(every.sum(dtype=np.float64))
+        every[coded.columns] = missed
+        return pack_segment(listed, escapes, stream), symbols.size, float(every.sum(dtype=np.float64))
+
+    def _enter(self, level: int) -> tuple[bytes, _Coded]:
+        """The class list of the next level, and the columns that are coded at it."""
+        every = len(self._classes)
+        listed, columns, runs = np.empty(every, np.uint8), np.empty(every, np.uint32), np.empty((every, 2), np.uint32)
+        own, found = np.empty(every, np.int64), np.empty(3, np.int64)
+        level_kernels.enter_level(
+            self._unit, self._enters, self._spread, level, self._ladder.shifts[level],
+            self._classes, listed, columns, own, runs, found,
+        )  # fmt: skip
+        open_columns, coded, ranges = found.tolist()
+        return listed[:open_columns].tobytes(), _Coded(columns[:coded], own[:coded], runs[:ranges])
 
     def _begin(
-        self, level: int, columns: NDArray[np.uint32], symbols: NDArray[np.uint8], missed: NDArray[np.float32]
+        self, level: int, coded: _Coded, symbols: NDArray[np.uint8], missed: NDArray[np.float32]
     ) -> tuple[Lanes, bytes]:
         """The first level's stream and escapes."""
-        ladder, tables, classes = self._ladder, self._state.tables, self._state.classes[columns]
-        descents, rows = len(ladder.steps) - 1 - level, ((classes - 1) * ALPHABET).astype(np.uint32)
+        ladder, tables, classes = self._ladder, self._tables, coded.classes
+        descents = len(ladder.steps) - 1 - level
         level_kernels.base_symbols(
-            self._coefficients, _runs(columns), self._inverse, descents, tables.base.reshape(-1), rows,
-            tables.sizes_of(classes), ladder.steps[level], symbols, missed,
+            self._coefficients, coded.runs, self._inverse, descents, tables.base.reshape(-1), classes, tables.sizes,
+            ladder.steps[level], symbols, missed,
         )  # fmt: skip
         tokens, index = np.nonzero(symbols == ESCAPE)
-        escaped = np.rint(self._coefficients[tokens, columns[index]] * np.float32(self._inverse)).astype(np.int64)
+        escaped = np.rint(self._coefficients[tokens, coded.columns[index]] * np.float32(self._inverse)).astype(np.int64)
         escaped = (escaped + (RATIO**descents - 1) // 2) // RATIO**descents
         stream = encode_base(symbols, classes, tables, lanes_for(symbols.size))
         return stream, escaped.astype("<i4").tobytes()
 
     def _refine(
-        self, level: int, columns: NDArray[np.uint32], codes: NDArray[np.uint8], missed: NDArray[np.float32]
+        self, level: int, coded: _Coded, codes: NDArray[np.uint8], missed: NDArray[np.float32]
     ) -> tuple[Lanes, bytes]:
         """A later level's stream; it has no escapes."""
-        ladder, tables, classes = self._ladder, self._state.tables, self._state.classes[columns]
+        ladder, tables, classes = self._ladder, self._tables, coded.classes
         descents = len(ladder.steps) - 1 - level
         level_kernels.refinement_codes(
-            self._coefficients, _runs(columns), self._inverse, descents,
-            tables.sizes_of(classes), ladder.steps[level], codes, missed,
+            self._coefficients, coded.runs, self._inverse, descents, classes, tables.sizes,
+            ladder.steps[level], codes, missed,
         )  # fmt: skip
         return encode_refinement(codes, classes, tables, lanes_for(codes.size)), b""
 
@@ -116,14 +140,6 @@ def _first_levels(peaks: NDArray[np.float32], levels: int) -> NDArray[np.int64]:
         found += peaks < least
         least = RATIO * least - 1
     return found
-
-
-def _runs(columns: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Ascending columns as ranges ``[runs, 2]``, each from its first column to the one behind its last."""
-    ends = np.flatnonzero(np.diff(columns) != 1)
-    firsts = columns[np.concatenate([[0], ends + 1]) if len(columns) else slice(0)]
-    lasts = columns[np.concatenate([ends, [len(columns) - 1]]) if len(columns) else slice(0)]
-    return np.stack([firsts, lasts + np.uint32(1)], axis=1)
 
 
 def chunk_levels_naive(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.entropy import value_kernels
-from kvwire.codec.transform.analysis import fast_bfloat16, plain, scatter_planes, synthesise
+from kvwire.codec.transform.analysis import bits_of, fast_bfloat16, plain, scatter_planes, synthesise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -159,9 +159,7 @@ def _place(  # noqa: PLR0913, PLR0917 - as above
     start: int,
     cos_sin: CosSin,
 ) -> None:
-    expand = product.dtype == torch.bfloat16
-    bits = (product.view(torch.uint16) if expand else product).numpy()
-    rows, of_token = expected[0].numpy(), expected[1]
+    (bits, expand), (rows, expand_rows), of_token = bits_of(product), bits_of(expected[0]), expected[1]
     unrotated = np.empty((len(of_token), 0), np.float32)
     at = 0
     for (side, layer), target in zip(planes, targets, strict=True):
@@ -171,9 +169,8 @@ def _place(  # noqa: PLR0913, PLR0917 - as above
             regime, begin = rotary
             cosines, sines = (each.numpy() for each in cos_sin[regime])
             interleaved = meta.ropes[regime].interleaved
-        shrink = target.dtype == torch.bfloat16
-        into = (target.view(torch.uint16) if shrink else target).numpy()
         value_kernels.place_elements(
-            bits, expand, scale, at, rows, of_token, first + at, cosines, sines, interleaved, begin, into, shrink, start
+            bits, expand, scale, at, rows, expand_rows, of_token, first + at, cosines, sines, interleaved, begin,
+            *bits_of(target), start,
         )  # fmt: skip
         at += target.shape[0] * target.shape[2]

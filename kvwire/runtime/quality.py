@@ -74,7 +74,9 @@ def calibrate_error(
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    Text of another kind lies higher (benchmarks/predicted_kl.py measures that), so the curve is drawn half way there.
+    Text of another kind lies higher (benchmarks/predicted_kl.py measures that), so the curve is drawn half way there;
+    at the finest levels it may lie at three times the curve. Give documents of all the kinds that are to be encoded:
+    from those of one kind nobody can tell what the others need.
     The notes of the profile tell how far single levels of single documents lie from it: ``kl_low`` and ``kl_high`` are
     factors on the prediction between which four out of five of these documents lie, the upper one raised to what text
     of another kind has; ``kl_exponent_error`` is the exponent's standard error, as if they were independent.

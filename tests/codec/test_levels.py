@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvwire.codec import CacheMeta, KVCache, Ladder
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, LARGEST, fit_tables
-from kvwire.codec.transform.analysis import centre_planes, energy_of, gather_planes
+from kvwire.codec.profile.group import Group
+from kvwire.codec.transform.analysis import centre_planes, energy_of, gather_planes, kept_energy, metric_energy
 from kvwire.codec.transform.levels import ChunkLevels, chunk_levels_naive
 from kvwire.errors import CacheValueError
 from kvwire.types import LayerSpec, RopeRegime
@@ -46,6 +47,42 @@ def test_levels_are_those_of_the_naive_twin(seed, tokens, columns, levels, large
     chunk = ChunkLevels(coefficients, ladder, spread, TABLES)
     assert [chunk.encode(level) for level in range(levels)] == chunk_levels_naive(coefficients, ladder, spread, TABLES)
     assert chunk.energy == pytest.approx(energy_of(coefficients), rel=1e-12)
+
+
+@SMALL
+@given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([(1, 4), (2, 4), (3, 5), (6,)]), min_size=1, max_size=6))
+def test_the_metric_of_many_planes_is_that_of_each(seed, shapes):
+    rng = np.random.default_rng(seed)
+    metric = tuple(
+        rng.standard_normal((*shape, shape[-1])[: 2 * len(shape) - 1]).astype(np.float32) for shape in shapes
+    )
+    width = sum(int(np.prod(shape)) for shape in shapes)
+    group = Group((), np.zeros(width, np.float32), np.zeros(2, np.int16), metric=metric)
+    elements = rng.standard_normal((7, width)).astype(np.float32)
+    total, at = 0.0, 0
+    for shape, block in zip(shapes, metric, strict=True):
+        part = elements[:, at : at + int(np.prod(shape))].astype(np.float64).reshape(7, *shape)
+        total += (
+            np.einsum("td,d,td", part, block, part) if block.ndim == 1 else np.einsum("thd,hde,the", part, block, part)
+        )
+        at += int(np.prod(shape))
+    assert metric_energy(torch.from_numpy(elements), group) == pytest.approx(total, rel=1e-4, abs=1e-3)
+
+
+@SMALL
+@given(st.integers(0, 2**32 - 1))
+def test_what_has_no_coefficients_is_told_from_what_has(seed):
+    rng = np.random.default_rng(seed)
+    factor = rng.standard_normal((2, 6, 6))
+    metric = (np.eye(6) + 0.1 * factor @ factor.transpose(0, 2, 1)).astype(np.float32)
+    rows = torch.from_numpy(rng.standard_normal((4, 12))).bfloat16()  # far from orthonormal
+    group = Group((), np.zeros(12, np.float32), np.zeros(4, np.int16), rows=rows, metric=(metric,))
+    elements = torch.from_numpy(10 * rng.standard_normal((9, 4))).float() @ rows.float()
+    elements += torch.from_numpy(rng.standard_normal((9, 12))).float()
+    coefficients = elements @ group.analysis
+    left_out = metric_energy(elements - coefficients @ rows.float(), group)
+    assert metric_energy(elements, group) - kept_energy(coefficients, group) == pytest.approx(left_out, rel=1e-2)
+    assert kept_energy(coefficients, group) != pytest.approx(energy_of(coefficients.numpy()), rel=1e-2)
 
 
 def test_a_chunk_of_zeros_has_no_symbols():

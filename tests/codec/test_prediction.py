@@ -29,7 +29,7 @@ from .write_golden import with_hidden
 
 def expected(text, group, start, stop):
     rows, of_token = text.expected(group, start, stop)
-    return rows[torch.from_numpy(of_token.astype(np.int64))]
+    return rows[torch.from_numpy(of_token.astype(np.int64))].float()
 
 
 def assert_expected(text, start, stop):
@@ -99,6 +99,26 @@ def test_threads_compute_at_the_same_time(monkeypatch, split_profile):
     assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
     assert_slots(shared, 60)
     assert torch.equal(shared.rows(ids[1]), alone[1])
+
+
+def test_kept_rows_are_those_that_would_be_copied_together(split_profile):
+    ids = np.array([7, 3, 7, 50, 3])
+    expectations = replace(split_profile).expectations[0]
+    rows, of_token = expectations.kept(ids)
+    assert rows.data_ptr() == expectations.kept(ids[:1])[0].data_ptr()
+    assert torch.equal(rows[torch.from_numpy(of_token.astype(np.int64))].float(), expectations.rows(ids))
+
+
+def test_rows_without_a_place_are_not_shown(split_profile):
+    group, table = split_profile.groups[0], split_profile.table
+    one = Expectations(group, table, 4 * len(table) + 2 * group.width)
+    assert one.kept(np.array([7, 3])) is None
+    (first,) = (token for token in (7, 3) if one.kept(np.array([token])) is not None)
+    rows, of_token = one.kept(np.array([first, first]))
+    assert torch.equal(
+        rows[torch.from_numpy(of_token.astype(np.int64))].float(), one.rows(np.array([first])).repeat(2, 1)
+    )
+    assert Expectations(group, table, 0).kept(np.array([7])) is None
 
 
 def assert_slots(expectations, most):
