@@ -162,7 +162,7 @@ class Dispatcher(Joiner):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
             able = [place for place in load.having(REFINED) if not self._is_extended(place[0])]
             left_s = self._cut(load) + _REDECODED * self._settings.reserve_s - now
-            while places := able[: self._settings.decode_batch]:
+            while left_s > 0 and (places := able[: self._settings.decode_batch]):
                 if load.due < inf:
                     self._lower(load, places, left_s)
                 # Nothing that is valid is overwritten too late.
@@ -172,7 +172,7 @@ class Dispatcher(Joiner):
                 if count:
                     self.start_decode(load, places[:count], REDECODING, now, out)
                     return
-                self.settle(*places[0])  # there is no time for it, and only less later: nobody waits for it
+                self.settle(*places[0])  # there is no time for it, and hardly more later: nobody waits for it
                 self.release(*able.pop(0), out)
 
     def _lower(self, load: Load, places: list[Place], left_s: float) -> None:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _STAGE = "vLLMEngineStage"
 _OWN = (
     "model", "tensor_parallel_size", "pipeline_parallel_size", "enable_prefix_caching", "kv_transfer_config",
-    "worker_extension_cls", "quantization", "hf_overrides",
+    "worker_extension_cls", "quantization", "hf_overrides", "decode_context_parallel_size",
+    "prefill_context_parallel_size", "data_parallel_size", "load_format", "revision",
 )  # fmt: skip
 _LIGHT_CPUS = 0.1
 """Of what hands rows on beside the model."""
@@ -55,7 +56,7 @@ class VllmSettings:
     """
 
     model: str
-    connector: Mapping[str, str]
+    connector: Mapping[str, str] = field(repr=False)  # with its secrets
     tensor_parallel: int = 1
     gpus: float = 1.0
     dtype: str = "auto"
@@ -178,7 +179,8 @@ def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any: 
             should_continue_on_error=True, log_engine_metrics=False,
         )  # fmt: skip
     except ValueError as error:  # of pydantic
-        msg = f"Ray refuses these settings of vLLM: {error}"
+        words = error.errors(include_input=False) if hasattr(error, "errors") else error  # inputs hold secrets
+        msg = f"Ray refuses these settings of vLLM: {words}"
         raise ArgumentError(msg) from error
     light = {"num_cpus": _LIGHT_CPUS}
     processor = build_processor(config, _request, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
@@ -202,10 +204,11 @@ def _rows(lines: list[str], made_of: tuple[Any, ...], vllm: VllmSettings, spread
     due = read.filter(_is_due, num_cpus=_LIGHT_CPUS).materialize()
     rows: Iterator[Row] = iter(())
     if count := due.count():
-        engines = max(1, min(spread.actors or _most_engines(ray.nodes(), vllm, spread.cpus), -(-count // spread.batch)))
+        most = _most_engines(ray.nodes(), vllm, spread.cpus) or spread.actors or 1  # 0: each is over several machines
+        engines = max(1, min(spread.actors or most, most, -(-count // spread.batch)))
         saved = processor_of(vllm, spread, engines)(due)
         rows = _each(saved.map_batches(Teller, **given, num_cpus=_LIGHT_CPUS))
-    for batch in read.iter_batches(batch_size=None, prefetch_batches=0):
+    for batch in read.select_columns(["row", "is_due"]).iter_batches(batch_size=None, prefetch_batches=0):
         for row, is_due in zip(batch["row"], batch["is_due"], strict=True):
             yield next(rows) if is_due else Row.from_dict(json.loads(row))
 

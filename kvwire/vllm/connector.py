@@ -80,7 +80,12 @@ class KvwireConnector(KVConnectorBase_V1):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        _check(transfer.kv_load_failure_policy, len(kv_cache_config.kv_cache_groups), parallel.pipeline_parallel_size)
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        spread = [getattr(parallel, name, 1) for name in names]
+        _check(
+            transfer.kv_load_failure_policy, len(kv_cache_config.kv_cache_groups), parallel.pipeline_parallel_size,
+            max(spread),
+        )  # fmt: skip
         settings = ConnectorSettings.read(dict(transfer.kv_connector_extra_config))
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._scheduling: Scheduling | None = None
@@ -276,7 +281,7 @@ def _other_model(model: ModelConfig) -> str:
     return ""
 
 
-def _check(policy: str, groups: int, stages: int) -> None:
+def _check(policy: str, groups: int, stages: int, contexts: int = 1) -> None:
     """Refuse what documents cannot be loaded under."""
     wrong = ""
     if policy != "recompute":
@@ -287,6 +292,8 @@ def _check(policy: str, groups: int, stages: int) -> None:
         )
     elif stages > 1:
         wrong = "kvwire does not load into the stages of a pipeline yet: serve with --pipeline-parallel-size 1"
+    elif contexts > 1:
+        wrong = "kvwire does not know tokens that are spread over workers: serve without context parallelism"
     if wrong:
         raise ArgumentError(wrong)
 

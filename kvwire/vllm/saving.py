@@ -196,6 +196,7 @@ class Saver:
         self._events: list[object] = []
         self._outcomes: list[dict[str, Any]] = []
         self._under_way = 0  # documents with names
+        self._is_closing = False
         self._copying = ThreadPoolExecutor(1, "kvwire-copy")
         self._encoding = ThreadPoolExecutor(1, "kvwire-encode")
 
@@ -258,10 +259,16 @@ class Saver:
 
     def close(self) -> None:
         """Store what was copied, for as long as that takes little time."""
-        self._copying.shutdown(wait=True)
-        ending = threading.Thread(target=self._encoding.shutdown, daemon=True)
+        with self._stored:
+            self._is_closing = True
+            self._stored.notify_all()
+        ending = threading.Thread(target=self._end, daemon=True)
         ending.start()
         ending.join(_CLOSING_S)
+
+    def _end(self) -> None:
+        self._copying.shutdown()
+        self._encoding.shutdown()
 
     def _bytes(self, tokens: int) -> int:
         return tokens * sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in self._corpus.meta.layers) * 4
@@ -284,18 +291,21 @@ class Saver:
         """Wait for one with a name: meanwhile vLLM holds its pages, and in the end begins no other prompt."""
         size = self._bytes(tokens)
         with self._stored:
-            self._stored.wait_for(
-                lambda: (
-                    not self._waiting
-                    or (len(self._waiting) < _MOST and sum(self._waiting.values()) + size <= _MOST_BYTES)
-                )
-            )
+            self._stored.wait_for(lambda: self._is_closing or self._has_room(size))
+            if not self._has_room(size):
+                msg = "vLLM stops before there was room for it; run again: what is done is skipped"
+                raise KvwireError(msg)
             self._waiting[key] = size
+
+    def _has_room(self, size: int) -> bool:
+        """With the lock held; alone, a prompt of any size has room."""
+        return not self._waiting or (len(self._waiting) < _MOST and sum(self._waiting.values()) + size <= _MOST_BYTES)
 
     def _copy(self, save: PageSave, key: str, *, is_taken: bool) -> None:
         """In a thread: whatever goes wrong, the blocks are given back."""
         sides: list[Tensor] | None = None
         problem: Exception = KvwireError("another of vLLM's workers could not read its pages; its log says why")
+        is_out_of_step = False
         try:
             if save.document and self._is_first:
                 self._wait_for_room(key, len(save.token_ids))
@@ -305,12 +315,12 @@ class Saver:
         try:
             joined = sides if self._shards is None else self._joined(sides, self._shards)
         except Exception as error:  # noqa: BLE001 - see above
-            joined, problem = None, error
+            joined, problem, is_out_of_step = None, error, True
         with self._lock:
             self._copied.add(save.request_id)
         if self._is_first and joined is not None:
             self._encoding.submit(self._store, save, joined, key)
-        elif is_taken and (self._is_first or sides is None):
+        elif is_taken and (self._is_first or sides is None or is_out_of_step):
             self._failed(problem, key, save.document)
 
     def _gathered(self, save: PageSave) -> list[Tensor]:
@@ -332,9 +342,9 @@ class Saver:
             return None
         joined = []
         for at, side in enumerate(sides):
-            parts = shards.gather(side)
             copies = shards.count * side.shape[0] // self._corpus.meta.layers[at // 2].kv_heads
-            joined.append(torch.cat(parts[:: max(1, copies)]) if parts else side)  # few heads are with several workers
+            whole = shards.gather(side, max(1, copies))  # few heads are with several workers
+            joined.append(side if whole is None else whole)
         return joined
 
     def _store(self, save: PageSave, sides: list[Tensor], key: str) -> None:
@@ -376,7 +386,8 @@ class Saver:
             self._stored.notify_all()
             if document and self._is_first:
                 self._note(document, error=type(error).__name__, message=words)
-        self._counts.add(unsaved_prompts=1)
+        if self._is_first:
+            self._counts.add(unsaved_prompts=1)
         self._tell(type(error).__name__, f"a prompt was not kept: {words}")
 
     def _tell(self, kind: str, words: str) -> None:

@@ -7,18 +7,21 @@ thread of each worker, in the same order everywhere.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from kvwire.errors import KvwireError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+T = TypeVar("T")
 _WAIT = timedelta(days=7)
-"""Longest wait for the first worker, which may wait for a store; a worker that dies is noticed at once."""
+"""Longest wait for the first worker, which may wait for a store; a worker whose process dies is noticed at once."""
 
 
 class Shards:
@@ -38,6 +41,7 @@ class Shards:
         self._first = ranks[0]
         self._group = dist.new_group(list(ranks), timeout=_WAIT, backend="gloo", use_local_synchronization=True)
         self.rank, self.count = dist.get_rank(self._group), len(ranks)
+        self._is_broken = False
 
     def agree(self, is_ready: bool) -> bool:  # noqa: FBT001 - the one thing that is said
         """Whether all workers are ready; each of them calls it.
@@ -47,21 +51,48 @@ class Shards:
 
         Returns:
             The same in every worker.
-        """
-        word = torch.tensor([int(is_ready)])
-        dist.all_reduce(word, dist.ReduceOp.MIN, group=self._group)
-        return bool(word.item())
 
-    def gather(self, own: Tensor) -> list[Tensor]:
-        """Collect a tensor of each worker; each of them calls it.
+        Raises:
+            KvwireError: The workers are out of step: one of them failed in the middle.
+        """
+
+        def ask() -> bool:
+            word = torch.tensor([int(is_ready)])
+            dist.all_reduce(word, dist.ReduceOp.MIN, group=self._group)
+            return bool(word.item())
+
+        return self._together(ask)
+
+    def gather(self, own: Tensor, copies: int = 1) -> Tensor | None:
+        """Join a tensor of each worker; each of them calls it.
 
         Args:
             own: This one's, in the processor's memory, of the same shape and dtype everywhere.
+            copies: How many workers, one behind the other, have the same.
 
         Returns:
-            All of them, in the order of their heads; in other workers than the first nothing.
+            All of them along the first dimension, in the order of their heads; None in other workers than the first.
+
+        Raises:
+            KvwireError: As in ``agree``.
         """
-        data = own.contiguous().view(torch.uint8)
-        parts = [torch.empty_like(data) for _ in range(self.count)] if self.rank == 0 else None
-        dist.gather(data, parts, dst=self._first, group=self._group)
-        return [part.view(own.dtype) for part in parts or ()]
+
+        def collect() -> Tensor | None:
+            data = own.contiguous().view(torch.uint8)
+            parts = [torch.empty_like(data) for _ in range(self.count)] if self.rank == 0 else None
+            dist.gather(data, parts, dst=self._first, group=self._group)
+            return torch.cat([part.view(own.dtype) for part in parts[::copies]]) if parts else None
+
+        return self._together(collect)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Do what all do. Who fails leaves the group, so that nobody waits for it, now or later."""
+        if self._is_broken:
+            msg = "vLLM's workers are out of step since one failed while saving; its log says why: restart vLLM"
+            raise KvwireError(msg)
+        try:
+            return call()
+        except BaseException:
+            self._is_broken = True
+            dist.destroy_process_group(self._group)
+            raise

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -348,7 +349,8 @@ class _Sweep:
                 announced.popleft()
         finally:
             for at in announced:
-                self._store.delete(at)
+                with suppress(StorageError):  # the first error counts; what stays is not waited for when it is old
+                    self._store.delete(at)
         return len(batch)
 
     def _delete_announced(self, batch: list[Listed], stop_at: float) -> int | None:

@@ -67,6 +67,10 @@ def test_prompts_share_nothing_and_are_saved_under_their_names():
         VllmSettings("m", {}, tensor_parallel=0)
 
 
+def test_secrets_are_not_printed():
+    assert "hunter2" not in repr(VllmSettings("m", {"store": "s", "token": "hunter2"}))
+
+
 def node(alive=True, **resources):
     return {"Alive": alive, "Resources": resources}
 

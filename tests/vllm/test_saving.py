@@ -321,6 +321,35 @@ def test_documents_with_names_wait_for_room_and_none_is_left_out(told, model, sa
     assert told.corpus.index("kvwire:16").longest(IDS[:100]) is None  # as of documents that are encoded
 
 
+def test_who_waits_for_room_while_vllm_stops_is_told(told, model, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 1)
+    monkeypatch.setattr(module, "_CLOSING_S", 60.0)
+    model.compute(IDS)
+    encoding, go_on = threading.Event(), threading.Event()
+    keep = told.corpus.save
+
+    def slow(*given, **more):
+        encoding.set()
+        assert go_on.wait(60)
+        return keep(*given, **more)
+
+    monkeypatch.setattr(told.corpus, "save", slow)
+    saver = Saver(told.corpus, "kvwire:16")
+    saver.register(model.pages)
+    saver.start(named(3))
+    assert encoding.wait(60)
+    closing_ = threading.Thread(target=saver.close)
+    closing_.start()
+    done = []
+    while len(done) < 2:  # told before the store has gone on
+        done += saver.outcomes()["done"]
+        time.sleep(0.005)
+    go_on.set()
+    closing_.join(60)
+    assert all("run again" in each["message"] for each in done)
+    assert [each["message"] for each in saver.outcomes()["done"]] == [""]
+
+
 def test_two_names_of_one_text_share_a_blob(told, model, saver):
     model.compute(IDS)
     saver.start([PageSave(name, IDS, BLOCKS, document=name) for name in ("one", "two")])
@@ -370,6 +399,17 @@ def test_the_first_worker_keeps_all_heads(told, tmp_path, ranks):
     assert theirs.find("alone").sha256 == told.corpus.find("whole").sha256
     with pytest.raises(NotFoundError):
         told.corpus.find("broken")
+
+
+def test_a_worker_that_fails_in_the_middle_holds_nobody_up(tmp_path):
+    script = Path(__file__).parent / "out_of_step.py"
+    running = [
+        subprocess.Popen([sys.executable, script, tmp_path, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for answer in [json.loads(process.communicate(timeout=240)[0]) for process in running]:
+        assert len(answer) == 3
+        assert "restart vLLM" in answer[2]
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 2), (2, 1), (4, 1)])
