@@ -33,7 +33,7 @@ _STAGE = "vLLMEngineStage"
 _OWN = (
     "model", "tensor_parallel_size", "pipeline_parallel_size", "enable_prefix_caching", "kv_transfer_config",
     "worker_extension_cls", "quantization", "hf_overrides", "decode_context_parallel_size",
-    "prefill_context_parallel_size", "data_parallel_size", "load_format", "revision",
+    "prefill_context_parallel_size", "data_parallel_size",
 )  # fmt: skip
 _LIGHT_CPUS = 0.1
 """Of what hands rows on beside the model."""
