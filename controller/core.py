@@ -151,6 +151,8 @@ class Controller:
                 self._recomputed(chunks, seconds, now, blind=blind)
             case ev.RecomputeFailed(chunk, reason):
                 self._recompute_failed(chunk, reason, now)
+            case ev.RecomputeInterrupted(chunks, seconds):
+                self._interrupted(chunks, seconds, now)
             case ev.RecomputedTogether():
                 self._dispatch.recomputed_together(event, now)
             case ev.PrefixComputed(load, document, seconds):
@@ -345,6 +347,17 @@ class Controller:
         load = self._load(job.load)
         if load:
             load.pass_failed(job, chunk, reason)
+
+    def _interrupted(self, chunks: tuple[ChunkId, ...], seconds: float, now: float) -> None:
+        check_seconds(seconds)
+        if not self._dispatch.lanes.is_interrupted:
+            msg = "no forward pass was to be stopped; report what became of it"
+            raise ArgumentError(msg)
+        load_number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
+        job = self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document, now)
+        load = self._load(job.load)
+        if load:
+            load.pass_stopped(job)
 
     def _prefix_computed(self, number: int, document: int, seconds: float, now: float) -> None:
         check_seconds(seconds)

@@ -28,7 +28,7 @@ from kvwire.controller.chunk_table import (
 )
 from kvwire.controller.joining import Joiner
 from kvwire.controller.lanes import Job
-from kvwire.controller.limits import SPARE
+from kvwire.controller.limits import SLOWEST_PASS, SPARE
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
@@ -57,12 +57,13 @@ class Dispatcher(Joiner):
 
     def _wakes_at(self, now: float) -> float:
         moment, undecided = self._stalls_at(now), False
-        idle = not self.link.fetches and self.lanes.is_free("prefill")
+        is_silent, may_compute = not self.link.fetches, self.lanes.is_free("prefill")
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
                 waits = self._waits_until(load)
                 moment = min(moment, waits if waits > now else inf)
+                idle = is_silent and (may_compute or load.may_refine)
                 if (idle or load.is_stale) and self._wants_plan(load):
                     moment = min(moment, max(load.planned_at + self._pause_s(load, now), now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
@@ -72,6 +73,7 @@ class Dispatcher(Joiner):
             moment = min(moment, now + _TICK_S)
         if self.link.fetches and self.lanes.is_free("prefill") and self._policy.preemptible:
             moment = min(moment, max(self._reclaimed_at + _TICK_S, now + _LEAST_TICK_S))
+        moment = min(moment, self.interrupts_at(now))
         if self._estimates.bandwidth.is_guess and self.link.fetches:
             moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, moment)
@@ -119,6 +121,8 @@ class Dispatcher(Joiner):
             self._refresh(load, now)
             if load.refused_s:
                 self._conclude(load, now, out)
+        if now >= self.interrupts_at(now):
+            out.append(ev.Interrupt(self.lanes.interrupt().chunks[0]))
         order = self._order()
         steps = (
             self._decode, self._look, self._compute, self._redecode, self._fetch, self._refine, self._repair,
@@ -232,6 +236,8 @@ class Dispatcher(Joiner):
             self._fetch(load, now, out)
         surest_s = min(self._heard_s(now), self._until_closing_s(load, now))
         sure_s = min(self._sure_s(load, costs, now), surest_s)
+        if self.lanes.was_interrupted(now) and load.due < inf:
+            sure_s = min(sure_s, (self._cut(load) - now) / SLOWEST_PASS)
         found = load.passes.next(costs, min(self._pass_limit_s(load, costs, now), sure_s))
         if found is None:
             return

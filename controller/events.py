@@ -192,6 +192,21 @@ class RecomputeFailed:
 
 
 @dataclass(frozen=True)
+class RecomputeInterrupted:
+    """A forward pass ended early, since an ``Interrupt`` asked for that: nothing of it is computed.
+
+    A pass that was over by then, or that could not be stopped any more, is told as any other.
+
+    Attributes:
+        chunks: Of the pass.
+        seconds: How long it had run.
+    """
+
+    chunks: tuple[ChunkId, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PrefixComputed:
     """A document's first layers are computed, in ``seconds``: its chunks can be decoded.
 
@@ -343,6 +358,17 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Interrupt:
+    """Stop the forward pass of a ``Recompute`` as soon as the engine can; its end is to be told all the same.
+
+    Attributes:
+        first: First chunk of the pass.
+    """
+
+    first: ChunkId
+
+
+@dataclass(frozen=True)
 class RecomputeTogether:
     """Compute chunks of several loads in one forward pass, a row for each; ``RecomputedTogether`` is to follow.
 
@@ -484,6 +510,7 @@ Event: TypeAlias = (
     | RecomputeDone
     | RecomputedTogether
     | RecomputeFailed
+    | RecomputeInterrupted
     | PrefixComputed
     | PrefixFailed
     | Looked
@@ -496,6 +523,7 @@ Instruction: TypeAlias = (
     Fetch
     | Decode
     | Recompute
+    | Interrupt
     | RecomputeTogether
     | ComputePrefix
     | Look

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ArgumentError
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from kvwire.types import ChunkId
 
 Lane = Literal["prefill", "decode"]
+
+OVERDUE = 1.5
+"""Times what was expected: a forward pass that takes longer tells of a slow engine."""
+_SLOW_S = 1.0  # for so long an engine counts as slow after a pass that was stopped for that
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +95,8 @@ class ComputeLanes:
         self._jobs: dict[Lane, Job] = {}
         self.closings: dict[int, Job] = {}
         self._closing_since: float | None = None  # when the first of them began
+        self._interrupted: Job | None = None  # it runs, and was asked to stop
+        self._slow, self._slow_until = 1.0, -inf  # the last pass that was stopped, until another one has kept its time
 
     def is_free(self, lane: Lane) -> bool:
         """Whether a job could begin."""
@@ -162,7 +168,46 @@ class ComputeLanes:
             raise ArgumentError(msg)
         del self._jobs[lane]
         self._begin_closing(now)
+        if lane == "prefill":
+            self._note_pace(job, now)
         return job
+
+    def _note_pace(self, job: Job, now: float) -> None:
+        """Remember how slow a job was that was asked to stop, until another one has kept its time."""
+        if job is self._interrupted:
+            self._interrupted = None
+            self._slow, self._slow_until = job.slowness(now), now + _SLOW_S
+        elif job.slowness(now) <= OVERDUE:
+            self._slow_until = -inf
+
+    def interrupt(self) -> Job:
+        """Ask the forward pass that runs to stop.
+
+        Returns:
+            The pass.
+
+        Raises:
+            ArgumentError: None runs.
+        """
+        job = self._jobs.get("prefill")
+        if job is None:
+            msg = "no forward pass is running that could be stopped"
+            raise ArgumentError(msg)
+        self._interrupted = job
+        return job
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the job on the lane for forward passes was asked to stop."""
+        return self._interrupted is not None and self._jobs.get("prefill") is self._interrupted
+
+    def was_interrupted(self, now: float) -> bool:
+        """Whether a pass was stopped a short while ago, and none has kept its time since.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        return now < self._slow_until
 
     def running(self, lane: Lane) -> Job | None:
         """A lane's job."""
@@ -187,6 +232,6 @@ class ComputeLanes:
         return left_s
 
     def slowness(self, now: float) -> float:
-        """How many times as long as expected the forward pass that runs takes; 1 where none is overdue."""
+        """How many times as long as expected the pass takes that runs, or that was stopped; 1 where none is overdue."""
         job = self._jobs.get("prefill")
-        return job.slowness(now) if job else 1.0
+        return max(job.slowness(now) if job else 1.0, self._slow if self.was_interrupted(now) else 1.0)

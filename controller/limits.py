@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from kvwire.controller.chunk_table import PLANNED
 from kvwire.controller.coding import coding_options, finest_bytes
 from kvwire.controller.costs import busiest
+from kvwire.controller.lanes import OVERDUE
 from kvwire.controller.policies.base import SLOWEST, RepairRule
 from kvwire.controller.resources import Resources
 
 if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.estimates import Estimates
+    from kvwire.controller.lanes import Job
     from kvwire.controller.load import Load, Place
     from kvwire.controller.policies.base import Policy
     from kvwire.controller.repair import RepairOption
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline
-_SLOWEST_PASS = 5.0  # times what is expected: a pass that takes as long still ends before a deadline
+SLOWEST_PASS = 5.0  # times what is expected: a pass that takes as long still ends before a deadline
 _PROBES = 8  # fetches that are open while the link is known by a guess alone
 _FEWEST_OPEN = 2
 SPARE = 16  # fetches are opened when one of so many is over, not for each alone
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
+_STOPS = 1 / 16  # of what a pass takes, until it has stopped: engines stop between layers, a GPU some later
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
 
@@ -130,7 +133,12 @@ class Limits(Resources):
         return self._cuts()[load.number][0] if len(self._loads) > 1 else self._own_cut(load)
 
     def _own_cut(self, load: Load) -> float:
-        return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
+        return load.due - self._settings.reserve_s - self._closing_s(load)
+
+    def _closing_s(self, load: Load) -> float:
+        """Seconds to keep for a load's closing: many times what is expected where a pass had to be stopped lately."""
+        seconds = self.costs_of(load).closing_s(load.prompt_tokens)
+        return seconds * SLOWEST_PASS if self.lanes.was_interrupted(self._now) else seconds
 
     def _cuts(self) -> dict[int, tuple[float, float]]:
         """For each load its cut, and the instant by which it must be done with the link.
@@ -293,12 +301,74 @@ class Limits(Resources):
         if load.due < inf and load.can_fetch_instead and not self.link.stalled:
             left_s = max(0.0, self._cut(load) - now)
             usual_s = max(_LONG_PASS * base_s, min(self._settings.max_pass_s, left_s / _PASSES))
-            return min(usual_s, max(_SHORT_PASS * base_s, left_s / _SLOWEST_PASS))
+            limit_s = min(usual_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
+            if self._settings.interrupts and len(self._loads) == 1 and self.lanes.slowness(now) <= OVERDUE:
+                saved_s = (self._saved_by(load, load.floor_s) - now) / (OVERDUE + _STOPS * SLOWEST_PASS)
+                limit_s = max(limit_s, min(self._settings.max_pass_s, saved_s))
+            return limit_s
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
             return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
         if load.compute_s < 2 * _LONG_PASS * base_s:
             return inf
         return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))
+
+    # Stopping a pass that turns out to be slow.
+
+    def _saved_by(self, load: Load, floors_s: float) -> float:
+        """Instant until which a load is still in time by fetching at the quality floor, however slow the engine is.
+
+        Args:
+            load: Which one.
+            floors_s: Seconds that what is to be fetched then takes.
+
+        Returns:
+            The instant; -inf on a dead link.
+        """
+        low = self.link.bandwidth_low
+        if low <= SLOWEST:
+            return -inf
+        slow_s = (SLOWEST_PASS - 1) * self.costs_of(load).closing_s(load.prompt_tokens)
+        return self._cut(load) - slow_s - floors_s - self.link.ttfb_s - self.link.open_bytes / low
+
+    def _floors_of(self, load: Load, job: Job) -> float | None:
+        """Seconds that fetching the chunks of a pass at the quality floor takes; None where one cannot be."""
+        table, floor, cost = load.table, load.goal.floor, self.costs_of(load).decode
+        start = load.doc(job.document).start
+        size, decode_s = 0, 0.0
+        for chunk in job.chunks:
+            at = start + chunk.chunk
+            level = min(floor, table.finest[at])
+            if level < 0 or table.top[at] < level:
+                return None
+            size += table.sizes[level][at]
+            decode_s += cost.seconds(table.tokens[at], table.sizes[level][at])
+        return size / max(self.link.bandwidth_low, SLOWEST) + decode_s
+
+    def interrupts_at(self, now: float) -> float:
+        """Instant at which the forward pass that runs is to be stopped unless it has ended; infinite where it is not.
+
+        One that is overdue is waited for until the last instant at which fetching what it computes saves the deadline,
+        or at which another load's closing must begin. Of a load that nobody waits for none is.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        job = self.lanes.running("prefill") if self._settings.interrupts else None
+        if job is None or job.kind != "recompute" or self.lanes.is_interrupted:
+            return inf
+        load = self._loads.get(job.load)
+        if load is None:
+            return now
+        floors_s = self._floors_of(load, job) if load.due < inf and self._policy.preemptible else None
+        if floors_s is None or self.link.stalled:
+            return inf
+        saved_by = self._saved_by(load, load.floor_s + floors_s)
+        for other in self._loads.values():
+            if other is not load and other.due < inf and other.is_ready and not self._rank(other)[0]:
+                slow_s = (SLOWEST_PASS - 1) * self.costs_of(other).closing_s(other.prompt_tokens)
+                saved_by = min(saved_by, self._cut(other) - slow_s)
+        at = max(job.began + OVERDUE * job.expected_s, saved_by - _STOPS * SLOWEST_PASS * job.expected_s)
+        return at if at + floors_s <= self._cut(load) else inf
 
     def _pass_chunks(self, load: Load, costs: CostModel, now: float) -> float:
         """Chunks of a pass that the deadline keeps short; infinite where it does not."""

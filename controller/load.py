@@ -295,6 +295,16 @@ class Load:
             else:
                 doc.move(chunk.chunk, PLANNED)
 
+    def pass_stopped(self, job: Job) -> None:
+        """Take in that a pass was stopped: every way is open for its chunks again.
+
+        Args:
+            job: The pass.
+        """
+        doc, self.is_stale = self.doc(job.document), True
+        for chunk in job.chunks:
+            doc.move(chunk.chunk, PLANNED)
+
     def doc(self, document: int) -> DocumentState:
         """A document that is known.
 
@@ -342,8 +352,12 @@ class Load:
     @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
-        counts, refines = self.table.counts, self.goal.objective == "quality" and self.table.held_total
-        return bool(counts[PLANNED] or (refines and counts[READY]))
+        return bool(self.table.counts[PLANNED] or self.may_refine)
+
+    @property
+    def may_refine(self) -> bool:
+        """Whether a chunk is valid and may become finer."""
+        return self.goal.objective == "quality" and bool(self.table.held_total and self.table.counts[READY])
 
     @property
     def is_refining(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import FAILED, PLANNED, READY
-from kvwire.controller.lanes import Job
+from kvwire.controller.lanes import OVERDUE, Job
 from kvwire.controller.limits import Limits
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Columns, CommittedWork, PlanRequest
 from kvwire.controller.repair import beside_link, expected_rows, rows_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
-_OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
 _CONFIRMED = 2  # plans that the next ones only confirm are used for up to 2 to that power times as long
 _NEAR = 0.02  # share by which a link's estimate may change and nothing has changed
 _URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
@@ -88,7 +87,7 @@ class Planner(Limits):
         """How many times as long a plan is used as it was, since the ones before it changed nothing."""
         if load.is_stale or not load.confirmed or not self._is_as_before(load, now):
             return 1.0
-        if load.table.counts[PLANNED] and not (load.waiting or load.refine or load.passes):
+        if not (load.waiting or load.refine) and (load.may_refine or (load.table.counts[PLANNED] and not load.passes)):
             return 1.0  # coarse levels came first, and it is the others' turn
         return float(1 << min(load.confirmed, _CONFIRMED))
 
@@ -114,7 +113,7 @@ class Planner(Limits):
 
     def _is_as_before(self, load: Load, now: float) -> bool:
         """Whether link and engine are what a load's plan took them for, and it shares them with no other load."""
-        if not load.confirmed or len(self._loads) > 1 or self.lanes.slowness(now) > _OVERDUE:
+        if not load.confirmed or len(self._loads) > 1 or self.lanes.slowness(now) > OVERDUE:
             return False
         rate, low = load.planned_for
         return _is_near(self.link.bandwidth, rate) and _is_near(self.link.bandwidth_low, low)
@@ -166,7 +165,7 @@ class Planner(Limits):
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         slowness = self.lanes.slowness(now)
-        if slowness > _OVERDUE:
+        if slowness > OVERDUE:
             costs = replace(costs, prefill=costs.prefill.scaled(slowness))
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]

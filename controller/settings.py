@@ -107,6 +107,8 @@ class ControllerSettings:
         cancel_margin: A fetch is given up for recomputation where it would take that many times as long.
         memory_bytes: Of what was asked for, has arrived or is kept for refinement, over all loads.
         max_joined: Passes of different loads that are joined at most, where the engine can; 1: none.
+        interrupts: The engine can stop a forward pass that runs: passes may then be long, since one that turns out to
+            be slow is given up for what can still be fetched.
         stretch: A load without a deadline counts as due after this many times what its first plan expects; who is due
             first goes first.
     """
@@ -128,21 +130,23 @@ class ControllerSettings:
     memory_bytes: int = 1 << 32
     stretch: float = 3.0
     max_joined: int = 16
+    interrupts: bool = False
 
     @classmethod
-    def suited(cls, *, on_gpu: bool, threads: int = 1) -> Self:
+    def suited(cls, *, on_gpu: bool, threads: int = 1, interrupts: bool = False) -> Self:
         """What suits a machine: what loaders ship, and what simulations play.
 
         Args:
             on_gpu: A GPU decodes and computes, side by side.
             threads: Of a processor, that decode chunks side by side.
+            interrupts: The engine can stop a forward pass that runs.
 
         Returns:
             The settings.
         """
         if on_gpu:
-            return cls(workers=2, decode_batch=_GPU_BATCH)
-        return cls(workers=1, decode_batch=_ROUNDS * threads, decode_threads=threads)
+            return cls(workers=2, decode_batch=_GPU_BATCH, interrupts=interrupts)
+        return cls(workers=1, decode_batch=_ROUNDS * threads, decode_threads=threads, interrupts=interrupts)
 
     def __post_init__(self) -> None:
         """Refuse settings under which no load would end."""

@@ -208,7 +208,7 @@ def variants_for(
 
 def settings_for(machine: Machine) -> ControllerSettings:
     """How to steer loads of a machine: as loaders do that ship; see ``ControllerSettings.suited``."""
-    return ControllerSettings.suited(on_gpu=machine.workers > 1)
+    return ControllerSettings.suited(on_gpu=machine.workers > 1, interrupts=True)
 
 
 def simulate(

@@ -40,6 +40,7 @@ _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall
 _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _GRAIN_S = 1e-12
+_STOP_SHARE = 1 / 16  # of a pass: engines stop between layers, and a GPU has been given two of some 32 already
 
 
 LaneWork: TypeAlias = ev.Decode | ev.Recompute | ev.RecomputeTogether | ev.ComputePrefix | ev.Look | ev.Repair
@@ -50,6 +51,7 @@ class _Job:
     instruction: LaneWork
     began: float
     ends: float
+    stopped: bool = False
 
 
 class World:
@@ -203,6 +205,8 @@ class World:
                 self._start("decode", instruction, seconds)
             case ev.Recompute():
                 self._start("prefill", instruction, self._costs.prefill.seconds(*self._work(instruction)))
+            case ev.Interrupt(first):
+                self._interrupt(first)
             case ev.RecomputeTogether(passes):
                 loads = {each.first.load for each in passes}
                 _require(len(loads) == len(passes) > 1, f"{passes} are to be joined: they are not of several loads")
@@ -348,6 +352,15 @@ class World:
         began = max(self._now, self._closed_at) if lane in self._closing else self._now
         self._jobs[lane] = _Job(instruction, began, began + seconds + self._lane_s)
 
+    def _interrupt(self, first: ChunkId) -> None:
+        """Have the pass that began with a chunk end early, unless it is over."""
+        job = self._jobs.get("prefill")
+        if job is None or not isinstance(job.instruction, ev.Recompute) or job.instruction.first != first:
+            return
+        ends = self._now + _STOP_SHARE * (job.ends - job.began)
+        if ends < job.ends:
+            job.ends, job.stopped = max(ends, job.began), True
+
     def _end_jobs(self) -> None:
         for lane, job in list(self._jobs.items()):
             if job.ends > self._now:
@@ -366,6 +379,11 @@ class World:
                 run.corrupt.difference_update(bad)
                 run.valid.update(set(chunks).difference(bad))
                 self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
+            case ev.Recompute() as asked if job.stopped:
+                self._note(lane, job, asked.first, asked.last.chunk, "interrupted")
+                done = range(asked.first.chunk, asked.last.chunk + 1)
+                chunks = tuple(replace(asked.first, chunk=chunk) for chunk in done)
+                self._tell(ev.RecomputeInterrupted(chunks, seconds))
             case ev.Recompute() as asked:
                 self._tell(ev.RecomputeDone(self._recomputed(lane, job, asked), seconds))
             case ev.RecomputeTogether(passes):
