@@ -136,11 +136,12 @@ def slow_engines() -> list[dict[str, Any]]:
 
 
 def slowed(scene: Scenario, name: str, between: tuple[float, float]) -> Outcome:
-    """One load in a slowed world."""
+    """One load in a slowed world; ``between`` counts from when it comes in, after that which taught the estimates."""
     controller = Controller(scene.estimates(), settings_for(scene.machine), policy_named(name, scene.rate))
     world = Slowed(controller, scene.rate, scene.costs, rtt_s=scene.rtt_s, workers=scene.machine.workers)
-    world.between = between
-    return world.run([LoadArrival(0.0, scene.documents, scene.goal, scene.query_tokens)])[0]
+    begin = scene.begins_s
+    world.between = (begin + between[0], begin + between[1])
+    return world.run([LoadArrival(begin, scene.documents, scene.goal, scene.query_tokens)])[0]
 
 
 def shown(rows: list[dict[str, Any]]) -> str:

@@ -29,6 +29,7 @@ from kvwire.controller.chunk_table import (
 from kvwire.controller.joining import Joiner
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SLOWEST_PASS, SPARE
+from kvwire.controller.policies.base import SLOWEST
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
@@ -311,9 +312,23 @@ class Dispatcher(Joiner):
             more = table.sizes[level][at] - (table.sizes[valid][at] if valid >= 0 else 0)
             usable = table.state[at] == READY and table.held[at] and valid < level <= table.top[at]
             if usable and self.held + more <= self._settings.memory_bytes:
+                if table.counts[FETCHING] and not self._leaves_time(load, more, now):
+                    load.refine.appendleft((at, level))
+                    return
                 doc, chunk = load.place(at)
                 doc.move(chunk, REFINING)
                 self.ask(load, (doc, chunk), valid + 1, level, cut, now, out)
+
+    def _leaves_time(self, load: Load, size: int, now: float) -> bool:
+        """Whether all that is open comes before a load's cut with more bytes besides: requests share the link.
+
+        Args:
+            load: Which one.
+            size: Bytes that are to be asked for.
+            now: The instant, in seconds of the controller's clock.
+        """
+        low = max(self.link.bandwidth_low, SLOWEST)
+        return now + self.link.lead_s(now) + (self.link.open_bytes + size) / low <= self._cut(load)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""

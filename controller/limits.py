@@ -165,6 +165,8 @@ class Limits(Resources):
         """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
         closing_s = costs.closing_s(load.prompt_tokens)
         own_s = load.due - now - self._settings.reserve_s
+        if self.lanes.was_interrupted(now):
+            own_s -= max(0.0, self._closing_s(load) - closing_s)
         if len(self._loads) > 1:
             own_s = min(own_s, min(self._cuts()[load.number]) - now + closing_s)
         if load.came is not None:
