@@ -28,7 +28,7 @@ from kvwire.controller.chunk_table import (
 )
 from kvwire.controller.joining import Joiner
 from kvwire.controller.lanes import Job
-from kvwire.controller.limits import SLOWEST_PASS, SPARE
+from kvwire.controller.limits import SPARE
 from kvwire.controller.policies.base import SLOWEST
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ class Dispatcher(Joiner):
         """
         self._now = now
         self._conclude_all(now, out)
+        if now >= self.interrupts_at(now):
+            out.append(ev.Interrupt(self.lanes.interrupt().chunks[0]))
         if not self._loads:
             return
         self.link.retry(now)
@@ -122,8 +124,6 @@ class Dispatcher(Joiner):
             self._refresh(load, now)
             if load.refused_s:
                 self._conclude(load, now, out)
-        if now >= self.interrupts_at(now):
-            out.append(ev.Interrupt(self.lanes.interrupt().chunks[0]))
         order = self._order()
         steps = (
             self._decode, self._look, self._compute, self._redecode, self._fetch, self._refine, self._repair,
@@ -237,8 +237,6 @@ class Dispatcher(Joiner):
             self._fetch(load, now, out)
         surest_s = min(self._heard_s(now), self._until_closing_s(load, now))
         sure_s = min(self._sure_s(load, costs, now), surest_s)
-        if self.lanes.was_interrupted(now) and load.due < inf:
-            sure_s = min(sure_s, (self._cut(load) - now) / SLOWEST_PASS)
         found = load.passes.next(costs, min(self._pass_limit_s(load, costs, now), sure_s))
         if found is None:
             return

@@ -404,15 +404,18 @@ class Limits(Resources):
 
         A pass cannot be called back, and even if it takes longer than expected it should not be what ends last.
         """
+        slow_s = inf
+        if self.lanes.was_interrupted(now) and load.due < inf:
+            slow_s = (self._cut(load) - now) / SLOWEST_PASS
         if not self._policy.preemptible or load.plan is None or not (load.plan_bytes or self.link.fetches):
-            return inf
+            return slow_s
         bandwidth, doubt = self._estimates.bandwidth, self._estimates.prefill.high
         ends = load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens)
         if load.goal.objective != "earliest" and load.plan.in_time:
             ends = self._cut(load)  # that the link may be faster than expected makes nothing late
         else:
             doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-        return inf if doubt <= _DOUBT else (ends - now) / doubt
+        return min(slow_s, inf if doubt <= _DOUBT else (ends - now) / doubt)
 
     def _decode_s(self, load: Load, places: list[Place]) -> float:
         """Seconds that decoding a batch should not exceed: a standard deviation more than expected."""

@@ -6,6 +6,7 @@ for all that follows from them, and says of the rest what doing without costs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,13 +15,19 @@ from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import KVCache
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from kvwire.codec import Statistics
     from kvwire.reuse import Narrowing, Seen, SoftTokens
     from kvwire.types import CacheMeta
+
+
+class PassStoppedError(Exception):
+    """A forward pass ended early because it was asked to, see ``Engine.stoppable``."""
 
 
 class Engine(Protocol):
@@ -157,6 +164,24 @@ class Engine(Protocol):
             The cache of the new tokens alone.
         """
         ...
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether ``stoppable`` can stop a pass. Without it, passes before a deadline are short: one may be slow."""
+        return False
+
+    def stoppable(self, stop: threading.Event) -> AbstractContextManager[None]:
+        """Have forward passes in this context end soon after an event is set, whichever thread sets it.
+
+        Args:
+            stop: The event.
+
+        Returns:
+            The context, to be entered by the thread that runs the passes. Out of a pass that it stops comes
+            PassStoppedError, and what the pass was computed from is as it was.
+        """
+        del stop
+        return nullcontext()
 
     def check_together(self) -> None:
         """Refuse where ``extend_together`` does not give what ``extend`` gives; may run the model once to find out.

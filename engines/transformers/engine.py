@@ -20,13 +20,16 @@ from kvwire.engines.transformers.plain import (
     tensors_of,
     with_gaps,
 )
-from kvwire.engines.transformers.text import prefix_states
+from kvwire.engines.transformers.stopping import stoppable
+from kvwire.engines.transformers.text import layers_of, prefix_states
 from kvwire.engines.transformers.together import ExtendsTogether
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import checked_rows
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from transformers import PreTrainedConfig
@@ -92,6 +95,25 @@ class TransformersEngine(ExtendsTogether):
         new = slice(-len(token_ids), None)
         pairs = [(keys[0, :, new].clone(), values[0, :, new].clone()) for keys, values in tensors_of(past)]
         return self._cache(pairs, token_ids, start)
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether a pass can be stopped: before any layer, where these are to be found."""
+        try:
+            return bool(layers_of(self.model))
+        except MismatchError:
+            return False
+
+    def stoppable(self, stop: threading.Event) -> AbstractContextManager[None]:
+        """Have passes in this context end before the next layer once an event is set; see ``Engine.stoppable``.
+
+        Args:
+            stop: The event.
+
+        Returns:
+            The context.
+        """
+        return stoppable(layers_of(self.model) if self.can_stop else (), stop)
 
     @torch.no_grad()
     def statistics(

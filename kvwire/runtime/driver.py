@@ -273,8 +273,10 @@ def _measured(sample: LinkSample) -> Iterator[ev.Event]:
 
 def _load_of(instruction: ev.Instruction) -> int:
     match instruction:
-        case ev.Fetch(chunk=chunk) | ev.Cancel(chunk=chunk) | ev.Release(chunk=chunk) | ev.Recompute(first=chunk):
+        case ev.Fetch(chunk=chunk) | ev.Cancel(chunk=chunk) | ev.Release(chunk=chunk):
             return chunk.load
+        case ev.Recompute(first=first) | ev.Interrupt(first=first):
+            return first.load
         case ev.Decode(chunks=chunks):
             return chunks[0].load
         case ev.RecomputeTogether(passes=passes):

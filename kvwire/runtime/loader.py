@@ -94,7 +94,7 @@ class Loader:
         self._corpora = (corpus, *variants)
         self._settings = chosen = settings or LoadSettings()
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
-        self._controls = controls_of(chosen, on_gpu=on_gpu)
+        self._controls = controls_of(chosen, on_gpu=on_gpu, interrupts=engine.can_stop)
         ceiling = chosen.quality_ceiling  # of profiles no more is read; a decoder on a GPU takes all rows
         self._read_level = None if ceiling is None or on_gpu else max(ceiling, chosen.quality_floor)
         self._lock = threading.RLock()  # a record may ask for the estimates

@@ -5,11 +5,13 @@ The engine works in one thread and decoding in the same or in another (see ``dri
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
+from kvwire.engines.base import PassStoppedError
 from kvwire.errors import ArgumentError, MismatchError, StorageError
 from kvwire.runtime.documents import in_words
 
@@ -72,6 +74,7 @@ class PromptJobs:
         self._documents: dict[int, DocumentHandle] = {}
         self._parts: dict[ChunkId, dict[int, bytes]] = {}
         self._is_gone = False
+        self._stop = threading.Event()  # of the forward pass that was asked for last
         self._seeing: set[ChunkId] = set()
         self.inputs: dict[int, DocumentPlanInput] = {}
         self.misses: list[str] = []
@@ -173,7 +176,7 @@ class PromptJobs:
     async def _recompute(self, asked: ev.Recompute) -> None:
         self._driver.tell(await self.recompute(asked))
 
-    async def recompute(self, asked: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed:
+    async def recompute(self, asked: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:
         """Compute chunks in a pass of their own, in the compute thread.
 
         Args:
@@ -185,16 +188,18 @@ class PromptJobs:
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
         behind = asked.behind and self.sees_documents
-        failed, blind = [first], asked.behind and not behind
+        failed, blind, began = [first], asked.behind and not behind, self._driver.clock()
         try:
             try:
                 seconds = await self._extend_timed(chunks, failed, behind=behind)
             except Exception as error:
-                if not behind or self._is_gone:
+                if not behind or self._is_gone or isinstance(error, PassStoppedError):
                     raise
                 blind = True
                 self._lost(failed[0], f"computed without the documents before it: {in_words(error)}")
                 seconds = await self._extend_timed(chunks, failed, behind=False)
+        except PassStoppedError:
+            return ev.RecomputeInterrupted(chunks, self._driver.clock() - began)
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self._lost(failed[0], in_words(error))
             return ev.RecomputeFailed(failed[0], in_words(error))
@@ -228,16 +233,19 @@ class PromptJobs:
         """
         if self._is_gone:
             raise StorageError(GONE)
-        try:
-            self._extend(chunks[0], chunks[-1], behind=behind)
-        except Exception:
-            if len(chunks) == 1:
+        with self._engine.stoppable(self._stop):
+            try:
+                self._extend(chunks[0], chunks[-1], behind=behind)
+            except PassStoppedError:
                 raise
-        else:
-            return
-        for chunk in chunks:
-            failed[0] = chunk
-            self._extend(chunk, chunk, behind=behind)
+            except Exception:
+                if len(chunks) == 1:
+                    raise
+            else:
+                return
+            for chunk in chunks:
+                failed[0] = chunk
+                self._extend(chunk, chunk, behind=behind)
 
     def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
         """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""

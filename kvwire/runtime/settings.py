@@ -115,18 +115,19 @@ class LoadSettings:
         check_repair(self.repair, self.repair_floor, self.selector, self.link_bound)
 
 
-def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:
+def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True) -> ctl.ControllerSettings:
     """How the controller of a loader with these settings steers.
 
     Args:
         settings: The loader's.
         on_gpu: Whether a GPU decodes and computes.
+        interrupts: Whether the engine can stop a forward pass, as those of transformers can.
 
     Returns:
         The controller's settings.
     """
     threads = settings.decode_threads or min(cores(), _MOST_THREADS)
-    suited = ctl.ControllerSettings.suited(on_gpu=on_gpu, threads=threads)
+    suited = ctl.ControllerSettings.suited(on_gpu=on_gpu, threads=threads, interrupts=interrupts)
     return replace(
         suited,
         max_in_flight=settings.max_in_flight,

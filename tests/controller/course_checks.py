@@ -91,6 +91,13 @@ class Checks:
                 self._decode(instruction)
             case ev.Recompute() | ev.RecomputeTogether():
                 self._recompute_all(instruction)
+            case ev.Interrupt(first):
+                job = self.jobs["prefill"]
+                assert self.settings.interrupts
+                assert isinstance(job, ev.Recompute)
+                assert job.first == first
+                assert self.stopped is not job, "asked to stop twice"
+                self.stopped = job
             case ev.Repair():
                 self._repair(instruction)
             case ev.ComputePrefix():

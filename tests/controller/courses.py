@@ -95,6 +95,7 @@ class Course(Checks):
         kind = [0.98, 1.0] if self.orderly else [0.9, 0.95, 1.0] if self.calm else [0.3, 0.8, 0.95, 1.0]
         self.kindness = self.random.choice(kind)
         self.numbers = -1
+        self.stopped = None  # the pass that was to stop
 
     # What there is.
 
@@ -109,6 +110,7 @@ class Course(Checks):
             max_pass_s=pick([0.001, 0.5]), stall_s=pick([0.01, 0.25]),
             max_failures=pick([1, 2, 3]), replan_s=pick([0.0, 0.005, 0.1]), reserve_s=pick([0.0, 0.01]),
             cancel_margin=pick([1.0, 1.5]), memory_bytes=pick([50, 1000, 20_000, 1 << 32, 1 << 32][3 * self.calm :]),
+            interrupts=Random(f"{self.seed} interrupts").random() < 0.5,
         )  # fmt: skip
 
     def _document(self):
@@ -275,6 +277,14 @@ class Course(Checks):
     def _answer_job(self):
         lane = self.random.choice(list(self.jobs))
         job = self.jobs.pop(lane)
+        stopped, self.stopped = self.stopped, None if self.stopped is job else self.stopped
+        if stopped is job and self.random.random() < 0.8:
+            chunks = tuple(replace(job.first, chunk=at) for at in range(job.first.chunk, job.last.chunk + 1))
+            self._tell(ev.RecomputeInterrupted(chunks, self._any(0, 1)))
+        else:
+            self._answer(job)
+
+    def _answer(self, job):
         fine = self.random.random() < self.kindness
         seconds = self.random.choice([0.0, self._any(0, 0.01), self._any(0, 0.1), self._any(0, 5)])
         seconds /= 1000 if self.orderly else 1
@@ -362,6 +372,7 @@ class Course(Checks):
             ev.IndexKnown(number, 0, ()),
             ev.DecodeDone((), 0.1), ev.DecodeDone((nobody,), 0.1), ev.DecodeFailed((nobody,), (), ""),
             ev.RecomputeDone((nobody,), 0.1), ev.RecomputeDone((), 0.1), ev.RecomputeFailed(nobody, ""),
+            ev.RecomputeInterrupted((nobody,), 0.1), ev.RecomputeInterrupted((), 0.1),
             ev.PrefixComputed(number, 0, 0.1), ev.PrefixFailed(number, 0, ""), ev.FirstByte(nan),
             ev.Looked(number, (), 0.1), ev.FirstByte(-1.0),
             ev.TransferProgress(-1, 0.0, 0.0), ev.TransferProgress(1, 1.0, 0.0),

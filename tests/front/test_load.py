@@ -187,6 +187,34 @@ def test_linked_recompute_equals_linked_prefill(small):
         assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 
 
+def test_a_pass_that_takes_too_long_is_stopped_and_its_chunks_are_fetched(small, reference, monkeypatch):
+    """An engine that stands still until it is asked to stop: what it was to compute comes over the link in time."""
+    stops, held = [], []
+    stoppable, extend = small.engine.stoppable, small.engine.extend
+
+    def noted(stop):
+        stops.append(stop)
+        return stoppable(stop)
+
+    def stuck(prefix, ids, *, offset=0):
+        if not held:
+            held.append(stops[-1].wait(60))
+        return extend(prefix, ids, offset=offset)
+
+    monkeypatch.setattr(small.engine, "stoppable", noted)
+    monkeypatch.setattr(small.engine, "extend", stuck)
+    log = []
+    settings = LoadSettings(bandwidth_prior=2.5e5, record=log.append)
+    answer = _ask(small, small.corpus(), link="2mbit,1ms", settings=settings, deadline_s=4.0)
+    assert held == [True]
+    ended = [entry.event for entry in log if isinstance(entry.event, ev.RecomputeInterrupted)]
+    assert ended
+    gone = {(each.document, each.chunk) for each in ended[0].chunks}
+    assert gone
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 0.02
+    assert not troubles(answer.misses)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_a_server_that_dies_halfway_costs_time_only(small, reference, share):
     corpus = small.corpus()

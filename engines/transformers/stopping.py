@@ -1,0 +1,68 @@
+"""Forward passes that another thread can stop between two layers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.engines.base import PassStoppedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_AHEAD = 2  # layers that a GPU is given before the first of them is done: enough that it never waits
+
+
+@contextmanager
+def stoppable(layers: Iterable[torch.nn.Module], stop: threading.Event) -> Iterator[None]:
+    """Have passes that this thread runs through some layers end soon after an event is set.
+
+    A GPU is given no more than two layers ahead meanwhile: what it was given cannot be taken back.
+
+    Args:
+        layers: Of the model.
+        stop: Set by any thread.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        PassStoppedError: Out of the pass, before a layer that comes after the event was set.
+    """
+    gate = _Gate(stop)
+    hooks = [layer.register_forward_pre_hook(gate.before, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Gate:
+    """Stands before every layer, for the thread that made it."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop, self._thread = stop, threading.get_ident()
+        self._given: deque[torch.cuda.Event] = deque()
+
+    def before(self, _module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        states = inputs[0] if inputs else named.get("hidden_states")
+        if isinstance(states, torch.Tensor) and states.is_cuda:
+            self._wait(states.device)
+        if self._stop.is_set():
+            msg = "the pass was asked to stop"
+            raise PassStoppedError(msg)
+
+    def _wait(self, device: torch.device) -> None:
+        """Wait until the device is close behind this thread."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call] # as torch has it
+        done.record(torch.cuda.current_stream(device))
+        self._given.append(done)
+        if len(self._given) > _AHEAD:
+            self._given.popleft().synchronize()
