@@ -20,7 +20,6 @@ from kvwire.engines.transformers.plain import (
     tensors_of,
     with_gaps,
 )
-from kvwire.engines.transformers.stopping import stoppable
 from kvwire.engines.transformers.text import layers_of, prefix_states
 from kvwire.engines.transformers.together import ExtendsTogether
 from kvwire.errors import ArgumentError, MismatchError
@@ -113,6 +112,8 @@ class TransformersEngine(ExtendsTogether):
         Returns:
             The context.
         """
+        from kvwire.engines.transformers.stopping import stoppable  # what is only fetched needs no pass
+
         return stoppable(layers_of(self.model) if self.can_stop else (), stop)
 
     @torch.no_grad()

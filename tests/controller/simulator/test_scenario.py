@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import Controller, DocumentPlanInput, Goal
-from kvwire.controller.events import Fetch
+from kvwire.controller.events import Fetch, Recompute
 from kvwire.controller.simulator import (
     LoadArrival,
     Machine,
@@ -293,11 +293,12 @@ def test_an_engine_that_becomes_slow_on_the_way_makes_nothing_late_that_the_coar
         documents=variants_for(model_named("llama-3.1-8b"), (8192,) * 4),
         goal=Goal(objective="quality", deadline_s=0.5),
     )  # fmt: skip
-    controller = Controller(scene.estimates(), settings_for(scene.machine))
+    log = []
+    controller = Controller(scene.estimates(), settings_for(scene.machine), record=log.append)
     world = Slowed(controller, scene.rate, scene.costs, rtt_s=scene.rtt_s)
-    world.between = after_s, after_s + 0.3
-    (outcome,) = world.run([LoadArrival(0.0, scene.documents, scene.goal, scene.query_tokens)])
-    assert outcome.recomputed
+    world.between = scene.begins_s + after_s, scene.begins_s + after_s + 0.3
+    (outcome,) = world.run([LoadArrival(scene.begins_s, scene.documents, scene.goal, scene.query_tokens)])
+    assert [each for entry in log for each in entry.instructions if isinstance(each, Recompute)]
     assert outcome.in_time
 
 
