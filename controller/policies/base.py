@@ -253,7 +253,9 @@ def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
     """
     # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
     # ``at_once_s`` takes that off again for those that are open together at first.
-    return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
+    seconds = sizes / max(bandwidth, SLOWEST)
+    seconds += request.ttfb_s / request.parallel
+    return _where_fetched(sizes, seconds)
 
 
 def at_once_s(request: PlanRequest, count: Ints) -> Floats:
@@ -282,7 +284,12 @@ def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
         Seconds, 0 where nothing is fetched ``[..., n]``.
     """
     cost = request.costs.decode
-    return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
+    return _where_fetched(sizes, (cost.base_s + cost.token_s * tokens) + cost.byte_s * sizes)
+
+
+def _where_fetched(sizes: Ints, seconds: Floats) -> Floats:
+    """Seconds, 0 where no bytes are fetched; sizes are never below 0 where all are anything but 0."""
+    return np.where(sizes > 0, seconds, 0.0)
 
 
 def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Floats:
