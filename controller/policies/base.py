@@ -255,7 +255,7 @@ def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
     # ``at_once_s`` takes that off again for those that are open together at first.
     seconds = sizes / max(bandwidth, SLOWEST)
     seconds += request.ttfb_s / request.parallel
-    return _where_fetched(sizes, seconds)
+    return np.where(sizes > 0, seconds, 0.0)
 
 
 def at_once_s(request: PlanRequest, count: Ints) -> Floats:
@@ -284,12 +284,7 @@ def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
         Seconds, 0 where nothing is fetched ``[..., n]``.
     """
     cost = request.costs.decode
-    return _where_fetched(sizes, (cost.base_s + cost.token_s * tokens) + cost.byte_s * sizes)
-
-
-def _where_fetched(sizes: Ints, seconds: Floats) -> Floats:
-    """Seconds, 0 where no bytes are fetched; sizes are never below 0 where all are anything but 0."""
-    return np.where(sizes > 0, seconds, 0.0)
+    return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
 
 def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Floats:
