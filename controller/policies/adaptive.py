@@ -90,7 +90,7 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     far = ~_within_reach(request)
     if not far[list(plan.order)].any():
         return _finer_first(request, plan, at[0])
-    coarse = Timeline(request, _targets(request), request.bandwidth_low, coarse=far, whole=timeline)
+    coarse = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
     left_s = inf if request.left_s is None else request.left_s
     if not (coarse.finish_s <= left_s).any():
         return plan

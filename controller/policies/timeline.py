@@ -116,14 +116,7 @@ class Timeline:
     """
 
     def __init__(
-        self,
-        request: PlanRequest,
-        targets: Ints,
-        bandwidth: float,
-        *,
-        coarse: Flags | None = None,
-        plain: bool = True,
-        whole: Timeline | None = None,
+        self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None, plain: bool = True
     ) -> None:
         """Evaluate.
 
@@ -133,29 +126,21 @@ class Timeline:
             bandwidth: Bytes per second.
             coarse: Chunks that are fetched at the floor first and raised to the target when all is fetched ``[n]``.
             plain: Whether to take the short cut that gives the same, where it is open.
-            whole: The same but for ``coarse``: what that does not change is taken from it.
         """
         chunks = request.chunks
         self._request, self._targets, self._bandwidth = request, targets, bandwidth
         # The usual case, and much quicker: every chunk can be fetched at every target, and recomputed.
         self._is_plain = plain and 0 <= targets[-1] <= chunks.common
-        if whole:
-            self._finest, self._finest_sizes = whole._finest, whole._finest_sizes
-        elif self._is_plain:
+        if self._is_plain:
             self._finest, self._finest_sizes = targets[:, None].repeat(chunks.count, axis=1), chunks.sizes[targets]
         else:
             self._finest = levels_for(request, targets)
             self._finest_sizes = chunks.bytes_at(self._finest)
         self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
         self.sizes = self._finest_sizes if coarse is None else chunks.bytes_at(self.levels)
-        if whole:
-            self.order, self.counts, self.least, self.error = whole.order, whole.counts, whole.least, whole.error
-            computing, late = whole._computing_s
-        else:
-            computing, late = self._computing(self._arrange())
-        self._computing_s = computing, late
+        computing, late = self._computing(self._arrange())
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
-        self._raised = raised = whole._raised if whole else Raised(request, targets, bandwidth)
+        self._raised = raised = Raised(request, targets, bandwidth)
         link, decoding = self._lanes(wire, work)
         link, decoding = self._raising(link, decoding, raised)
         decoding = self._last(link, decoding, work, raised)
@@ -398,7 +383,7 @@ class Raised:
         done = work.cumsum(axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
         self.gap_s = np.where(grows, wire - done + work, -np.inf).max(axis=1)
-        self.is_some = grows.any(axis=1)[:, None]
+        self.is_some = np.asarray(grows.any(axis=1))[:, None]
         latest = (grows * column).max(axis=1)
         self.last_s = last_s(request, some.tokens[latest], sizes[rows, latest], work[rows, latest])[:, None]
         self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
