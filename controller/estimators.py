@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import exp, exp2, inf, isfinite, log
+from math import exp, exp2, inf, log
 from statistics import median
 
 from kvwire.controller.busy_time import BusyTime
@@ -172,7 +172,7 @@ class BandwidthEstimator:
                 request: waiting for the first byte is the other estimator's.
             ended: When the last of the bytes came.
         """
-        if size < 0 or not (isfinite(started) and isfinite(ended) and started <= ended):
+        if size < 0 or not -inf < started <= ended < inf:
             msg = f"a transfer needs at least 0 bytes and must not end before it starts, got {size}, {started}..{ended}"
             raise ArgumentError(msg)
         self._held_bytes += size

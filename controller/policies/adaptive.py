@@ -186,7 +186,7 @@ def _targets(request: PlanRequest) -> Ints:
 
 def _earliest(request: PlanRequest) -> Plan:
     """The soonest finish at the floor, by the expected bandwidth: errors to either side cost the same."""
-    as_it_is = replace(request, refinable=None)
+    as_it_is = request if request.refinable is None else replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
     worth_it = request.bandwidth > 0 and float(prefill_s(request).sum()) > _LONG * request.costs.prefill.base_s
@@ -206,7 +206,7 @@ def _written(request: PlanRequest, timeline: Timeline, row: int, split: int, rea
         order=order.tolist(),
         finish_s=finish_s,
         error=float(timeline.error[row, split]) / int(request.chunks.tokens.sum()),
-        bytes=int(timeline.bytes[row, split]),
+        bytes=timeline.fetched_bytes(row, split),
         in_time=request.left_s is None or finish_s <= request.left_s,
         reason=reason,
     )
@@ -221,10 +221,9 @@ def _upgraded(request: PlanRequest, timeline: Timeline, row: int, split: int) ->
     able = order[levels[order] < top[order]]
     if not len(able):
         return plan
-    finer = levels.copy()
-    finer[able] += 1
-    more = (chunks.bytes_at(finer) - chunks.bytes_at(levels))[able]
-    gain = (chunks.tokens * (chunks.errors_at(levels) - chunks.errors_at(finer)))[able]
+    now = levels[able]
+    more = chunks.sizes[now + 1, able] - chunks.sizes[now, able]
+    gain = chunks.tokens[able] * (chunks.errors[now, able] - chunks.errors[now + 1, able])
     # A chunk that grows holds up the link and its own decode; both at once is the most that it can cost.
     byte_s = request.costs.decode.byte_s + np.where(able == order[-1], request.last_decode.byte_s, 0.0)
     costs = more / max(request.bandwidth_low, 1.0) + byte_s * more

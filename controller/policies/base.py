@@ -253,7 +253,9 @@ def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
     """
     # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
     # ``at_once_s`` takes that off again for those that are open together at first.
-    return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
+    seconds = sizes / max(bandwidth, SLOWEST)
+    seconds += request.ttfb_s / request.parallel
+    return np.where(sizes > 0, seconds, 0.0)
 
 
 def at_once_s(request: PlanRequest, count: Ints) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvwire.controller.policies.base import SLOWEST, decode_s, wire_s
 from kvwire.controller.policies.timeline import unfetched_s
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Ints, PlanRequest, UpgradeCandidates
+    from kvwire.controller.policies.base import Floats, Ints, PlanRequest, UpgradeCandidates
 
 
 class Refining:
@@ -32,7 +33,6 @@ class Refining:
             some: The candidates.
         """
         self._request, self._some = request, some
-        self._column = np.arange(len(some.level))
         committed = request.committed
         self.ready_s = unfetched_s(request, request.bandwidth_low)
         self._closing_s = request.costs.closing_s(request.prompt_tokens)
@@ -78,7 +78,8 @@ class Refining:
             Which ones.
         """
         able = np.flatnonzero(levels < self._some.top)
-        return able[self._by_gain(levels, np.minimum(levels + 1, self._some.top))[able].argsort(kind="stable")]
+        before = levels[able]
+        return able[self._by_gain(able, before, before + 1).argsort(kind="stable")]
 
     def best_within(self, left_s: float) -> Ints:
         """Levels that remove most error for their bytes, as far as the time goes: of all steps the best ones first.
@@ -93,10 +94,10 @@ class Refining:
         """
         some = self._some
         steps, gains = [], []
-        before, best = some.level, np.full(len(some.level), np.inf)
+        before, best, all_ = some.level, np.full(len(some.level), np.inf), np.arange(len(some.level))
         for _ in range(int((some.top - some.level).max(initial=0))):
             after = np.minimum(before + 1, some.top)
-            best = np.minimum(best, -self._by_gain(before, after))
+            best = np.minimum(best, -self._by_gain(all_, before, after))
             able = np.flatnonzero(before < some.top)
             steps.append(able)
             gains.append(best[able])
@@ -122,14 +123,22 @@ class Refining:
             Which ones.
         """
         able = np.flatnonzero(levels > self._some.level)
-        return able[self._by_gain(self._some.level, levels)[able].argsort(kind="stable")]
+        return able[self._by_gain(able, self._some.level[able], levels[able]).argsort(kind="stable")]
 
-    def _by_gain(self, before: Ints, after: Ints) -> Ints:
-        """Error removed per byte, negative so that the largest sorts first ``[m]``."""
-        some, column = self._some, self._column
-        more = some.sizes[after, column] - some.sizes[before, column]
-        gain = some.tokens * (some.errors[before, column] - some.errors[after, column])
+    def _by_gain(self, which: Ints, before: Ints, after: Ints) -> Floats:
+        """Error removed per byte, of some candidates, negative so that the largest sorts first ``[which]``."""
+        some = self._some
+        more = some.sizes[after, which] - some.sizes[before, which]
+        gain = some.tokens[which] * (some.errors[before, which] - some.errors[after, which])
         return np.asarray(-gain / np.maximum(more, 1))
+
+    @cached_property
+    def _each_s(self) -> tuple[Floats, Floats]:
+        """What raising each candidate to each level takes of the link and of the decode lane ``[L, m]``."""
+        some, request = self._some, self._request
+        more = some.sizes - some.sizes[some.level, np.arange(len(some.level))]
+        wire = wire_s(request, more, request.bandwidth_low)
+        return wire, decode_s(request, some.tokens, some.sizes)
 
     def end_s(self, levels: Ints) -> float:
         """Expect the first token where candidates are raised to some levels.
@@ -144,13 +153,13 @@ class Refining:
         (raised,) = (levels > some.level).nonzero()
         if not len(raised):
             return self.ready_s
-        sizes, tokens = some.sizes[levels[raised], raised], some.tokens[raised]
-        wire = wire_s(request, sizes - some.sizes[some.level[raised], raised], request.bandwidth_low).cumsum()
-        work = decode_s(request, tokens, sizes)
+        to, (wires, works) = levels[raised], self._each_s
+        wire, work = wires[to, raised].cumsum(), works[to, raised]
         done = work.cumsum()
         end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
         # What comes last is decoded alone.
-        alone_s = request.last_decode.seconds(int(tokens[-1]), int(sizes[-1]))
+        last = raised[-1]
+        alone_s = request.last_decode.seconds(int(some.tokens[last]), int(some.sizes[to[-1], last]))
         if request.workers == 1:
             end += alone_s
         else:

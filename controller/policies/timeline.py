@@ -91,8 +91,8 @@ def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
     chunks, committed = request.chunks, request.committed
     if not chunks.can_text.all() and (chunks.level_for(request.goal.floor) >= 0)[~chunks.can_text].any():
         return inf
-    begun = request.lead_s + np.cumsum(committed.wire) / max(bandwidth, SLOWEST)
-    waits = begun + np.cumsum(committed.work_s[::-1])[::-1]  # each arrival and the work from then on
+    begun = request.lead_s + committed.wire.cumsum() / max(bandwidth, SLOWEST)
+    waits = begun + committed.work_s[::-1].cumsum()[::-1]  # each arrival and the work from then on
     done = float(waits.max(initial=-inf))
     computing = committed.prefill_s + (float(prefill_s(request).sum()) if chunks.count else 0.0)
     work = committed.decode_s + float(committed.work_s.sum())
@@ -138,13 +138,12 @@ class Timeline:
             self._finest_sizes = chunks.bytes_at(self._finest)
         self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
         self.sizes = self._finest_sizes if coarse is None else chunks.bytes_at(self.levels)
-        fetched = self._arrange()
+        computing, late = self._computing(self._arrange())
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
         self._raised = raised = Raised(request, targets, bandwidth)
         link, decoding = self._lanes(wire, work)
         link, decoding = self._raising(link, decoding, raised)
         decoding = self._last(link, decoding, work, raised)
-        computing, late = self._computing(fetched)
         self.finish_s = self._finish(link, decoding, computing, late)
 
     def _arrange(self) -> Flags:
@@ -152,7 +151,7 @@ class Timeline:
         chunks, fetched = self._request.chunks, self.levels >= 0
         if self._is_plain:
             self.order = np.empty(fetched.shape, np.int64)
-            self.order[:] = np.arange(chunks.count)[::-1]
+            self.order[:] = np.arange(chunks.count - 1, -1, -1)
             self.counts = np.full(len(fetched), chunks.count)
             self.least = np.zeros(len(fetched), np.int64)
             return fetched
@@ -188,13 +187,20 @@ class Timeline:
         last = float(begun[-1]) if len(begun) else request.lead_s
         self._opened_s = (last + float(committed.work_s[-1]) if len(begun) else committed.decode_s) + committed.last_s
         last += committed.ahead_bytes / max(bandwidth, SLOWEST)
-        link = last + self._cumulated(self._sorted(wire)) - at_once_s(request, self._requests(wire))
+        link = last + self._cumulated(self._sorted(wire))
+        if request.left_s is None:  # otherwise it is nothing
+            link -= at_once_s(request, self._requests(wire))
         link[:, 1:] += max(0.0, request.ttfb_s - last)
         tail = self._cumulated(self._sorted(work))
-        gaps = np.full(link.shape, head)
-        np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])
+        gaps = np.empty(link.shape)
+        gaps[:, 0] = head
+        np.subtract(link[:, 1:], tail[:, :-1], out=gaps[:, 1:])
+        gaps[:, 1:] -= busy
+        decoding = np.maximum.accumulate(gaps, axis=1)
+        decoding += busy
+        decoding += tail
         self._work = committed.decode_s + busy + tail
-        return link, np.maximum(gaps, head) + busy + tail
+        return link, decoding
 
     def _raising(self, link: Floats, decoding: Floats, raised: Raised) -> tuple[Floats, Floats]:
         """The same ends once chunks are raised: those under way, then those of the plan ``[targets, n + 1]``."""
@@ -327,6 +333,15 @@ class Timeline:
         """Of open chunks to fetch ``[targets, splits]``."""
         return self._cumulated(self._sorted(self.sizes))
 
+    def fetched_bytes(self, row: int, split: int) -> int:
+        """What ``bytes`` has for one candidate.
+
+        Args:
+            row: Of its target.
+            split: Number of chunks that are fetched.
+        """
+        return int(self.sizes[row][self.order[row, :split]].sum())
+
 
 class Raised:
     """What raising chunks that are under way or ready to each target takes.
@@ -358,19 +373,19 @@ class Raised:
         self.any = some is not None and len(some.level) > 0
         if some is None or not self.any:
             return
-        column = np.arange(len(some.level))
+        column, rows = np.arange(len(some.level)), np.arange(len(targets))
         to = np.maximum(np.minimum(targets[:, None], some.top), some.level)
-        more = some.sizes[to, column] - some.sizes[some.level, column]
-        wire = np.cumsum(wire_s(request, more, bandwidth), axis=1)
-        work = np.where(more > 0, decode_s(request, some.tokens, some.sizes[to, column]), 0.0)
-        done = np.cumsum(work, axis=1)
+        sizes = some.sizes[to, column]
+        more = sizes - some.sizes[some.level, column]
+        grows = more > 0
+        wire = wire_s(request, more, bandwidth).cumsum(axis=1)
+        work = np.where(grows, decode_s(request, some.tokens, sizes), 0.0)
+        done = work.cumsum(axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
-        self.gap_s = np.where(more > 0, wire - done + work, -np.inf).max(axis=1)
-        self.is_some = np.asarray((more > 0).any(axis=1))[:, None]
-        latest = np.where(more > 0, column, 0).max(axis=1, keepdims=True)
-        size = some.sizes[np.take_along_axis(to, latest, axis=1), latest]
-        last_work = np.take_along_axis(work, latest, axis=1)
-        self.last_s = last_s(request, some.tokens[latest], size, last_work)
+        self.gap_s = np.where(grows, wire - done + work, -np.inf).max(axis=1)
+        self.is_some = np.asarray(grows.any(axis=1))[:, None]
+        latest = (grows * column).max(axis=1)
+        self.last_s = last_s(request, some.tokens[latest], sizes[rows, latest], work[rows, latest])[:, None]
         self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
 
 

@@ -13,7 +13,7 @@ from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
-from kvwire.controller.policies.base import UpgradeCandidates
+from kvwire.controller.policies.base import UpgradeCandidates, decode_s, wire_s
 from kvwire.controller.policies.naive import finish_naive, splits
 from kvwire.controller.policies.refining import Refining
 from kvwire.controller.policies.timeline import Timeline, first_levels
@@ -175,3 +175,34 @@ def test_listening_for_the_first_bytes_costs_a_slow_link_nothing_to_speak_of(rat
     unsure, _ = one(Goal(), rate, documents, workers=2, prior=10 * MB)
     text, _ = one(Goal(), 1.0, documents, workers=2, policy=TextOnly())
     assert unsure.ttft_s < 1.1 * text.ttft_s
+
+
+def end_s(finer, request, some, levels):
+    """``Refining.end_s`` with what each candidate takes worked out for these levels alone."""
+    raised = np.flatnonzero(levels > some.level)
+    if not len(raised):
+        return finer.ready_s
+    sizes, tokens = some.sizes[levels[raised], raised], some.tokens[raised]
+    wire = wire_s(request, sizes - some.sizes[some.level[raised], raised], request.bandwidth_low).cumsum()
+    work = decode_s(request, tokens, sizes)
+    end = max(finer._lane_s, finer._link_s + float((wire - work.cumsum() + work).max())) + float(work.cumsum()[-1])
+    alone_s = request.last_decode.seconds(int(tokens[-1]), int(sizes[-1]))
+    if request.workers == 1:
+        end += alone_s
+    else:
+        end = max(end, finer._link_s + float(wire[-1] + work[-1]) + alone_s)
+    return max(finer.ready_s, end + finer._closing_s)
+
+
+@given(plan_requests(), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_what_refining_takes_is_worked_out_once_for_all_levels(request, rows):
+    before, to = zip(*rows, strict=True)
+    some = candidates(before, [True] * len(rows))
+    levels = np.maximum(before, to)
+    finer = Refining(request, some)
+    assert finer.end_s(levels) == end_s(finer, request, some, levels)
+    gain = some.tokens * (some.errors[some.level, range(len(rows))] - some.errors[levels, range(len(rows))])
+    more = some.sizes[levels, range(len(rows))] - some.sizes[some.level, range(len(rows))]
+    best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
+    assert finer.order(levels).tolist() == best[levels[best] > some.level[best]].tolist()

@@ -84,6 +84,8 @@ def test_the_short_cut_gives_what_the_long_way_gives(request, insured, alike):
     slow = Timeline(request, TARGETS, request.bandwidth, coarse=coarse, plain=False)
     for name in ("levels", "sizes", "order", "counts", "least", "bytes"):
         np.testing.assert_array_equal(getattr(quick, name), getattr(slow, name))
+    for row, split in np.ndindex(slow.bytes.shape):
+        assert quick.fetched_bytes(row, split) == slow.bytes[row, split]
     np.testing.assert_allclose(quick.finish_s, slow.finish_s, rtol=1e-12)
     np.testing.assert_allclose(quick.error, slow.error, rtol=1e-12)
 
