@@ -125,7 +125,7 @@ class ControllerSettings:
     replan_s: float = 0.005
     plan_s: float = 0.001
     plan_chunk_s: float = 1e-6
-    reserve_s: float = 0.01
+    reserve_s: float = 0.005
     cancel_margin: float = 1.5
     memory_bytes: int = 1 << 32
     stretch: float = 3.0
