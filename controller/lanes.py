@@ -15,7 +15,7 @@ Lane = Literal["prefill", "decode"]
 
 OVERDUE = 1.5
 """Times what was expected: a forward pass that takes longer tells of a slow engine."""
-_SLOW_S = 1.0  # for so long an engine counts as slow after a pass that was stopped for that
+_SLOW_S = 3.0  # for so long an engine counts as slow after a pass that was stopped for that
 
 
 @dataclass(frozen=True, eq=False)

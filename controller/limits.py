@@ -33,6 +33,7 @@ SPARE = 16  # fetches are opened when one of so many is over, not for each alone
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _STOPS = 1 / 16  # of what a pass takes, until it has stopped: engines stop between layers, a GPU some later
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
+_UNBEGUN = 2.0  # times the reserve that plans keep while there are chunks that nothing was begun for
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
 
 _HALF_LIVES_S = (0.2, 1.0)
@@ -164,7 +165,8 @@ class Limits(Resources):
     def _left_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
         closing_s = costs.closing_s(load.prompt_tokens)
-        own_s = load.due - now - self._settings.reserve_s
+        # What is not valid makes a load late, what could become finer does not.
+        own_s = load.due - now - self._settings.reserve_s * (_UNBEGUN if load.table.counts[PLANNED] else 1)
         if self.lanes.was_interrupted(now):
             own_s -= max(0.0, self._closing_s(load) - closing_s)
         if len(self._loads) > 1:
