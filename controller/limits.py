@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline
-SLOWEST_PASS = 5.0  # times what is expected: a pass that takes as long still ends before a deadline
+_SLOWEST_PASS = 5.0  # times what is expected: a pass that takes as long still ends before a deadline
 _PROBES = 8  # fetches that are open while the link is known by a guess alone
 _FEWEST_OPEN = 2
 SPARE = 16  # fetches are opened when one of so many is over, not for each alone
@@ -139,7 +139,7 @@ class Limits(Resources):
     def _closing_s(self, load: Load) -> float:
         """Seconds to keep for a load's closing: many times what is expected where a pass had to be stopped lately."""
         seconds = self.costs_of(load).closing_s(load.prompt_tokens)
-        return seconds * SLOWEST_PASS if self.lanes.was_interrupted(self._now) else seconds
+        return seconds * _SLOWEST_PASS if self.lanes.was_interrupted(self._now) else seconds
 
     def _cuts(self) -> dict[int, tuple[float, float]]:
         """For each load its cut, and the instant by which it must be done with the link.
@@ -305,9 +305,9 @@ class Limits(Resources):
         if load.due < inf and load.can_fetch_instead and not self.link.stalled:
             left_s = max(0.0, self._cut(load) - now)
             usual_s = max(_LONG_PASS * base_s, min(self._settings.max_pass_s, left_s / _PASSES))
-            limit_s = min(usual_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
+            limit_s = min(usual_s, max(_SHORT_PASS * base_s, left_s / _SLOWEST_PASS))
             if self._settings.interrupts and len(self._loads) == 1 and self.lanes.slowness(now) <= OVERDUE:
-                saved_s = (self._saved_by(load, load.floor_s) - now) / (OVERDUE + _STOPS * SLOWEST_PASS)
+                saved_s = (self._saved_by(load, load.floor_s) - now) / (OVERDUE + _STOPS * _SLOWEST_PASS)
                 limit_s = max(limit_s, min(self._settings.max_pass_s, saved_s))
             return limit_s
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
@@ -331,7 +331,7 @@ class Limits(Resources):
         low = self.link.bandwidth_low
         if low <= SLOWEST:
             return -inf
-        slow_s = (SLOWEST_PASS - 1) * self.costs_of(load).closing_s(load.prompt_tokens)
+        slow_s = (_SLOWEST_PASS - 1) * self.costs_of(load).closing_s(load.prompt_tokens)
         return self._cut(load) - slow_s - floors_s - self.link.ttfb_s - self.link.open_bytes / low
 
     def _floors_of(self, load: Load, job: Job) -> float | None:
@@ -352,7 +352,7 @@ class Limits(Resources):
         """Instant at which the forward pass that runs is to be stopped unless it has ended; infinite where it is not.
 
         One that is overdue is waited for until the last instant at which fetching what it computes saves the deadline,
-        or at which another load's closing must begin. Of a load that nobody waits for none is.
+        or at which another load's closing must begin. One that nobody waits for is stopped at once.
 
         Args:
             now: The instant, in seconds of the controller's clock.
@@ -369,9 +369,9 @@ class Limits(Resources):
         saved_by = self._saved_by(load, load.floor_s + floors_s)
         for other in self._loads.values():
             if other is not load and other.due < inf and other.is_ready and not self._rank(other)[0]:
-                slow_s = (SLOWEST_PASS - 1) * self.costs_of(other).closing_s(other.prompt_tokens)
+                slow_s = (_SLOWEST_PASS - 1) * self.costs_of(other).closing_s(other.prompt_tokens)
                 saved_by = min(saved_by, self._cut(other) - slow_s)
-        at = max(job.began + OVERDUE * job.expected_s, saved_by - _STOPS * SLOWEST_PASS * job.expected_s)
+        at = max(job.began + OVERDUE * job.expected_s, saved_by - _STOPS * _SLOWEST_PASS * job.expected_s)
         return at if at + floors_s <= self._cut(load) else inf
 
     def _pass_chunks(self, load: Load, costs: CostModel, now: float) -> float:
@@ -408,7 +408,7 @@ class Limits(Resources):
         """
         slow_s = inf
         if self.lanes.was_interrupted(now) and load.due < inf:
-            slow_s = (self._cut(load) - now) / SLOWEST_PASS
+            slow_s = (self._cut(load) - now) / _SLOWEST_PASS
         if not self._policy.preemptible or load.plan is None or not (load.plan_bytes or self.link.fetches):
             return slow_s
         bandwidth, doubt = self._estimates.bandwidth, self._estimates.prefill.high
