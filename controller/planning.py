@@ -170,15 +170,16 @@ class Planner(Limits):
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
         link.credit(now)
-        fetches, (backlog_s, beyond_s) = link.fetches.values(), self._backlog_s(costs)
+        backlog_s, beyond_s = self._backlog_s(costs)
+        wire, work_s, behind, behind_s, last_s = self._awaited(load)
         closings_s = sum(self.costs_of(other).closing_s(other.prompt_tokens) for other in ahead)
         committed = CommittedWork(
-            wire=np.array([fetch.left for fetch in fetches], np.float64),
-            work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
+            wire=np.array(wire, np.float64),
+            work_s=np.array(work_s, np.float64),
             prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead) + closings_s,
-            decode_s=self.lanes.left_s("decode", now) + backlog_s,
-            ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
-            last_s=next(reversed(fetches)).last_s if fetches else beyond_s,
+            decode_s=self.lanes.left_s("decode", now) + backlog_s + behind_s,
+            ahead_bytes=float(behind + sum(other.plan_bytes for other in ahead)),
+            last_s=beyond_s if last_s is None else last_s,
         )
         left_s = None if load.due == inf else self._left_s(load, costs, now)
         ahead_s = max(0.0, left_s or 0.0)
@@ -191,6 +192,23 @@ class Planner(Limits):
             risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
         )  # fmt: skip
         return load.request(base, alone=len(self._loads) == 1)
+
+    def _awaited(self, load: Load) -> tuple[list[float], list[float], float, float, float | None]:
+        """Open fetches as a load meets them: its own, each with what the link and the decode lane do for others before.
+
+        Returns:
+            Bytes and seconds of decoding of each, both of others behind them, and what decoding the last one adds where
+            nothing comes with it; None where none is the load's.
+        """
+        wire, work_s, last_s = [], [], None
+        size, seconds = 0.0, 0.0
+        for fetch in self.link.fetches.values():
+            size, seconds = size + fetch.left, seconds + fetch.decode_s
+            if fetch.chunk.load == load.number:
+                wire.append(size)
+                work_s.append(seconds)
+                size, seconds, last_s = 0.0, 0.0, fetch.last_s
+        return wire, work_s, size, seconds, last_s
 
     def _backlog_s(self, costs: CostModel) -> tuple[float, float]:
         """Seconds of decoding for what has arrived, over all loads, and beyond that for batches that are not full.

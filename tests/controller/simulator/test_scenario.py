@@ -315,3 +315,13 @@ def test_many_fetches_are_not_opened_one_by_one():
     assert sum(asked) == 128
     assert sum(map(bool, asked)) < 64
     assert ours.ttft_s < 1.05 * coarsest.ttft_s
+
+
+def test_a_load_waits_for_no_bytes_of_others_that_were_asked_for_behind_its_own():
+    """What is left of the third load is computed in time, while the link brings much for the fourth."""
+    model = model_named("llama-3.1-8b")
+    scene = Scenario(
+        model=model, machine=machine_named("h100"), documents=variants_for(model, (2048,) * 4), rate=constant(2.5e8),
+        goal=Goal(objective="quality", deadline_s=0.5), asked=(0.471974, 0.533059, 0.677371, 0.987565, 1.305773),
+    )  # fmt: skip
+    assert all(outcome.in_time for outcome in simulate(scene, policy_named("adaptive", scene.rate)))
