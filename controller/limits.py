@@ -34,6 +34,7 @@ _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _STOPS = 1 / 16  # of what a pass takes, until it has stopped: engines stop between layers, a GPU some later
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _UNBEGUN = 2.0  # times the reserve that plans keep while there are chunks that nothing was begun for
+_SEVERAL = 2.0  # times the reserve where several loads are under way
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
 
 _HALF_LIVES_S = (0.2, 1.0)
@@ -134,7 +135,12 @@ class Limits(Resources):
         return self._cuts()[load.number][0] if len(self._loads) > 1 else self._own_cut(load)
 
     def _own_cut(self, load: Load) -> float:
-        return load.due - self._settings.reserve_s - self._closing_s(load)
+        return load.due - self._reserve_s - self._closing_s(load)
+
+    @property
+    def _reserve_s(self) -> float:
+        """Seconds of a deadline that are left unused: more where closings of several loads may meet."""
+        return self._settings.reserve_s * (1 if len(self._loads) == 1 else _SEVERAL)
 
     def _closing_s(self, load: Load) -> float:
         """Seconds to keep for a load's closing: many times what is expected where a pass had to be stopped lately."""
@@ -156,7 +162,7 @@ class Limits(Resources):
             if self._rank(load)[0] or load.due == inf:
                 cuts[load.number] = own, inf
                 continue
-            closing_s = load.due - self._settings.reserve_s - own
+            closing_s = load.due - self._reserve_s - own
             closing = min(own, closing - closing_s)
             cuts[load.number] = closing, min(closing, link)
             link = min(closing, link) - load.floor_s
@@ -166,7 +172,8 @@ class Limits(Resources):
         """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
         closing_s = costs.closing_s(load.prompt_tokens)
         # What is not valid makes a load late, what could become finer does not.
-        own_s = load.due - now - self._settings.reserve_s * (_UNBEGUN if load.table.counts[PLANNED] else 1)
+        reserve_s = self._settings.reserve_s * _UNBEGUN if load.table.counts[PLANNED] else self._reserve_s
+        own_s = load.due - now - reserve_s
         if self.lanes.was_interrupted(now):
             own_s -= max(0.0, self._closing_s(load) - closing_s)
         if len(self._loads) > 1:
