@@ -119,7 +119,7 @@ def holds(point, prompt, bandwidth, goal):
     """Whether a plan made anew at a bandwidth is on the far side of a break-even point."""
     if point.what == "in time":
         plan = made(prompt, replace(goal, floor=point.level), bandwidth)
-        return plan.expected_s <= goal.deadline_s - SETTINGS.reserve_s
+        return plan.expected_s <= goal.deadline_s - 2 * SETTINGS.reserve_s  # kept while chunks are not begun
     if point.what == "beats text":
         blobs = made([replace(document, has_text=False) for document in prompt], ctl.Goal(floor=point.level), bandwidth)
         texts = made([replace(document, fetch_bytes=(), errors=()) for document in prompt], None, bandwidth)
