@@ -16,6 +16,7 @@ import logging
 import os
 import tempfile
 from contextlib import ExitStack
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ PAIRS = ((0, 1), (1, 2), (2, 0))
 QUESTION = "\n\nWhen all this had been told, it was plain that"
 RATES_MBIT = (5.0, 20.0, 50.0, 200.0)
 RTT_S = 0.02
-TOGETHER = Link("emulated", 50.0, RTT_S)
+TOGETHER, TOGETHER_LOADS = Link("emulated", 50.0, RTT_S), (3, 10)
 FAST = Link("emulated", 10_000.0, RTT_S)  # so far from being a limit that what is left is the machine's
 LEVELS = (0, 2, 4)
 WARM_UPS = 2
@@ -102,12 +103,20 @@ class Benchmark:
                 rounds.run(contenders, [self.prompt], self._wait_s)
             found = [rounds.row(each, 1) for each in contenders]
             if link == TOGETHER:
-                some = [contenders[0], contenders[4]]
-                rounds.run(some, self._pairs)
-                rounds.clear()
-                for _ in range(self._rounds):
-                    rounds.run(some, self._pairs, self._wait_s)
-                found += [rounds.row(each, len(self._pairs)) for each in some]
+                found += self._together(rounds, [contenders[0], contenders[4]])
+        return found
+
+    def _together(self, rounds: Rounds, some: Sequence[Contender]) -> list[dict[str, Any]]:
+        """Several loads at once."""
+        found = []
+        for count in TOGETHER_LOADS:
+            prompts = [*islice(cycle(self._pairs), count)]
+            rounds.clear()
+            rounds.run(some, prompts)
+            rounds.clear()
+            for _ in range(self._rounds):
+                rounds.run(some, prompts, self._wait_s)
+            found += [rounds.row(each, count) for each in some]
         return found
 
     def _contender(self, corpus: Corpus, emulated: EmulatedLink | None, link: Link, way: Way) -> Contender:

@@ -75,7 +75,8 @@ def played(prompt: str, objective: str, gbit_s: float) -> Floats:
     controller = Timed(scenario.estimates(), settings_for(machine), Adaptive())
     controller.seconds, controller.decided = [], []
     world = World(controller, scenario.rate, scenario.costs, rtt_s=RTT_S)
-    world.run([LoadArrival(0.0, scenario.documents, scenario.goal)])
+    # After the load that taught the estimates: seconds that they have seen would count as busy already.
+    world.run([LoadArrival(scenario.begins_s, scenario.documents, scenario.goal)])
     return np.stack([controller.seconds, controller.decided], axis=1)
 
 
