@@ -74,7 +74,7 @@ class Dispatcher(Joiner):
             moment = min(moment, now + _TICK_S)
         if self.link.fetches and self.lanes.is_free("prefill") and self._policy.preemptible:
             moment = min(moment, max(self._reclaimed_at + _TICK_S, now + _LEAST_TICK_S))
-        moment = min(moment, self.interrupts_at(now))
+        moment = min(moment, self.interrupts_at(now), max(self.opens_at(now), now + _LEAST_TICK_S))
         if self._estimates.bandwidth.is_guess and self.link.fetches:
             moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, moment)
@@ -111,8 +111,7 @@ class Dispatcher(Joiner):
         """
         self._now = now
         self._conclude_all(now, out)
-        if now >= self.interrupts_at(now):
-            out.append(ev.Interrupt(self.lanes.interrupt().chunks[0]))
+        self._stop_pass(now, out)
         if not self._loads:
             return
         self.link.retry(now)
@@ -135,8 +134,14 @@ class Dispatcher(Joiner):
             for load in order:
                 self._reclaim(load, now, out)
         self._conclude_all(now, out)
+        self._stop_pass(now, out)
         for load in self._loads.values():
             load.fresh_until = self._fresh_until(load, now)
+
+    def _stop_pass(self, now: float, out: list[ev.Instruction]) -> None:
+        """Stop the forward pass that runs where it is too slow, or nobody waits for it."""
+        if now >= self.interrupts_at(now):
+            out.append(ev.Interrupt(self.lanes.interrupt().chunks[0]))
 
     def _conclude_all(self, now: float, out: list[ev.Instruction]) -> None:
         """End loads that are over, in the order in which they are due."""

@@ -176,7 +176,8 @@ class ComputeLanes:
         """Remember how slow a job was that was asked to stop, until another one has kept its time."""
         if job is self._interrupted:
             self._interrupted = None
-            self._slow, self._slow_until = job.slowness(now), now + _SLOW_S
+            if job.slowness(now) > OVERDUE:  # else nobody waited for it any more
+                self._slow, self._slow_until = job.slowness(now), now + _SLOW_S
         elif job.slowness(now) <= OVERDUE:
             self._slow_until = -inf
 

@@ -35,7 +35,7 @@ _STOPS = 1 / 16  # of what a pass takes, until it has stopped: engines stop betw
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _UNBEGUN = 2.0  # times the reserve that plans keep while there are chunks that nothing was begun for
 _SEVERAL = 2.0  # times the reserve where several loads are under way
-_LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
+_LATE_START_S = 0.01  # by which a start may be late: what plans keep for chunks that are not begun covers it
 
 _HALF_LIVES_S = (0.2, 1.0)
 """The short one hears of a rush at once, the long one remembers it."""
@@ -139,8 +139,9 @@ class Limits(Resources):
 
     @property
     def _reserve_s(self) -> float:
-        """Seconds of a deadline that are left unused: more where closings of several loads may meet."""
-        return self._settings.reserve_s * (1 if len(self._loads) == 1 else _SEVERAL)
+        """Seconds of a deadline that are left unused: more where closings may meet, or the engine was slow lately."""
+        is_calm = len(self._loads) == 1 and not self.lanes.was_interrupted(self._now)
+        return self._settings.reserve_s * (1 if is_calm else _SEVERAL)
 
     def _closing_s(self, load: Load) -> float:
         """Seconds to keep for a load's closing: many times what is expected where a pass had to be stopped lately."""
@@ -301,6 +302,21 @@ class Limits(Resources):
         fetches = len(self.link.fetches)
         return fetches < window[0] and (fetches < _FEWEST_OPEN or self.link.open_bytes < window[1])
 
+    def opens_at(self, now: float) -> float:
+        """Instant at which so little is open that what a plan names may be asked for; infinite where nothing waits.
+
+        Requests side by side end together. Whoever only hears of their ends leaves the link idle for a round trip.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        link, (most, size) = self.link, self._window(spare=SPARE)
+        if not _FEWEST_OPEN <= len(link.fetches) < most or link.stalled:
+            return inf
+        if not any(load.waiting or load.refine for load in self._loads.values()):
+            return inf
+        return now + link.lead_s(now) + max(0.0, link.open_bytes - size) / max(link.bandwidth, SLOWEST)
+
     def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
 
@@ -313,7 +329,9 @@ class Limits(Resources):
             left_s = max(0.0, self._cut(load) - now)
             usual_s = max(_LONG_PASS * base_s, min(self._settings.max_pass_s, left_s / _PASSES))
             limit_s = min(usual_s, max(_SHORT_PASS * base_s, left_s / _SLOWEST_PASS))
-            if self._settings.interrupts and len(self._loads) == 1 and self.lanes.slowness(now) <= OVERDUE:
+            # With one worker all decoding waits for a pass, and until one has stopped much of it has come together.
+            is_able = self._settings.interrupts and self._settings.workers > 1
+            if is_able and len(self._loads) == 1 and self.lanes.slowness(now) <= OVERDUE:
                 saved_s = (self._saved_by(load, load.floor_s) - now) / (OVERDUE + _STOPS * _SLOWEST_PASS)
                 limit_s = max(limit_s, min(self._settings.max_pass_s, saved_s))
             return limit_s

@@ -137,11 +137,17 @@ class World:
             self._happen(heapq.heappop(self._queue)[2])
         self._serve()
         self._begin_flows()
-        self._report()
+        ticks = self._ticks
+        self._report(ticks=ticks)
         self._end_flows()
         self._end_jobs()
-        if max(self._controller.wake_at, self._inbox.free_at) <= moment and not self._inbox:
+        if ticks or self._ticks:
             self._tell(ev.Tick())
+
+    @property
+    def _ticks(self) -> bool:
+        """Whether a tick is due, and can be heard of."""
+        return not self._inbox and max(self._controller.wake_at, self._inbox.free_at) <= self._now
 
     def _happen(self, what: object) -> None:
         match what:
@@ -307,10 +313,11 @@ class World:
                 flow.is_heard = True
                 self._tell(ev.FirstByte(self._now - flow.asked))
 
-    def _report(self) -> None:
+    def _report(self, *, ticks: bool) -> None:
+        """Tell of bytes that came, now and then, when an answer is here, and before a tick."""
         ended = any(flow.left <= DONE_BYTES for flow in self._begun())
         due = self._now - self._reported_at >= self._pause_s() - _GRAIN_S
-        if self._moved >= 1 and self._now > self._reported_at and (ended or due):
+        if self._moved >= 1 and self._now > self._reported_at and (ended or due or ticks):
             whole = int(self._moved)
             self._moved -= whole
             started, self._reported_at = self._reported_at, self._now

@@ -97,7 +97,9 @@ class TransformersEngine(ExtendsTogether):
 
     @property
     def can_stop(self) -> bool:
-        """Whether a pass can be stopped: before any layer, where these are to be found."""
+        """Whether a pass can be stopped: before any layer, where these are to be found and hooks on them are heeded."""
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
+            return False  # compiled code runs past hooks that come later
         try:
             return bool(layers_of(self.model))
         except MismatchError:

@@ -49,10 +49,13 @@ class _Gate:
         self._stop, self._thread = stop, threading.get_ident()
         self._given: deque[torch.cuda.Event] = deque()
 
-    def before(self, _module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+    def before(
+        self, _module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
+    ) -> None:
+        """Raise where the pass is to stop. named: missing where another thread removes the hook meanwhile."""
         if threading.get_ident() != self._thread:
             return
-        states = inputs[0] if inputs else named.get("hidden_states")
+        states = inputs[0] if inputs else (named or {}).get("hidden_states")
         if isinstance(states, torch.Tensor) and states.is_cuda:
             self._wait(states.device)
         if self._stop.is_set():

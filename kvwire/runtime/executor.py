@@ -7,7 +7,6 @@ It decides nothing. Fetching runs on the event loop, the engine in one thread an
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -311,10 +310,10 @@ class Executor(PromptJobs):
             case ev.Decode(chunks, levels):
                 self._driver.run(self._decode(chunks, levels))
             case ev.Recompute() | ev.RecomputeTogether() | ev.Look() | ev.Repair():
-                self._stop = threading.Event()
+                self.begin_pass()
                 self._driver.run(self._pass(instruction))
             case ev.Interrupt():
-                self._stop.set()
+                self.stop_pass()
             case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
                 self._driver.run(self._start_head(document))

@@ -80,6 +80,14 @@ class PromptJobs:
         self.misses: list[str] = []
         self.decode_s = self.recompute_s = self.look_s = 0.0
 
+    def begin_pass(self) -> None:
+        """From now on a stop is meant for the next forward pass; one that was asked for before is over."""
+        self._stop = threading.Event()
+
+    def stop_pass(self) -> None:
+        """Have the forward pass that was begun last end early, where the engine can."""
+        self._stop.set()
+
     @property
     def seeing(self) -> list[tuple[int, int]]:
         """First token of the prompt, and the one behind the last, of chunks that saw all that stands before them."""

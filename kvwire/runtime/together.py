@@ -92,9 +92,12 @@ async def _one_by_one(
     blind: list[ChunkId] = []
     spent_s = 0.0
     for row in rows:
+        row.jobs.begin_pass()
         match await row.jobs.recompute(row.asked):
             case ev.RecomputeFailed() as trouble:
                 failed.append(trouble)
+            case ev.RecomputeInterrupted(chunks):
+                failed.append(ev.RecomputeFailed(chunks[0], "its pass was stopped"))
             case ev.RecomputeDone(chunks, seconds, was_blind):
                 spent_s += seconds
                 blind += [chunks[0]] if was_blind else []

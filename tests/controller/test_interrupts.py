@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
+from kvwire.controller.lanes import ComputeLanes, Job
+from kvwire.controller.limits import Limits
 from kvwire.controller.simulator import (
     LoadArrival,
     Scenario,
@@ -24,7 +26,7 @@ from kvwire.controller.simulator import (
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
-from .playing import COSTS, MB, RTT_S, ByHand, document, one, quality
+from .playing import COSTS, MB, RTT_S, ByHand, document, one, play, quality
 
 SLOW = 5.0
 DEADLINE_S = 1.0
@@ -196,3 +198,39 @@ def test_the_link_does_not_rest_while_chunks_may_become_finer():
         since = None if open_ else now if since is None else since
     assert len(said(log, ev.Fetch)) > 100
     assert max(idle_s, default=0.0) < 0.02
+
+
+def stopped_after(seconds, expected_s=0.1):
+    """Lanes whose pass was asked to stop, and has so many seconds after it began."""
+    lanes = ComputeLanes(2)
+    lanes.start("prefill", Job("recompute", 0, 0, PASS, 1.0, expected_s))
+    lanes.interrupt()
+    lanes.end("prefill", "recompute", PASS, 0, 0, 1.0 + seconds)
+    return lanes
+
+
+def test_an_engine_whose_pass_nobody_waited_for_is_not_slow():
+    assert not stopped_after(0.05).was_interrupted(1.1)
+    assert stopped_after(0.05).slowness(1.1) == 1.0
+    assert stopped_after(0.5).was_interrupted(1.6)
+    assert stopped_after(0.5).slowness(1.6) == pytest.approx(5.0)
+
+
+def test_with_one_worker_passes_stay_short():
+    longest = {}
+    for workers in (1, 2):
+        found = play([LoadArrival(0.0, ((LONG,),), quality(2.0))], 5 * MB, workers=workers, interrupts=True)
+        first = next(each for _, each in found.instructions(ev.Recompute))
+        longest[workers] = first.last.chunk - first.first.chunk
+    assert longest[1] < longest[2]
+
+
+@pytest.mark.parametrize("gbit_s", [0.5, 1.0])
+def test_the_link_does_not_wait_for_the_ends_of_fetches(gbit_s, monkeypatch):
+    """Those side by side end together: asked for only then, the next ones leave it idle for a round trip."""
+    scenario = replace(scene(gbit_s, 2.0, documents=4), machine=machine_named("h100"), rtt_s=0.002)
+    found, _ = slowed(scenario, 0.0)
+    monkeypatch.setattr(Limits, "opens_at", lambda *_: float("inf"))
+    without, _ = slowed(scenario, 0.0)
+    assert found.in_time
+    assert found.received > 1.02 * without.received

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from kvwire.engines.base import PassStoppedError
 from kvwire.engines.transformers.text import layers_of
@@ -61,3 +62,21 @@ def test_other_threads_run_on():
         other.start()
         other.join()
     assert cache_error(found[0], whole) < TOLERANCE
+
+
+def test_a_hook_that_is_taken_away_meanwhile_may_be_called_as_others_are():
+    engine = engine_of("llama")
+    (layer, *_), stop = layers_of(engine.model), threading.Event()
+    with engine.stoppable(stop):
+        (hook,) = layer._forward_pre_hooks.values()
+        assert hook(layer, (torch.zeros(1),)) is None
+        stop.set()
+        with pytest.raises(PassStoppedError):
+            hook(layer, (torch.zeros(1),))
+
+
+def test_what_is_compiled_cannot_be_stopped(monkeypatch):
+    engine = engine_of("llama")
+    assert engine.can_stop
+    monkeypatch.setattr(engine.model, "_compiled_call_impl", engine.model._call_impl)  # as ``Module.compile`` does
+    assert not engine.can_stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,11 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.costs import joins, measure_costs, measure_joined
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.prompt_jobs import PromptJobs
 from kvwire.runtime.settings import LoadSettings
+from kvwire.runtime.together import recompute_together
 from kvwire.store import MemoryStore
+from kvwire.types import ChunkId
 
 QUESTION = (5, 6, 7, 8)
 PREFILL = PrefillCost(1.0, 1e-6)
@@ -194,3 +198,48 @@ def test_documents_behind_neutral_prefixes_are_joined_as_well(small, texts, monk
         assert {each.action for each in ours.decisions} == {"recompute"}
         for a, b in zip(ours.prompt.cache.keys, theirs.prompt.cache.keys, strict=True):
             assert float((a - b).abs().max() / b.abs().max()) < 1e-5
+
+
+class Stub(PromptJobs):
+    """A load of which only the pass is of interest; ``written`` notes what it computes."""
+
+    def can_be_row(self, _):
+        return True
+
+    def row(self, *_, **__):
+        return None, [1], 0
+
+    def _extend(self, first, *_, **__):
+        self._engine.extend(None, QUESTION)
+        written.append(first.load)
+
+
+written: list[int] = []
+
+
+def test_a_stop_that_was_meant_for_an_earlier_pass_does_not_end_a_joined_one(small, monkeypatch):
+    told, engine = [], small.engine
+
+    class Driver:
+        clock = staticmethod(time.monotonic)
+
+        async def compute(self, work):
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+
+        def tell(self, event):
+            told.append(event)
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(type(engine), "extend_together", no_memory)
+    written.clear()
+    loads = [Stub(engine, [], Driver(), "auto", ()) for _ in range(2)]
+    for number, load in enumerate(loads):
+        load.number = number
+    loads[1].stop_pass()
+    passes = tuple(ev.Recompute(ChunkId(0, 0, load), ChunkId(0, 1, load)) for load in range(2))
+    asyncio.run(recompute_together(engine, loads[0]._driver, ev.RecomputeTogether(passes), loads))
+    assert written == [0, 1]
+    (done,) = told
+    assert not done.failed
