@@ -59,9 +59,16 @@ class Job:
         """Seconds that it should still take; of one that is overdue nothing is known but for how long."""
         return abs(self.expected_s - (now - self.began))
 
+    @property
+    def overdue_at(self) -> float:
+        """Instant from which on it takes so much longer than expected that this tells of a slow engine."""
+        return self.began + OVERDUE * self.expected_s
+
     def slowness(self, now: float) -> float:
-        """How many times as long as expected it takes at least."""
-        return max(1.0, (now - self.began) / self.expected_s) if self.expected_s > 0 else 1.0
+        """How many times as long as expected it takes at least; 1 where it is not overdue."""
+        # As in ``overdue_at``, at which somebody looks: the ratio might round otherwise.
+        overdue = self.expected_s > 0 and now >= self.overdue_at
+        return (now - self.began) / self.expected_s if overdue else 1.0
 
 
 def check_seconds(seconds: float) -> None:
@@ -176,9 +183,9 @@ class ComputeLanes:
         """Remember how slow a job was that was asked to stop, until another one has kept its time."""
         if job is self._interrupted:
             self._interrupted = None
-            if job.slowness(now) > OVERDUE:  # else nobody waited for it any more
+            if job.slowness(now) > 1:  # else nobody waited for it any more
                 self._slow, self._slow_until = job.slowness(now), now + _SLOW_S
-        elif job.slowness(now) <= OVERDUE:
+        elif job.slowness(now) == 1:
             self._slow_until = -inf
 
     def interrupt(self) -> Job:

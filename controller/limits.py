@@ -331,7 +331,7 @@ class Limits(Resources):
             limit_s = min(usual_s, max(_SHORT_PASS * base_s, left_s / _SLOWEST_PASS))
             # With one worker all decoding waits for a pass, and until one has stopped much of it has come together.
             is_able = self._settings.interrupts and self._settings.workers > 1
-            if is_able and len(self._loads) == 1 and self.lanes.slowness(now) <= OVERDUE:
+            if is_able and len(self._loads) == 1 and self.lanes.slowness(now) == 1:
                 saved_s = (self._saved_by(load, load.floor_s) - now) / (OVERDUE + _STOPS * _SLOWEST_PASS)
                 limit_s = max(limit_s, min(self._settings.max_pass_s, saved_s))
             return limit_s
@@ -396,7 +396,7 @@ class Limits(Resources):
             if other is not load and other.due < inf and other.is_ready and not self._rank(other)[0]:
                 slow_s = (_SLOWEST_PASS - 1) * self.costs_of(other).closing_s(other.prompt_tokens)
                 saved_by = min(saved_by, self._cut(other) - slow_s)
-        at = max(job.began + OVERDUE * job.expected_s, saved_by - _STOPS * _SLOWEST_PASS * job.expected_s)
+        at = max(job.overdue_at, saved_by - _STOPS * _SLOWEST_PASS * job.expected_s)
         return at if at + floors_s <= self._cut(load) else inf
 
     def _pass_chunks(self, load: Load, costs: CostModel, now: float) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import FAILED, PLANNED, READY
-from kvwire.controller.lanes import OVERDUE, Job
+from kvwire.controller.lanes import Job
 from kvwire.controller.limits import Limits
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Columns, CommittedWork, PlanRequest
 from kvwire.controller.repair import beside_link, expected_rows, rows_of
@@ -113,7 +113,7 @@ class Planner(Limits):
 
     def _is_as_before(self, load: Load, now: float) -> bool:
         """Whether link and engine are what a load's plan took them for, and it shares them with no other load."""
-        if not load.confirmed or len(self._loads) > 1 or self.lanes.slowness(now) > OVERDUE:
+        if not load.confirmed or len(self._loads) > 1 or self.lanes.slowness(now) > 1:
             return False
         rate, low = load.planned_for
         return _is_near(self.link.bandwidth, rate) and _is_near(self.link.bandwidth_low, low)
@@ -165,7 +165,7 @@ class Planner(Limits):
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         slowness = self.lanes.slowness(now)
-        if slowness > OVERDUE:
+        if slowness > 1:
             costs = replace(costs, prefill=costs.prefill.scaled(slowness))
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]

@@ -216,6 +216,13 @@ def test_an_engine_whose_pass_nobody_waited_for_is_not_slow():
     assert stopped_after(0.5).slowness(1.6) == pytest.approx(5.0)
 
 
+@given(began=st.floats(0, 1e5), expected_s=st.floats(1e-6, 1e3))
+def test_who_looks_the_moment_a_pass_is_overdue_finds_it_slow(began, expected_s):
+    job = Job("recompute", 0, 0, PASS, began, expected_s)
+    assert job.slowness(job.overdue_at) > 1
+    assert job.slowness(began + 1.4 * expected_s) == 1
+
+
 def test_with_one_worker_passes_stay_short():
     longest = {}
     for workers in (1, 2):

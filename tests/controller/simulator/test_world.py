@@ -114,10 +114,10 @@ def test_long_loads_are_reported_seldom_but_within_what_counts_as_a_stall():
     ends = [entry.now for entry in events if isinstance(entry.event, ev.TransferProgress)]
     assert outcome.ttft_s > 2
     assert max(b - a for a, b in pairwise(ends)) <= 0.1 + scene.rtt_s
-    # What has come is told before each tick as well.
+    # Besides, what has come is told before each tick, and a link that pauses for 20 ms is looked at.
     kinds = [type(entry.event) for entry in events]
-    seldom = sum(a is ev.TransferProgress and b is not ev.Tick for a, b in pairwise(kinds))
-    assert seldom < 100 + 100 * np.log2(outcome.ttft_s / 0.25)
+    assert kinds.count(ev.Tick) < outcome.ttft_s / 0.02
+    assert len(ends) - kinds.count(ev.Tick) < 100 + 100 * np.log2(outcome.ttft_s / 0.25)
 
 
 def test_a_load_that_never_ends_is_an_error_and_not_a_hang():
@@ -169,7 +169,7 @@ def steered(steering, seed=0, policy="adaptive", **changed):
     return simulate(scene, policy_named(policy, scene.rate), record=log.append), log
 
 
-@pytest.mark.parametrize("seed", range(1, 6))  # with 0 decisions differ: not known why
+@pytest.mark.parametrize("seed", range(6))
 def test_a_driver_that_takes_next_to_no_time_changes_nothing(seed):
     (free, _), (quick, _) = steered(Steering(), seed), steered(Steering(event_s=1e-13, request_s=1e-13), seed)
     assert [each.decisions for each in quick] == [each.decisions for each in free]
