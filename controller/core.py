@@ -6,7 +6,7 @@ the lanes are free for. Who goes first is in ``dispatch.py``.
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
@@ -105,10 +105,11 @@ class Controller:
         Raises:
             ArgumentError: The event cannot happen in the present state; nothing has changed.
         """
-        if not isfinite(now) or now < self._now:
+        if not (self._now <= now < inf and now > -inf):
             msg = f"time must be finite and never go back: {now} after {self._now}"
             raise ArgumentError(msg)
         out: list[ev.Instruction] = []
+        self._dispatch.known_costs.clear()
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
             self._came = self._is_news = self._is_full = False
@@ -207,31 +208,23 @@ class Controller:
         # What can be done with a document is known once a plan names it.
         return load is not None and (load.is_known or self._dispatch.is_due(load, now))
 
-    def _place(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
-        """Where a chunk is; None where its load is over. Raises ArgumentError for a chunk that there is not."""
-        load = self._load(chunk.load)
-        if load is None:
-            return None
-        doc = load.doc(chunk.document)
-        if not 0 <= chunk.chunk < doc.count:
-            msg = f"{chunk} is not part of this load"
-            raise ArgumentError(msg)
-        return load, doc
-
     def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is whose fetch is over; None where nobody cares any more."""
         if self._cancelled and chunk in self._cancelled:
             self._cancelled.discard(chunk)
             return None
-        place = self._place(chunk)
-        if place is None:
+        load = self._load(chunk.load)
+        if load is None:
             return None
-        doc = place[1]
-        state = doc.table.state[doc.start + chunk.chunk]
+        doc, number = load.doc(chunk.document), chunk.chunk
+        if not 0 <= number < doc.count:
+            msg = f"{chunk} is not part of this load"
+            raise ArgumentError(msg)
+        state = doc.table.state[doc.start + number]
         if state not in _FETCHED:
             msg = f"{chunk} is {ChunkState(state).name.lower()}, not being fetched; report each outcome once"
             raise ArgumentError(msg)
-        return place
+        return load, doc
 
     def _arrived(self, chunk: ChunkId, level: int, trouble: str, now: float, out: list[ev.Instruction]) -> bool:
         place = self._fetched(chunk)

@@ -118,6 +118,7 @@ class Limits(Resources):
         self._demand = Demand()
         self._now = -inf
         self._known_cuts: dict[int, tuple[float, float]] | None = None
+        self._floors: tuple[Job, tuple[int, int] | None] | None = None  # of a pass, what ``_at_floor`` found
 
     def _rank(self, load: Load) -> tuple[bool, float, int]:
         """Whether a load is late anyway, when it is due, and its number; less goes first."""
@@ -361,17 +362,26 @@ class Limits(Resources):
 
     def _floors_of(self, load: Load, job: Job) -> float | None:
         """Seconds that fetching the chunks of a pass at the quality floor takes; None where one cannot be."""
-        table, floor, cost = load.table, load.goal.floor, self.costs_of(load).decode
-        start = load.doc(job.document).start
-        size, decode_s = 0, 0.0
+        if self._floors is None or self._floors[0] is not job:
+            self._floors = job, self._at_floor(load, job)  # the same while it runs, and asked for at every event
+        found = self._floors[1]
+        if found is None:
+            return None
+        (tokens, size), cost = found, self.costs_of(load).decode
+        decode_s = cost.base_s * len(job.chunks) + cost.token_s * tokens + cost.byte_s * size
+        return size / max(self.link.bandwidth_low, SLOWEST) + decode_s
+
+    def _at_floor(self, load: Load, job: Job) -> tuple[int, int] | None:
+        """Tokens and bytes of the chunks of a pass at the quality floor; None where one cannot be fetched so."""
+        table, floor, start = load.table, load.goal.floor, load.doc(job.document).start
+        tokens = size = 0
         for chunk in job.chunks:
             at = start + chunk.chunk
             level = min(floor, table.finest[at])
             if level < 0 or table.top[at] < level:
                 return None
-            size += table.sizes[level][at]
-            decode_s += cost.seconds(table.tokens[at], table.sizes[level][at])
-        return size / max(self.link.bandwidth_low, SLOWEST) + decode_s
+            tokens, size = tokens + table.tokens[at], size + table.sizes[level][at]
+        return tokens, size
 
     def interrupts_at(self, now: float) -> float:
         """Instant at which the forward pass that runs is to be stopped unless it has ended; infinite where it is not.

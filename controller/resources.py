@@ -48,6 +48,7 @@ class Resources:
         self.held = 0
         self.turns = 0
         self.backlog_s: tuple[float, float] | None = None
+        self.known_costs: dict[int, CostModel] = {}  # by tokens of the question, until the next event
 
     def turn(self) -> int:
         """Count another thing begun; returns its number."""
@@ -128,7 +129,11 @@ class Resources:
 
     def costs_of(self, load: Load) -> CostModel:
         """What computing costs for a load, by what is known now."""
-        return load.costs(self._estimates.costs(load.query_tokens))
+        tokens = load.query_tokens
+        base = self.known_costs.get(tokens)
+        if base is None:
+            base = self.known_costs[tokens] = self._estimates.costs(tokens)
+        return load.costs(base) if load.repair_share else base
 
     def costs_among_many(self, load: Load) -> CostModel:
         """``costs_of`` with what decoding costs for a chunk of many, which share batches and threads."""
