@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.types import ChunkId
 
 _FETCHED = bytes((FETCHING, REFINING))
+_GRAIN_S = 0.001  # no timer of an event loop is finer
 
 
 class Controller:
@@ -62,6 +63,7 @@ class Controller:
         self._came = self._is_news = False  # bytes since anything could begin; and such that a plan is due
         self._is_full = False  # no fetch can be opened, and nothing has happened since that was found
         self._now = -inf
+        self._wakes: tuple[float, float] | None = None  # when that was worked out, and what it was; None: since ``act``
         self._cancelled: set[ChunkId] = set()
         self._record = record
         self._dispatch = Dispatcher(estimates, settings, policy or Adaptive(), self._loads)
@@ -89,8 +91,13 @@ class Controller:
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
         # What bytes let begin waits for what they bring, which mostly comes at the same instant.
-        begins = self._is_news or (self._came and not self._is_full and self._dispatch.can_fetch)
-        return self._now if begins else self._dispatch.wake_at(self._now)
+        now = self._now
+        if self._is_news or (self._came and not self._is_full and self._dispatch.can_fetch):
+            return now
+        # Where nothing was begun, only the link has changed: a thousand arrivals come within a few milliseconds.
+        if self._wakes is None or now >= self._wakes[0] + _GRAIN_S:
+            self._wakes = now, self._dispatch.wake_at(now)
+        return max(now, self._wakes[1])
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take in one event.
@@ -113,6 +120,7 @@ class Controller:
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
             self._came = self._is_news = self._is_full = False
+            self._wakes = None
             self._dispatch.act(now, out)
         cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)} if out else None
         if cancelled:
