@@ -305,21 +305,24 @@ class Controller:
         if load is None:
             return
         for chunk in chunks:
-            trouble = reason if bad and chunk in bad else None
-            self._decoded_one(load, load.doc(chunk.document), chunk.chunk, trouble, out)
+            doc = load.doc(chunk.document)
+            if bad and chunk in bad:
+                self._spoilt(load, doc, chunk.chunk, reason, out)
+            else:
+                self._decoded_one(load, doc, chunk.chunk, out)
 
-    def _decoded_one(
-        self, load: Load, doc: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
-    ) -> None:
+    def _decoded_one(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
         table, at = doc.table, doc.start + chunk
-        redecoding = table.state[at] == REDECODING
-        if trouble is None:
-            if redecoding:
-                doc.reasons[chunk] = "refined: time was left"
-            doc.move(chunk, READY)
-            table.valid_level[at] = table.level[at]
-            self._dispatch.keep_or_release(load, doc, chunk, out)
-        elif redecoding:
+        if table.state[at] == REDECODING:
+            doc.reasons[chunk] = "refined: time was left"
+        table.move(at, READY)  # it ran, so that it may
+        table.valid_level[at] = table.level[at]
+        self._dispatch.keep_or_release(load, doc, chunk, out)
+
+    def _spoilt(self, load: Load, doc: DocumentState, chunk: int, trouble: str, out: list[ev.Instruction]) -> None:
+        """Take in that what came of a chunk cannot be decoded."""
+        table, at = doc.table, doc.start + chunk
+        if table.state[at] == REDECODING:
             # What was valid is spoilt; its own bytes are still here, and nothing finer is tried again.
             doc.note(chunk, f"refinement cannot be decoded: {trouble}")
             doc.move(chunk, ARRIVED)

@@ -98,8 +98,10 @@ class Dispatcher(Joiner):
         for load in self._loads.values():
             if idle and (load.passes or load.has_prefix):
                 return True
-            if (load.is_stale or now >= load.fresh_until) and self._wants_plan(load) and self.is_due(load, now):
-                return True
+            if (load.is_stale or now >= load.fresh_until) and self._wants_plan(load):
+                if self.is_due(load, now):
+                    return True
+                load.fresh_until = now + _LEAST_TICK_S  # no sooner does anybody look again
         return False
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
@@ -299,7 +301,7 @@ class Dispatcher(Joiner):
                 return
             load.waiting.popleft()
             doc, chunk = load.place(at)
-            doc.reasons[chunk] = load.reason(doc, chunk)
+            doc.reasons[chunk] = load.reason(at)
             table.move(at, FETCHING)
             self.ask(load, (doc, chunk), 0, level, until, now, out)
             load.plan_bytes = max(0, load.plan_bytes - size)

@@ -177,16 +177,15 @@ class BandwidthEstimator:
             raise ArgumentError(msg)
         self._held_bytes += size
         self._held_s += self._busy.claim(started, ended)
-        if self._is_ripe:
+        large = self._held_bytes >= self._settings.min_bytes
+        if self._held_s >= self._settings.min_busy_s if large else self._is_silent:
             self._take(self._held_bytes, self._held_s)
             self._held_bytes, self._held_s = 0, 0.0
 
     @property
-    def _is_ripe(self) -> bool:
+    def _is_silent(self) -> bool:
+        """Whether so little came for so long that it counts: between two packets of a slow link there is silence."""
         size, seconds, settings = self._held_bytes, self._held_s, self._settings
-        if size >= settings.min_bytes:
-            return seconds >= settings.min_busy_s
-        # Between two packets of a slow link there is silence, too.
         telling = max(size, seconds * self.value) >= _TELLING_BYTES or seconds >= _MOST_HOLDS * settings.max_hold_s
         return telling and seconds >= settings.max_hold_s
 

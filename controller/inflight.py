@@ -194,7 +194,8 @@ class Link:
 
     def alive(self, now: float) -> None:
         """Note that the link delivers."""
-        self._since = max(self._since, now)
+        if now > self._since:
+            self._since = now
         self._flowing, self.stalled, self._stalls = True, False, 0
 
     def watch(self, now: float, until: float) -> None:

@@ -459,16 +459,15 @@ class Load:
                 self.passes.give_up(at)
                 self.waiting.append((at, min(floor, table.top[at])))
 
-    def reason(self, doc: DocumentState, chunk: int) -> str:
+    def reason(self, at: int) -> str:
         """Why the plan does with a chunk what it does.
 
         Args:
-            doc: State of the document.
-            chunk: Number of the chunk.
+            at: Its place in the table.
 
         Returns:
             The reason, in words.
         """
-        if doc.start + chunk in self._upgraded:
+        if at in self._upgraded:
             return "upgraded: time is left"
         return self.plan.reason if self.plan else ""

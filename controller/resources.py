@@ -92,7 +92,9 @@ class Resources:
             finest = table.top[at] if goal.ceiling is None else min(table.top[at], goal.ceiling)
             if table.valid_level[at] < finest:
                 return
-        self.release(doc, chunk, out)
+        if table.held[at]:
+            self.held += table.hold(at, 0)
+            out.append(ev.Release(doc.id(chunk)))
 
     def settle(self, doc: DocumentState, chunk: int) -> None:
         """A chunk that was to become better stays as it is.
@@ -166,14 +168,13 @@ class Resources:
         """
         doc, chunk = place
         table, at, name = doc.table, doc.start + chunk, doc.id(chunk)
-        whole = table.sizes[level][at]
-        size = whole - (table.sizes[first - 1][at] if first else 0)
+        whole, tokens = table.sizes[level][at], table.tokens[at]
+        size = whole - table.sizes[first - 1][at] if first else whole
         table.level[at] = level
         self.held += table.hold(at, whole)
-        tokens = table.tokens[at]
-        work = self._shared_decode().seconds(tokens, whole)
-        self.link.ask(InflightFetch(name, size, size, now, until, work, self.last_decode.seconds(tokens, whole)))
-        load.began = self.turn()
+        work_s = self._shared_decode().seconds(tokens, whole)
+        self.link.ask(InflightFetch(name, size, size, now, until, work_s, self.last_decode.seconds(tokens, whole)))
+        self.turns = load.began = self.turns + 1
         out.append(ev.Fetch(name, first, level, size, doc.variant, until))
 
     def give_up(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
@@ -224,7 +225,7 @@ class Resources:
             Their pass, for the lane.
         """
         for chunk in run:
-            doc.reasons[chunk] = load.reason(doc, chunk)
+            doc.reasons[chunk] = load.reason(doc.start + chunk)
             doc.move(chunk, RECOMPUTING)
             doc.table.level[doc.start + chunk] = -1
         tokens, context = doc.prefill_span(run[0], run[-1])
