@@ -278,14 +278,11 @@ class Limits(Resources):
         Args:
             spare: Above 0: only where more than a share of one in so many is free.
         """
-        fetches = len(self.link.fetches)
-        if fetches >= self._settings.max_in_flight:
-            return False
-        most = self._most_open()
+        fetches, most = len(self.link.fetches), self._most_open()
         if fetches >= (most - most // spare if spare else most):
             return False
         # Last, since it takes longest to find out.
-        return fetches < _FEWEST_OPEN or self._fits_window(self._window(spare=spare))
+        return fetches < _FEWEST_OPEN or self.link.open_bytes < self._window(spare=spare)[1]
 
     def _most_open(self) -> int:
         """Fetches that may be open at once."""
