@@ -330,7 +330,7 @@ class Limits(Resources):
             # With one worker all decoding waits for a pass, and until one has stopped much of it has come together.
             is_able = self._settings.interrupts and self._settings.workers > 1
             if is_able and len(self._loads) == 1 and self.lanes.slowness(now) == 1:
-                saved_s = (self._saved_by(load, load.floor_s) - now) / (OVERDUE + _STOPS * _SLOWEST_PASS)
+                saved_s = (self._saved_by(load, load.floor_left_s) - now) / (OVERDUE + _STOPS * _SLOWEST_PASS)
                 limit_s = max(limit_s, min(self._settings.max_pass_s, saved_s))
             return limit_s
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
@@ -354,8 +354,13 @@ class Limits(Resources):
         low = self.link.bandwidth_low
         if low <= SLOWEST:
             return -inf
-        slow_s = (_SLOWEST_PASS - 1) * self.costs_of(load).closing_s(load.prompt_tokens)
-        return self._cut(load) - slow_s - floors_s - self.link.ttfb_s - self.link.open_bytes / low
+        return self._slow_cut(load) - floors_s - self.link.ttfb_s - self.link.open_bytes / low
+
+    def _slow_cut(self, load: Load) -> float:
+        """A load's cut, were its closing as slow as a pass may turn out to be."""
+        if self.lanes.was_interrupted(self._now):
+            return self._cut(load)  # it counts on that already
+        return self._cut(load) - (_SLOWEST_PASS - 1) * self._closing_s(load)
 
     def _floors_of(self, load: Load, job: Job) -> float | None:
         """Seconds that fetching the chunks of a pass at the quality floor takes; None where one cannot be."""
@@ -398,11 +403,10 @@ class Limits(Resources):
         floors_s = self._floors_of(load, job) if load.due < inf and self._policy.preemptible else None
         if floors_s is None or self.link.stalled:
             return inf
-        saved_by = self._saved_by(load, load.floor_s + floors_s)
+        saved_by = self._saved_by(load, load.floor_left_s + floors_s)
         for other in self._loads.values():
             if other is not load and other.due < inf and other.is_ready and not self._rank(other)[0]:
-                slow_s = (_SLOWEST_PASS - 1) * self.costs_of(other).closing_s(other.prompt_tokens)
-                saved_by = min(saved_by, self._cut(other) - slow_s)
+                saved_by = min(saved_by, self._slow_cut(other))
         at = max(job.overdue_at, saved_by - _STOPS * _SLOWEST_PASS * job.expected_s)
         return at if at + floors_s <= self._cut(load) else inf
 
@@ -416,7 +420,7 @@ class Limits(Resources):
         return max(1.0, (limit_s - base_s) // chunk_s) if chunk_s > 0 and limit_s < inf else inf
 
     def _until_closing_s(self, load: Load, now: float) -> float:
-        """Seconds until the first cut of another load that goes first: a pass cannot be called back."""
+        """Seconds until the first cut of another load that goes first: not every engine can stop a pass."""
         if len(self._loads) == 1:
             return inf
         rank = self._rank(load)
@@ -436,7 +440,7 @@ class Limits(Resources):
     def _sure_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may be expected to take while costs or link are hardly known.
 
-        A pass cannot be called back, and even if it takes longer than expected it should not be what ends last.
+        Not every engine can stop a pass, and even if it takes longer than expected it should not be what ends last.
         """
         slow_s = inf
         if self.lanes.was_interrupted(now) and load.due < inf:

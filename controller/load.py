@@ -337,6 +337,11 @@ class Load:
         return map(self.place, self.table.having(*states))
 
     @property
+    def floor_left_s(self) -> float:
+        """What is left of ``floor_s`` for chunks that nothing was begun for since, all of them taken for alike."""
+        return self.floor_s * self.table.counts[PLANNED] / max(len(self._open), 1)
+
+    @property
     def is_ready(self) -> bool:
         """Whether all chunks are valid."""
         return self.is_known and self.table.valid == len(self.table)

@@ -41,7 +41,8 @@ class Refining:
         self._lane_s = decoding_s
         if request.workers == 1:
             self._lane_s = self.ready_s - self._closing_s - committed.last_s
-        self._link_s = request.lead_s + float(committed.wire.sum()) / max(request.bandwidth_low, SLOWEST)
+        first = float(committed.wire.sum()) + committed.ahead_bytes  # what others ask for comes before
+        self._link_s = request.lead_s + first / max(request.bandwidth_low, SLOWEST)
 
     def raised_to(self, level: int) -> Ints:
         """Levels where all that are below one are raised to it, as far as they go.

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
+from kvwire.controller import Controller, ControllerSettings, DecodeCost, Estimates, Goal, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
-from kvwire.controller.policies.base import UpgradeCandidates, decode_s, wire_s
+from kvwire.controller.policies.base import NOTHING_MORE, UpgradeCandidates, decode_s, wire_s
 from kvwire.controller.policies.naive import finish_naive, splits
 from kvwire.controller.policies.refining import Refining
 from kvwire.controller.policies.timeline import Timeline, first_levels
@@ -206,3 +206,20 @@ def test_what_refining_takes_is_worked_out_once_for_all_levels(request, rows):
     more = some.sizes[levels, range(len(rows))] - some.sizes[some.level, range(len(rows))]
     best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
     assert finer.order(levels).tolist() == best[levels[best] > some.level[best]].tolist()
+
+
+@given(plan_requests(), st.lists(st.integers(0, 2), min_size=1, max_size=8), st.floats(1.0, 1e6))
+@settings(max_examples=100, deadline=None)
+def test_what_others_fetch_first_delays_what_becomes_finer(request, before, ahead_bytes):
+    """Where only the link takes time, by as long as that takes."""
+    costs = replace(request.costs, prefill=PrefillCost(0.0, 0.0), decode=DecodeCost(0.0, 0.0))
+    alone = replace(request.committed, ahead_bytes=0.0, prefill_s=0.0, decode_s=0.0, last_s=0.0)
+    alone = replace(alone, work_s=np.zeros_like(alone.work_s))
+    some = candidates(before, [True] * len(before))
+    request = replace(request, costs=costs, last_decode=NOTHING_MORE)
+    ends = [
+        Refining(replace(request, committed=replace(alone, ahead_bytes=size)), some).end_s(some.top)
+        for size in (0.0, ahead_bytes)
+    ]
+    assume(np.isfinite(ends).all())
+    assert ends[1] - ends[0] == pytest.approx(ahead_bytes / request.bandwidth_low, rel=1e-6)

@@ -123,7 +123,14 @@ def test_a_pass_is_stopped_no_sooner_than_it_must_be():
     found, at = told_until(steps, ev.Interrupt, 0.7)
     assert found == ev.Interrupt(running.first)
     assert at > 0.002 + 1.5 * expected_s
-    assert at < 0.7 - 4 * COSTS.closing_s(24 * 256)
+    # All but its own chunks have come: what is left is the time to fetch and decode these, to close five times, and
+    # to stop, which an engine does after a sixteenth of a pass that takes five times as long.
+    link, chunks = steps.controller._dispatch.link, running.last.chunk + 1
+    assert not link.open_bytes
+    closing_s, size = COSTS.closing_s(24 * 256), 12_800
+    fetching_s = RTT_S + chunks * size / link.bandwidth_low + chunks * COSTS.decode.seconds(256, size)
+    left_s = 0.7 - ControllerSettings().reserve_s - at
+    assert left_s == pytest.approx(5 * closing_s + fetching_s + 5 / 16 * expected_s, abs=0.003)
 
 
 def test_a_pass_that_is_over_before_it_stops_counts():
@@ -214,6 +221,14 @@ def test_an_engine_whose_pass_nobody_waited_for_is_not_slow():
     assert stopped_after(0.05).slowness(1.1) == 1.0
     assert stopped_after(0.5).was_interrupted(1.6)
     assert stopped_after(0.5).slowness(1.6) == pytest.approx(5.0)
+
+
+def test_an_engine_is_slow_until_a_pass_keeps_its_time():
+    for seconds, still in ((0.1, False), (0.5, True)):
+        lanes = stopped_after(0.5)
+        lanes.start("prefill", Job("recompute", 0, 0, PASS, 2.0, 0.1))
+        lanes.end("prefill", "recompute", PASS, 0, 0, 2.0 + seconds)
+        assert lanes.was_interrupted(2.6) is still
 
 
 @given(began=st.floats(0, 1e5), expected_s=st.floats(1e-6, 1e3))
