@@ -194,8 +194,7 @@ class Link:
 
     def alive(self, now: float) -> None:
         """Note that the link delivers."""
-        if now > self._since:
-            self._since = now
+        self._since = max(self._since, now)
         self._flowing, self.stalled, self._stalls = True, False, 0
 
     def watch(self, now: float, until: float) -> None:

@@ -38,7 +38,7 @@ _KNEE = 0.05  # relative errors up to this are no outliers
 _DRIFT_SAMPLES = 3
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
-_MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
+_UNFITTED_SHARE = 3  # fits cost a fraction of a millisecond: later ones wait until a third of the samples is new
 _LEAST_MISSED = 0.005  # a prior that no measurement was further from needs no fit
 _USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 _SURPRISE = 2.0  # times the usual error
@@ -129,7 +129,8 @@ class _Learner:
         self._window.add(row, seconds)
         self._unfitted += 1
         self._missed = max(self._missed, error)
-        many = self._window.added <= _SETTLED_SAMPLES or self._unfitted >= _MOST_UNFITTED
+        added = min(self._window.added, _WINDOW)
+        many = added <= _SETTLED_SAMPLES or self._unfitted >= added // _UNFITTED_SHARE
         self._is_due |= many and self._missed > _LEAST_MISSED
 
     @property
@@ -146,7 +147,7 @@ class _Learner:
 
     @property
     def coefficients(self) -> Array:
-        """The fit: anew for each of the first samples and for a surprising one, later for every few."""
+        """The fit: anew for each of the first samples and for a surprising one, later for every few, then seldom."""
         if self._is_due:
             self._refit()
         return self._fitted

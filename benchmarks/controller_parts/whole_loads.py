@@ -16,6 +16,7 @@ from kvwire.controller.simulator import (
     LoadArrival,
     Scenario,
     Steering,
+    Trouble,
     World,
     constant,
     machine_named,
@@ -37,6 +38,7 @@ LARGE = {"1000 x 256": (256,) * 1000, "1000 x 2560": (2560,) * 1000, "1 x 256000
 """Likewise; played three times at most, on the faster link, and no part of what is fitted."""
 GBIT_S = (1.0, 10.0)
 RTT_S = 0.01
+NOISE = 0.03  # of what computing takes: else nothing would be learnt, which takes its time, too
 GOALS = {"earliest": Goal(), "quality": Goal(objective="quality", deadline_s=1.0)}
 
 
@@ -74,7 +76,7 @@ def played(prompt: str, objective: str, gbit_s: float) -> Floats:
     )  # fmt: skip
     controller = Timed(scenario.estimates(), settings_for(machine), Adaptive())
     controller.seconds, controller.decided = [], []
-    world = World(controller, scenario.rate, scenario.costs, rtt_s=RTT_S)
+    world = World(controller, scenario.rate, scenario.costs, rtt_s=RTT_S, trouble=Trouble(noise=NOISE))
     # After the load that taught the estimates: seconds that they have seen would count as busy already.
     world.run([LoadArrival(scenario.begins_s, scenario.documents, scenario.goal)])
     return np.stack([controller.seconds, controller.decided], axis=1)
