@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvwire.types import ChunkId
 
 _FETCHED = bytes((FETCHING, REFINING))
-_GRAIN_S = 0.001  # no timer of an event loop is finer
 
 
 class Controller:
@@ -63,7 +62,7 @@ class Controller:
         self._came = self._is_news = False  # bytes since anything could begin; and such that a plan is due
         self._is_full = False  # no fetch can be opened, and nothing has happened since that was found
         self._now = -inf
-        self._wakes: tuple[float, float] | None = None  # when that was worked out, and what it was; None: since ``act``
+        self._wakes: tuple[int, float] | None = None  # when to be woken, and how often the link was measured by then
         self._cancelled: set[ChunkId] = set()
         self._record = record
         self._dispatch = Dispatcher(estimates, settings, policy or Adaptive(), self._loads)
@@ -91,13 +90,18 @@ class Controller:
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
         # What bytes let begin waits for what they bring, which mostly comes at the same instant.
-        now = self._now
-        if self._is_news or (self._came and not self._is_full and self._dispatch.can_fetch):
-            return now
-        # Where nothing was begun, only the link has changed: a thousand arrivals come within a few milliseconds.
-        if self._wakes is None or now >= self._wakes[0] + _GRAIN_S:
-            self._wakes = now, self._dispatch.wake_at(now)
-        return max(now, self._wakes[1])
+        begins = self._is_news or (self._came and not self._is_full and self._dispatch.can_fetch)
+        return self._now if begins else self._next_wake()
+
+    def _next_wake(self) -> float:
+        """When that is where nothing can begin now: worked out where anything was begun or the link was measured.
+
+        What comes between two measurements tells nothing new of the link, but that it is alive.
+        """
+        samples = self.estimates.bandwidth.samples
+        if self._wakes is None or self._wakes[1] <= self._now or self._wakes[0] != samples:
+            self._wakes = samples, self._dispatch.wake_at(self._now)
+        return max(self._now, self._wakes[1])
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take in one event.
@@ -116,9 +120,10 @@ class Controller:
             msg = f"time must be finite and never go back: {now} after {self._now}"
             raise ArgumentError(msg)
         out: list[ev.Instruction] = []
-        self._dispatch.known_costs.clear()
         # Taking in comes first: it raises before it changes anything.
-        if self._take(event, now, out):
+        acts = self._take(event, now, out)
+        self._dispatch.known_costs.clear()
+        if acts:
             self._came = self._is_news = self._is_full = False
             self._wakes = None
             self._dispatch.act(now, out)
@@ -141,7 +146,7 @@ class Controller:
                 self._came, self._is_full = True, False
                 return False
             case ev.FirstByte():
-                self._dispatch.link.first_byte(event.seconds)
+                self._wakes = None if self._dispatch.link.first_byte(event.seconds) else self._wakes
                 self._is_full = False
                 return False
             case ev.DecodeDone(chunks, seconds):
@@ -212,7 +217,7 @@ class Controller:
         load = self._load(number)
         if load:
             self._dispatch.add(load, load.add(document, variants, now), now)
-            self._is_full = False
+            self._is_full, self._wakes = False, None
         # What can be done with a document is known once a plan names it.
         return load is not None and (load.is_known or self._dispatch.is_due(load, now))
 

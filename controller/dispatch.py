@@ -98,10 +98,8 @@ class Dispatcher(Joiner):
         for load in self._loads.values():
             if idle and (load.passes or load.has_prefix):
                 return True
-            if (load.is_stale or now >= load.fresh_until) and self._wants_plan(load):
-                if self.is_due(load, now):
-                    return True
-                load.fresh_until = now + _LEAST_TICK_S  # no sooner does anybody look again
+            if (load.is_stale or now >= load.fresh_until) and self._wants_plan(load) and self.is_due(load, now):
+                return True
         return False
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:

@@ -218,6 +218,11 @@ class BandwidthEstimator:
             self._streak = 0
 
     @property
+    def samples(self) -> int:
+        """How many have counted yet."""
+        return self._samples
+
+    @property
     def is_measured(self) -> bool:
         """Whether any sample has counted yet."""
         return self._samples > 0

@@ -131,13 +131,19 @@ class Link:
             self._return(-self._loose)
             self._loose = 0
 
-    def first_byte(self, seconds: float) -> None:
-        """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before."""
+    def first_byte(self, seconds: float) -> bool:
+        """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before.
+
+        Returns:
+            Whether it was taken in.
+        """
         if not (isfinite(seconds) and seconds >= 0):
             msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
             raise ArgumentError(msg)
-        if not (self.fetches and self._flowing):
+        counts = not (self.fetches and self._flowing)
+        if counts:
             self._estimates.ttfb.add(seconds)
+        return counts
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came.

@@ -17,7 +17,7 @@ from kvwire.controller.policies.base import PlanRequest
 def wake_at(controller):
     """Asks each time whether a fetch could be opened."""
     begins = controller._is_news or (controller._came and controller._dispatch.can_fetch)
-    return controller._now if begins else controller._dispatch.wake_at(controller._now)
+    return controller._now if begins else controller._next_wake()
 
 
 def may_begin(dispatch, now):

@@ -24,8 +24,12 @@ class Watched(Controller):
     """Notes after each event what it led to and when the next tick is wanted."""
 
     def handle(self, event, now):
+        samples = self.estimates.bandwidth.samples
         out = super().handle(event, now)
         self.said.append((now, event, tuple(out), self.wake_at))
+        comes = isinstance(event, (ev.FirstByte, ev.TransferProgress, ev.ChunkArrived)) and not out
+        if not comes or self.estimates.bandwidth.samples > samples:
+            assert self.wake_at in {now, self._dispatch.wake_at(now)}
         return out
 
 
