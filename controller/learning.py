@@ -46,6 +46,7 @@ _SPREAD_WEIGHT = 0.15
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
 _MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
+_UNIT = np.eye(3)
 _LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
 
 
@@ -375,9 +376,9 @@ def _rounded(coefficients: Array) -> Array:
 
 def _median(values: Array, weights: Array) -> float:
     """Weighted median; of two values the first that half of the weight does not exceed."""
-    order = np.argsort(values)
-    total = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+    order = values.argsort()
+    total = weights[order].cumsum()
+    return float(values[order[total.searchsorted(total[-1] / 2)]])
 
 
 def _ridge(rows: Array, seconds: Array, weights: Array, prior: Array) -> Array:
@@ -396,7 +397,7 @@ def _ridge(rows: Array, seconds: Array, weights: Array, prior: Array) -> Array:
         # In units of the prior's own uncertainty the ridge is the same for all three.
         scaled = rows * (width * root[:, None])
         normal = scaled.T @ scaled
-        normal += (_RIDGE + _ROUNDING * float(normal.trace())) * np.eye(3)
+        normal += (_RIDGE + _ROUNDING * float(normal.trace())) * _UNIT
         unit = _non_negative(normal, scaled.T @ (seconds * root) + _RIDGE * centre)
         expected = rows @ (unit * width)
     return unit * width
