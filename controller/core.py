@@ -13,6 +13,7 @@ from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ARRIVED, FETCHING, READY, REDECODING, REFINED, REFINING, ChunkState
 from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.lanes import check_seconds
+from kvwire.controller.limits import SPARE
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
@@ -62,7 +63,7 @@ class Controller:
         self._came = self._is_news = False  # bytes since anything could begin; and such that a plan is due
         self._is_full = False  # no fetch can be opened, and nothing has happened since that was found
         self._now = -inf
-        self._wakes: tuple[int, float] | None = None  # when to be woken, and how often the link was measured by then
+        self._wakes: tuple[object, float] | None = None  # when to be woken next, and the link's condition by then
         self._cancelled: set[ChunkId] = set()
         self._record = record
         self._dispatch = Dispatcher(estimates, settings, policy or Adaptive(), self._loads)
@@ -94,14 +95,15 @@ class Controller:
         return self._now if begins else self._next_wake()
 
     def _next_wake(self) -> float:
-        """When that is where nothing can begin now: worked out where anything was begun or the link was measured.
+        """When that is where nothing can begin now.
 
-        What comes between two measurements tells nothing new of the link, but that it is alive.
+        Worked out where something was begun, and where the link was measured, begins to flow, is empty or comes back.
+        What else comes between two measurements moves at most the instant at which more may be asked for.
         """
-        samples = self.estimates.bandwidth.samples
-        if self._wakes is None or self._wakes[1] <= self._now or self._wakes[0] != samples:
-            self._wakes = samples, self._dispatch.wake_at(self._now)
-        return max(self._now, self._wakes[1])
+        link, known = self._dispatch.link.condition, self._wakes
+        if known is None or known[1] <= self._now or known[0] != link or self.estimates.bandwidth.is_guess:
+            known = self._wakes = link, self._dispatch.wake_at(self._now)
+        return max(self._now, known[1])
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take in one event.
@@ -266,6 +268,8 @@ class Controller:
         if self._is_news or self._dispatch.may_begin(now):
             return True
         self._is_full = True
+        if len(self._dispatch.link.fetches) < SPARE:  # each is much of what is open
+            self._wakes = None
         return False
 
     def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:

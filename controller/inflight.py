@@ -63,6 +63,7 @@ class Link:
         self._loose = 0  # bytes that came, of which nobody knows whose they are
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
+        self._silences = 0  # that are over
         self.stalled = False
         self._stalls = 0  # in a row, without a byte in between
         self._retry_at = inf
@@ -71,6 +72,11 @@ class Link:
     def open_bytes(self) -> int:
         """Bytes that are still to come."""
         return max(0, self._left - self._loose)
+
+    @property
+    def condition(self) -> tuple[int, int, bool, bool, bool]:
+        """How often it was measured and was silent, whether anything is open, it flows, and it counts as dead."""
+        return self._estimates.bandwidth.samples, self._silences, bool(self.fetches), self._flowing, self.stalled
 
     @property
     def bandwidth(self) -> float:
@@ -200,6 +206,7 @@ class Link:
 
     def alive(self, now: float) -> None:
         """Note that the link delivers."""
+        self._silences += now > self._since + _GAP_S
         self._since = max(self._since, now)
         self._flowing, self.stalled, self._stalls = True, False, 0
 

@@ -68,7 +68,7 @@ class Job:
         """How many times as long as expected it takes at least; 1 where it is not overdue."""
         # As in ``overdue_at``, at which somebody looks: the ratio might round otherwise.
         overdue = self.expected_s > 0 and now >= self.overdue_at
-        return (now - self.began) / self.expected_s if overdue else 1.0
+        return max(1.0, (now - self.began) / self.expected_s) if overdue else 1.0
 
 
 def check_seconds(seconds: float) -> None:

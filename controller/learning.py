@@ -38,7 +38,8 @@ _KNEE = 0.05  # relative errors up to this are no outliers
 _DRIFT_SAMPLES = 3
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
-_UNFITTED_SHARE = 3  # fits cost a fraction of a millisecond: later ones wait until a third of the samples is new
+_MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
+_UNFITTED_SHARE, _SELDOM = 3, 12  # where nothing surprises: a third of the samples, at most so many
 _LEAST_MISSED = 0.005  # a prior that no measurement was further from needs no fit
 _USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 _SURPRISE = 2.0  # times the usual error
@@ -108,6 +109,7 @@ class _Learner:
         self._error = spread / _MEAN_TO_SIGMA
         self._fitted = self._prior
         self._unfitted = 0  # samples that came since
+        self._surprised = 0  # samples when one was last far off
         self._missed = 0.0  # by how much any prediction was off
         self._is_due = False
 
@@ -130,8 +132,11 @@ class _Learner:
         self._window.add(row, seconds)
         self._unfitted += 1
         self._missed = max(self._missed, error)
-        added = min(self._window.added, _WINDOW)
-        many = added <= _SETTLED_SAMPLES or self._unfitted >= added // _UNFITTED_SHARE
+        added = self._window.added
+        self._surprised = added if self._is_due else self._surprised
+        settled = added - self._surprised >= _SETTLED_SAMPLES
+        waits = max(_MOST_UNFITTED, min(added // _UNFITTED_SHARE, _SELDOM)) if settled else _MOST_UNFITTED
+        many = added <= _SETTLED_SAMPLES or self._unfitted >= waits
         self._is_due |= many and self._missed > _LEAST_MISSED
 
     @property

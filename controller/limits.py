@@ -344,6 +344,8 @@ class Limits(Resources):
     def _saved_by(self, load: Load, floors_s: float) -> float:
         """Instant until which a load is still in time by fetching at the quality floor, however slow the engine is.
 
+        Decoding that is under way goes on meanwhile and is not counted.
+
         Args:
             load: Which one.
             floors_s: Seconds that what is to be fetched then takes.

@@ -116,7 +116,7 @@ class Load:
         self.plan: Plan | None = None
         self.plan_bytes = 0
         self.spare_s = 0.0
-        self.floor_s = 0.0
+        self.floor_s, self._floor_chunks = 0.0, 0
         self.planned_at = -inf
         self._planned_docs = 0
         self.is_stale = True
@@ -338,8 +338,8 @@ class Load:
 
     @property
     def floor_left_s(self) -> float:
-        """What is left of ``floor_s`` for chunks that nothing was begun for since, all of them taken for alike."""
-        return self.floor_s * self.table.counts[PLANNED] / max(len(self._open), 1)
+        """What is left of ``floor_s`` for chunks that nothing was begun for since the plan, taken for alike."""
+        return self.floor_s * self.table.counts[PLANNED] / max(self._floor_chunks, 1)
 
     @property
     def is_ready(self) -> bool:
@@ -434,7 +434,7 @@ class Load:
         self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
         wanted_alike = self.passes.want(self._open[recomputed], self._open, self.doc)
         self.compute_s = float(prefill_s(request)[recomputed].sum()) if self.passes else 0.0
-        self.floor_s = floor_s(request)
+        self.floor_s, self._floor_chunks = floor_s(request), len(self._open)
         self._upgraded = set(self._open[[*plan.upgraded]].tolist()) if plan.upgraded else set()
         some, finer = request.refinable, np.asarray(plan.refine, np.int64)
         one_more = (some.level[finer] + 1).tolist() if some else []

@@ -48,7 +48,7 @@ class Resources:
         self.held = 0
         self.turns = 0
         self.backlog_s: tuple[float, float] | None = None
-        self.known_costs: dict[int, CostModel] = {}  # by tokens of the question, until the next event
+        self.known_costs: dict[int, CostModel] = {}  # by tokens of the question, until an event is taken in
 
     def turn(self) -> int:
         """Count another thing begun; returns its number."""

@@ -12,6 +12,7 @@ from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.limits import Limits
 from kvwire.controller.load import Load
 from kvwire.controller.policies.base import PlanRequest
+from kvwire.controller.resources import Resources
 
 
 def wake_at(controller):
@@ -70,7 +71,27 @@ def having(table, *states):
     return iter(table._in_prompt_order(np.flatnonzero(flags)).tolist())
 
 
+def costs_of(resources, load):
+    """Looks the costs up each time."""
+    return load.costs(resources._estimates.costs(load.query_tokens))
+
+
+def floors_of(limits, load, job):
+    """Adds up what fetching a pass's chunks takes each time."""
+    table, cost, start = load.table, limits.costs_of(load).decode, load.doc(job.document).start
+    places = [start + chunk.chunk for chunk in job.chunks]
+    levels = [min(load.goal.floor, table.finest[at]) for at in places]
+    if any(level < 0 or table.top[at] < level for at, level in zip(places, levels, strict=True)):
+        return None
+    tokens = sum(table.tokens[at] for at in places)
+    size = sum(table.sizes[level][at] for at, level in zip(places, levels, strict=True))
+    decode_s = cost.base_s * len(places) + cost.token_s * tokens + cost.byte_s * size
+    return size / max(limits.link.bandwidth_low, 1.0) + decode_s
+
+
 PLAIN = [
+    (Resources, "costs_of", costs_of),
+    (Limits, "_floors_of", floors_of),
     (Controller, "wake_at", property(wake_at)),
     (Dispatcher, "_fresh_until", lambda *_: -inf),
     (Limits, "_window_open", window_open),

@@ -201,6 +201,19 @@ def test_what_batches_and_threads_share():
     assert busiest(chunks[2:4], 8) == (256, 20)
 
 
+@pytest.mark.parametrize("ratio", [1.25, 1.5])
+def test_a_machine_that_changes_its_speed_is_known_again_after_a_dozen_samples(ratio):
+    off = []
+    for seed in range(20):
+        estimator, rng = DecodeEstimator(DecodeCost(0.01, 1e-5)), np.random.default_rng(seed)
+        for sample in range(92):
+            slower = ratio if sample >= 80 else 1.0
+            estimator.add(256, 50_000, 0.02 * slower * np.exp(0.1 * rng.standard_normal()))
+            estimator.cost.seconds(256, 50_000)
+        off.append(abs(log(estimator.cost.seconds(256, 50_000) / (0.02 * ratio))))
+    assert np.mean(off) < 0.06
+
+
 def test_a_settled_fit_is_made_anew_for_a_surprise_and_ever_more_seldom():
     estimator, rng = DecodeEstimator(DecodeCost(0.01, 1e-5)), np.random.default_rng(0)
     fits = []

@@ -223,6 +223,18 @@ def test_an_engine_whose_pass_nobody_waited_for_is_not_slow():
     assert stopped_after(0.5).slowness(1.6) == pytest.approx(5.0)
 
 
+def test_a_closing_counts_as_slow_once():
+    """Before any pass was stopped with four times more than its cut keeps, and then the cut keeps that itself."""
+    steps, running = begun()
+    limits, load = steps.controller._dispatch, steps.controller.loads[0]
+    closing_s = COSTS.closing_s(24 * 256)
+    assert limits._slow_cut(load) == pytest.approx(limits._cut(load) - 4 * closing_s)
+    told_until(steps, ev.Interrupt, 0.7)
+    steps.tell(ev.RecomputeInterrupted(PASS[: running.last.chunk + 1], steps.now - 0.002))
+    limits._now = steps.now
+    assert limits._slow_cut(load) == limits._cut(load)
+
+
 def test_an_engine_is_slow_until_a_pass_keeps_its_time():
     for seconds, still in ((0.1, False), (0.5, True)):
         lanes = stopped_after(0.5)
