@@ -52,7 +52,7 @@ _DECODE_PASSES = 3
 _DECODE_BASE_S = 2e-3
 _COPY_BYTES_S = 25e9
 _CHECK_BYTES_S = 10e9
-_STEERING = Steering(event_s=2.5e-5, decided_s=2.0e-4, request_s=1.0e-4)
+_STEERING = Steering(event_s=4.0e-5, decided_s=2.5e-4, request_s=1.0e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
