@@ -92,9 +92,7 @@ class Resources:
             finest = table.top[at] if goal.ceiling is None else min(table.top[at], goal.ceiling)
             if table.valid_level[at] < finest:
                 return
-        if table.held[at]:
-            self.held += table.hold(at, 0)
-            out.append(ev.Release(doc.id(chunk)))
+        self.release(doc, chunk, out)
 
     def settle(self, doc: DocumentState, chunk: int) -> None:
         """A chunk that was to become better stays as it is.
@@ -174,7 +172,7 @@ class Resources:
         self.held += table.hold(at, whole)
         work_s = self._shared_decode().seconds(tokens, whole)
         self.link.ask(InflightFetch(name, size, size, now, until, work_s, self.last_decode.seconds(tokens, whole)))
-        self.turns = load.began = self.turns + 1
+        load.began = self.turn()
         out.append(ev.Fetch(name, first, level, size, doc.variant, until))
 
     def give_up(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
