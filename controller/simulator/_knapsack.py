@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import inf
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
@@ -78,40 +82,70 @@ def _hull(cost: Floats, saved: Floats) -> tuple[Floats, Floats]:
     return np.concatenate([zero, np.cumsum(cost[order])]), np.concatenate([zero, np.cumsum(saved[order])])
 
 
-def least_value(value: Floats, uses: Floats, budgets: Floats) -> tuple[float, NDArray[np.int64]]:
-    """Bound the least sum of values over choices of one option for each item, each resource within its budget.
+class Choices:
+    """Choices of one option for each item, each resource within its budget, and the least sum of values among them.
 
     Prices of the resources that make the Lagrangian bound highest mix the resources into one; dynamic programming
     over that one gives a bound that is at least as high, but for its rounding.
+    """
+
+    def __init__(self, value: Floats, uses: Floats, budgets: Floats) -> None:
+        """Leave out what cannot be chosen.
+
+        Args:
+            value: ``[items, options]``, infinite where an option is not there.
+            uses: ``[resources, items, options]``.
+            budgets: ``[resources]``, raised to the least that can be used.
+        """
+        least = np.where(np.isfinite(value), uses, inf).min(axis=2).sum(axis=1)
+        self.fits = bool((least <= budgets * (1 + _SLACK)).all())
+        budgets = np.maximum(budgets, least) * (1 + _SLACK)
+        self._value = value = _possible(value, uses, budgets)
+        there = np.isfinite(value)
+        tight = np.where(there, uses, 0.0).max(axis=2).sum(axis=1) > budgets
+        self._parts = np.where(there, uses[tight], 0.0) / np.maximum(budgets[tight], 1e-300)[:, None, None]
+
+    @cached_property
+    def _priced(self) -> tuple[Floats, float]:
+        return _prices(self._value, self._parts)
+
+    @property
+    def bound(self) -> float:
+        """The least sum of values by the linear relaxation alone, which takes a fraction of the time."""
+        return self._priced[1] if len(self._parts) else float(self._value.min(axis=1).sum())
+
+    def least(self) -> tuple[float, NDArray[np.int64]]:
+        """Bound the least sum of values.
+
+        Returns:
+            The bound, and the choice ``[items]`` that dynamic programming ends with: it keeps to the prices' mix of the
+            budgets, not always to each of them.
+        """
+        if not len(self._parts):
+            return self.bound, self._value.argmin(axis=1)
+        # Counted above each item's least use: only the rest of a budget is there to choose about.
+        prices, bound = self._priced
+        found = [_mixed(self._value, self._parts, mix) for mix in _mixes(prices, len(self._value))]
+        most, choice = max(found, key=lambda each: each[0])
+        return max(most, bound), choice
+
+
+def least_value(ways: Iterable[Choices]) -> tuple[float, NDArray[np.int64]]:
+    """Bound the least sum of values over all choices of several kinds.
 
     Args:
-        value: ``[items, options]``, infinite where an option is not there.
-        uses: ``[resources, items, options]``.
-        budgets: ``[resources]``, raised to the least that can be used.
+        ways: Kinds of choices, at least one.
 
     Returns:
-        The bound, and the choice ``[items]`` that dynamic programming ends with: it keeps to the prices' mix of the
-        budgets, not always to each of them.
+        The bound and a choice, see ``Choices.least``.
     """
-    least = np.where(np.isfinite(value), uses, inf).min(axis=2).sum(axis=1)
-    budgets = np.maximum(budgets, least) * (1 + _SLACK)
-    value = _possible(value, uses, budgets)
-    there = np.isfinite(value)
-    tight = np.where(there, uses, 0.0).max(axis=2).sum(axis=1) > budgets
-    if not tight.any():
-        return float(value.min(axis=1).sum()), value.argmin(axis=1)
-    # Counted above each item's least use: only the rest of a budget is there to choose about.
-    scale = np.maximum(budgets[tight], 1e-300)
-    parts = np.where(there, uses[tight], 0.0) / scale[:, None, None]
-    prices, bound = _prices(value, parts)
-    bounds = [bound]
-    choices = []
-    for mix in _mixes(prices, len(value)):
-        found, choice = _mixed(value, parts, mix)
-        bounds.append(found)
-        choices.append(choice)
-    best = int(np.argmax(bounds[1:]))
-    return max(bounds), choices[best]
+    first, *others = sorted(ways, key=attrgetter("bound"))
+    best = first.least()
+    for each in others:
+        if each.bound >= best[0]:
+            break
+        best = min(best, each.least(), key=itemgetter(0))
+    return best
 
 
 def _possible(value: Floats, uses: Floats, budgets: Floats) -> Floats:

@@ -8,8 +8,10 @@ each chunk, that obeys it:
 - all decodes come after the first arrival, the least that can be fetched at all, and share one lane;
 - all recomputation shares one lane, which with one worker is also that of the decodes; a recomputed chunk costs what
   its own context makes it cost, and a decode's fixed cost comes once, if at all;
-- a pass is of one document, so that its fixed cost comes once for each document of which anything is recomputed. Two
-  bounds follow from that, and the higher one counts: once in all, or for each chunk its share of its document's pass.
+- a pass is of one document, so that its fixed cost comes once for each document of which anything is recomputed, and of
+  so many documents only so many tokens can be recomputed in the time that this leaves. The least error is the least
+  over all numbers of such documents. For times and bytes two simpler bounds follow, and the higher one counts: a fixed
+  cost once in all, or for each chunk its share of its document's pass.
 
 What is relaxed, always in the optimistic direction: the order on the link and in the lanes (that recomputing waits for
 earlier chunks to be decoded, that a decode waits for its own bytes, that neither is interrupted), fixed costs of a
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from kvwire.controller.simulator._knapsack import Savings, least_value
+from kvwire.controller.simulator._knapsack import Choices, Savings, least_value
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.costs import CostModel
+    from kvwire.controller.costs import CostModel, PrefillCost
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.types.rates import RateTrace
 
@@ -157,7 +159,7 @@ class _Options:
 
     size: bytes. prefill_s, decode_s: seconds without fixed costs; with ``shared`` a chunk that is recomputed bears its
     share of its document's pass, otherwise ``fixed_s`` comes besides. error: share of the load's mean; infinite where
-    the option is not there. shortest_decode_s: of any arrival that completes a chunk; first_bytes: of any arrival.
+    the option is not there. lengths: of the documents that can be recomputed, longest first. shortest_decode_s: of any arrival that completes a chunk; first_bytes: of any arrival.
     """
 
     def __init__(self, documents: Sequence[DocumentPlanInput], costs: CostModel, floor: int, *, shared: bool) -> None:
@@ -170,6 +172,7 @@ class _Options:
         self.size, self.prefill_s, self.decode_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.error = np.full(shape, inf)
         self.shared_s, self.fixed_s = (costs.prefill.base_s, 0.0) if shared else (0.0, costs.prefill.base_s)
+        self.lengths = sorted((sum(document.tokens) for document in documents if document.has_text), reverse=True)
         self.shortest_decode_s = self.first_bytes = inf
         row = 0
         for document in documents:
@@ -241,6 +244,25 @@ class _Options:
         fetched = self.sums(choice)[0] if size is None else size
         in_time = isfinite(ttft_s) and ttft_s <= limit_s
         return Optimum(ttft_s, own if error is None else error, fetched, in_time, counts[0], tuple(counts[1:]))
+
+
+def _most_tokens(lengths: Sequence[int], cost: PrefillCost, seconds: float) -> float:
+    """The most tokens of documents of these lengths that can be recomputed in some seconds, without fixed costs.
+
+    A token attends to all those before it in its document, so that it takes least to go equally far in each.
+    """
+    low, high = 0.0, float(max(lengths))
+
+    def tokens(far: float) -> list[float]:
+        return [min(far, length) for length in lengths]
+
+    if sum(cost.marginal(each, 0) for each in tokens(high)) <= seconds:
+        return float(sum(lengths))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        fits = sum(cost.marginal(each, 0) for each in tokens(middle)) <= seconds
+        low, high = (middle, high) if fits else (low, middle)
+    return sum(tokens(high))
 
 
 def _lowest_level(document: DocumentPlanInput, sizes: tuple[int, ...], floor: int) -> int | None:
@@ -339,12 +361,28 @@ class _Way:
         value[:, 0 if not self.recompute else slice(0)] = inf
         value[:, slice(0) if self.fetch else slice(1, None)] = inf
         lane = options.prefill_s + options.decode_s if self._shared else options.prefill_s
+        uses = np.stack([options.size, options.decode_s, lane])
         budgets = np.full(3, inf)
         if isfinite(instant_s):
             decode_s = instant_s - self.load.first_arrival_s - self.load.costs.decode.base_s if self.fetch else inf
             size = self.load.bytes_by(instant_s - self._tail_s) if self.fetch else inf
             budgets = np.array([size, decode_s, instant_s - self._fixed_s])
-        return least_value(value, np.stack([options.size, options.decode_s, lane]), budgets)
+        ways = self._by_documents(value, uses, budgets) if self.recompute and isfinite(instant_s) else []
+        return least_value(ways or [Choices(value, uses, budgets)])
+
+    def _by_documents(self, value: Floats, uses: Floats, budgets: Floats) -> list[Choices]:
+        """The choices, for each number of documents of which anything may be recomputed, that leave room for all."""
+        options, prefill = self.load.options, self.load.costs.prefill
+        if not options.fixed_s:
+            return []
+        tokens = np.zeros_like(options.size)
+        tokens[:, 0] = options.tokens
+        ways = []
+        for more in range(len(options.lengths)):
+            lane_s = budgets[2] - more * options.fixed_s
+            most = _most_tokens(options.lengths[: more + 1], prefill, lane_s)
+            ways.append(Choices(value, np.stack([*uses, tokens]), np.array([*budgets[:2], lane_s, most])))
+        return [each for each in ways if each.fits]
 
     @property
     def _shared(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller.simulator._knapsack import Savings, _prices, least_value
+from kvwire.controller.simulator._knapsack import Choices, Savings, _prices
 
 
 def exact_least_value(value, uses, budgets):
@@ -38,7 +38,7 @@ def problem(seed, items, options, resources):
 @given(seed=st.integers(0, 10**6), items=st.integers(1, 5), resources=st.integers(1, 3))
 def test_no_choice_that_fits_has_less_value_than_the_bound(seed, items, resources):
     value, uses, budgets = problem(seed, items, 4, resources)
-    bound, _ = least_value(value, uses, budgets)
+    bound, _ = Choices(value, uses, budgets).least()
     assert bound <= exact_least_value(value, uses, budgets) * (1 + 1e-9)
 
 
@@ -46,7 +46,7 @@ def test_with_one_resource_the_bound_is_met_and_its_choice_fits():
     gaps = []
     for seed in range(30):
         value, uses, budgets = problem(seed, 5, 4, 1)
-        bound, choice = least_value(value, uses, budgets)
+        bound, choice = Choices(value, uses, budgets).least()
         gaps.append(exact_least_value(value, uses, budgets) / bound - 1)
         # Rounding loses at most a cell for each item.
         assert uses[0, np.arange(5), choice].sum() <= budgets[0] * (1 + 5 / 2048)
@@ -83,7 +83,7 @@ def test_a_link_that_brings_little_and_lanes_that_recompute_much_are_bounded_tog
     errors = np.array((5.9e-5, 0.0258, 0.0064, 0.00135, 0.00027, 5.9e-5)) / 128
     value, use = np.tile(errors, (128, 1)), np.stack([sizes, np.eye(6)[0] * 0.0064])
     budgets = np.array([13.6e6, 0.46])
-    bound, _ = least_value(value, np.repeat(use[:, None], 128, axis=1), budgets)
+    bound, _ = Choices(value, np.repeat(use[:, None], 128, axis=1), budgets).least()
     # 71 computed, 27 at the second level and 30 at the first.
     feasible = 71 * errors[0] + 27 * errors[2] + 30 * errors[1]
     assert 0.95 * feasible < bound <= feasible
@@ -92,7 +92,7 @@ def test_a_link_that_brings_little_and_lanes_that_recompute_much_are_bounded_tog
 def test_options_that_are_not_there_are_not_chosen():
     value = np.array([[inf, 3.0, 1.0], [5.0, inf, 2.0]])
     uses = np.array([[[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]])
-    bound, choice = least_value(value, uses, np.array([3.0]))
+    bound, choice = Choices(value, uses, np.array([3.0])).least()
     assert bound == pytest.approx(5.0)
     assert choice.tolist() == [1, 2]
 
