@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.policies.base import Flags, Ints
+    from kvwire.controller.policies.base import Flags, Floats, Ints
 
 
 class ChunkState(IntEnum):
@@ -339,6 +339,10 @@ class ChunkTable:
     def sizes_by_level(self) -> Ints:
         """Bytes of every chunk up to each level ``[L, n]``."""
         return self.fixed()[0][_SIZES:]
+
+    def errors_by_level(self) -> Floats:
+        """Errors of every chunk once decoded up to each level ``[L, n]``."""
+        return self.fixed()[1][1:]
 
     def fixed(self) -> tuple[Ints, NDArray[np.float64]]:
         """Copies of what stays as it is while chunks move on, so that many columns are read in one go.

@@ -34,6 +34,8 @@ _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _STOPS = 1 / 16  # of what a pass takes, until it has stopped: engines stop between layers, a GPU some later
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _UNBEGUN = 2.0  # times the reserve that plans keep while there are chunks that nothing was begun for
+_STEADY = 0.5  # share of the reserve that is kept whatever happens
+_UNSTEADY = 0.1  # relative error of predictions, half of which takes all of the reserve
 _SEVERAL = 2.0  # times the reserve where several loads are under way
 _LATE_START_S = 0.01  # by which a start may be late: what plans keep for chunks that are not begun covers it
 
@@ -142,7 +144,13 @@ class Limits(Resources):
     def _reserve_s(self) -> float:
         """Seconds of a deadline that are left unused: more where closings may meet, or the engine was slow lately."""
         is_calm = len(self._loads) == 1 and not self.lanes.was_interrupted(self._now)
-        return self._settings.reserve_s * (1 if is_calm else _SEVERAL)
+        return self._steady_reserve_s * (1 if is_calm else _SEVERAL)
+
+    @property
+    def _steady_reserve_s(self) -> float:
+        """What one load alone leaves unused: half of the setting where computing takes just what is expected."""
+        off = max(self._estimates.prefill.spread, self._estimates.decode.spread)
+        return self._settings.reserve_s * min(1.0, _STEADY + off / _UNSTEADY)
 
     def _closing_s(self, load: Load) -> float:
         """Seconds to keep for a load's closing: many times what is expected where a pass had to be stopped lately."""
@@ -174,7 +182,7 @@ class Limits(Resources):
         """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
         closing_s = costs.closing_s(load.prompt_tokens)
         # What is not valid makes a load late, what could become finer does not.
-        reserve_s = self._settings.reserve_s * _UNBEGUN if load.table.counts[PLANNED] else self._reserve_s
+        reserve_s = self._steady_reserve_s * _UNBEGUN if load.table.counts[PLANNED] else self._reserve_s
         own_s = load.due - now - reserve_s
         if self.lanes.was_interrupted(now):
             own_s -= max(0.0, self._closing_s(load) - closing_s)
@@ -242,7 +250,7 @@ class Limits(Resources):
         left_s -= self.lanes.left_s("prefill", now)
         closing_s = partial(load.closing_s, self.costs_of(load))
         # What was planned may use up the reserve, for who waits for a cut never hears of it before it is over.
-        kept = option.most_within(left_s + self._settings.reserve_s, closing_s, load.repair_share)
+        kept = option.most_within(left_s + self._steady_reserve_s, closing_s, load.repair_share)
         more = alone and load.in_order.share is None  # rows that were computed did not see those
         load.repair_share = max(kept, option.most_within(left_s, closing_s, option.most)) if more else kept
 

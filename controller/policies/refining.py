@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from kvwire.controller.policies.base import SLOWEST, decode_s, wire_s
 from kvwire.controller.policies.timeline import unfetched_s
 
 if TYPE_CHECKING:
+    from kvwire.controller.costs import DecodeCost
     from kvwire.controller.policies.base import Floats, Ints, PlanRequest, UpgradeCandidates
+
+_INSTANT_S = 1e-12
 
 
 class Refining:
@@ -188,3 +191,81 @@ def raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> In
         range(1, len(steps) + 1), left_s, key=lambda count: finer.end_s(finer.upgraded(levels, steps[:count]))
     )
     return finer.upgraded(levels, steps[:count])
+
+
+def decodable(
+    left_s: float,
+    valid: Ints,
+    level: Ints,
+    *,
+    tokens: Ints,
+    sizes: Ints,
+    errors: Floats,
+    cost: DecodeCost,
+    threads: int = 1,
+) -> Ints:
+    """Choose what becomes of refinements that have come where not all of them can be decoded in time.
+
+    Of all steps from what is valid to what came, those that remove most error per second go first; a chunk's next step
+    never removes more per second than the one before it (so that this is the greedy way of a multiple-choice knapsack).
+
+    Args:
+        left_s: Seconds of decoding that there are, fixed costs apart.
+        valid: Levels before ``[m]``.
+        level: Levels that came, no lower ``[m]``.
+        tokens: Of each ``[m]``.
+        sizes: Bytes up to each level ``[L, m]``.
+        errors: Once decoded up to each level ``[L, m]``.
+        cost: Of decoding.
+        threads: That decode chunks side by side.
+
+    Returns:
+        Levels in the end; ``valid`` where nothing is to be decoded ``[m]``.
+    """
+    column = np.arange(len(valid))
+    takes_s = tokens * cost.token_s + sizes * cost.byte_s
+    whole_s = np.where(level > valid, takes_s[level, column], 0.0)
+    if max(float(whole_s.sum()) / threads, float(whole_s.max(initial=0.0))) <= left_s:  # no thread shares a chunk
+        return level
+    steps = _steps(valid, level, np.where(takes_s <= left_s, takes_s, np.inf), tokens * errors)
+    chosen, room_s = valid.copy(), left_s * threads
+    fitting = int(np.searchsorted(np.cumsum(steps.more_s), room_s, side="right"))
+    chosen[steps.chunk[:fitting]] = steps.to[:fitting]  # in order, so that a chunk's last step counts
+    room_s -= float(steps.more_s[:fitting].sum())
+    for at in (fitting + np.flatnonzero(steps.more_s[fitting:] <= room_s)).tolist():
+        chunk = steps.chunk[at]
+        if steps.more_s[at] <= room_s and chosen[chunk] == steps.start[at]:
+            chosen[chunk], room_s = steps.to[at], room_s - float(steps.more_s[at])
+    return chosen
+
+
+class _Steps(NamedTuple):
+    """Steps of chunks to finer levels, most error removed per second first ``[s]``."""
+
+    chunk: Ints
+    start: Ints
+    to: Ints
+    more_s: Floats
+
+
+def _steps(valid: Ints, level: Ints, takes_s: Floats, errors: Floats) -> _Steps:
+    """Steps from what is valid to what came, those left out that remove less per second than the next one.
+
+    takes_s: Seconds up to each level, infinite where there is no time for it ``[L, m]``. errors: Likewise, over all
+    tokens of a chunk ``[L, m]``.
+    """
+    column, levels = np.arange(len(valid)), np.arange(len(takes_s))[:, None]
+    start, spent_s = valid, np.zeros(len(valid))
+    found = []
+    for _ in range(int((level - valid).max())):
+        open_ = (levels > start) & (levels <= level)
+        gain = (errors[start, column] - errors) / np.maximum(takes_s - spent_s, _INSTANT_S)
+        gain = np.where(open_, gain, 0.0)
+        to = gain.argmax(axis=0)
+        best, ends_s = gain[to, column], takes_s[to, column]
+        some = np.flatnonzero(best > 0)
+        found.append((some, start[some], to[some], (ends_s - spent_s)[some], best[some]))
+        start, spent_s = np.where(best > 0, to, start), np.where(best > 0, ends_s, spent_s)
+    chunk, begins, ends, more_s, best = (np.concatenate(part) for part in zip(*found, strict=True))
+    order = np.argsort(-best, kind="stable")
+    return _Steps(chunk[order], begins[order], ends[order], more_s[order])

@@ -159,7 +159,8 @@ class _Options:
 
     size: bytes. prefill_s, decode_s: seconds without fixed costs; with ``shared`` a chunk that is recomputed bears its
     share of its document's pass, otherwise ``fixed_s`` comes besides. error: share of the load's mean; infinite where
-    the option is not there. lengths: of the documents that can be recomputed, longest first. shortest_decode_s: of any arrival that completes a chunk; first_bytes: of any arrival.
+    the option is not there. lengths: of the documents that can be recomputed, longest first. shortest_decode_s: of any
+    arrival that completes a chunk; first_bytes: of any arrival.
     """
 
     def __init__(self, documents: Sequence[DocumentPlanInput], costs: CostModel, floor: int, *, shared: bool) -> None:
