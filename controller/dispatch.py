@@ -173,11 +173,11 @@ class Dispatcher(Joiner):
     def _batch(self, load: Load, now: float) -> int:
         """Chunks to decode in one go: fewer where the link waits for them, since only what is valid becomes finer."""
         settings, link = self._settings, self.link
-        if load.goal.objective != "quality" or load.waiting or load.refine or link.stalled:
+        if load.goal.objective != "quality" or load.waiting or link.stalled:
             return settings.decode_batch
         cost, (count, tokens, size) = self.costs_of(load).decode, load.table.arrived()
         chunk_s = (cost.token_s * tokens + cost.byte_s * size) / count
-        link_s = link.lead_s(now) + link.open_bytes / max(link.bandwidth, SLOWEST)
+        link_s = link.lead_s(now) + (link.open_bytes + load.refine_bytes) / max(link.bandwidth, SLOWEST)
         batch_s = max(_SHORT_BATCH * cost.base_s, link_s) - cost.base_s
         return min(settings.decode_batch, max(1, int(settings.decode_threads * batch_s / max(chunk_s, _INSTANT_S))))
 

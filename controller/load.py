@@ -342,6 +342,12 @@ class Load:
         return self.floor_s * self.table.counts[PLANNED] / max(self._floor_chunks, 1)
 
     @property
+    def refine_bytes(self) -> int:
+        """Of finer levels that the plan names, still to be asked for."""
+        sizes, valid = self.table.sizes, self.table.valid_level
+        return sum(sizes[level][at] - sizes[max(valid[at], 0)][at] for at, level in self.refine)
+
+    @property
     def is_ready(self) -> bool:
         """Whether all chunks are valid."""
         return self.is_known and self.table.valid == len(self.table)

@@ -274,10 +274,9 @@ class Planner(Limits):
     def _beside_link_s(self, load: Load, now: float) -> float:
         """Seconds that the engine may take for something else before what is left of a load is here."""
         table, link = load.table, self.link
-        size = float(link.open_bytes + load.plan_bytes)
+        size = float(link.open_bytes + load.plan_bytes + load.refine_bytes)
         cost, decode_s = self.costs_among_many(load).decode, 0.0
         for at, level in load.refine:
-            size += table.sizes[level][at] - table.sizes[max(table.valid_level[at], 0)][at]
             decode_s += cost.seconds(table.tokens[at], table.sizes[level][at])
         link_s = link.lead_s(now) + size / max(link.bandwidth, SLOWEST)
         if self._settings.workers > 1:

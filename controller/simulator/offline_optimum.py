@@ -257,12 +257,14 @@ def _most_tokens(lengths: Sequence[int], cost: PrefillCost, seconds: float) -> f
     def tokens(far: float) -> list[float]:
         return [min(far, length) for length in lengths]
 
-    if sum(cost.marginal(each, 0) for each in tokens(high)) <= seconds:
+    def fits(far: float) -> bool:
+        return sum(cost.token_s * each + cost.pair_s * each**2 / 2 for each in tokens(far)) <= seconds
+
+    if fits(high):
         return float(sum(lengths))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        fits = sum(cost.marginal(each, 0) for each in tokens(middle)) <= seconds
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return sum(tokens(high))
 
 

@@ -203,6 +203,32 @@ def test_no_schedule_of_five_chunks_betters_the_bound(seed, workers):
     check_bound(replace(case_of(seed, 5, levels=1), workers=workers), 1.2)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**9), stretch=st.sampled_from((1.0, 1.1, 1.3, 1.6, 2.0, 3.0)))
+def test_no_schedule_of_several_documents_betters_the_bound(seed, stretch):
+    """Passes cost much, and later tokens of a document more than its first ones."""
+    draw = random.Random(seed)
+    counts = draw.choice([(2, 1, 1), (1, 1, 2), (2, 2), (1, 1, 1, 1), (3, 1)])
+    prefill = PrefillCost(
+        draw.choice((0.002, 0.005, 0.01, 0.02)), 10 ** draw.uniform(-5, -3.5), draw.choice((0.0, 1e-7, 3e-7))
+    )
+    case = case_of(seed, 4, levels=2)
+    documents = documents_of(draw, counts, 2, (20_000, 120_000))
+    check_bound(replace(case, documents=documents, costs=replace(case.costs, prefill=prefill)), stretch)
+
+
+def test_passes_of_few_documents_reach_only_so_far():
+    """Two documents of eight chunks, of which time allows for one and a half: the fixed cost comes twice."""
+    costs = CostModel(PrefillCost(0.05, 1e-4, 4e-8), DecodeCost(0, 0))
+    lots = [alike(8, errors=(0.04,)), alike(8, errors=(0.04,))]
+    lots = [replace(each, errors=((0.04, 0.0),) * 8, fetch_bytes=((1000, 10**9),) * 8) for each in lots]
+    whole = costs.prefill.seconds(8 * 256)
+    for more in (0, 2, 4):  # chunks of the other document
+        other = costs.prefill.seconds(more * 256) if more else 0.0
+        found = optimum(lots, costs, STEADY, objective="quality", deadline_s=whole + other, workers=2)
+        assert found.error == pytest.approx(0.04 * (8 - more) / 16, rel=0.05)
+
+
 def test_the_bound_is_met_by_most_small_loads():
     gaps = []
     for seed in range(60):

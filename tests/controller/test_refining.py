@@ -1,0 +1,97 @@
+"""What becomes finer first where the link or the decoder has more to do than there is time for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvwire.controller import Controller, ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal
+from kvwire.controller import events as ev
+from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
+from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.world import World
+from kvwire.types import ChunkId
+from kvwire.types.rates import RateTrace
+
+from .playing import COSTS, MB, RTT_S, ByHand, document, quality
+
+SHAKY = HorizonErrors(tuple(tuple(4.0 if edge in {0.0, 1.0} else 0.0 for edge in EDGES) for _ in HORIZONS_S))
+SLOW = replace(COSTS, decode=DecodeCost(0.001, 1e-5, 1e-9))
+"""A chunk takes 2.6 ms to decode, besides 1 ms for the batch."""
+
+
+def decodes(rate, deadline_s):
+    """Batches, and requests for finer levels, of a load of 32 chunks whose coarse levels come first; with instants."""
+    estimates = Estimates(SLOW, rate, RTT_S)
+    estimates.bandwidth.horizons = HorizonErrors(SHAKY.counts)
+    log = []
+    controller = Controller(estimates, ControllerSettings(workers=2, decode_batch=64), record=log.append)
+    world = World(controller, RateTrace((0.0,), (rate,)), SLOW, rtt_s=RTT_S, workers=2)
+    documents = ((document(16, text=False, scale=8),),) * 2
+    (outcome,) = world.run([LoadArrival(0.0, documents, quality(deadline_s))])
+    assert outcome.in_time
+    told = [(entry.now, each) for entry in log for each in entry.instructions]
+    batches = [each for each in told if isinstance(each[1], ev.Decode) and set(each[1].levels) == {0}]
+    finer = [each for each in told if isinstance(each[1], ev.Fetch) and each[1].first]
+    return batches, finer
+
+
+def test_batches_are_short_while_the_link_waits_for_what_they_make_valid():
+    batches, finer = decodes(300 * MB, 0.4)
+    sizes = [len(each.chunks) for _, each in batches]
+    assert max(sizes) <= 8
+    assert finer[0][0] < batches[len(batches) // 2][0]
+
+
+def test_batches_are_as_large_as_they_may_be_where_nothing_becomes_finer():
+    estimates = Estimates(SLOW, 300 * MB, RTT_S)
+    log = []
+    controller = Controller(estimates, ControllerSettings(workers=2, decode_batch=64), record=log.append)
+    world = World(controller, RateTrace((0.0,), (300 * MB,)), SLOW, rtt_s=RTT_S, workers=2)
+    world.run([LoadArrival(0.0, ((document(16, text=False, scale=8),),) * 2, Goal())])
+    sizes = [len(each.chunks) for entry in log for each in entry.instructions if isinstance(each, ev.Decode)]
+    assert max(sizes) > 16
+
+
+def beside(gains, left_s):
+    """Two chunks valid at the base, finer levels of which are on their way when the cut is near; the first one comes.
+
+    gains: Error that the finer level of each takes away.
+    """
+    errors = tuple((0.5, 0.5 - gain) for gain in gains)
+    uneven = DocumentPlanInput((256,) * 2, ((12_800, 1_280_000),) * 2, has_text=False, errors=errors)
+    steps = ByHand(quality(0.5), uneven, prior=0.4 * MB, decode_batch=2, stall_s=10.0)
+    fetches = [each for each in steps.quick_link(steps.valid_at_level_0()) if isinstance(each, ev.Fetch)]
+    assert {fetch.chunk.chunk for fetch in fetches} == {0, 1}
+    cut = fetches[0].until
+    for chunk in range(2):
+        steps.tell(ev.TransferProgress(1_270_000, cut - 0.05, cut - 0.05 + 0.002, ChunkId(0, chunk)))
+    out = steps.tell(ev.ChunkArrived(ChunkId(0, 0), 1), cut - left_s)
+    return steps, [each.chunks for each in out if isinstance(each, ev.Decode)]
+
+
+def test_what_gains_little_leaves_the_decoder_to_what_gains_more_and_is_about_to_come():
+    steps, decoded = beside((0.01, 0.4), 0.0017)
+    assert not decoded
+    out = steps.tell(ev.ChunkArrived(ChunkId(0, 1), 1), steps.now + 0.0003)
+    assert [each.chunks for each in out if isinstance(each, ev.Decode)] == [(ChunkId(0, 1),)]
+
+
+@pytest.mark.parametrize(("gains", "left_s"), [((0.4, 0.01), 0.0017), ((0.01, 0.4), 0.1)])
+def test_what_gains_most_or_has_time_enough_waits_for_nothing(gains, left_s):
+    _, decoded = beside(gains, left_s)
+    assert decoded == [(ChunkId(0, 0),)]
+
+
+@pytest.mark.parametrize(("off", "share"), [(0.0, 0.5), (0.02, 0.7), (0.05, 1.0), (0.5, 1.0)])
+def test_the_reserve_is_the_smaller_the_better_computing_is_known(off, share):
+    estimates = Estimates(COSTS, 30 * MB, RTT_S)
+    for estimator in (estimates.prefill, estimates.decode):
+        estimator._learner._error = off / 1.2533
+    controller = Controller(estimates, ControllerSettings(reserve_s=0.01))
+    controller.handle(ev.LoadRequested(0, 1, 0, quality(0.5)), 0.0)
+    controller.handle(ev.IndexKnown(0, 0, (document(),)), 0.0)
+    load = controller.loads[0]
+    closing_s = COSTS.closing_s(load.prompt_tokens)
+    assert 0.5 - controller._dispatch._cut(load) == pytest.approx(closing_s + share * 0.01)
