@@ -7,9 +7,7 @@ time, but every fourth turn goes to a late one, to that which has begun nothing 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from functools import partial
-from itertools import chain, islice, product
+from itertools import chain, product
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,37 +16,29 @@ import numpy as np
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import (
     ARRIVED,
-    DECODING,
     FAILED,
     FETCHING,
     PLANNED,
     READY,
-    REDECODING,
     REFINED,
     REFINING,
 )
-from kvwire.controller.joining import Joiner
+from kvwire.controller.decode_lane import DecodeLane
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SPARE
 from kvwire.controller.policies.base import SLOWEST
-from kvwire.controller.policies.refining import decodable
 
 if TYPE_CHECKING:
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.load import Load, Place
+    from kvwire.controller.load import Load
 
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
 _LOOK = 0.5  # share of the time until a load's cut that a look may take
-_REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
-_LOOKED_AT = 256  # refinements whose decoding is looked ahead at
-_SHORT_BATCH = 4.0  # times the fixed cost of decoding
-_INSTANT_S = 1e-9
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
-class Dispatcher(Joiner):
+class Dispatcher(DecodeLane):
     """Hands out what the link and the lanes are free for."""
 
     _reclaimed_at = -inf
@@ -144,6 +134,9 @@ class Dispatcher(Joiner):
 
     def _stop_pass(self, now: float, out: list[ev.Instruction]) -> None:
         """Stop the forward pass that runs where it is too slow, or nobody waits for it."""
+        job = self.lanes.running("prefill")
+        if job is None or (now < job.overdue_at and job.load in self._loads):
+            return  # ``interrupts_at`` would be later, and takes longer to find out
         if now >= self.interrupts_at(now):
             out.append(ev.Interrupt(self.lanes.interrupt().chunks[0]))
 
@@ -163,101 +156,6 @@ class Dispatcher(Joiner):
             order.remove(longest)
             order.insert(0, longest)
         return order
-
-    def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Decode what arrived and is not valid yet, in one batch."""
-        if load.table.counts[ARRIVED] and self.lanes.is_free("decode"):
-            places = (place for place in load.having(ARRIVED) if not place[0].waits_for_prefix)
-            self.start_decode(load, [*islice(places, self._batch(load, now))], DECODING, now, out)
-
-    def _batch(self, load: Load, now: float) -> int:
-        """Chunks to decode in one go: fewer where the link waits for them, since only what is valid becomes finer."""
-        settings, link = self._settings, self.link
-        if load.goal.objective != "quality" or load.waiting or link.stalled:
-            return settings.decode_batch
-        cost, (count, tokens, size) = self.costs_of(load).decode, load.table.arrived()
-        chunk_s = (cost.token_s * tokens + cost.byte_s * size) / count
-        link_s = link.lead_s(now) + (link.open_bytes + load.refine_bytes) / max(link.bandwidth, SLOWEST)
-        batch_s = max(_SHORT_BATCH * cost.base_s, link_s) - cost.base_s
-        return min(settings.decode_batch, max(1, int(settings.decode_threads * batch_s / max(chunk_s, _INSTANT_S))))
-
-    def _redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Decode refinements, in one batch, after all that somebody waits for."""
-        if load.table.counts[REFINED] and self.lanes.is_free("decode"):
-            # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-            able = [place for place in load.having(REFINED) if not self._is_extended(place[0])]
-            left_s = self._cut(load) + _REDECODED * self._steady_reserve_s - now
-            if load.due < inf and left_s > 0:
-                able = self._timely(load, able, left_s, now, out)
-            while left_s > 0 and (places := able[: self._settings.decode_batch]):
-                # Nothing that is valid is overwritten too late.
-                count = bisect_right(
-                    range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
-                )
-                if count:
-                    self.start_decode(load, places[:count], REDECODING, now, out)
-                    return
-                self.settle(*places[0])  # there is no time for it, and hardly more later: nobody waits for it
-                self.release(*able.pop(0), out)
-
-    def _timely(
-        self, load: Load, places: list[Place], left_s: float, now: float, out: list[ev.Instruction]
-    ) -> list[Place]:
-        """Refinements to decode now, where not all that came or is about to come can be valid in time.
-
-        Some are decoded to a coarser level than came, and what gains little leaves its time to what gains more: a chunk
-        that is left at its base loses more than several that stay below the finest.
-        """
-        table, cost, settings = load.table, self.costs_of(load).decode, self._settings
-        at = np.fromiter(islice(table.having(REFINED, REFINING), _LOOKED_AT), np.int64)
-        level, valid, tokens = table.look("level")[at], table.look("valid_level")[at], table.look("tokens")[at]
-        sizes, errors = table.sizes_by_level()[:, at], table.errors_by_level()[:, at]
-        is_here = table.look("state")[at] == REFINED
-        sure_s = left_s / (1 + min(self._estimates.decode.spread, 1.0))
-        fixed_s = cost.base_s * (-(-len(at) // settings.decode_batch) + 1)  # what is still to come needs another batch
-        threads = settings.decode_threads
-        choose = partial(decodable, sizes=sizes, errors=errors, tokens=tokens, cost=cost, threads=threads)
-        if choose(sure_s - fixed_s, valid, level) is level:
-            return places
-        arrivals = self._arrivals(load, now)
-        arrive_s = np.array([arrivals.get(each, 0.0) for each in at.tolist()])
-        soon = is_here | (arrive_s + cost.base_s + tokens * cost.token_s <= left_s)
-        waits = bool((soon & ~is_here).any())
-        fixed_s = cost.base_s * (1 + waits)
-        chosen = choose(sure_s - fixed_s, valid, np.where(soon, level, valid))
-        levels = dict(zip(at.tolist(), chosen.tolist(), strict=True))
-        timely = []
-        for doc, chunk in places:
-            place = doc.start + chunk
-            to = levels.get(place, table.level[place])
-            if to > table.valid_level[place]:
-                timely.append((doc, chunk))
-                if to < table.level[place]:
-                    table.level[place] = table.top[place] = to
-            elif not waits:  # there is no time for it, and never will be
-                self.settle(doc, chunk)
-                self.release(doc, chunk, out)
-        return timely
-
-    def _arrivals(self, load: Load, now: float) -> dict[int, float]:
-        """Seconds until each open fetch of a load is here, by its place in the table."""
-        self.link.credit(now)
-        ahead, lead_s, rate, found = 0, self.link.lead_s(now), max(self.link.bandwidth, SLOWEST), {}
-        for fetch in self.link.fetches.values():
-            ahead += fetch.left
-            if fetch.chunk.load == load.number:
-                found[load.doc(fetch.chunk.document).start + fetch.chunk.chunk] = lead_s + ahead / rate
-        return found
-
-    def _is_extended(self, doc: DocumentState) -> bool:
-        """Whether a forward pass that reads a document is running."""
-        running = self.lanes.running("prefill")
-        job = next((each for each in running.passes if each.load == doc.load), None) if running else None
-        if job is None:
-            return False
-        read = doc.number <= job.document if job.behind else doc.number == job.document
-        read |= job.kind == "repair" and doc.number <= job.document
-        return job.kind == "look" or (job.kind in {"recompute", "joined", "repair"} and read)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""

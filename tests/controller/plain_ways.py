@@ -7,6 +7,7 @@ from math import inf
 import numpy as np
 
 from kvwire.controller import Controller
+from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.limits import Limits
@@ -89,10 +90,17 @@ def floors_of(limits, load, job):
     return size / max(limits.link.bandwidth_low, 1.0) + decode_s
 
 
+def stop_pass(dispatch, now, out):
+    """Works out each time when the pass is to be stopped."""
+    if now >= dispatch.interrupts_at(now):
+        out.append(ev.Interrupt(dispatch.lanes.interrupt().chunks[0]))
+
+
 PLAIN = [
     (Resources, "costs_of", costs_of),
     (Limits, "_floors_of", floors_of),
     (Controller, "wake_at", property(wake_at)),
+    (Dispatcher, "_stop_pass", stop_pass),
     (Dispatcher, "_fresh_until", lambda *_: -inf),
     (Limits, "_window_open", window_open),
     (Limits, "_stalls_at", stalls_at),

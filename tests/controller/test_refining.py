@@ -21,14 +21,19 @@ SLOW = replace(COSTS, decode=DecodeCost(0.001, 1e-5, 1e-9))
 """A chunk takes 2.6 ms to decode, besides 1 ms for the batch."""
 
 
-def decodes(rate, deadline_s):
-    """Batches, and requests for finer levels, of a load of 32 chunks whose coarse levels come first; with instants."""
+def shaky(rate):
+    """What is known of a link that has fallen before."""
     estimates = Estimates(SLOW, rate, RTT_S)
     estimates.bandwidth.horizons = HorizonErrors(SHAKY.counts)
+    return estimates
+
+
+def decodes(rate, deadline_s):
+    """Batches, and requests for finer levels, of a load of 32 chunks whose coarse levels come first; with instants."""
     log = []
-    controller = Controller(estimates, ControllerSettings(workers=2, decode_batch=64), record=log.append)
+    controller = Controller(shaky(rate), ControllerSettings(workers=2, decode_batch=64), record=log.append)
     world = World(controller, RateTrace((0.0,), (rate,)), SLOW, rtt_s=RTT_S, workers=2)
-    documents = ((document(16, text=False, scale=8),),) * 2
+    documents = ((document(16, 6, text=False, scale=8),),) * 2
     (outcome,) = world.run([LoadArrival(0.0, documents, quality(deadline_s))])
     assert outcome.in_time
     told = [(entry.now, each) for entry in log for each in entry.instructions]
@@ -44,12 +49,12 @@ def test_batches_are_short_while_the_link_waits_for_what_they_make_valid():
     assert finer[0][0] < batches[len(batches) // 2][0]
 
 
-def test_batches_are_as_large_as_they_may_be_where_nothing_becomes_finer():
-    estimates = Estimates(SLOW, 300 * MB, RTT_S)
+@pytest.mark.parametrize("goal", [Goal(), quality(0.4)])
+def test_batches_are_as_large_as_they_may_be_where_nothing_becomes_finer_or_the_decoder_is_what_takes_long(goal):
     log = []
-    controller = Controller(estimates, ControllerSettings(workers=2, decode_batch=64), record=log.append)
+    controller = Controller(shaky(300 * MB), ControllerSettings(workers=2, decode_batch=64), record=log.append)
     world = World(controller, RateTrace((0.0,), (300 * MB,)), SLOW, rtt_s=RTT_S, workers=2)
-    world.run([LoadArrival(0.0, ((document(16, text=False, scale=8),),) * 2, Goal())])
+    world.run([LoadArrival(0.0, ((document(16, text=False, scale=8),),) * 2, goal)])
     sizes = [len(each.chunks) for entry in log for each in entry.instructions if isinstance(each, ev.Decode)]
     assert max(sizes) > 16
 
