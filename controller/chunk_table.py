@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.policies.base import Flags, Floats, Ints
+    from kvwire.controller.settings import Goal
 
 
 class ChunkState(IntEnum):
@@ -390,6 +391,20 @@ class ChunkTable:
             layered=self.look("layered")[places].astype(np.bool_),
         )
         return columns, places
+
+    def may_refine(self, goal: Goal, state: ChunkState) -> bool:
+        """Whether any chunk in a state may become finer than what was asked for.
+
+        Args:
+            goal: Says whether that is wanted, and the ceiling.
+            state: The state.
+        """
+        if goal.objective != "quality":
+            return False
+        top = self.look("top")
+        most = top if goal.ceiling is None else np.minimum(top, goal.ceiling)
+        able = (self.look("state") == state) & (self.look("layered") > 0) & (self.look("level") < most)
+        return bool(able.any())
 
     def refinable(self, ceiling: int | None) -> tuple[UpgradeCandidates, Ints]:
         """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling, in prompt order.

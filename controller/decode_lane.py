@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from kvwire.controller import events as ev
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.load import Load, Place
+    from kvwire.controller.policies.base import Floats
 
 _REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
 _LOOKED_AT = 256  # refinements whose decoding is looked ahead at
 _SHORT_BATCH = 4.0  # times the fixed cost of decoding
+_LATE_S = 0.001  # that what is expected may come later
 _INSTANT_S = 1e-9
 
 
@@ -42,7 +44,7 @@ class DecodeLane(Joiner):
         Not where the decoder takes longer for all of it than the link: the link then has to wait anyway.
         """
         settings, link, rate = self._settings, self.link, max(self.link.bandwidth, SLOWEST)
-        if load.goal.objective != "quality" or load.waiting or link.stalled:
+        if load.waiting or link.stalled or not load.table.may_refine(load.goal, ARRIVED):
             return settings.decode_batch
         cost, finest = self.costs_of(load).decode, finest_bytes(load.table, load.goal)
         if cost.token_s * load.prompt_tokens + cost.byte_s * finest > settings.decode_threads * finest / rate:
@@ -78,48 +80,68 @@ class DecodeLane(Joiner):
         """The next batch of refinements, where not all that came or is about to come can be valid in time.
 
         Some are decoded to a coarser level than came, and what gains little leaves its time to what gains more: a chunk
-        that is left at its base loses more than several that stay below the finest.
+        that is left at its base loses more than several that stay below the finest. The lane waits for such a chunk as
+        long as it is expected, and does meanwhile what is done before it comes.
         """
-        table, cost, settings = load.table, self.costs_of(load).decode, self._settings
+        table, cost, most = load.table, self.costs_of(load).decode, self._settings.decode_batch
         at = np.fromiter(islice(table.having(REFINED, REFINING), _LOOKED_AT), np.int64)
         level, valid, tokens = table.look("level")[at], table.look("valid_level")[at], table.look("tokens")[at]
         sizes, errors = table.sizes_by_level()[:, at], table.errors_by_level()[:, at]
-        is_here = table.look("state")[at] == REFINED
-        sure_s = left_s / (1 + min(self._estimates.decode.spread, 1.0))
-        fixed_s = cost.base_s * (-(-len(at) // settings.decode_batch) + 1)  # what is still to come needs another batch
-        threads = settings.decode_threads
+        threads, unsure = self._settings.decode_threads, 1 + min(self._estimates.decode.spread, 1.0)
         choose = partial(decodable, sizes=sizes, errors=errors, tokens=tokens, cost=cost, threads=threads)
-        if choose(sure_s - fixed_s, valid, level) is level:
-            return places
-        arrivals = self._arrivals(load, now)
-        arrive_s = np.array([arrivals.get(each, 0.0) for each in at.tolist()])
-        soon = is_here | (arrive_s + cost.base_s + tokens * cost.token_s <= left_s)
-        waits = bool((soon & ~is_here).any())
-        fixed_s = cost.base_s * (-(-int(np.count_nonzero(is_here)) // settings.decode_batch) + waits)
-        chosen = choose(sure_s - fixed_s, valid, np.where(soon, level, valid))
-        levels = dict(zip(at.tolist(), chosen.tolist(), strict=True))
-        timely: list[Place] = []
-        for doc, chunk in places:
-            place = doc.start + chunk
-            to = levels.get(place, table.level[place])
-            if to > table.valid_level[place] and len(timely) < settings.decode_batch:
-                timely.append((doc, chunk))
-                if to < table.level[place]:
-                    table.level[place] = table.top[place] = to
-        for doc, chunk in places if not (timely or waits) else ():  # there is no time for any, and never will be
-            self.settle(doc, chunk)
-            self.release(doc, chunk, out)
+        # What is still to come needs another batch.
+        if choose(left_s / unsure - cost.base_s * (-(-len(at) // most) + 1), valid, level) is level:
+            return places[:most]
+        able = {doc.start + chunk: (doc, chunk) for doc, chunk in places}
+        is_here = np.array([each in able for each in at.tolist()], np.bool_)
+        comes_s = np.where(is_here, 0.0, self._comes_s(load, at.tolist(), now))
+        takes_s = (cost.base_s + tokens * cost.token_s + sizes * cost.byte_s) * unsure
+        fitting = (comes_s + takes_s <= left_s).sum(axis=0) - 1  # the finest level that there is time for
+        soon = np.maximum(np.minimum(level, fitting), valid)
+        fixed_s = cost.base_s * (-(-int(np.count_nonzero(is_here)) // most) + bool((soon > valid)[~is_here].any()))
+        chosen = choose(left_s / unsure - fixed_s, valid, soon)
+        awaited = ~is_here & (chosen > valid)
+        if not (is_here & (chosen > valid)).any():
+            before_s = left_s
+            if awaited.any():
+                until_s = float(comes_s[awaited].min())
+                load.waits_until = min(load.waits_until, now + until_s + _LATE_S)
+                before_s = until_s if now < load.waits_until else left_s  # else it did not come when it should
+            chosen = choose(before_s / unsure - cost.base_s, valid, np.where(is_here, level, valid))
+        timely = self._lowered(
+            load,
+            [
+                (able[each], to)
+                for each, to in zip(at.tolist(), chosen.tolist(), strict=True)
+                if each in able and to > table.valid_level[each]
+            ][:most],
+        )
+        if timely:
+            load.waits_until = inf
+        elif not awaited.any():
+            for each in filter(able.get, at.tolist()):  # there is no time for any, and never will be
+                self.settle(*able[each])
+                self.release(*able[each], out)
         return timely
 
-    def _arrivals(self, load: Load, now: float) -> dict[int, float]:
-        """Seconds until each open fetch of a load is here, by its place in the table."""
-        self.link.credit(now)
-        ahead, lead_s, rate, found = 0, self.link.lead_s(now), max(self.link.bandwidth, SLOWEST), {}
-        for fetch in self.link.fetches.values():
-            ahead += fetch.left
-            if fetch.chunk.load == load.number:
-                found[load.doc(fetch.chunk.document).start + fetch.chunk.chunk] = lead_s + ahead / rate
-        return found
+    def _lowered(self, load: Load, chosen: list[tuple[Place, int]]) -> list[Place]:
+        """Places, of which no finer levels are decoded than chosen."""
+        table = load.table
+        for (doc, chunk), to in chosen:
+            at = doc.start + chunk
+            if to < table.level[at]:
+                table.level[at] = table.top[at] = to
+        return [place for place, _ in chosen]
+
+    def _comes_s(self, load: Load, places: list[int], now: float) -> Floats:
+        """Seconds until finer levels of chunks can be decoded: till they are here, or till no pass reads the chunk."""
+        arrivals = {
+            load.doc(chunk.document).start + chunk.chunk: seconds
+            for chunk, seconds in self.link.arrivals(now)
+            if chunk.load == load.number
+        }
+        passes_s = self.lanes.left_s("prefill", now)
+        return np.array([arrivals.get(at, passes_s) for at in places])
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass that reads a document is running."""

@@ -54,6 +54,7 @@ class Dispatcher(DecodeLane):
         moment, undecided = self._stalls_at(now), False
         is_silent, may_compute = not self.link.fetches, self.lanes.is_free("prefill")
         for load in self._loads.values():
+            moment = min(moment, load.waits_until if load.waits_until > now else inf)
             if load.is_undecided:
                 undecided = True
                 waits = self._waits_until(load)
@@ -131,6 +132,7 @@ class Dispatcher(DecodeLane):
         self._stop_pass(now, out)
         for load in self._loads.values():
             load.fresh_until = self._fresh_until(load, now)
+        self._known_cuts = None
 
     def _stop_pass(self, now: float, out: list[ev.Instruction]) -> None:
         """Stop the forward pass that runs where it is too slow, or nobody waits for it."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvwire.controller.estimates import Estimates
     from kvwire.types import ChunkId
 
@@ -258,6 +260,23 @@ class Link:
             return self._estimates.ttfb.value
         return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
 
+    def arrivals(self, now: float) -> Iterator[tuple[ChunkId, float]]:
+        """Expect the arrivals of all open fetches.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+
+        Yields:
+            Each chunk, in the order of the requests, and seconds from now; infinite on a dead link.
+        """
+        self.credit(now)
+        ahead, lead_s, rate = 0, self.lead_s(now), max(self.bandwidth, _SLOWEST)
+        if self.bandwidth <= 0:
+            lead_s = inf
+        for fetch in self.fetches.values():
+            ahead += fetch.left
+            yield fetch.chunk, lead_s + ahead / rate
+
     def arrival_s(self, chunk: ChunkId, now: float) -> float:
         """Expect the arrival of an open fetch.
 
@@ -268,12 +287,4 @@ class Link:
         Returns:
             Seconds from now; infinite on a dead link.
         """
-        if self.bandwidth <= 0:
-            return inf
-        self.credit(now)
-        ahead = 0
-        for fetch in self.fetches.values():
-            ahead += fetch.left
-            if fetch.chunk == chunk:
-                break
-        return self.lead_s(now) + ahead / max(self.bandwidth, _SLOWEST)
+        return next((seconds for each, seconds in self.arrivals(now) if each == chunk), inf)

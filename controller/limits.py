@@ -37,7 +37,6 @@ _UNBEGUN = 2.0  # times the reserve that plans keep while there are chunks that 
 _STEADY = 0.5  # share of the reserve that is kept whatever happens
 _UNSTEADY = 0.1  # relative error of predictions, half of which takes all of the reserve
 _SEVERAL = 2.0  # times the reserve where several loads are under way
-_LATE_START_S = 0.01  # by which a start may be late: what plans keep for chunks that are not begun covers it
 
 _HALF_LIVES_S = (0.2, 1.0)
 """The short one hears of a rush at once, the long one remembers it."""
@@ -517,8 +516,9 @@ class Limits(Resources):
         stalls = self.link.stalls_at
         if now < quiet:
             return min(quiet, stalls)
+        late_s = _UNBEGUN * self._steady_reserve_s  # what plans keep for chunks that are not begun covers it
         starts = (self._latest_start(load, now) for load in self._loads.values() if load.due < inf)
-        return min([stalls, *(max(start, quiet) for start in starts if start > now - _LATE_START_S)])
+        return min([stalls, *(max(start, quiet) for start in starts if start > now - late_s)])
 
     def _latest_start(self, load: Load, now: float) -> float:
         """Instant at which text alone must begin to be in time; -inf where it cannot be without the link."""

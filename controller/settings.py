@@ -104,7 +104,7 @@ class ControllerSettings:
             seldom that this is a small share of the time.
         plan_chunk_s: What it takes besides for each chunk that nothing was started for.
         reserve_s: Seconds of a deadline that plans leave unused, for what no model foresees: half of them where
-            computing lately took just what was expected, all of them where it was off by a twentieth or more.
+            passes and decoding are known to take just what is expected, all of them where they are off by a twentieth.
         cancel_margin: A fetch is given up for recomputation where it would take that many times as long.
         memory_bytes: Of what was asked for, has arrived or is kept for refinement, over all loads.
         max_joined: Passes of different loads that are joined at most, where the engine can; 1: none.

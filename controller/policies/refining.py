@@ -225,7 +225,8 @@ def decodable(
     column = np.arange(len(valid))
     takes_s = tokens * cost.token_s + sizes * cost.byte_s
     whole_s = np.where(level > valid, takes_s[level, column], 0.0)
-    if max(float(whole_s.sum()) / threads, float(whole_s.max(initial=0.0))) <= left_s:  # no thread shares a chunk
+    busiest_s = max(float(whole_s.sum()) / threads, float(whole_s.max(initial=0.0)))  # no thread shares a chunk
+    if not busiest_s or busiest_s <= left_s:
         return level
     steps = _steps(valid, level, np.where(takes_s <= left_s, takes_s, np.inf), tokens * errors)
     chosen, room_s = valid.copy(), left_s * threads
@@ -255,17 +256,18 @@ def _steps(valid: Ints, level: Ints, takes_s: Floats, errors: Floats) -> _Steps:
     tokens of a chunk ``[L, m]``.
     """
     column, levels = np.arange(len(valid)), np.arange(len(takes_s))[:, None]
-    start, spent_s = valid, np.zeros(len(valid))
+    start, spent_s, before = valid, np.zeros(len(valid)), np.full(len(valid), np.inf)
     found = []
     for _ in range(int((level - valid).max())):
         open_ = (levels > start) & (levels <= level)
         gain = (errors[start, column] - errors) / np.maximum(takes_s - spent_s, _INSTANT_S)
         gain = np.where(open_, gain, 0.0)
         to = gain.argmax(axis=0)
-        best, ends_s = gain[to, column], takes_s[to, column]
+        best, ends_s = np.minimum(gain[to, column], before), takes_s[to, column]  # rounding changes no order
         some = np.flatnonzero(best > 0)
         found.append((some, start[some], to[some], (ends_s - spent_s)[some], best[some]))
         start, spent_s = np.where(best > 0, to, start), np.where(best > 0, ends_s, spent_s)
+        before = best
     chunk, begins, ends, more_s, best = (np.concatenate(part) for part in zip(*found, strict=True))
     order = np.argsort(-best, kind="stable")
     return _Steps(chunk[order], begins[order], ends[order], more_s[order])

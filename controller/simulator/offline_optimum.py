@@ -10,8 +10,8 @@ each chunk, that obeys it:
   its own context makes it cost, and a decode's fixed cost comes once, if at all;
 - a pass is of one document, so that its fixed cost comes once for each document of which anything is recomputed, and of
   so many documents only so many tokens can be recomputed in the time that this leaves. The least error is the least
-  over all numbers of such documents. For times and bytes two simpler bounds follow, and the higher one counts: a fixed
-  cost once in all, or for each chunk its share of its document's pass.
+  over all numbers of such documents, or over 16 spans of numbers. For times and bytes two simpler bounds follow, and
+  the higher one counts: a fixed cost once in all, or for each chunk its share of its document's pass.
 
 What is relaxed, always in the optimistic direction: the order on the link and in the lanes (that recomputing waits for
 earlier chunks to be decoded, that a decode waits for its own bytes, that neither is interrupted), fixed costs of a
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 Objective = Literal["earliest", "quality", "cheapest"]
 
 _HALVINGS = 50
+_MOST_SPANS = 16  # of numbers of documents
 _SLACK = 1e-9  # of a deadline, relative; for rounding
 
 
@@ -138,6 +139,8 @@ def _cheapest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], f
 
 def _finest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], None, float]:
     found = [(way, *way.least_error(by_s)) for way in ways]
+    if not any(isfinite(error) for _, error, _ in found):  # rounding is at work
+        found = [(way, *way.least_error(by_s, by_documents=False)) for way in ways]
     way, error, choice = min(found, key=lambda each: each[1])
     return way, choice, None, error
 
@@ -357,8 +360,12 @@ class _Way:
         saved = self._savings(instant_s).most(self._spare_s(instant_s))
         return max(0.0, self.load.options.sums(self._leanest)[0] - float(saved[0]))
 
-    def least_error(self, instant_s: float) -> tuple[float, NDArray[np.int64]]:
-        """The least error that can be ready by an instant, no sooner than ``earliest_s``, and a choice near it."""
+    def least_error(self, instant_s: float, *, by_documents: bool = True) -> tuple[float, NDArray[np.int64]]:
+        """The least error that can be ready by an instant, no sooner than ``earliest_s``, and a choice near it.
+
+        by_documents: Whether passes are counted by the documents that they are of; the error is then infinite where
+        there is no time for as many as are needed.
+        """
         options = self.load.options
         value = options.error.copy()
         value[:, 0 if not self.recompute else slice(0)] = inf
@@ -370,20 +377,25 @@ class _Way:
             decode_s = instant_s - self.load.first_arrival_s - self.load.costs.decode.base_s if self.fetch else inf
             size = self.load.bytes_by(instant_s - self._tail_s) if self.fetch else inf
             budgets = np.array([size, decode_s, instant_s - self._fixed_s])
-        ways = self._by_documents(value, uses, budgets) if self.recompute and isfinite(instant_s) else []
-        return least_value(ways or [Choices(value, uses, budgets)])
+        several = self.recompute and isfinite(instant_s) and options.fixed_s and len(options.lengths) > 1
+        if not (several and by_documents):
+            return Choices(value, uses, budgets).least()
+        ways = self._by_documents(value, uses, budgets)
+        return least_value(ways) if ways else (inf, self._extremes[1])
 
     def _by_documents(self, value: Floats, uses: Floats, budgets: Floats) -> list[Choices]:
-        """The choices, for each number of documents of which anything may be recomputed, that leave room for all."""
+        """The choices that leave room for all, for each number of documents of which anything may be recomputed.
+
+        Of very many documents for each span of numbers: the fixed costs of the fewest, the tokens of the most.
+        """
         options, prefill = self.load.options, self.load.costs.prefill
-        if not options.fixed_s:
-            return []
         tokens = np.zeros_like(options.size)
         tokens[:, 0] = options.tokens
-        ways = []
-        for more in range(len(options.lengths)):
+        ways, count = [], len(options.lengths)
+        span = -(-count // _MOST_SPANS)
+        for more in range(0, count, span):
             lane_s = budgets[2] - more * options.fixed_s
-            most = _most_tokens(options.lengths[: more + 1], prefill, lane_s)
+            most = _most_tokens(options.lengths[: more + span], prefill, lane_s)
             ways.append(Choices(value, np.stack([*uses, tokens]), np.array([*budgets[:2], lane_s, most])))
         return [each for each in ways if each.fits]
 

@@ -47,8 +47,9 @@ def stalls_at(limits, now):
     quiet, stalls = limits.link.quiet_from, limits.link.stalls_at
     if now < quiet:
         return min(quiet, stalls)
+    late_s = 2 * limits._steady_reserve_s
     starts = (limits._latest_start(load, now) for load in limits._loads.values() if load.due < inf)
-    return min([stalls, *(max(start, quiet) for start in starts if start > now - 0.01)])
+    return min([stalls, *(max(start, quiet) for start in starts if start > now - late_s)])
 
 
 def may_end(load):

@@ -15,11 +15,15 @@ from kvwire.controller.policies.refining import decodable
 COST = DecodeCost(0.002, 2e-6, 1.4e-10)
 
 
-def columns(rows, levels=5):
-    """Levels before and after, tokens, sizes and errors of chunks, each of which is some times as large as usual."""
+def columns(rows, levels=5, *, straight=False):
+    """Levels before and after, tokens, sizes and errors of chunks, each of which is some times as large as usual.
+
+    straight: Each level adds as much, and takes away as much.
+    """
     valid, level, tokens, scale = (np.array(each) for each in zip(*rows, strict=True))
-    sizes = (scale * 2e5 * 2.3 ** np.arange(levels)[:, None]).astype(np.int64)
-    errors = scale * 0.02 * 4.0 ** -np.arange(levels)[:, None]
+    number = np.arange(levels)[:, None]
+    sizes = (scale * (1e6 * (1 + number) if straight else 2e5 * 2.3**number)).astype(np.int64)
+    errors = scale * 0.02 * (1 - 0.19 * number if straight else 4.0**-number)
     return valid, np.maximum(valid, level), tokens, sizes, errors
 
 
@@ -48,12 +52,12 @@ ROWS = st.lists(
 
 
 @settings(max_examples=300)
-@given(rows=ROWS, left_s=st.floats(0, 0.02), threads=st.sampled_from((1, 2, 4)))
-def test_what_is_decoded_fits_and_never_exceeds_what_came(rows, left_s, threads):
-    valid, level, tokens, sizes, errors = columns(rows)
+@given(rows=ROWS, left_s=st.floats(-0.001, 0.02), threads=st.sampled_from((1, 2, 4)), straight=st.booleans())
+def test_what_is_decoded_fits_and_never_exceeds_what_came(rows, left_s, threads, straight):
+    valid, level, tokens, sizes, errors = columns(rows, straight=straight)
     chosen = chosen_of(left_s, valid, level, tokens, sizes, errors, threads=threads)
     assert ((valid <= chosen) & (chosen <= level)).all()
-    assert seconds(chosen, valid, tokens, sizes, threads) <= left_s * (1 + 1e-9) + 1e-12
+    assert seconds(chosen, valid, tokens, sizes, threads) <= max(left_s, 0.0) * (1 + 1e-9) + 1e-12
     if seconds(level, valid, tokens, sizes, threads) <= left_s:
         assert (chosen == level).all()
 
@@ -91,6 +95,21 @@ def test_a_chunk_at_its_base_goes_before_finer_ones_that_came_sooner():
     assert chosen_of(1.5 * one_s, valid, level, tokens, sizes, errors).tolist() == [3, 3, 4]
     assert chosen_of(2.5 * one_s, valid, level, tokens, sizes, errors).tolist() in ([4, 3, 4], [3, 4, 4])
     assert chosen_of(0.1 * one_s, valid, level, tokens, sizes, errors).tolist() == [3, 3, 0]
+
+
+def test_steps_that_gain_alike_are_taken_one_after_another():
+    """Chunks alike, of which each level removes as much per second as the one before, but for rounding."""
+    draw, cost = np.random.default_rng(0), DecodeCost(0.0, 0.0, 1e-9)
+    for _ in range(500):
+        step, gain = int(draw.integers(1, 100)) * 1000, float(draw.uniform(0.01, 0.1))
+        sizes = np.tile((np.arange(4) + 1)[:, None] * step, (1, 4))
+        errors = np.tile(1 - gain * np.array([[0], [2], [3], [4]]), (1, 4))
+        left_s = float(draw.uniform(4, 15)) * step * 1e-9
+        nothing, all_ = np.zeros(4, np.int64), np.full(4, 3)
+        chosen = decodable(
+            left_s, nothing, all_, tokens=np.full(4, 256), sizes=sizes, errors=errors, cost=cost, threads=1
+        )
+        assert 1e-9 * sum(sizes[level, 0] for level in chosen.tolist() if level) <= left_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -59,10 +59,10 @@ def test_batches_are_as_large_as_they_may_be_where_nothing_becomes_finer_or_the_
     assert max(sizes) > 16
 
 
-def beside(gains, left_s):
+def beside(gains, left_s, left_bytes=10_000):
     """Two chunks valid at the base, finer levels of which are on their way when the cut is near; the first one comes.
 
-    gains: Error that the finer level of each takes away.
+    gains: Error that the finer level of each takes away. left_bytes: That are still to come of the second one.
     """
     errors = tuple((0.5, 0.5 - gain) for gain in gains)
     uneven = DocumentPlanInput((256,) * 2, ((12_800, 1_280_000),) * 2, has_text=False, errors=errors)
@@ -70,8 +70,8 @@ def beside(gains, left_s):
     fetches = [each for each in steps.quick_link(steps.valid_at_level_0()) if isinstance(each, ev.Fetch)]
     assert {fetch.chunk.chunk for fetch in fetches} == {0, 1}
     cut = fetches[0].until
-    for chunk in range(2):
-        steps.tell(ev.TransferProgress(1_270_000, cut - 0.05, cut - 0.05 + 0.002, ChunkId(0, chunk)))
+    for chunk, size in enumerate((1_280_000, 1_267_200 - left_bytes)):
+        steps.tell(ev.TransferProgress(size, cut - 0.05, cut - 0.03, ChunkId(0, chunk)))
     out = steps.tell(ev.ChunkArrived(ChunkId(0, 0), 1), cut - left_s)
     return steps, [each.chunks for each in out if isinstance(each, ev.Decode)]
 
@@ -87,6 +87,33 @@ def test_what_gains_little_leaves_the_decoder_to_what_gains_more_and_is_about_to
 def test_what_gains_most_or_has_time_enough_waits_for_nothing(gains, left_s):
     _, decoded = beside(gains, left_s)
     assert decoded == [(ChunkId(0, 0),)]
+
+
+def test_nobody_waits_for_what_comes_too_late_to_be_decoded():
+    _, decoded = beside((0.01, 0.4), 0.0017, left_bytes=1_200_000)
+    assert decoded == [(ChunkId(0, 0),)]
+
+
+def test_what_does_not_come_when_it_should_is_waited_for_no_longer():
+    steps, decoded = beside((0.01, 0.4), 0.0017)
+    assert not decoded
+    assert steps.controller.wake_at <= steps.now + 0.0015
+    out = steps.tell(ev.Tick(), steps.controller.wake_at)
+    assert [each.chunks for each in out if isinstance(each, ev.Decode)] == [(ChunkId(0, 0),)]
+
+
+def test_what_waits_for_a_longer_one_is_decoded_meanwhile_where_there_is_time():
+    """The second one comes just in time to be decoded, long after the first one could be."""
+    costs = replace(COSTS, decode=DecodeCost(0.001, 1e-6, 1e-8))
+    uneven = DocumentPlanInput((256,) * 2, ((12_800, 400_000), (12_800, 2_000_000)), False, ((0.5, 0.4), (0.5, 0.01)))
+    steps = ByHand(quality(0.5), uneven, prior=0.4 * MB, decode_batch=2, stall_s=10.0)
+    steps.controller = Controller(Estimates(costs, 0.4 * MB, RTT_S), ControllerSettings(decode_batch=2, stall_s=10.0))
+    fetches = [each for each in steps.quick_link(steps.valid_at_level_0()) if isinstance(each, ev.Fetch)]
+    cut = next(fetch.until for fetch in fetches)
+    for _ in range(20):  # a slow link by now, and a decoder that is well known
+        steps.tell(ev.TransferProgress(10_000, steps.now, steps.now + 0.001, ChunkId(0, 1)))
+    out = steps.tell(ev.ChunkArrived(ChunkId(0, 0), 1), cut - 0.06)
+    assert [each.chunks for each in out if isinstance(each, ev.Decode)] == [(ChunkId(0, 0),)]
 
 
 @pytest.mark.parametrize(("off", "share"), [(0.0, 0.5), (0.02, 0.7), (0.05, 1.0), (0.5, 1.0)])

@@ -229,6 +229,23 @@ def test_passes_of_few_documents_reach_only_so_far():
         assert found.error == pytest.approx(0.04 * (8 - more) / 16, rel=0.05)
 
 
+def test_where_all_cannot_be_recomputed_in_time_that_way_bounds_nothing():
+    """Passes of both documents take longer than the deadline, by less than a fixed cost."""
+    costs = CostModel(PrefillCost(0.5, 1e-4, 4e-8), DecodeCost(0, 0))
+    lots = [replace(alike(8), errors=((0.04, 0.0),) * 8, fetch_bytes=((1000, 10**9),) * 8) for _ in range(2)]
+    deadline_s = costs.prefill.seconds(2048) + 0.99 * costs.prefill.seconds(2048)
+    found = optimum(lots, costs, STEADY, objective="quality", deadline_s=deadline_s, workers=2)
+    assert found.error >= 0.04 / 16 * (1 - 1e-9)  # at least one chunk is fetched
+
+
+def test_very_many_documents_are_bounded_in_spans():
+    few = Case((alike(1),) * 40, COSTS, STEADY, 0.0, 0.01, 0, 2)
+    deadline_s = few.bound("earliest").ttft_s * 1.5
+    found = few.bound("quality", deadline_s)
+    assert found.in_time
+    assert 0 < found.error < 0.04
+
+
 def test_the_bound_is_met_by_most_small_loads():
     gaps = []
     for seed in range(60):
