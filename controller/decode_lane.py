@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.chunk_table import ARRIVED, DECODING, REDECODING, REFINED, REFINING
+from kvwire.controller.coding import finest_bytes
 from kvwire.controller.joining import Joiner
 from kvwire.controller.policies.base import SLOWEST
 from kvwire.controller.policies.refining import decodable
-from kvwire.controller.repair import finest_bytes
 
 if TYPE_CHECKING:
     from kvwire.controller import events as ev

@@ -7,12 +7,12 @@ average, with tiny samples kept back (dash.js, Shaka, hls.js), and a lower bound
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
 from math import exp, exp2, inf, log
 from statistics import median
 
-from kvwire.controller.busy_time import BusyTime
 from kvwire.controller.horizons import HorizonErrors
 from kvwire.errors import ArgumentError
 
@@ -20,6 +20,7 @@ _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
 _LONG_S = 5.0
+_MOST_INTERVALS = 1024  # of busy time
 _SHARE = 0.25  # of times at which less comes than plans rely on
 _TELLING_BYTES = 3000  # two packets
 _MOST_HOLDS = 6
@@ -116,6 +117,63 @@ class _Average:
     @property
     def value(self) -> float:
         return self._size / self._seconds if self._seconds > 0 else 0.0
+
+
+class BusyTime:
+    """Seconds that transfers cover together; amortised O(1) for intervals that come about in order."""
+
+    def __init__(self, memory_s: float) -> None:
+        """Start without transfers.
+
+        Args:
+            memory_s: Seconds of the past that are remembered.
+        """
+        self._memory_s = memory_s
+        # Disjoint intervals in order.
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def claim(self, started: float, ended: float) -> float:
+        """Mark an interval as busy.
+
+        Args:
+            started: Its beginning, in seconds of any one clock.
+            ended: Its end.
+
+        Returns:
+            Seconds of it that were not busy yet.
+        """
+        last = self._ends[-1] if self._ends else -inf
+        if started <= last and self._starts[-1] <= started:  # the usual case
+            if ended <= last:
+                return 0.0
+            self._ends[-1] = ended
+            return ended - last
+        if started > last:  # after a pause
+            self._starts.append(started)
+            self._ends.append(ended)
+            self._forget()
+            return ended - started
+        first = bisect_left(self._ends, started)
+        stop = bisect_right(self._starts, ended, first)
+        covered = sum(
+            min(high, ended) - max(low, started)
+            for low, high in zip(self._starts[first:stop], self._ends[first:stop], strict=True)
+        )
+        if first < stop:
+            low, high = min(started, self._starts[first]), max(ended, self._ends[stop - 1])
+        else:
+            low, high = started, ended
+        self._starts[first:stop], self._ends[first:stop] = [low], [high]
+        self._forget()
+        return max(0.0, ended - started - covered)
+
+    def _forget(self) -> None:
+        """Drop what is old, many at a time, so that dropping costs nothing on average."""
+        if len(self._ends) > _MOST_INTERVALS:
+            old = bisect_left(self._ends, self._ends[-1] - self._memory_s)
+            old = max(old, _MOST_INTERVALS // 2)
+            del self._starts[:old], self._ends[:old]
 
 
 class BandwidthEstimator:

@@ -7,10 +7,10 @@ from math import exp2, inf, log
 from typing import TYPE_CHECKING
 
 from kvwire.controller.chunk_table import PLANNED
+from kvwire.controller.coding import coding_options, finest_bytes
 from kvwire.controller.costs import busiest
 from kvwire.controller.lanes import OVERDUE
 from kvwire.controller.policies.base import SLOWEST, RepairRule
-from kvwire.controller.repair import coding_options, finest_bytes
 from kvwire.controller.resources import Resources
 
 if TYPE_CHECKING:

@@ -9,21 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil, exp, inf, isfinite, log
+from math import ceil, exp, isfinite, log
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from kvwire.controller.chunk_table import RECOMPUTING, VALID
-from kvwire.controller.policies.base import SLOWEST
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from kvwire.controller.chunk_table import ChunkTable
-    from kvwire.controller.costs import DecodeCost
-    from kvwire.controller.settings import Goal
 
 Begins = Literal["closing", "looked", "documents"]
 _GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -320,53 +312,3 @@ def beside_link(
         if 0 < seconds <= arrived_s[-1] - begins_s - rest_s:
             done, free_s = number + 1, begins_s + seconds
     return done
-
-
-def coding_options(
-    table: ChunkTable, goal: Goal, decode: DecodeCost, bandwidth: float, lead_s: float
-) -> list[tuple[float, float]]:
-    """When all chunks could be at a level, and what error they had then.
-
-    Args:
-        table: The load's chunks.
-        goal: Says the floor and the ceiling.
-        decode: Cost of decoding a chunk of many.
-        bandwidth: Bytes per second to rely on.
-        lead_s: Seconds until the link delivers again.
-
-    Returns:
-        Seconds from now and the mean error over tokens, from the goal's floor to its ceiling; text is not thought
-        of.
-    """
-    tokens, held, state, level = (table.look(name) for name in ("tokens", "held", "state", "valid_level"))
-    valid = (state >= VALID[0]) & (state <= VALID[-1])
-    text = (state == RECOMPUTING) | (valid & (level < 0))
-    fetched = np.flatnonzero(valid & (level >= 0))
-    sizes = np.stack([np.frombuffer(row, np.int64) for row in table.sizes])
-    errors = np.stack([np.frombuffer(row, np.float64) for row in table.errors])
-    reached = np.where(text, table.look("exact_error"), inf)  # nothing that is valid becomes worse
-    reached[fetched] = errors[level[fetched], fetched]
-    out = []
-    finest = len(sizes) - 1
-    floor = min(goal.floor, finest)
-    for at in range(floor, 1 + (finest if goal.ceiling is None else min(goal.ceiling, finest))):
-        more = np.where(text | (valid & (level >= at)), 0, np.maximum(sizes[at] - held, 0))
-        size, begun = float(more.sum()), int(np.count_nonzero(more))
-        decode_s = decode.base_s * begun + decode.token_s * float(tokens[more > 0].sum()) + decode.byte_s * size
-        error = float((np.minimum(errors[at], reached) * tokens).sum()) / max(1, int(tokens.sum()))
-        out.append((lead_s * (size > 0) + max(size / max(bandwidth, SLOWEST), decode_s), error))
-    return out
-
-
-def finest_bytes(table: ChunkTable, goal: Goal) -> int:
-    """Bytes of all chunks as finely as a goal allows, whatever of them is there.
-
-    Args:
-        table: The load's chunks.
-        goal: Says the ceiling.
-
-    Returns:
-        Bytes; those of documents without a blob are none.
-    """
-    finest = len(table.sizes) - 1
-    return sum(table.sizes[finest if goal.ceiling is None else min(goal.ceiling, finest)])

@@ -44,7 +44,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"api"},
     ],
     "controller": [
-        {"busy_time.py", "costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
+        {"costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
         {"estimators.py", "events.py", "policies"},
         {"chunk_table.py", "learning.py", "log.py"},
         {"coding.py", "document_state.py", "estimates.py"},
@@ -55,6 +55,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"limits.py"},
         {"planning.py"},
         {"joining.py"},
+        {"decode_lane.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},
