@@ -55,7 +55,6 @@ SHELVES: dict[str, list[set[str]]] = {
         {"limits.py"},
         {"planning.py"},
         {"joining.py"},
-        {"decode_lane.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},
