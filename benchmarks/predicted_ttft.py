@@ -3,9 +3,10 @@
 The demonstration's model answers a question over three of its documents, warm, over emulated links and over a real
 connection that the kernel shapes. The simulator plays the same load with the same sizes, settings and policy, the
 link as it was set, and the costs that the loader had measured by then. What the machine takes besides is measured in
-every round with a load over a link of 10 Gbit/s: idle time of the lanes between jobs, opening of headers, handing over.
-Lookups in the catalog are not predicted but taken as measured. One thread computes, another one fetches. Needs root for
-the shaped links. Writes ``results/predicted_ttft.json`` and draws ``results/predicted_ttft.png``.
+every round with a load over a link of 10 Gbit/s: idle time of the lanes between jobs, opening of headers, what the
+thread that steers takes with each event, handing over. Lookups in the catalog are not predicted but taken as measured.
+One thread computes, another one fetches. Needs root for the shaped links. Writes ``results/predicted_ttft.json`` and
+draws ``results/predicted_ttft.png``.
 """
 
 from __future__ import annotations
@@ -178,14 +179,18 @@ class Rounds:
         near = self._near
         connected_s, answered_s = (median(seconds) for seconds in zip(*self._first_bytes, strict=True))
         near_s = median(seconds for seconds, _ in self._near_first_bytes)
+        header_s = max(0.0, median(loaded.heads_s for loaded in near) - near_s) / len(DOCUMENTS)
+        steering = [(loaded.loop_s - header_s * len(DOCUMENTS)) / loaded.events for loaded in near]
+        event_s = max(0.0, median(steering))
         return Model(
             link=self._link,
             header_bytes=self._bench.header_bytes(self._prompts[0]),
             catalog_s=median(loaded.catalog_s for loads in self._loads.values() for loaded in loads),
             connected_s=connected_s,
             answered_s=answered_s,
-            open_s=max(0.0, median(loaded.heads_s for loaded in near) - near_s) / len(DOCUMENTS),
-            lane_s=max(0.0, median(seconds for loaded in near for seconds in loaded.idle_s)),
+            header_s=header_s,
+            event_s=event_s,
+            lane_s=max(0.0, median(seconds for loaded in near for seconds in loaded.idle_s) - event_s),
             handing_over_s=max(0.0, median(loaded.handing_over_s for loaded in near)),
             settings=self._beside.settings,
         )
@@ -214,7 +219,9 @@ class Rounds:
             "told_s": spread(told), "ratio": median(predicted) / median(measured),
             "model": {
                 name: getattr(model, name)
-                for name in ("catalog_s", "connected_s", "answered_s", "open_s", "lane_s", "handing_over_s")
+                for name in (
+                    "catalog_s", "connected_s", "answered_s", "header_s", "event_s", "lane_s", "handing_over_s",
+                )
             },
             "heads_s": {
                 "measured": median(loaded.heads_s for loaded in loads),

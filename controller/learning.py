@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from functools import partial
 from math import exp, inf, isfinite, log
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Row = tuple[float, float, float]
+    Sample = tuple[int, Row, float]  # number, row, seconds
     Array = NDArray[np.float64]
 
 DEFAULT_SPREAD = 0.5
@@ -55,7 +57,7 @@ class _Window:
     """A bounded choice of samples: the latest of each size, so that many alike do not push out the rare long one."""
 
     def __init__(self) -> None:
-        self._strata: dict[tuple[int, ...], deque[tuple[int, Row, float]]] = defaultdict(lambda: deque(maxlen=_STRATUM))
+        self._strata: dict[tuple[int, ...], deque[Sample]] = defaultdict(partial(deque, maxlen=_STRATUM))
         self._added = 0
 
     def add(self, row: Row, seconds: float) -> None:

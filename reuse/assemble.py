@@ -255,7 +255,7 @@ def link(caches: Sequence[KVCache]) -> KVCache:
         msg = "nothing to link: name at least one document"
         raise ArgumentError(msg)
     first = caches[0].meta
-    if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
+    if not all(cache.meta.shares_config(first) for cache in caches):
         msg = "caches of different models or layouts cannot be linked; encode all documents with one model"
         raise MismatchError(msg)
     placed, at = [], 0

@@ -325,7 +325,7 @@ class ShiftLearner:
         if len(alone) < 2 or prompt.tokens != sum(cache.tokens for cache in alone):  # noqa: PLR2004
             msg = "a link shift is learnt from prompts of at least two documents and their prefill"
             raise ArgumentError(msg)
-        if any(cache.meta.config_digest() != self._meta.config_digest() for cache in (*alone, prompt)):
+        if not all(cache.meta.shares_config(self._meta) for cache in (*alone, prompt)):
             msg = "a cache is of another model than the link shift that is learnt"
             raise MismatchError(msg)
         start = alone[0].tokens

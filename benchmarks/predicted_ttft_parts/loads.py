@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
-from kvwire.controller.simulator import LoadArrival, World
+from kvwire.controller.simulator import LoadArrival, Steering, World
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings, controls_of
 
@@ -51,12 +51,14 @@ class Way:
 class Loaded:
     """What a load, or several at once, took, and what was known before.
 
-    ttft_s: of each. catalog_s: until the catalog's lookups were over. log: of the controller, ``began`` on its clock.
+    ttft_s: of each. catalog_s: until the catalog's lookups were over. loop_s: processor time of the thread that steers.
+    log: of the controller, ``began`` on its clock.
     """
 
     known: Estimates
     ttft_s: tuple[float, ...]
     catalog_s: float
+    loop_s: float
     answers: tuple[Answer, ...]
     log: tuple[LogEntry, ...]
     began: float
@@ -72,6 +74,11 @@ class Loaded:
         """Seconds from the end of the catalog's lookups until the last header was known."""
         known = max(entry.now for entry in self.log if isinstance(entry.event, ev.IndexKnown))
         return known - self.began - self.catalog_s
+
+    @property
+    def events(self) -> int:
+        """How many the controller was told of, but for first bytes."""
+        return sum(not isinstance(entry.event, ev.FirstByte) for entry in self.log)
 
     @property
     def idle_s(self) -> list[float]:
@@ -126,12 +133,20 @@ class Contender:
         known = self.loader.estimates
         if self.link:
             self.link.begin()
-        began = time.monotonic()
+        loop_s, began = self._loop_s(), time.monotonic()
         answers = asyncio.run(self._ask(prompts))
-        log = tuple(self._log)
+        loop_s, log = self._loop_s() - loop_s, tuple(self._log)
         asked = [entry.now - began for entry in log if isinstance(entry.event, ev.LoadRequested)]
         times = tuple(answer.timing.ttft_s for answer in answers)
-        return Loaded(known, times, max(asked), tuple(answers), log, began)
+        return Loaded(known, times, max(asked), loop_s, tuple(answers), log, began)
+
+    def _loop_s(self) -> float:
+        """Processor time that the loader's event loop has taken so far."""
+
+        async def taken() -> float:
+            return time.thread_time()
+
+        return self.loader._session.run(taken())  # noqa: SLF001 - nobody but this benchmark asks for it
 
     async def _ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
         asks = (self.loader.ask_async(p.documents, p.question, deadline_s=self.way.deadline_s) for p in prompts)
@@ -143,8 +158,9 @@ class Model:
     """What the simulator is told besides policy, sizes and costs.
 
     catalog_s: until the catalog's lookups are over. connected_s, answered_s: seconds to the first byte of a small
-    request, over a new connection and over one that is there. header_bytes: of a load's documents. open_s: to open one
-    of them, on the machine. lane_s: see ``World``. handing_over_s: from the last chunk to the closing.
+    request, over a new connection and over one that is there. header_bytes: of a load's documents. header_s: to open
+    one of them, event_s: with each event, see ``Steering``. lane_s: see ``World``. handing_over_s: from the last chunk
+    to the closing.
     """
 
     link: Link
@@ -152,16 +168,20 @@ class Model:
     catalog_s: float
     connected_s: float
     answered_s: float
-    open_s: float
+    header_s: float
+    event_s: float
     lane_s: float
     handing_over_s: float
     settings: ctl.ControllerSettings
 
+    def received_s(self, loads: int) -> float:
+        """Seconds from the end of the lookups until the headers of some loads are here, one after another."""
+        began = self.catalog_s + self.connected_s
+        return self.link.rate.time_to(self.header_bytes * loads, began) - self.catalog_s
+
     def heads_s(self, loads: int, documents: int) -> float:
         """Seconds from the end of the lookups until all headers of some loads, of so many documents each, are known."""
-        began = self.catalog_s + self.connected_s
-        received = self.link.rate.time_to(self.header_bytes * loads, began)
-        return received - self.catalog_s + self.open_s * loads * documents
+        return self.received_s(loads) + self.header_s * loads * documents
 
     def ttft_s(
         self,
@@ -179,12 +199,15 @@ class Model:
             costs,
             rtt_s=self.answered_s,
             lane_s=self.lane_s,
+            steering=Steering(event_s=self.event_s, header_s=self.header_s),
             workers=self.settings.workers,
             decode_threads=self.settings.decode_threads,
         )
         goal = way.goal
         if goal.deadline_s is not None:
             goal = replace(goal, deadline_s=goal.deadline_s - self.catalog_s)
-        heads_s = self.heads_s(len(inputs), len(inputs[0]))
-        arrivals = [LoadArrival(self.catalog_s, tuple(documents), goal, query_tokens, heads_s) for documents in inputs]
+        arrivals = [
+            LoadArrival(self.catalog_s, tuple(documents), goal, query_tokens, self.received_s(number))
+            for number, documents in enumerate(inputs, 1)
+        ]
         return [self.catalog_s + outcome.ttft_s + self.handing_over_s for outcome in world.run(arrivals)]

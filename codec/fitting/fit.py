@@ -215,7 +215,7 @@ def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width
         msg = f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}"
         raise ArgumentError(msg)
     first = caches[0].meta
-    if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
+    if not all(cache.meta.shares_config(first) for cache in caches):
         msg = "calibration caches must all come from one model with one layout"
         raise MismatchError(msg)
     if statistics and {len(statistics.query_metric), len(statistics.value_metric)} != {len(first.layers)}:

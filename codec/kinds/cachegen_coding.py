@@ -287,7 +287,7 @@ def fit_cachegen_profile(caches: Sequence[KVCache]) -> CacheGenProfile:
         msg = "a CacheGen profile needs at least one calibration cache of two tokens or more"
         raise ArgumentError(msg)
     meta = caches[0].meta
-    if any(cache.meta.config_digest() != meta.config_digest() for cache in caches):
+    if not all(cache.meta.shares_config(meta) for cache in caches):
         msg = "calibration caches must all come from one model with one layout"
         raise MismatchError(msg)
     blocks = blocks_of(meta.layers)

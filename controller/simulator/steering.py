@@ -25,34 +25,33 @@ class Steering:
     Attributes:
         event_s: With each event, but for first bytes, which are only noted.
         decided_s: With each event besides that leads to instructions: most of them are plans.
-        chunk_s: With each event besides, for each chunk of the loads under way.
+        header_s: With each header besides, before the controller hears of it: opening it.
         request_s: With each request besides: sending it and taking its answer in.
     """
 
     event_s: float = 0.0
     decided_s: float = 0.0
-    chunk_s: float = 0.0
+    header_s: float = 0.0
     request_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse times that cannot be."""
-        figures = (self.event_s, self.decided_s, self.chunk_s, self.request_s)
+        figures = (self.event_s, self.decided_s, self.header_s, self.request_s)
         if not all(isfinite(figure) and figure >= 0 for figure in figures):
             msg = f"steering takes finite times of at least 0 s, got {self}"
             raise ArgumentError(msg)
 
-    def delays(self, event: ev.Event, chunks: int, instructions: Sequence[ev.Instruction]) -> list[float]:
+    def delays(self, event: ev.Event, instructions: Sequence[ev.Instruction]) -> list[float]:
         """Work out what one event takes.
 
         Args:
             event: The event.
-            chunks: Of the loads under way.
             instructions: That it led to.
 
         Returns:
             Seconds until it is decided, then until each instruction is carried out.
         """
-        decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s + self.chunk_s * chunks
+        decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s
         decided += self.decided_s if instructions else 0.0
         requests = accumulate((isinstance(each, ev.Fetch) for each in instructions), initial=0)
         return [decided + self.request_s * number for number in requests]
@@ -73,6 +72,7 @@ class Inbox:
         """Start empty and free."""
         self.free_at = 0.0
         self._waiting: deque[tuple[ev.Event, float, Flow | None]] = deque()
+        self._is_opened = False  # the header that the first one tells of
 
     def __len__(self) -> int:
         """Number of events that wait."""
@@ -96,17 +96,22 @@ class Inbox:
         """
         self._waiting = deque(each for each in self._waiting if each[2] is None or each[2].fetch.chunk != chunk)
 
-    def take(self, now: float) -> tuple[ev.Event, Flow | None] | None:
+    def take(self, now: float, header_s: float = 0.0) -> tuple[ev.Event, Flow | None] | None:
         """Take the next event out; to whom decodes report, their lanes are busy until then.
 
         Args:
             now: The instant.
+            header_s: See ``Steering``: so long the driver is busy before an index is known.
 
         Returns:
             The event, and of which flow it is the end; None where nothing waits or the driver is busy.
         """
         if not self._waiting or now < self.free_at:
             return None
+        if header_s and isinstance(self._waiting[0][0], ev.IndexKnown) and not self._is_opened:
+            self._is_opened, self.free_at = True, now + header_s
+            return None
+        self._is_opened = False
         event, happened, flow = self._waiting.popleft()
         if isinstance(event, ev.DecodeDone):
             event = replace(event, seconds=event.seconds + now - happened)

@@ -177,15 +177,14 @@ class World:
 
     def _serve(self) -> None:
         """Have the controller handle what the driver can hear of by now; instructions come when it has decided."""
-        while taken := self._inbox.take(self._now):
+        while taken := self._inbox.take(self._now, self._steering.header_s):
             event, flow = taken
             if isinstance(event, ev.ChunkArrived) and flow:
                 run = self._runs[event.chunk.load]
                 run.here[event.chunk] = event.level
                 run.corrupt.update([event.chunk] if flow.corrupt else ())
             instructions = self._controller.handle(event, self._now)
-            open_runs = (run for run in self._runs.values() if run.outcome is None and run.arrival.at <= self._now)
-            delays = self._steering.delays(event, sum(run.chunks for run in open_runs), instructions)
+            delays = self._steering.delays(event, instructions)
             self._inbox.free_at = self._now + delays[-1]
             for instruction, delay_s in zip(instructions, delays[1:], strict=True):
                 if delay_s:

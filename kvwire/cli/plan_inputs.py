@@ -235,7 +235,7 @@ class Sources:
     def _check_fits(self, name: str, info: BlobInfo) -> None:
         """Raise MismatchError where a blob is of another model than the one that costs are of."""
         wrong = ""
-        if self._corpus and info.meta.config_digest() != self._corpus.meta.config_digest():
+        if self._corpus and not info.meta.shares_config(self._corpus.meta):
             wrong = f"{name} was encoded by model {info.meta.model_id!r}, this is {self._corpus.meta.model_id!r}"
         if self._options.machine:
             shape = self._options.modelled()[1]

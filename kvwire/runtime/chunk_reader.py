@@ -9,7 +9,6 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvwire.codec import BlobDecoder, level_index
-from kvwire.codec.format.container import parse_header
 from kvwire.errors import ArgumentError, KvwireError, MismatchError
 from kvwire.runtime.chunk_settings import FINEST, LOSSLESS
 from kvwire.store.listing import ahead
@@ -230,8 +229,8 @@ class ChunkReader:
         if info.prefix_layers and not info.levels[level].lossless:
             msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
             raise MismatchError(msg)
-        header = parse_header(reader.head) if isinstance(reader.head, bytes) else reader.head
-        if header.kept_bits or info.neutral_prefix or info.soft_tokens:
+        header = reader.parsed
+        if header is None or header.kept_bits or info.neutral_prefix or info.soft_tokens:
             msg = "it is pruned, or was computed behind a neutral prefix or with soft tokens: its rows begin no prompt"
             raise MismatchError(msg)
         profile = self.corpus.profile_of(document, level)

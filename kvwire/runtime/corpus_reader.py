@@ -127,7 +127,7 @@ class CorpusReader:
             msg = f"{document_id!r} has {info.tokens} tokens: leave out 0 to {info.tokens - 1} of them, not {first}"
             raise ArgumentError(msg)
         profile, at = self.profile_of(entry, index), None if offset is None else offset - first
-        decoder = BlobDecoder(reader.head, profile, device=device, dtype=dtype, offset=at, level=index)
+        decoder = BlobDecoder(reader.parsed or b"", profile, device=device, dtype=dtype, offset=at, level=index)
         for chunk in info.chunks_of(first, info.tokens):
             reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
             segments = [reader.check(*read) if reader.check else read[1] for read in reads]
@@ -351,7 +351,7 @@ class CorpusReader:
             msg = f"the blob of {entry.document_id!r} is not the one that the catalog names; encode the document again"
             raise CorruptError(msg)
         theirs, ours = info.meta, self.meta
-        if theirs.config_digest() != ours.config_digest():
+        if not theirs.shares_config(ours):
             msg = (
                 f"the blob was encoded by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
                 f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "

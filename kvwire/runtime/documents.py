@@ -107,7 +107,7 @@ class DocumentHandle:
             KvwireError: The blob cannot be decoded; see ``BlobDecoder``.
         """
         self.decoder = BlobDecoder(
-            self.reader.head, self.profile, out=out, offset=offset, hidden=hidden, backend=backend
+            self.reader.parsed or b"", self.profile, out=out, offset=offset, hidden=hidden, backend=backend
         )
         return self.decoder
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvwire.codec import read_header
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.documents import CHANGED, DocumentHandle, LengthChangedError, Timeouts
 from kvwire.runtime.finder import beside
@@ -109,7 +108,7 @@ class HeaderReader:
                 return await self.open(newer)
             document.fall_back(str(error))
             if document.token_ids is None:
-                document.token_ids = self._ids_of(document.reader.head, document.entry)
+                document.token_ids = self._ids_of(document.reader.parsed, document.entry)
             if document.token_ids is None:
                 document.token_ids = await self._stored_text(document, document.entry)
             if document.token_ids is None:
@@ -174,11 +173,9 @@ class HeaderReader:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    def _ids_of(self, header: bytes | Header, entry: CatalogEntry) -> tuple[int, ...] | None:
+    def _ids_of(self, header: Header | None, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from a header whose blob is of no use otherwise, where they are the ones that the catalog names."""
-        if not header:
-            return None
-        ids = (read_header(header) if isinstance(header, bytes) else header.info).token_ids
+        ids = header.info.token_ids if header else None
         return ids if ids is not None and self._fits(ids, entry) else None
 
     def _fits(self, ids: tuple[int, ...], entry: CatalogEntry) -> bool:

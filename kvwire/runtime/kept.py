@@ -269,7 +269,7 @@ class RepairKeeper:
             msg = f"kept rows {part.sha256[:12]} are not those of their entry"
             raise CorruptError(msg)
         level = level_index(info, None)
-        decoder = BlobDecoder(reader.head, profile, offset=None, level=level, max_tokens=count)
+        decoder = BlobDecoder(reader.parsed or b"", profile, offset=None, level=level, max_tokens=count)
         for chunk in range(info.chunks):
             reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, level)]
             decoder.decode_chunk(chunk, [reader.check(*read) if reader.check else read[1] for read in reads], level)

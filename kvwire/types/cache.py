@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 import numpy as np
@@ -98,17 +98,41 @@ class CacheMeta:
         A model's name does not count where its weights are known: the same model in another folder is the same. Nor
         does the dtype: a blob decodes into any.
         """
-        fields = asdict(self)
-        for name in ("positions", "offset", "token_digest", "dtype", *(["model_id"] if self.model_revision else [])):
-            del fields[name]
-        for rope in fields["ropes"]:  # processors may differ in a frequency's last bit
-            rope["inv_freq"] = [f"{value:.5e}" for value in rope["inv_freq"]]
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        told: dict[str, object] = {name: getattr(self, name) for name in self._shared}
+        told["layers"] = [_plain(layer) for layer in self.layers]
+        told["ropes"] = [
+            {**_plain(rope), "inv_freq": [f"{value:.5e}" for value in rope.inv_freq]}  # their last bits may differ
+            for rope in self.ropes
+        ]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    def shares_config(self, other: CacheMeta) -> bool:
+        """Whether two caches may be linked into one prompt: whether their ``config_digest`` is the same.
+
+        Args:
+            other: Of the other cache.
+
+        Returns:
+            True where they may. Where all that counts is equal, no digest is worked out.
+        """
+        mine, theirs = ([getattr(each, name) for name in self._shared] for each in (self, other))
+        return mine == theirs or self.config_digest() == other.config_digest()
+
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        """Names of the fields that count."""
+        named = () if self.model_revision else ("model_id",)
+        return (*named, "model_revision", "tokenizer_digest", "layers", "ropes")
 
     @property
     def elements_per_token(self) -> int:
         """Numbers cached for one token, keys and values of all layers."""
         return sum(layer.key_width + layer.value_width for layer in self.layers)
+
+
+def _plain(described: LayerSpec | RopeRegime) -> dict[str, object]:
+    """Its fields by name; their values are plain."""
+    return {field.name: getattr(described, field.name) for field in fields(described)}
 
 
 def plain_token_ids(token_ids: Iterable[SupportsIndex]) -> tuple[int, ...]:

@@ -123,11 +123,6 @@ class JoinedBlob:
                 self._own += [(reader, segment) for segment in row]
         return joined
 
-    @property
-    def head(self) -> bytes | Header:
-        """The joined header, parsed; nothing before it was read."""
-        return self.parsed or b""
-
     def _read_part(self, number: int, reader: BlobReader, data: bytes) -> BlobInfo:
         part = self._parts[number]
         try:

@@ -288,13 +288,8 @@ class BlobReader(Protocol):
     """Takes a segment as it was stored, gives its content or raises CorruptError; None: the CRC-32 decides."""
 
     @property
-    def head(self) -> bytes | Header:
-        """The blob's plain header, once it was read: as it is stored, or parsed where several were joined."""
-        ...
-
-    @property
     def parsed(self) -> Header | None:
-        """The same, parsed; None before it was read."""
+        """The blob's plain header, parsed; None before it was read."""
         ...
 
     def read_header(self, data: bytes) -> BlobInfo:
@@ -316,7 +311,6 @@ class PlainBlob:
 
     def __init__(self) -> None:
         """Nothing was read yet."""
-        self.head = b""
         self.parsed: Header | None = None
 
     def read_header(self, data: bytes) -> BlobInfo:
@@ -329,9 +323,7 @@ class PlainBlob:
             The blob's description.
         """
         self.parsed = parse_header(data)
-        info = self.parsed.info
-        self.head = data[: info.header_bytes]
-        return info
+        return self.parsed.info
 
 
 class SealedBlob:

@@ -190,7 +190,7 @@ def test_a_segment_before_the_head_is_a_mistake_of_the_caller():
 def test_a_plain_reader_reads_plain_blobs(blob):
     reader = PlainBlob()
     assert reader.read_header(blob) == inspect(blob)
-    assert reader.head == blob[: read_header(blob).header_bytes]
+    assert reader.parsed.info == read_header(blob)
     with pytest.raises(CorruptError):
         reader.read_header(KEYS.seal_blob(blob))
 

@@ -160,7 +160,7 @@ def test_as_many_requests_are_open_as_bandwidth_times_round_trip_needs(bytes_s, 
     assert min(needed, settings.max_in_flight) <= most_open <= min(1.2 * allowed + 3, settings.max_in_flight)
 
 
-STEERING = Steering(event_s=2e-3, chunk_s=1e-5, request_s=1e-3)
+STEERING = Steering(event_s=2e-3, header_s=3e-3, request_s=1e-3)
 
 
 def steered(steering, seed=0, policy="adaptive", **changed):
@@ -182,6 +182,7 @@ def test_a_driver_hears_of_one_event_after_another(seed):
     for entry, later in pairwise(log):
         requests = sum(isinstance(each, ev.Fetch) for each in entry.instructions)
         heard = 0.0 if isinstance(entry.event, ev.FirstByte) else STEERING.event_s
+        heard += STEERING.header_s if isinstance(later.event, ev.IndexKnown) else 0.0
         assert later.now - entry.now >= heard + STEERING.request_s * requests - 1e-9
 
 
@@ -193,12 +194,12 @@ def test_instructions_come_when_the_controller_has_decided():
     assert all(began == pytest.approx(decided[chunk] + 0.01) for chunk, began in asked.items())
 
 
-def test_steering_costs_time_the_more_the_more_chunks_there_are():
+def test_steering_costs_time_the_more_the_more_headers_are_opened():
     ends = []
-    for steering in (Steering(), Steering(event_s=1e-3), Steering(event_s=1e-3, chunk_s=1e-3)):
+    for steering in (Steering(), Steering(event_s=1e-3), Steering(event_s=1e-3, header_s=0.05)):
         (outcome,), _ = steered(steering, trouble=Trouble(), asked=(0.0,), goal=Goal())
         ends.append(outcome.ttft_s)
-    assert ends[0] < ends[1] < ends[2]
+    assert ends[0] < ends[1] < ends[2] - 0.05
 
 
 def test_an_answer_that_is_cancelled_before_its_end_is_heard_of_never_ends():
@@ -221,7 +222,7 @@ def test_an_answer_that_is_cancelled_before_its_end_is_heard_of_never_ends():
     assert [each.chunk for each in heard if isinstance(each, ev.ChunkArrived)] == [B]
 
 
-@pytest.mark.parametrize("wrong", [{"event_s": -1.0}, {"chunk_s": float("nan")}, {"request_s": float("inf")}])
+@pytest.mark.parametrize("wrong", [{"event_s": -1.0}, {"header_s": float("nan")}, {"request_s": float("inf")}])
 def test_steering_that_cannot_be_is_refused(wrong):
     with pytest.raises(ArgumentError, match="steering"):
         Steering(**wrong)
