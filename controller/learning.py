@@ -31,7 +31,10 @@ _STRATUM = 8
 _HALF_LIFE = 16.0  # samples after which one weighs half
 _LEAST_WEIGHT = 0.25  # of the only sample of its size, however old
 _PRIOR_WEIGHT = 0.5  # of a sample, in the scale: one sample outvotes a guess, two outvote what is known
-_RIDGE = 0.0003  # (noise of a sample over the relative error of a prior's coefficients) squared
+_NOISES = 0.0001 * 4.0 ** np.arange(7).repeat(3)  # variances of a sample's relative error: 1 % to 64 %
+_USUAL_NOISE, _USUAL_WEIGHT = 0.0025, 1.0  # 5 %, as if so many samples had shown it
+_DOUBTS = np.tile((1.0, 30.0, 1000.0), 7)  # with each, variances of coefficients in units of what a prior leaves open
+_LOG_NOISES, _RIDGES = np.log(_NOISES), (_NOISES / _DOUBTS)[:, None]
 _FLOOR = 0.1  # share of a sample's time that a coefficient may explain though the prior says 0
 _MOST_RATIO = 64  # of one measurement to what was expected; the next may go on from there
 _ROUNDS = 3
@@ -83,6 +86,12 @@ class _Window:
     def added(self) -> int:
         """Samples taken in so far, those that are gone included."""
         return self._added
+
+    def are_usual(self, count: int) -> bool:
+        """Whether each of the latest so many samples is of a size that an earlier one had."""
+        before = self._added - count
+        latest = (stratum for stratum in self._strata.values() if stratum[-1][0] >= before)
+        return all(stratum[0][0] < before for stratum in latest)
 
     def arrays(self) -> tuple[Array, Array, Array]:
         """Rows ``[samples, 3]``, seconds and weights ``[samples]``, oldest first."""
@@ -163,7 +172,9 @@ class _Learner:
     def _refit(self) -> None:
         rows, seconds, weights = self._window.arrays()
         fit = _ridge(rows, seconds, weights, self._scaled_prior(rows, seconds, weights))
-        drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
+        # Of sizes that are new the shape may be what is wrong.
+        usual = self._window.are_usual(_DRIFT_SAMPLES)
+        drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights) if usual else 0.0
         if drift:
             self._window.rescale(exp(drift))
         self._fitted, self._unfitted, self._is_due = _rounded(fit * exp(drift)), 0, False
@@ -400,14 +411,35 @@ def _ridge(rows: Array, seconds: Array, weights: Array, prior: Array) -> Array:
         inverse = 1 / np.maximum(expected, _SHORTEST_S)
         errors = np.abs(expected - seconds) * inverse
         knee = max(1.5 * _median(errors, weights), _KNEE)
-        root = inverse * np.sqrt(weights * np.minimum(1.0, knee / np.maximum(errors, _KNEE)))
+        trust = weights * np.minimum(1.0, knee / np.maximum(errors, _KNEE))
+        root = inverse * np.sqrt(trust)
         # In units of the prior's own uncertainty the ridge is the same for all three.
         scaled = rows * (width * root[:, None])
-        normal = scaled.T @ scaled
-        normal += (_RIDGE + _ROUNDING * float(normal.trace())) * _UNIT
-        unit = _non_negative(normal, scaled.T @ (seconds * root) + _RIDGE * centre)
+        off = seconds * root - scaled @ centre
+        unit = _likeliest(scaled.T @ scaled, scaled.T @ off, centre, float(off @ off), float(trust.sum()))
         expected = rows @ (unit * width)
     return unit * width
+
+
+def _likeliest(normal: Array, target: Array, centre: Array, off: float, samples: float) -> Array:
+    """Solve normal equations around a prior, with the noise and the doubt of it that make the samples most likely.
+
+    What few samples show, or such as are alike, is rather noise than a shape unlike the prior's (MacKay, "Bayesian
+    Interpolation", Neural Computation 4, 1992).
+
+    normal, target: In units of the prior's uncertainty ``[3, 3]``, ``[3]``. centre: The prior ``[3]``. off: Squared
+    relative errors of the prior, weighted. samples: How many, weighted. Returns what is not negative ``[3]``.
+    """
+    spans, turned = np.linalg.eigh(normal)
+    parts = target @ turned
+    spans = np.maximum(spans, _ROUNDING * float(spans[-1]))
+    left = off + _USUAL_WEIGHT * _USUAL_NOISE - (parts**2 / (spans + _RIDGES)).sum(axis=1)
+    unlikely = (samples + _USUAL_WEIGHT) * _LOG_NOISES + np.log1p(spans / _RIDGES).sum(axis=1) + left / _NOISES
+    ridge = float(_RIDGES[unlikely.argmin(), 0])
+    unit: Array = centre + turned @ (parts / (spans + ridge))
+    return (
+        unit if (unit >= 0).all() else _non_negative(normal + ridge * _UNIT, target + normal @ centre + ridge * centre)
+    )
 
 
 def _non_negative(normal: Array, target: Array) -> Array:
