@@ -32,7 +32,7 @@ from kvwire.controller.joining import Joiner
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SPARE
 from kvwire.controller.policies.base import SLOWEST
-from kvwire.controller.policies.refining import decodable
+from kvwire.controller.policies.refining import decodable, lowered
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
@@ -58,7 +58,28 @@ class DecodeLane(Joiner):
         """Decode what arrived and is not valid yet, in one batch."""
         if load.table.counts[ARRIVED] and self.lanes.is_free("decode"):
             places = (place for place in load.having(ARRIVED) if not place[0].waits_for_prefix)
-            self.start_decode(load, [*islice(places, self._batch(load, now))], DECODING, now, out)
+            batch = [*islice(places, self._batch(load, now))]
+            if load.due < inf and self._policy.preemptible:
+                batch = self._hurried(load, batch, now)
+            self.start_decode(load, batch, DECODING, now, out)
+
+    def _hurried(self, load: Load, batch: list[Place], now: float) -> list[Place]:
+        """A batch, to be decoded to no finer levels than leave time for all that is to become valid with the link."""
+        table, cost = load.table, self.costs_among_many(load).decode
+        left_s = (self._cut(load) - now) / self._estimates.decode.high
+        fetched = sum(fetch.decode_s for fetch in self.link.fetches.values() if fetch.chunk.load == load.number)
+        count, tokens, size = table.arrived()
+        if cost.base_s * count + cost.token_s * tokens + cost.byte_s * size + fetched <= left_s:
+            return batch
+        at = np.fromiter(table.having(ARRIVED, FETCHING), np.int64)
+        level, sizes = table.look("level")[at], table.sizes_by_level()[:, at]
+        floor = np.where(table.look("layered")[at], np.minimum(level, load.goal.floor), level)
+        to = lowered(
+            left_s, level, floor, tokens=table.look("tokens")[at], sizes=sizes,
+            errors=table.errors_by_level()[:, at], cost=cost,
+        )  # fmt: skip
+        chosen = dict(zip(at.tolist(), to.tolist(), strict=True))
+        return self._lowered(load, [(place, chosen[place[0].start + place[1]]) for place in batch])
 
     def _batch(self, load: Load, now: float) -> int:
         """Chunks to decode in one go: fewer where the link waits for them, since only what is valid becomes finer.

@@ -31,9 +31,9 @@ _STRATUM = 8
 _HALF_LIFE = 16.0  # samples after which one weighs half
 _LEAST_WEIGHT = 0.25  # of the only sample of its size, however old
 _PRIOR_WEIGHT = 0.5  # of a sample, in the scale: one sample outvotes a guess, two outvote what is known
-_NOISES = 0.0001 * 4.0 ** np.arange(7).repeat(3)  # variances of a sample's relative error: 1 % to 64 %
-_USUAL_NOISE, _USUAL_WEIGHT = 0.0025, 1.0  # 5 %, as if so many samples had shown it
-_DOUBTS = np.tile((1.0, 30.0, 1000.0), 7)  # with each, variances of coefficients in units of what a prior leaves open
+_NOISES = 2.5e-5 * 4.0 ** np.arange(8).repeat(3)  # variances of a sample's relative error: 0.5 % to 64 %
+_USUAL_NOISE, _USUAL_WEIGHT = 0.0025, 0.5  # 5 %, as if so many samples had shown it
+_DOUBTS = np.tile((1.0, 30.0, 1000.0), 8)  # with each, variances of coefficients in units of what a prior leaves open
 _LOG_NOISES, _RIDGES = np.log(_NOISES), (_NOISES / _DOUBTS)[:, None]
 _FLOOR = 0.1  # share of a sample's time that a coefficient may explain though the prior says 0
 _MOST_RATIO = 64  # of one measurement to what was expected; the next may go on from there
@@ -41,6 +41,7 @@ _ROUNDS = 3
 _ROUNDING = 1e-12  # keeps what is to be solved regular
 _KNEE = 0.05  # relative errors up to this are no outliers
 _DRIFT_SAMPLES = 3
+_MUCH = 2.0  # times the largest size so far: what takes long may be the size
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
 _MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
@@ -86,12 +87,6 @@ class _Window:
     def added(self) -> int:
         """Samples taken in so far, those that are gone included."""
         return self._added
-
-    def are_usual(self, count: int) -> bool:
-        """Whether each of the latest so many samples is of a size that an earlier one had."""
-        before = self._added - count
-        latest = (stratum for stratum in self._strata.values() if stratum[-1][0] >= before)
-        return all(stratum[0][0] < before for stratum in latest)
 
     def arrays(self) -> tuple[Array, Array, Array]:
         """Rows ``[samples, 3]``, seconds and weights ``[samples]``, oldest first."""
@@ -172,9 +167,7 @@ class _Learner:
     def _refit(self) -> None:
         rows, seconds, weights = self._window.arrays()
         fit = _ridge(rows, seconds, weights, self._scaled_prior(rows, seconds, weights))
-        # Of sizes that are new the shape may be what is wrong.
-        usual = self._window.are_usual(_DRIFT_SAMPLES)
-        drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights) if usual else 0.0
+        drift = _drift(rows, np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
         if drift:
             self._window.rescale(exp(drift))
         self._fitted, self._unfitted, self._is_due = _rounded(fit * exp(drift)), 0, False
@@ -356,6 +349,11 @@ class ClosingEstimator:
         return self._recent.value
 
     @property
+    def unsure_s_per_token(self) -> float:
+        """Seconds per prompt token that most closings take at most beyond that: two standard deviations."""
+        return 2 * self._recent.deviation
+
+    @property
     def is_measured(self) -> bool:
         """Whether any load was closed yet."""
         return self._recent.is_measured
@@ -437,9 +435,10 @@ def _likeliest(normal: Array, target: Array, centre: Array, off: float, samples:
     unlikely = (samples + _USUAL_WEIGHT) * _LOG_NOISES + np.log1p(spans / _RIDGES).sum(axis=1) + left / _NOISES
     ridge = float(_RIDGES[unlikely.argmin(), 0])
     unit: Array = centre + turned @ (parts / (spans + ridge))
-    return (
-        unit if (unit >= 0).all() else _non_negative(normal + ridge * _UNIT, target + normal @ centre + ridge * centre)
-    )
+    if (unit >= 0).all():
+        return unit
+    held = normal + ridge * _UNIT
+    return _non_negative(held, target + held @ centre)
 
 
 def _non_negative(normal: Array, target: Array) -> Array:
@@ -462,10 +461,11 @@ def _widths(rows: Array, seconds: Array, prior: Array) -> Array:
     return widths
 
 
-def _drift(residuals: Array, weights: Array) -> float:
+def _drift(rows: Array, residuals: Array, weights: Array) -> float:
     """Logarithm by which all of the latest samples, oldest first, show the machine to be slower than the fit."""
-    if len(residuals) < _SETTLED_SAMPLES:
+    latest, earlier = rows[-_DRIFT_SAMPLES:], rows[:-_DRIFT_SAMPLES]
+    if len(residuals) < _SETTLED_SAMPLES or (latest > _MUCH * earlier.max(axis=0)).any():
         return 0.0  # the shape may be what is wrong
-    latest = sorted(map(float, residuals[-_DRIFT_SAMPLES:]))[_DRIFT_SAMPLES // 2]
+    slower = sorted(map(float, residuals[-_DRIFT_SAMPLES:]))[_DRIFT_SAMPLES // 2]
     noise = 3 * _median(np.abs(residuals), weights)
-    return latest if abs(latest) > max(noise, _LEAST_DRIFT) else 0.0
+    return slower if abs(slower) > max(noise, _LEAST_DRIFT) else 0.0

@@ -152,9 +152,11 @@ class Limits(Resources):
         return self._settings.reserve_s * min(1.0, _STEADY + off / _UNSTEADY)
 
     def _closing_s(self, load: Load) -> float:
-        """Seconds to keep for a load's closing: many times what is expected where a pass had to be stopped lately."""
+        """Seconds to keep for a load's closing, as most take: many times that where a pass had to be stopped lately."""
         seconds = self.costs_of(load).closing_s(load.prompt_tokens)
-        return seconds * _SLOWEST_PASS if self.lanes.was_interrupted(self._now) else seconds
+        if self.lanes.was_interrupted(self._now):
+            return seconds * _SLOWEST_PASS
+        return seconds + self._estimates.closing.unsure_s_per_token * load.prompt_tokens
 
     def _cuts(self) -> dict[int, tuple[float, float]]:
         """For each load its cut, and the instant by which it must be done with the link.
@@ -183,8 +185,7 @@ class Limits(Resources):
         # What is not valid makes a load late, what could become finer does not.
         reserve_s = self._steady_reserve_s * _UNBEGUN if load.table.counts[PLANNED] else self._reserve_s
         own_s = load.due - now - reserve_s
-        if self.lanes.was_interrupted(now):
-            own_s -= max(0.0, self._closing_s(load) - closing_s)
+        own_s -= max(0.0, self._closing_s(load) - closing_s)
         if len(self._loads) > 1:
             own_s = min(own_s, min(self._cuts()[load.number]) - now + closing_s)
         if load.came is not None:

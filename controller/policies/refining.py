@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -238,6 +239,31 @@ def decodable(
         if steps.more_s[at] <= room_s and chosen[chunk] == steps.start[at]:
             chosen[chunk], room_s = steps.to[at], room_s - float(steps.more_s[at])
     return chosen
+
+
+def lowered(
+    left_s: float, level: Ints, floor: Ints, *, tokens: Ints, sizes: Ints, errors: Floats, cost: DecodeCost
+) -> Ints:
+    """Choose what chunks that nobody may do without are decoded to where not all of what came can be valid in time.
+
+    All have their floor; what is left goes to the steps that remove most error per second, see ``decodable``.
+
+    Args:
+        left_s: Seconds of decoding that there are.
+        level: Levels that came, or will ``[m]``.
+        floor: Levels that they must have, no finer ``[m]``.
+        tokens: Of each ``[m]``.
+        sizes: Bytes up to each level ``[L, m]``.
+        errors: Once decoded up to each level ``[L, m]``.
+        cost: Of decoding a chunk among many.
+
+    Returns:
+        Levels in the end; ``level`` where there is time for all ``[m]``.
+    """
+    at_floor = sizes[floor, np.arange(len(floor))]
+    floor_s = cost.base_s * len(floor) + cost.token_s * float(tokens.sum()) + cost.byte_s * float(at_floor.sum())
+    more, finer = np.maximum(sizes - at_floor, 0), replace(cost, base_s=0.0, token_s=0.0)
+    return decodable(left_s - floor_s, floor, level, tokens=tokens, sizes=more, errors=errors, cost=finer)
 
 
 class _Steps(NamedTuple):

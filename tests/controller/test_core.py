@@ -160,6 +160,20 @@ def test_where_bytes_take_longer_to_decode_than_believed_no_chunk_stays_at_its_b
     assert outcome.levels[0] == 0
 
 
+@pytest.mark.parametrize("share_s", [0.01, 0.014])
+@pytest.mark.parametrize("slower", [1.5, 2.0])
+@pytest.mark.parametrize("rate", [20, 500])
+@pytest.mark.parametrize("chunks", [16, 40])
+def test_where_decoding_is_slower_than_believed_all_is_decoded_more_coarsely_than_it_came(
+    chunks, rate, slower, share_s
+):
+    costs, true = (replace(COSTS, decode=DecodeCost(0.001 * by, 1e-5 * by, 1e-7 * by)) for by in (1.0, slower))
+    goal, text = quality(share_s * chunks), document(chunks, text=False)
+    coarsest, _ = one(goal, rate * MB, text, costs=costs, true=true, decode_batch=4, policy=Fixed(0))
+    outcome, _ = one(goal, rate * MB, text, costs=costs, true=true, decode_batch=4)
+    assert outcome.in_time == coarsest.in_time
+
+
 def test_a_refinement_that_is_late_is_cancelled_and_the_load_is_in_time():
     uneven = DocumentPlanInput((256,), ((12_800, 1_280_000),), has_text=False)
     steps = ByHand(quality(0.5), uneven, prior=0.4 * MB, stall_s=10.0)

@@ -182,6 +182,41 @@ def test_decoding_is_learnt_alone_and_in_batches():
     assert estimator.known == 8
 
 
+def sizes(rng, kind):
+    """Tokens and bytes of the batches of loads: coarse levels first, then finer ones as well."""
+    coarse = [(512, int(12_000 * rng.uniform(0.8, 1.2))) for _ in range(60)]
+    finer = [(512, int(float(rng.choice([12_000, 40_000, 100_000])) * rng.uniform(0.8, 1.2))) for _ in range(40)]
+    return coarse if kind == "coarse" else coarse + finer
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1, 0.3])
+@pytest.mark.parametrize("speed", [1.0, 3.5])
+def test_batches_that_are_alike_do_not_bend_the_shape_that_was_measured_before(noise, speed):
+    """Else the first load at a finer level is expected to take twice as long, or half as long, as it does."""
+    prior = DecodeCost(0.002, 2e-5, 2.5e-7)
+    off = []
+    for seed in range(20):
+        rng, estimator = np.random.default_rng(seed), DecodeEstimator(prior)
+        for tokens, size in sizes(rng, "coarse"):
+            estimator.add(tokens, size, speed * prior.seconds(tokens, size) * float(rng.lognormal(0, noise)))
+        off.append(log(estimator.cost.seconds(512, 100_000) / (speed * prior.seconds(512, 100_000))))
+    assert np.sqrt(np.mean(np.square(off))) < 0.35
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1])
+def test_another_shape_is_learnt_as_soon_as_sizes_differ(noise):
+    """What takes ten times as long as batches of other sizes is no outlier, and no change of the machine's speed."""
+    true = DecodeCost(0.002, 1e-6, 6e-7)
+    off = []
+    for seed in range(20):
+        rng, estimator = np.random.default_rng(seed), DecodeEstimator(DecodeCost(0.002, 4e-5, 2.5e-8))
+        for number, (tokens, size) in enumerate(sizes(rng, "both")):
+            if number >= 64:
+                off.append(log(estimator.cost.seconds(tokens, size) / true.seconds(tokens, size)))
+            estimator.add(tokens, size, true.seconds(tokens, size) * float(rng.lognormal(0, noise)))
+    assert np.sqrt(np.mean(np.square(off))) < noise
+
+
 def test_free_decoding_is_a_prior_like_any_other():
     estimator = DecodeEstimator(DecodeCost(0, 0))
     assert estimator.cost.seconds(256, 1000) == 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import DecodeCost
-from kvwire.controller.policies.refining import decodable
+from kvwire.controller.policies.refining import decodable, lowered
 
 COST = DecodeCost(0.002, 2e-6, 1.4e-10)
 
@@ -117,3 +117,24 @@ def test_where_nothing_came_nothing_is_decoded(threads):
     nothing = np.zeros(0, np.int64)
     found = chosen_of(1.0, nothing, nothing, nothing, np.zeros((5, 0), np.int64), np.zeros((5, 0)), threads=threads)
     assert not len(found)
+
+
+@settings(max_examples=200)
+@given(rows=ROWS, left_s=st.floats(-0.001, 0.06))
+def test_chunks_that_nobody_may_do_without_have_their_floor_and_the_rest_of_the_time(rows, left_s):
+    floor, level, tokens, sizes, errors = columns(rows)
+    chosen = lowered(left_s, level, floor, tokens=tokens, sizes=sizes, errors=errors, cost=COST)
+    assert ((floor <= chosen) & (chosen <= level)).all()
+
+    def all_s(levels):
+        each = [COST.seconds(tokens[at], int(sizes[to, at])) for at, to in enumerate(levels)]
+        return sum(each)
+
+    if all_s(level) <= left_s:
+        assert (chosen == level).all()
+    elif all_s(floor) <= left_s:
+        assert all_s(chosen) <= left_s * (1 + 1e-9)
+        # No single step more has time, unless a chunk's next one removes more per second and has none.
+        assert (chosen < level).any()
+    else:
+        assert (chosen == floor).all()
