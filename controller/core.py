@@ -148,7 +148,7 @@ class Controller:
                 self._came, self._is_full = True, False
                 return False
             case ev.FirstByte():
-                self._wakes = None if self._dispatch.link.first_byte(event.seconds) else self._wakes
+                self._wakes = None if self._dispatch.link.first_byte(event.seconds, now) else self._wakes
                 self._is_full = False
                 return False
             case ev.DecodeDone(chunks, seconds):
@@ -182,6 +182,10 @@ class Controller:
                 self._dispatch.repaired(event, self._load(load), now)
             case ev.Tick():
                 self._dispatch.watch(now)
+            case ev.DriverPaused(seconds):
+                check_seconds(seconds)
+                self._dispatch.link.paused(now)
+                self._dispatch.lanes.paused(seconds)
             case ev.LoadAbandoned(load):
                 known = self._load(load)
                 self._dispatch.lanes.closed(load, now)

@@ -66,7 +66,8 @@ class DecodeLane(Joiner):
     def _hurried(self, load: Load, batch: list[Place], now: float) -> list[Place]:
         """A batch, to be decoded to no finer levels than leave time for all that is to become valid with the link."""
         table, cost = load.table, self.costs_among_many(load).decode
-        left_s = (self._cut(load) - now) / self._estimates.decode.high
+        beside_s = load.compute_s if self._settings.workers == 1 else 0.0
+        left_s = (self._cut(load) - now - beside_s) / self._estimates.decode.high
         fetched = sum(fetch.decode_s for fetch in self.link.fetches.values() if fetch.chunk.load == load.number)
         count, tokens, size = table.arrived()
         if cost.base_s * count + cost.token_s * tokens + cost.byte_s * size + fetched <= left_s:

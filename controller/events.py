@@ -297,6 +297,20 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class DriverPaused:
+    """The driver heard of nothing for a while: a collection of garbage, or whatever else held its thread up.
+
+    What came meanwhile is told later than it came, and what was asked for just before may not have been sent. So the
+    link was not silent for that, and a pass that ran is not slow for it.
+
+    Attributes:
+        seconds: How long, until now.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class LoadAbandoned:
     """Nobody waits for a load any more.
 
@@ -517,6 +531,7 @@ Event: TypeAlias = (
     | RepairDone
     | PromptAssembled
     | Tick
+    | DriverPaused
     | LoadAbandoned
 )
 Instruction: TypeAlias = (

@@ -69,6 +69,7 @@ class Link:
         self.stalled = False
         self._stalls = 0  # in a row, without a byte in between
         self._retry_at = inf
+        self._paused_at = -inf  # when nobody had listened for a while
 
     @property
     def open_bytes(self) -> int:
@@ -139,8 +140,12 @@ class Link:
             self._return(-self._loose)
             self._loose = 0
 
-    def first_byte(self, seconds: float) -> bool:
+    def first_byte(self, seconds: float, now: float) -> bool:
         """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before.
+
+        Args:
+            seconds: The time.
+            now: The instant, in seconds of the controller's clock.
 
         Returns:
             Whether it was taken in.
@@ -148,7 +153,7 @@ class Link:
         if not (isfinite(seconds) and seconds >= 0):
             msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
             raise ArgumentError(msg)
-        counts = not (self.fetches and self._flowing)
+        counts = not (self.fetches and self._flowing) and now - seconds >= self._paused_at
         if counts:
             self._estimates.ttfb.add(seconds)
         return counts
@@ -211,6 +216,14 @@ class Link:
         self._silences += now > self._since + _GAP_S
         self._since = max(self._since, now)
         self._flowing, self.stalled, self._stalls = True, False, 0
+
+    def paused(self, now: float) -> None:
+        """Note that nobody has listened for a while: silence counts from now on.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        self._paused_at = self._since = max(self._since, now)
 
     def watch(self, now: float, until: float) -> None:
         """Notice silence: from some instant on it marks the link as dead.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Literal
 
@@ -110,6 +110,17 @@ class ComputeLanes:
         if self._workers == 2:  # noqa: PLR2004 - a lane each
             return lane not in self._jobs and (lane == "decode" or not self.closings)
         return not self._jobs and not self.closings
+
+    def paused(self, seconds: float) -> None:
+        """Take jobs that run for begun later: nobody listened for a while, and they may be over.
+
+        Args:
+            seconds: How long.
+        """
+        for lane, job in self._jobs.items():
+            self._jobs[lane] = later = replace(job, began=job.began + seconds)
+            if self._interrupted is job:
+                self._interrupted = later
 
     def close(self, job: Job) -> None:
         """Begin a load's closing, behind what runs.

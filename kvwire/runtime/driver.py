@@ -75,6 +75,8 @@ class ControllerDriver:
         self._carriers: dict[int, Carrier] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._due = inf  # when it should go off
+        self._paused_s = 0.0  # for which the loop was blocked, and the controller does not know
         self.broken: StorageError | None = None
 
     async def close(self) -> None:
@@ -155,6 +157,10 @@ class ControllerDriver:
         """Take in an event, after the measurements that came before it."""
         events = [each for sample in self._samples for each in _measured(sample)]
         self._samples.clear()
+        self._is_late(self.clock())
+        if self._paused_s:
+            events.insert(0, ev.DriverPaused(self._paused_s))
+            self._paused_s = 0.0
         with self._lock:
             now = self.clock()
             instructions = [each for known in (*events, event) for each in self._controller.handle(known, now)]
@@ -163,20 +169,33 @@ class ControllerDriver:
     def _wake(self, at: float) -> None:
         if self._timer:
             self._timer.cancel()
-        self._timer = None if at == inf else self._call_at(at, self._tick)
+        self._timer, self._due = None, inf
+        if at < inf:
+            self._call_at(at, self._tick)
 
-    def _call_at(self, at: float, work: Callable[[float], object]) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(max(_LEAST_WAIT_S, at - self.clock()), work, at)
+    def _call_at(self, at: float, work: Callable[[], object]) -> None:
+        now = self.clock()
+        self._due = max(at, now + _LEAST_WAIT_S)
+        self._timer = asyncio.get_running_loop().call_later(self._due - now, work)
 
-    def _tick(self, due: float) -> None:
+    def _is_late(self, now: float) -> bool:
+        """Whether the timer should have gone off long ago, since the loop was blocked; for how long is remembered."""
+        late_s = now - self._due
+        if late_s <= _LATE_S:
+            return False
+        self._paused_s, self._due = self._paused_s + late_s, inf
+        return True
+
+    def _tick(self) -> None:
         """Tell that time has passed; where the loop was blocked, what came in meanwhile is taken in first."""
         now = self.clock()
-        if now - due > _LATE_S:
-            self._timer = self._call_at(now + _GRACE_S, self._tick_now)
+        if self._is_late(now):
+            self._call_at(now + _GRACE_S, self._tick_now)
         else:
-            self._tick_now(now)
+            self._tick_now()
 
-    def _tick_now(self, _: float) -> None:
+    def _tick_now(self) -> None:
+        self._due = inf
         self.meter.flush()
         self.tell(ev.Tick())
 

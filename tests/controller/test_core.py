@@ -217,6 +217,24 @@ def test_what_a_corrupt_refinement_spoilt_is_decoded_again_at_its_old_level():
     assert "refinement cannot be decoded: checksum" in finish.decisions[0].reason
 
 
+# A driver that is held up.
+
+
+def test_a_driver_that_was_held_up_makes_no_link_silent_and_no_first_byte_late():
+    for seconds in (0.0, 0.35):
+        steps = ByHand(quality(0.6), document(8))
+        ttfb = steps.controller.estimates.ttfb.value
+        steps.begin()
+        if seconds:
+            assert not steps.tell(ev.DriverPaused(seconds), 0.352)
+        out = steps.tell(ev.Tick(), 0.36)
+        assert any(isinstance(each, ev.Recompute) for each in out) == (not seconds)
+        steps.tell(ev.FirstByte(0.359))
+        assert (steps.controller.estimates.ttfb.value == ttfb) == bool(seconds)
+    with pytest.raises(ArgumentError, match="measured time"):
+        steps.tell(ev.DriverPaused(-1.0))
+
+
 # Head starts, variants, indexes.
 
 

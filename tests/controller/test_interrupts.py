@@ -116,6 +116,17 @@ def test_what_is_stopped_is_fetched():
     assert outcome.in_time
 
 
+def test_a_pass_is_not_slow_for_a_driver_that_was_held_up():
+    steps, _ = begun()
+    _, at = told_until(steps, ev.Interrupt, 0.7)
+    for paused_s in (0.0, 0.1):
+        steps, running = begun()
+        out = steps.tell(ev.DriverPaused(paused_s), at - 0.001) + steps.tell(ev.Tick(), at)
+        assert [each for each in out if isinstance(each, ev.Interrupt)] == [ev.Interrupt(running.first)] * (
+            not paused_s
+        )
+
+
 def test_a_pass_is_stopped_no_sooner_than_it_must_be():
     """One that is overdue may still end; what it computes takes little time to fetch."""
     steps, running = begun()
