@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _CONFIRMED = 2  # plans that the next ones only confirm are used for up to 2 to that power times as long
-_UNSURE = 1.0
 _NEAR = 0.02  # share by which a link's estimate may change and nothing has changed
 _URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
 _READY = bytes((READY,))
@@ -168,9 +167,6 @@ class Planner(Limits):
         slowness = self.lanes.slowness(now)
         if slowness > 1:
             costs = replace(costs, prefill=costs.prefill.scaled(slowness))
-        if load.due < inf:  # what was expected of compute is about as sure as what was measured agreed
-            unsure = 1 + _UNSURE * min(self._estimates.decode.spread, 1.0)
-            costs = replace(costs, decode=costs.decode.scaled(unsure))
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
         link.credit(now)

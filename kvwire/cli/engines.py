@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError, StorageError
@@ -33,7 +34,9 @@ def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
 
     usual = torch.float32 if device == "cpu" else None
     chosen = usual if dtype == "auto" else getattr(torch, dtype)
-    return transformers.open_engine(model, device=device, dtype=chosen)
+    engine = transformers.open_engine(model, device=device, dtype=chosen)
+    gc.freeze()  # what is imported stays, and searching it for garbage holds all up for a third of a second
+    return engine
 
 
 def model_name(model: str) -> str:
