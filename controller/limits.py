@@ -370,7 +370,8 @@ class Limits(Resources):
         """A load's cut, were its closing as slow as a pass may turn out to be."""
         if self.lanes.was_interrupted(self._now):
             return self._cut(load)  # it counts on that already
-        return self._cut(load) - (_SLOWEST_PASS - 1) * self._closing_s(load)
+        slowest_s = _SLOWEST_PASS * self.costs_of(load).closing_s(load.prompt_tokens)
+        return self._cut(load) - max(0.0, slowest_s - self._closing_s(load))
 
     def _floors_of(self, load: Load, job: Job) -> float | None:
         """Seconds that fetching the chunks of a pass at the quality floor takes; None where one cannot be."""

@@ -116,6 +116,22 @@ def test_what_waits_for_a_longer_one_is_decoded_meanwhile_where_there_is_time():
     assert [each.chunks for each in out if isinstance(each, ev.Decode)] == [(ChunkId(0, 0),)]
 
 
+def test_a_load_keeps_what_most_closings_took():
+    cuts = []
+    for times in ((0.004,) * 9, (0.004, 0.012, 0.02) * 3):
+        estimates = Estimates(COSTS, 30 * MB, RTT_S)
+        for seconds in times:
+            estimates.closing.add(2048, seconds)
+        controller = Controller(estimates, ControllerSettings())
+        controller.handle(ev.LoadRequested(0, 1, 0, quality(0.5)), 0.0)
+        controller.handle(ev.IndexKnown(0, 0, (document(),)), 0.0)
+        load = controller.loads[0]
+        beyond_s = 0.5 - controller._dispatch._reserve_s - controller._dispatch._cut(load)
+        cuts.append(beyond_s - estimates.costs().closing_s(load.prompt_tokens))
+    assert cuts[0] == pytest.approx(0.0, abs=1e-3)
+    assert cuts[1] == pytest.approx(2 * 1.4826 * 0.008, rel=0.01)
+
+
 @pytest.mark.parametrize(("off", "share"), [(0.0, 0.5), (0.02, 0.7), (0.05, 1.0), (0.5, 1.0)])
 def test_the_reserve_is_the_smaller_the_better_computing_is_known(off, share):
     estimates = Estimates(COSTS, 30 * MB, RTT_S)
@@ -125,5 +141,5 @@ def test_the_reserve_is_the_smaller_the_better_computing_is_known(off, share):
     controller.handle(ev.LoadRequested(0, 1, 0, quality(0.5)), 0.0)
     controller.handle(ev.IndexKnown(0, 0, (document(),)), 0.0)
     load = controller.loads[0]
-    closing_s = COSTS.closing_s(load.prompt_tokens)
+    closing_s = controller._dispatch._closing_s(load)
     assert 0.5 - controller._dispatch._cut(load) == pytest.approx(closing_s + share * 0.01)
