@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -29,6 +30,29 @@ def test_the_config_digest_knows_what_must_agree():
     assert (
         _meta(model_revision="", model_id="a").config_digest() != _meta(model_revision="", model_id="b").config_digest()
     )
+
+
+def test_the_config_digest_is_the_one_that_stores_hold():
+    """Keys of stores begin with it: of all fields that count, as JSON."""
+    for meta in (_meta(), _meta(model_revision=""), _meta(layers=(), ropes=())):
+        told = asdict(meta)
+        for name in ("positions", "offset", "token_digest", "dtype", *(["model_id"] if meta.model_revision else [])):
+            del told[name]
+        for rope in told["ropes"]:
+            rope["inv_freq"] = [f"{value:.5e}" for value in rope["inv_freq"]]
+        assert meta.config_digest() == sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model_id": "other"}, {"dtype": "bfloat16"}, {"offset": 5}, {"model_revision": "x"}, {"model_revision": ""},
+     {"model_revision": "", "model_id": "other"}, {"tokenizer_digest": "x"}, {"layers": ()},
+     {"ropes": (RopeRegime((1.0, 0.1 + 1e-9)),)}, {"ropes": (RopeRegime((1.0, 0.11)),)}],
+)  # fmt: skip
+@pytest.mark.parametrize("revision", ["revision", ""])
+def test_caches_share_a_config_where_their_digests_agree(changes, revision):
+    one, other = _meta(model_revision=revision), _meta(**{"model_revision": revision, **changes})
+    assert one.shares_config(other) == other.shares_config(one) == (one.config_digest() == other.config_digest())
 
 
 def test_token_digests_are_the_same_everywhere():
