@@ -45,7 +45,7 @@ MOVES: dict[ChunkState, frozenset[ChunkState]] = {
     PLANNED: frozenset({FETCHING, RECOMPUTING, FAILED}),
     FETCHING: frozenset({ARRIVED, PLANNED}),
     ARRIVED: frozenset({DECODING, PLANNED}),
-    DECODING: frozenset({READY, PLANNED}),
+    DECODING: frozenset({READY, REFINED, PLANNED}),  # REFINED: to a coarser level than is here
     RECOMPUTING: frozenset({READY, PLANNED}),
     READY: frozenset({REFINING}),
     REFINING: frozenset({REFINED, READY}),

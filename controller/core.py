@@ -184,7 +184,7 @@ class Controller:
                 self._dispatch.watch(now)
             case ev.DriverPaused(seconds):
                 check_seconds(seconds)
-                self._dispatch.link.paused(now)
+                self._dispatch.link.paused(seconds, now)
                 self._dispatch.lanes.paused(seconds)
             case ev.LoadAbandoned(load):
                 known = self._load(load)
@@ -317,19 +317,25 @@ class Controller:
         load = self._load(job.load)
         if load is None:
             return
-        for chunk in chunks:
+        for chunk, level in zip(chunks, job.levels, strict=True):
             doc = load.doc(chunk.document)
             if bad and chunk in bad:
                 self._spoilt(load, doc, chunk.chunk, reason, out)
             else:
-                self._decoded_one(load, doc, chunk.chunk, out)
+                self._decoded_one(load, doc, chunk.chunk, level, out)
 
-    def _decoded_one(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
+    def _decoded_one(self, load: Load, doc: DocumentState, chunk: int, level: int, out: list[ev.Instruction]) -> None:
         table, at = doc.table, doc.start + chunk
         if table.state[at] == REDECODING:
             doc.reasons[chunk] = "refined: time was left"
+        came, table.valid_level[at] = table.level[at], level
+        if level < came:
+            doc.reasons[chunk] = "more coarsely than it came, to be in time"
+            if load.goal.objective == "quality":
+                table.move(at, REFINED)  # the rest of it waits for time that is left
+                return
+            table.level[at] = table.top[at] = level
         table.move(at, READY)  # it ran, so that it may
-        table.valid_level[at] = table.level[at]
         self._dispatch.keep_or_release(load, doc, chunk, out)
 
     def _spoilt(self, load: Load, doc: DocumentState, chunk: int, trouble: str, out: list[ev.Instruction]) -> None:

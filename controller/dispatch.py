@@ -37,7 +37,7 @@ from kvwire.controller.policies.refining import decodable, lowered
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.load import Load, Place
-    from kvwire.controller.policies.base import Floats
+    from kvwire.controller.policies.base import Floats, Ints
 
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
@@ -45,6 +45,7 @@ _TURNS = 4
 _LOOK = 0.5  # share of the time until a load's cut that a look may take
 _REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
 _LOOKED_AT = 256  # refinements whose decoding is looked ahead at
+_HURRIED = 2.0  # times what decoding should take, at most, that is left for what came
 _SHORT_BATCH = 4.0  # times the fixed cost of decoding
 _LATE_S = 0.001  # that what is expected may come later
 _INSTANT_S = 1e-9
@@ -59,28 +60,49 @@ class DecodeLane(Joiner):
         if load.table.counts[ARRIVED] and self.lanes.is_free("decode"):
             places = (place for place in load.having(ARRIVED) if not place[0].waits_for_prefix)
             batch = [*islice(places, self._batch(load, now))]
-            if load.due < inf and self._policy.preemptible:
-                batch = self._hurried(load, batch, now)
-            self.start_decode(load, batch, DECODING, now, out)
+            hurries = load.due < inf and self._policy.preemptible
+            to = self._hurried(load, batch, now) if hurries else None
+            self.start_decode(load, batch, DECODING, now, out, to)
 
-    def _hurried(self, load: Load, batch: list[Place], now: float) -> list[Place]:
-        """A batch, to be decoded to no finer levels than leave time for all that is to become valid with the link."""
+    def _hurried(self, load: Load, batch: list[Place], now: float) -> list[int] | None:
+        """Levels to decode a batch to, so that all that came or is to come is valid in time; None: as it came.
+
+        What is left of a chunk then waits to be decoded as a refinement does.
+        """
         table, cost = load.table, self.costs_among_many(load).decode
         beside_s = load.compute_s if self._settings.workers == 1 else 0.0
-        left_s = (self._cut(load) - now - beside_s) / self._estimates.decode.high
+        left_s = (self._decoded_by(load) - now - beside_s) / min(self._estimates.decode.high, _HURRIED)
         fetched = sum(fetch.decode_s for fetch in self.link.fetches.values() if fetch.chunk.load == load.number)
         count, tokens, size = table.arrived()
         if cost.base_s * count + cost.token_s * tokens + cost.byte_s * size + fetched <= left_s:
-            return batch
+            return None
         at = np.fromiter(table.having(ARRIVED, FETCHING), np.int64)
-        level, sizes = table.look("level")[at], table.sizes_by_level()[:, at]
-        floor = np.where(table.look("layered")[at], np.minimum(level, load.goal.floor), level)
+        floor, level = self._floor_levels(load, at), table.look("level")[at]
         to = lowered(
-            left_s, level, floor, tokens=table.look("tokens")[at], sizes=sizes,
+            left_s, level, floor, tokens=table.look("tokens")[at], sizes=table.sizes_by_level()[:, at],
             errors=table.errors_by_level()[:, at], cost=cost,
         )  # fmt: skip
         chosen = dict(zip(at.tolist(), to.tolist(), strict=True))
-        return self._lowered(load, [(place, chosen[place[0].start + place[1]]) for place in batch])
+        return [chosen[doc.start + chunk] for doc, chunk in batch]
+
+    def _floor_levels(self, load: Load, at: Ints) -> Ints:
+        """The coarsest levels that chunks which came, or are to come, can be decoded to ``[m]``."""
+        level = load.table.look("level")[at]
+        return np.where(load.table.look("layered")[at], np.minimum(level, load.goal.floor), level)
+
+    def _decoded_by(self, load: Load) -> float:
+        """Instant by which a load must have decoded all, so that others are in time at their floor as well."""
+        by, ahead_s = self._cut(load), 0.0
+        for other in self._loads.values() if len(self._loads) > 1 else ():
+            table, cost = other.table, self.costs_among_many(other).decode
+            at = np.fromiter(table.having(ARRIVED, FETCHING), np.int64)
+            size = table.sizes_by_level()[self._floor_levels(other, at), at].sum()
+            floor_s = cost.base_s * len(at) + cost.token_s * table.look("tokens")[at].sum() + cost.byte_s * size
+            if self._rank(other) < self._rank(load):
+                ahead_s += float(floor_s)
+            elif other is not load and other.due < inf and not self._rank(other)[0]:
+                by = min(by, self._cut(other) - float(floor_s))
+        return by - ahead_s
 
     def _batch(self, load: Load, now: float) -> int:
         """Chunks to decode in one go: fewer where the link waits for them, since only what is valid becomes finer.

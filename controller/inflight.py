@@ -217,13 +217,15 @@ class Link:
         self._since = max(self._since, now)
         self._flowing, self.stalled, self._stalls = True, False, 0
 
-    def paused(self, now: float) -> None:
-        """Note that nobody has listened for a while: silence counts from now on.
+    def paused(self, seconds: float, now: float) -> None:
+        """Note that nobody has listened for a while: that is no silence.
 
         Args:
+            seconds: How long, until now.
             now: The instant, in seconds of the controller's clock.
         """
-        self._paused_at = self._since = max(self._since, now)
+        self._paused_at = now
+        self._since = max(self._since, min(self._since + seconds, now))
 
     def watch(self, now: float, until: float) -> None:
         """Notice silence: from some instant on it marks the link as dead.

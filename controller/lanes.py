@@ -33,6 +33,7 @@ class Job:
         context: Tokens before them, likewise.
         size: Bytes, likewise.
         repair_s: Of a closing: what passes of as many tokens as are repaired should take.
+        levels: Of a decode, up to which its chunks are decoded.
         behind: It reads the documents before its own, too.
         others: Of a joined pass, those of the other loads; ``expected_s`` is then that of the whole pass.
     """
@@ -46,6 +47,7 @@ class Job:
     tokens: int = 0
     context: int = 0
     size: int = 0
+    levels: tuple[int, ...] = ()
     repair_s: float = 0.0
     behind: bool = False
     others: tuple[Job, ...] = ()
@@ -121,6 +123,8 @@ class ComputeLanes:
             self._jobs[lane] = later = replace(job, began=job.began + seconds)
             if self._interrupted is job:
                 self._interrupted = later
+        if self._closing_since is not None:
+            self._closing_since += seconds
 
     def close(self, job: Job) -> None:
         """Begin a load's closing, behind what runs.

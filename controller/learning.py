@@ -41,7 +41,6 @@ _ROUNDS = 3
 _ROUNDING = 1e-12  # keeps what is to be solved regular
 _KNEE = 0.05  # relative errors up to this are no outliers
 _DRIFT_SAMPLES = 3
-_MUCH = 2.0  # times the largest size so far: what takes long may be the size
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
 _MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
@@ -52,6 +51,8 @@ _SURPRISE = 2.0  # times the usual error
 _SPREAD_WEIGHT = 0.15
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
 _MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
+_CLOSINGS, _LEAST_CLOSINGS = 12, 3  # of which a quartile is taken
+_QUARTILE_TO_TWO_SIGMA = 2.965  # of a normal distribution
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 _UNIT = np.eye(3)
 _LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
@@ -167,7 +168,7 @@ class _Learner:
     def _refit(self) -> None:
         rows, seconds, weights = self._window.arrays()
         fit = _ridge(rows, seconds, weights, self._scaled_prior(rows, seconds, weights))
-        drift = _drift(rows, np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
+        drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
         if drift:
             self._window.rescale(exp(drift))
         self._fitted, self._unfitted, self._is_due = _rounded(fit * exp(drift)), 0, False
@@ -330,6 +331,7 @@ class ClosingEstimator:
             prior: Seconds for each token that are assumed.
         """
         self._recent = RecentMedian(prior)
+        self._beyond: deque[float] = deque(maxlen=_CLOSINGS)
 
     def add(self, prompt_tokens: int, seconds: float) -> None:
         """Take in one closing, less what the question's pass should take: below 0, it cost nothing.
@@ -341,6 +343,7 @@ class ClosingEstimator:
         if prompt_tokens < 1 or not isfinite(seconds):
             msg = f"a closing has tokens and a finite number of seconds, got {prompt_tokens} and {seconds}"
             raise ArgumentError(msg)
+        self._beyond.append(seconds - self.link_s_per_token * prompt_tokens)
         self._recent.add(max(0.0, seconds) / prompt_tokens)
 
     @property
@@ -349,9 +352,11 @@ class ClosingEstimator:
         return self._recent.value
 
     @property
-    def unsure_s_per_token(self) -> float:
-        """Seconds per prompt token that most closings take at most beyond that: two standard deviations."""
-        return 2 * self._recent.deviation
+    def unsure_s(self) -> float:
+        """Seconds that most closings take at most beyond what is expected: two standard deviations, by a quartile."""
+        if len(self._beyond) < _LEAST_CLOSINGS:
+            return 0.0
+        return _QUARTILE_TO_TWO_SIGMA * max(0.0, sorted(self._beyond)[(3 * len(self._beyond)) // 4])
 
     @property
     def is_measured(self) -> bool:
@@ -437,7 +442,7 @@ def _likeliest(normal: Array, target: Array, centre: Array, off: float, samples:
     unit: Array = centre + turned @ (parts / (spans + ridge))
     if (unit >= 0).all():
         return unit
-    held = normal + ridge * _UNIT
+    held = normal + (ridge + _ROUNDING * float(spans[-1])) * _UNIT
     return _non_negative(held, target + held @ centre)
 
 
@@ -461,11 +466,10 @@ def _widths(rows: Array, seconds: Array, prior: Array) -> Array:
     return widths
 
 
-def _drift(rows: Array, residuals: Array, weights: Array) -> float:
+def _drift(residuals: Array, weights: Array) -> float:
     """Logarithm by which all of the latest samples, oldest first, show the machine to be slower than the fit."""
-    latest, earlier = rows[-_DRIFT_SAMPLES:], rows[:-_DRIFT_SAMPLES]
-    if len(residuals) < _SETTLED_SAMPLES or (latest > _MUCH * earlier.max(axis=0)).any():
+    if len(residuals) < _SETTLED_SAMPLES:
         return 0.0  # the shape may be what is wrong
-    slower = sorted(map(float, residuals[-_DRIFT_SAMPLES:]))[_DRIFT_SAMPLES // 2]
+    latest = sorted(map(float, residuals[-_DRIFT_SAMPLES:]))[_DRIFT_SAMPLES // 2]
     noise = 3 * _median(np.abs(residuals), weights)
-    return slower if abs(slower) > max(noise, _LEAST_DRIFT) else 0.0
+    return latest if abs(latest) > max(noise, _LEAST_DRIFT) else 0.0

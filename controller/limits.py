@@ -156,7 +156,7 @@ class Limits(Resources):
         seconds = self.costs_of(load).closing_s(load.prompt_tokens)
         if self.lanes.was_interrupted(self._now):
             return seconds * _SLOWEST_PASS
-        return seconds + self._estimates.closing.unsure_s_per_token * load.prompt_tokens
+        return seconds + min(self._estimates.closing.unsure_s, seconds)
 
     def _cuts(self) -> dict[int, tuple[float, float]]:
         """For each load its cut, and the instant by which it must be done with the link.

@@ -12,6 +12,8 @@ from kvwire.controller.inflight import InflightFetch, Link
 from kvwire.controller.lanes import ComputeLanes, Job
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvwire.controller.costs import CostModel
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.estimates import Estimates
@@ -238,8 +240,9 @@ class Resources:
         )
 
     def start_decode(
-        self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]
-    ) -> None:
+        self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction],
+        to: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Begin to decode a batch, if there is any.
 
         Args:
@@ -248,6 +251,7 @@ class Resources:
             then: State of the chunks while they are decoded.
             now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
+            to: Up to which levels; None: as they came.
         """
         if not places:
             return
@@ -255,12 +259,12 @@ class Resources:
         ats = [doc.start + chunk for doc, chunk in places]
         for at in ats:
             table.move(at, then)
-        levels = tuple(table.level[at] for at in ats)
+        levels = tuple(to or (table.level[at] for at in ats))
         chunks = [(table.tokens[at], table.sizes[level][at]) for at, level in zip(ats, levels, strict=True)]
         tokens, size = busiest(chunks, self._settings.decode_threads)
         seconds = self.costs_of(load).decode.seconds(tokens, size)
         ids = tuple(doc.id(chunk) for doc, chunk in places)
-        job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size)
+        job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size, levels=levels)
         self.lanes.start("decode", job)
         load.began, self.backlog_s = self.turn(), None
         out.append(ev.Decode(ids, levels))

@@ -155,12 +155,12 @@ class ControllerDriver:
 
     def _handled(self, event: ev.Event) -> tuple[list[ev.Instruction], float]:
         """Take in an event, after the measurements that came before it."""
-        events = [each for sample in self._samples for each in _measured(sample)]
-        self._samples.clear()
         self._is_late(self.clock())
-        if self._paused_s:
-            events.insert(0, ev.DriverPaused(self._paused_s))
-            self._paused_s = 0.0
+        events: list[ev.Event] = [ev.DriverPaused(self._paused_s)] if self._paused_s else []
+        begun, paused_s = self.clock() - self._paused_s, self._paused_s
+        events += [each for sample in self._samples for each in _measured(_listened(sample, begun, paused_s))]
+        self._samples.clear()
+        self._paused_s = 0.0
         with self._lock:
             now = self.clock()
             instructions = [each for known in (*events, event) for each in self._controller.handle(known, now)]
@@ -195,6 +195,7 @@ class ControllerDriver:
             self._tick_now()
 
     def _tick_now(self) -> None:
+        self._is_late(self.clock())  # once more, within the grace
         self._due = inf
         self.meter.flush()
         self.tell(ev.Tick())
@@ -281,6 +282,13 @@ class ControllerDriver:
             raise StorageError(msg) from error
         finally:
             looking.leave()
+
+
+def _listened(sample: LinkSample, begun: float, paused_s: float) -> LinkSample:
+    """A sample without the pause that began while it was taken, if one did: bytes came meanwhile, and nobody looked."""
+    if not sample.started <= begun < sample.ended:
+        return sample
+    return sample._replace(started=min(sample.started + paused_s, sample.ended))
 
 
 def _measured(sample: LinkSample) -> Iterator[ev.Event]:

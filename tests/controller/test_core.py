@@ -10,10 +10,11 @@ import pytest
 from kvwire.controller import Controller, ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
+from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 
-from .playing import COSTS, MB, RTT_S, ByHand, cheapest, document, one, quality
+from .playing import COSTS, MB, RTT_S, ByHand, cheapest, document, one, play, quality
 
 # Goals.
 
@@ -233,6 +234,46 @@ def test_a_driver_that_was_held_up_makes_no_link_silent_and_no_first_byte_late()
         assert (steps.controller.estimates.ttfb.value == ttfb) == bool(seconds)
     with pytest.raises(ArgumentError, match="measured time"):
         steps.tell(ev.DriverPaused(-1.0))
+
+
+def test_a_driver_that_is_always_late_takes_a_dead_link_for_dead_all_the_same():
+    for goal in (Goal(), quality(1.0)):
+        steps = ByHand(goal, document(8))
+        steps.begin()
+        while steps.pass_ is None and steps.now < 2.0:
+            at = min(steps.controller.wake_at, steps.now + 0.05)
+            steps.tell(ev.DriverPaused(0.025), at + 0.025)
+            steps.tell(ev.Tick(), steps.now)
+        assert steps.now < 0.8
+
+
+def test_what_was_decoded_more_coarsely_than_it_came_is_refined_where_time_is_left():
+    """Decoding was believed to be slow, and is quick."""
+    slow, true = (replace(COSTS, decode=DecodeCost(0.001, 1e-5, 1e-7 * by)) for by in (1.0, 0.1))
+    outcome, played = one(quality(0.16), 500 * MB, document(16, text=False), costs=slow, true=true, decode_batch=4)
+    first, again = {}, set()
+    for _, decode in played.instructions(ev.Decode):
+        for chunk, level in zip(decode.chunks, decode.levels, strict=True):
+            if chunk in first and first[chunk] < level:
+                again.add(chunk)
+            first.setdefault(chunk, level)
+    assert outcome.in_time
+    fetched = {fetch.chunk: fetch.level for _, fetch in played.instructions(ev.Fetch) if not fetch.first}
+    lowered = {chunk for chunk, level in first.items() if level < fetched[chunk]}
+    assert lowered & again
+    reasons = {each.chunk: each.reason for each in outcome.decisions}
+    for chunk in lowered:
+        assert reasons[chunk].startswith("refined" if chunk in again else "more coarsely than it came")
+
+
+def test_two_loads_leave_each_other_time_to_decode():
+    costs, true = (replace(COSTS, decode=DecodeCost(0.001 * by, 1e-5 * by, 1e-7 * by)) for by in (1.0, 1.5))
+    in_time = {}
+    for policy in (None, Fixed(0)):
+        arrivals = [LoadArrival(0.0, ((document(8, text=False),),), quality(0.224)) for _ in range(2)]
+        played = play(arrivals, 500 * MB, costs=costs, true=true, decode_batch=4, policy=policy, workers=2)
+        in_time[policy] = [outcome.in_time for outcome in played.outcomes]
+    assert in_time[None] == in_time[Fixed(0)] == [True, True]
 
 
 # Head starts, variants, indexes.

