@@ -187,11 +187,14 @@ def test_a_lost_chunk_is_computed_where_layers_see_a_window(small, family):
     engine.use_soft_tokens(SoftTokens(rows, layout.name, family, family))
     corpus = Corpus(engine, MemoryStore(), coding=Coding(layout=layout, lossless=True, chunk_tokens=16))
     list(corpus.encode([Document("a", tuple(tokens(40))), Document("b", tuple(tokens(30, 1)))]))
-    found = []
+    found, costs = (
+        [],
+        replace(small.costs, prefill=small.costs.prefill.scaled(1e3)),
+    )  # nothing is computed that can come
     for lost in (False, True):
         if lost:
             damage(corpus, "b", 1)
-        with Loader(engine, corpus, costs=small.costs, settings=LoadSettings(quality_floor=7, repair="none")) as loader:
+        with Loader(engine, corpus, costs=costs, settings=LoadSettings(quality_floor=7, repair="none")) as loader:
             found.append(loader.ask(["a", "b"], query()))
     assert [[each.action for each in answer.decisions].count("recompute") for answer in found] == [0, 1]
     assert mean_kl(found[0].logits[None], found[1].logits[None]) < 1e-6
