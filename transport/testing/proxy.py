@@ -90,20 +90,27 @@ class FaultProxy:
             self._thread.join()
 
     async def _run(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stop = asyncio.get_running_loop(), (stop := asyncio.Event())
         tasks: set[asyncio.Task[None]] = set()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if stop.is_set():
+                writer.close()
+                return
             task = asyncio.ensure_future(self._connection(reader, writer))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _: writer.close())  # a task that is cancelled before it starts closes nothing
 
         try:
             server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=MAX_HEADER_BYTES)
             self._address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
         finally:
             self._ready.set()
-        await self._stop.wait()
+        await stop.wait()
+        # Connections that asyncio is accepting come first: their sockets stay open where it is closed or cancelled.
+        while accepting := asyncio.all_tasks() - {asyncio.current_task()} - tasks:
+            await asyncio.wait(accepting)
         server.close()
         running = list(tasks)
         for task in running:
@@ -122,7 +129,6 @@ class FaultProxy:
             pass  # one of the sides left, or talks no HTTP: the other side is left too
         finally:
             behind.close()
-            writer.close()
 
     async def _exchange(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, behind: Upstream, head: Head
