@@ -17,7 +17,7 @@ from kvwire.codec.profile.expectations import ROWS_BYTES
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _SLOT_BYTES, _NUMBER_BYTES = 4, 2
 """What ``Expectations`` keep for a token, and for each of its numbers."""
-_TOKENS = 128
+_TOKENS = 64
+"""Whose rows are computed in one step: what else waits for the thread waits no longer than that."""
 
 
 class TextPredictor:
@@ -110,12 +111,31 @@ def expect_all(profile: Profile) -> Iterator[None]:
     if profile.table is None:
         return
     vocabulary, width = len(profile.table), sum(group.width for group in profile.groups)
-    if vocabulary * (_SLOT_BYTES * len(profile.groups) + _NUMBER_BYTES * width) > ROWS_BYTES:
+    if vocabulary * (_SLOT_BYTES * len(profile.groups) + _NUMBER_BYTES * width) <= ROWS_BYTES:
+        yield from expect(profile, np.arange(vocabulary))
+
+
+def expect(profile: Profile, token_ids: Sequence[int] | NDArray[np.int64]) -> Iterator[None]:
+    """Compute what a text's tokens let expect, as far as there is room to keep it, so that decoding need not.
+
+    Args:
+        profile: Whose expectations are computed.
+        token_ids: The text; ids that are not in the vocabulary are left out.
+
+    Yields:
+        Nothing, after some milliseconds of work each time; not at all where nothing is left to compute.
+    """
+    if profile.table is None:
         return
-    for first in range(0, vocabulary, _TOKENS):
+    ids, first_at = np.unique(np.asarray(token_ids, np.int64), return_index=True)
+    ids = ids[np.argsort(first_at)]  # what stands first is decoded first
+    ids = ids[(ids >= 0) & (ids < len(profile.table))]
+    for first in range(0, len(ids), _TOKENS):
         for expectations in profile.expectations:
-            expectations.rows(np.arange(first, min(first + _TOKENS, vocabulary)))
-            yield
+            missing = expectations.missing(ids[first : first + _TOKENS])
+            if len(missing):
+                expectations.rows(missing)
+                yield
 
 
 def expected_naive(text: TextPredictor, group: int, start: int, stop: int) -> Tensor:

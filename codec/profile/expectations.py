@@ -90,6 +90,20 @@ class Expectations:
                 slots = self._slots[token_ids]
         return None if slots.min(initial=0) < 0 else (self._kept, slots.astype(np.uint32))
 
+    def missing(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tell which rows there is still room to compute and keep.
+
+        Args:
+            token_ids: ``[n]``, distinct, each within the table.
+
+        Returns:
+            Those of the tokens, the first ones where there is no room for all.
+        """
+        if not len(self._slots):
+            return token_ids[:0]
+        with self._lock:
+            return token_ids[self._slots[token_ids] < 0][: len(self._kept) - self._used]
+
     def _keep(self, token_ids: NDArray[np.int64], computed: Tensor) -> None:
         """Give rows a slot while there is room, but for those that another thread has kept by now."""
         with self._lock:

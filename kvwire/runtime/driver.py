@@ -246,6 +246,18 @@ class ControllerDriver:
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
 
+    async def in_steps(self, steps: Iterator[None], goes_on: Callable[[], bool]) -> None:
+        """Do work that no lane waits for, beside what the decode lane does.
+
+        Args:
+            steps: Does a little, in a thread, whenever it is asked for the next.
+            goes_on: Whether another step is to be done.
+        """
+        loop, is_over = asyncio.get_running_loop(), object()
+        while goes_on():
+            if await loop.run_in_executor(self._threads.side_by_side, next, steps, is_over) is is_over:
+                return
+
     def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread.
 

@@ -7,10 +7,13 @@ It decides nothing. Fetching runs on the event loop, the engine in one thread an
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from kvwire.codec import Profile
+from kvwire.codec.prediction.text import expect
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
@@ -20,7 +23,7 @@ from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
 from kvwire.runtime.prompt_jobs import GONE, PromptJobs
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
     from torch import Tensor
 
@@ -99,6 +102,7 @@ class Executor(PromptJobs):
         self._variants: dict[int, list[DocumentHandle]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._expected: set[int] = set()
         self.fetched_at = 0.0
         self.predicted_s: float | None = None
         self.in_order: RepairInOrder | None = None
@@ -306,6 +310,7 @@ class Executor(PromptJobs):
         match instruction:
             case ev.Fetch(chunk=chunk):
                 self._choose(chunk.document, instruction.variant)
+                self._expect(chunk.document, instruction.level)
                 self._fetches[chunk] = self._spawn(self._fetch(instruction))
             case ev.Decode(chunks, levels):
                 self._driver.run(self._decode(chunks, levels))
@@ -419,6 +424,21 @@ class Executor(PromptJobs):
             self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
 
     # The link.
+
+    def _expect(self, index: int, level: int) -> None:
+        """Compute what a document's text lets expect while its first chunks are on their way, rather than after."""
+        document = self._documents[index]
+        info, decoder, profile, ids = document.info, document.decoder, document.profile, document.token_ids
+        if index in self._expected or info is None or info.levels[level].lossless:
+            return
+        self._expected.add(index)
+        if isinstance(profile, Profile) and ids is not None and decoder is not None and not decoder.on_gpu:
+            self._spawn(self._prepare(expect(profile, ids)))
+
+    async def _prepare(self, steps: Iterator[None]) -> None:
+        """Do what decoding would do itself, until the load is over; where it fails, decoding tells what is wrong."""
+        with suppress(Exception):
+            await self._driver.in_steps(steps, lambda: not self._done.done())
 
     async def _fetch(self, asked: ev.Fetch) -> None:
         chunk, document = asked.chunk, self._documents[asked.chunk.document]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvwire.codec import BlobDecoder, KVCache, Profile, decode, encode, fit_profile, inspect
 from kvwire.codec.fitting.fit import identity_profile
 from kvwire.codec.fitting.moments import Features, MomentSums
-from kvwire.codec.prediction.text import TextPredictor, expected_naive
+from kvwire.codec.prediction import text as text_module
+from kvwire.codec.prediction.text import TextPredictor, expect, expect_all, expected_naive
 from kvwire.codec.profile import profile as profile_module
 from kvwire.codec.profile.expectations import Expectations
 from kvwire.codec.transform.analysis import gather_planes
@@ -59,6 +60,48 @@ def test_expectations_are_those_of_the_naive_twin_whatever_the_room(monkeypatch,
             assert_expected(text, start, stop)
     kept = sum(each._kept.nbytes + each._slots.nbytes for each in profile.expectations)
     assert kept <= room
+
+
+def tokens_with_rows(profile):
+    return [sorted(np.flatnonzero(each._slots >= 0).tolist()) for each in profile.expectations]
+
+
+def test_a_text_is_expected_once(split_profile):
+    profile, ids = replace(split_profile), make_cache(300, 1).token_ids
+    steps = list(expect(profile, ids))
+    assert len(steps) > len(profile.groups)  # some at a time
+    assert tokens_with_rows(profile) == [sorted(set(ids))] * len(profile.groups)
+    assert not list(expect(profile, ids))
+    found, wanted = TextPredictor(profile, 300, ids), TextPredictor(replace(split_profile), 300, ids)
+    for group in range(len(profile.groups)):
+        assert torch.equal(expected(found, group, 0, 300), expected(wanted, group, 0, 300))
+
+
+def test_what_stands_first_is_expected_first(split_profile):
+    profile, ids = replace(split_profile), [*range(VOCABULARY - 1, -1, -1)]
+    steps = expect(profile, ids)
+    for _ in profile.groups:
+        next(steps)
+    assert tokens_with_rows(profile) == [list(range(VOCABULARY - 64, VOCABULARY))] * len(profile.groups)
+
+
+def test_no_more_is_expected_than_there_is_room_for(monkeypatch, split_profile):
+    monkeypatch.setattr(profile_module, "ROWS_BYTES", 20_000)
+    profile = replace(split_profile)
+    list(expect(profile, range(VOCABULARY)))
+    assert any(0 < len(each) < VOCABULARY for each in tokens_with_rows(profile))
+    assert all(each._used == len(each._kept) or not len(each._slots) for each in profile.expectations)
+    assert not list(expect(profile, range(VOCABULARY)))
+    assert not list(expect(profile, [-1, VOCABULARY]))
+
+
+def test_a_whole_vocabulary_is_expected_where_there_is_room(monkeypatch, split_profile):
+    profile = replace(split_profile)
+    list(expect_all(profile))
+    assert tokens_with_rows(profile) == [list(range(VOCABULARY))] * len(profile.groups)
+    monkeypatch.setattr(text_module, "ROWS_BYTES", 20_000)
+    assert not list(expect_all(replace(split_profile)))
+    assert not list(expect_all(replace(split_profile, table=None)))
 
 
 @settings(max_examples=20)

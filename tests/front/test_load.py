@@ -8,13 +8,17 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import kvwire
+from kvwire.codec import BlobDecoder
 from kvwire.codec.workers import cores
+from kvwire.controller import PrefillCost
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.reuse import link
+from kvwire.runtime import executor
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
@@ -163,6 +167,37 @@ def test_decoding_beside_forward_passes_gives_the_same(small, reference):
     assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
     assert "fetch" in {decision.action for decision in answer.decisions}
     assert not troubles(answer.misses)
+
+
+def test_what_the_text_lets_expect_is_there_before_the_first_chunk(small, monkeypatch):
+    """It is computed while chunks are on their way, so that decoding need not."""
+    corpus = small.corpus()
+    profile = replace(small.profile)  # nothing of it is known yet
+    corpus.set_profile(profile)
+    (expectations,) = profile.expectations
+    left, decode = [], BlobDecoder.decode_chunk
+
+    def noted(self, chunk, segments, level=None):
+        left.append(len(expectations.missing(np.unique(self.info.token_ids))))
+        decode(self, chunk, segments, level)
+
+    assert len(expectations.missing(np.arange(100))) == 100
+    monkeypatch.setattr(BlobDecoder, "decode_chunk", noted)
+    costs = replace(small.costs, prefill=PrefillCost(60.0, 1.0))
+    _ask(replace(small, costs=costs), corpus, settings=LoadSettings(quality_floor=4), link="20mbit,200ms")
+    assert left
+    assert not any(left)
+
+
+def test_what_cannot_be_prepared_is_left_to_decoding(small, monkeypatch):
+    def broken(*_):
+        raise MemoryError
+        yield
+
+    monkeypatch.setattr(executor, "expect", broken)
+    answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4))
+    assert {decision.action for decision in answer.decisions} == {"fetch"}
+    assert not answer.misses
 
 
 def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference):

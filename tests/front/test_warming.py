@@ -5,10 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
-import torch
-
-from kvwire.codec.prediction.text import expect_all
 from kvwire.runtime.warming import Warming
 
 LONG_S = 10.0
@@ -120,25 +116,3 @@ def test_work_begins_again_once_the_first_is_done():
     done.clear()
     warming.begin(steps())
     assert not done.wait(0.05)
-
-
-class _Known:
-    """Stands for a profile, and for its only group and for what that expects."""
-
-    def __init__(self, vocabulary, width):
-        self.table, self.width, self.groups = np.zeros((vocabulary, 2), np.int8), width, (self,)
-        self.expectations, self.asked = (self,), []
-
-    def rows(self, token_ids):
-        self.asked += token_ids.tolist()
-        return torch.zeros(len(token_ids), self.width)
-
-
-def test_every_token_is_expected_once_where_there_is_room():
-    known = _Known(300, 8)
-    assert len(list(expect_all(known))) == 3
-    assert known.asked == list(range(300))
-    large = _Known(300, 1 << 20)
-    assert not list(expect_all(large))
-    large.table = None
-    assert not list(expect_all(large))
