@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvwire.codec import BlobDecoder, Profile, at_hand, encode
-from kvwire.codec.workers import one_core
+from kvwire.codec.workers import stay_on_one_core
 from kvwire.controller import CostModel, fit_decode, fit_joined, fit_prefill
 from kvwire.errors import MismatchError
+from kvwire.runtime.threads import usual_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import PrefillCost
@@ -28,20 +29,25 @@ _PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
 """(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
 _JOINED = ((2, 16, 0), (8, 16, 0), (2, 96, 0), (2, 32, 768))
 """(rows, new tokens of each, tokens before them): likewise, for passes that are joined."""
-_TOKENS = 256
+_CHUNKS = (64, 256)
 _QUESTION = 32
 _REPEATS = 3
+_ENOUGH_S = 0.5
+"""What takes longer is not repeated as often: the start of a process waits for it."""
 
 
-def measure_costs(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> CostModel:
-    """Time a few forward passes and chunk decodings on this engine; takes a second or two, and warms both up.
+def measure_costs(
+    engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto", threads: int | None = None
+) -> CostModel:
+    """Time a few forward passes and chunk decodings on this engine, which warms both up.
 
-    The model's cache content is real, its text is random.
+    That takes a second or two, and on a slow processor ten. The model's cache content is real, its text is random.
 
     Args:
         engine: The model to time.
         profile: What decoding is timed with; None for the identity transform.
         backend: Which kernels decode.
+        threads: Chunks that the processor decodes side by side, which slow each other down; None: as many as loads do.
 
     Returns:
         Costs of prefill, of decoding, and of handing the cache over, in seconds.
@@ -49,16 +55,20 @@ def measure_costs(engine: Engine, profile: AnyProfile | None = None, backend: Ba
     longest = min(engine.window, max(new + before for new, before in _PASSES))
     ids = _random_ids(engine, longest)
     passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
-    prefill = fit_prefill([(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes])
-    decode = fit_decode(_decode_samples(engine, ids, profile, backend))
-    return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill), joined=measure_joined(engine))
+    (cache,) = engine.prefill([ids[: max(1, longest - _QUESTION)]])
+    prefill = fit_prefill([(*each, _prefill_s(engine, cache, ids, *each)) for each in passes])
+    decode = fit_decode(_decode_samples(engine, cache, ids, profile, backend, usual_threads(threads)))
+    return CostModel(
+        prefill, decode, link_s_per_token=_link_s(engine, cache, ids, prefill), joined=measure_joined(engine, cache)
+    )
 
 
-def measure_joined(engine: Engine) -> PrefillCost | None:
+def measure_joined(engine: Engine, cache: KVCache | None = None) -> PrefillCost | None:
     """Time a few passes over rows of several caches on this engine, which warms them up.
 
     Args:
         engine: The model to time.
+        cache: Any long one of the model's; None: one is computed.
 
     Returns:
         What such a pass costs in all its rows; None where the engine extends caches one by one.
@@ -66,7 +76,9 @@ def measure_joined(engine: Engine) -> PrefillCost | None:
     if not joins(engine):
         return None
     fitting = [(rows, new, before) for rows, new, before in _JOINED if new + before <= engine.window]
-    samples = [(*rows, _joined_s(engine, *rows)) for rows in fitting]
+    if cache is None:
+        (cache,) = engine.prefill([_random_ids(engine, max((before for *_, before in fitting), default=0) or 1)])
+    samples = [(*rows, _joined_s(engine, cache, *rows)) for rows in fitting]
     return fit_joined(samples) if samples else None
 
 
@@ -84,10 +96,9 @@ def joins(engine: Engine) -> bool:
     return True
 
 
-def _joined_s(engine: Engine, rows: int, new: int, before: int) -> float:
-    ids = _random_ids(engine, before + new)
-    prefix = engine.extend(None, ids[:before]) if before else None
-    prefixes, news = [prefix] * rows, [ids[before:]] * rows
+def _joined_s(engine: Engine, cache: KVCache, rows: int, new: int, before: int) -> float:
+    prefix = cache.slice(0, before) if before else None
+    prefixes, news = [prefix] * rows, [_random_ids(engine, new)] * rows
     return _best(lambda: engine.extend_together(prefixes, news, offsets=[0] * rows), engine)
 
 
@@ -102,9 +113,9 @@ def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend 
     ids = _random_ids(engine, min(engine.window, 2 * _QUESTION))
     (cache,) = engine.prefill([ids])
     engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])
-    decoder, blob = _coded(engine, cache, ids, profile, backend)
-    level = len(decoder.info.levels) - 1
-    decoder.decode_chunk(0, [blob[segment.offset : segment.end] for segment in decoder.info.reads(0, level)], level)
+    blob, decoder = _encoded(engine, cache, ids, profile, backend)
+    made = decoder()
+    _decoding(made, blob, len(made.info.levels) - 1)()
     engine.forward(engine.past_key_values(cache.slice(0, len(ids) - 1)), ids[-1:], len(ids) - 1, logits=1)
 
 
@@ -120,7 +131,7 @@ def warm_up_decoding(engine: Engine) -> None:
     blob = encode(cache)
     decoder = BlobDecoder(blob, out=cache)
     for level in (0, len(decoder.info.levels) - 1):
-        decoder.decode_chunk(0, [blob[segment.offset : segment.end] for segment in decoder.info.reads(0, level)], level)
+        _decoding(decoder, blob, level)()
 
 
 def _random_ids(engine: Engine, count: int) -> list[int]:
@@ -128,55 +139,72 @@ def _random_ids(engine: Engine, count: int) -> list[int]:
     return torch.randint(0, engine.vocabulary_size, (count,), generator=generator).tolist()
 
 
-def _coded(
+def _encoded(
     engine: Engine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
-) -> tuple[BlobDecoder, bytes]:
-    """A cache as a blob, and what decodes it into this engine's memory."""
+) -> tuple[bytes, Callable[[], BlobDecoder]]:
+    """A cache as a blob, and what makes decoders of it, each into memory of its own."""
     if isinstance(profile, Profile):
         profile = at_hand(profile)
     layers = profile.prefix_layers if isinstance(profile, Profile) else 0
     hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
     blob = encode(part, profile, hidden=hidden, backend=backend)
-    out = engine.allocate(part.tokens + 1).slice(0, part.tokens)  # a part of a prompt, as in loads
-    return BlobDecoder(blob, profile, out=out, hidden=hidden, backend=backend), blob
+
+    def decoder() -> BlobDecoder:
+        out = engine.allocate(part.tokens + 1).slice(0, part.tokens)  # a part of a prompt, as in loads
+        return BlobDecoder(blob, profile, out=out, hidden=hidden, backend=backend)
+
+    return blob, decoder
 
 
-def _link_s(engine: Engine, ids: list[int], prefill: PrefillCost) -> float:
+def _decoding(decoder: BlobDecoder, blob: bytes, level: int) -> Callable[[], None]:
+    """The decoding of a blob's only chunk."""
+    pieces = [blob[segment.offset : segment.end] for segment in decoder.info.reads(0, level)]
+    return partial(decoder.decode_chunk, 0, pieces, level)
+
+
+def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost) -> float:
     """Seconds for each prompt token that handing the cache over costs, beyond the question's pass itself."""
-    before = len(ids) - _QUESTION
-    if before < 1:
+    before = cache.tokens
+    if before == len(ids):
         return 0.0
-    (cache,) = engine.prefill([ids[:before]])
     closing = _best(lambda: engine.forward(engine.past_key_values(cache), ids[before:], before, logits=1), engine)
     return max(0.0, closing - prefill.seconds(_QUESTION, before)) / before
 
 
-def _prefill_s(engine: Engine, ids: list[int], new: int, before: int) -> float:
-    prefix = engine.extend(None, ids[:before]) if before else None
+def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before: int) -> float:
+    prefix = cache.slice(0, before) if before else None
     return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine)
 
 
 def _decode_samples(
-    engine: Engine, ids: list[int], profile: AnyProfile | None, backend: Backend
+    engine: Engine, cache: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend, threads: int
 ) -> list[tuple[int, int, float]]:
+    """Tokens, bytes and seconds of a short chunk and of a long one at each level."""
     samples = []
-    (cache,) = engine.prefill([ids[:_TOKENS]])
-    for tokens in (min(64, cache.tokens), cache.tokens):
-        part = cache.slice(0, tokens)
-        decoder, blob = _coded(engine, part, ids, profile, backend)
-        info = decoder.info
-        for level in (0, len(info.levels) - 1):
-            pieces = [blob[segment.offset : segment.end] for segment in info.reads(0, level)]
-            with nullcontext() if decoder.on_gpu else one_core():  # as loads do, chunks side by side
-                seconds = _best(partial(decoder.decode_chunk, 0, pieces, level), engine)
-            samples.append((tokens, sum(map(len, pieces)), seconds))
+    with ThreadPoolExecutor(threads, initializer=stay_on_one_core) as pool:
+        for tokens in (min(each, cache.tokens) for each in _CHUNKS):
+            blob, decoder = _encoded(engine, cache.slice(0, tokens), ids, profile, backend)
+            decoders = [decoder()]
+            decoders += [] if decoders[0].on_gpu else [decoder() for _ in range(threads - 1)]
+            info = decoders[0].info
+            for level in range(len(info.levels)):
+                works = [_decoding(each, blob, level) for each in decoders]
+                seconds = _best(works[0] if decoders[0].on_gpu else partial(_side_by_side, pool, works), engine)
+                samples.append((tokens, sum(segment.stored for segment in info.reads(0, level)), seconds))
     return samples
+
+
+def _side_by_side(pool: ThreadPoolExecutor, works: Sequence[Callable[[], None]]) -> None:
+    """Decode in threads, as loads do: each slows the others down."""
+    for running in [pool.submit(work) for work in works]:
+        running.result()
 
 
 def _best(work: Callable[[], object], engine: Engine) -> float:
     """Quickest of a few runs after one that warms up: other work on the machine only ever adds."""
-    times = []
-    for _ in range(_REPEATS + 1):
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) <= 1 or (len(times) <= _REPEATS and time.perf_counter() - began < _ENOUGH_S):
         started = time.perf_counter()
         work()
         engine.synchronize()

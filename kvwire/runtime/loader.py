@@ -82,7 +82,7 @@ class Loader:
             variants: Further corpora, reached over the same link, that hold the same documents with other prefix
                 layers; of each document the blob that suits the link and the engine is used. What they lack or bring
                 late is done without.
-            costs: Measured on this engine when left out, which takes a second or two, unless they are remembered; such
+            costs: Measured on this engine when left out, which takes a second to ten, unless they are remembered; such
                 that are given here, and what is learnt on top of them, are not written down.
             link: An emulated link in front of the stores: look-ups in catalogs, headers, chunks and new connections
                 take its time.
@@ -146,7 +146,7 @@ class Loader:
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
-                costs = measure_costs(self._engine, profile, chosen.backend)
+                costs = measure_costs(self._engine, profile, chosen.backend, chosen.decode_threads)
             if isinstance(profile, Profile):
                 self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)

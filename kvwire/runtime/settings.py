@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
-from kvwire.codec.workers import cores
 from kvwire.errors import KvwireError
 from kvwire.runtime.links import AUTO, check_repair, plan_links
+from kvwire.runtime.threads import usual_threads
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvwire.runtime.link_report import LinkReport
     from kvwire.runtime.links import LinkPlan, RepairMode
 
-_MOST_THREADS = 8
 _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
 
 
@@ -126,7 +125,7 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True
     Returns:
         The controller's settings.
     """
-    threads = settings.decode_threads or min(cores(), _MOST_THREADS)
+    threads = usual_threads(settings.decode_threads)
     suited = ctl.ControllerSettings.suited(on_gpu=on_gpu, threads=threads, interrupts=interrupts)
     return replace(
         suited,

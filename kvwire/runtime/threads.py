@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvwire.codec.workers import stay_on_one_core
+from kvwire.codec.workers import cores, stay_on_one_core
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LOOK_UPS = 16  # in stores at a time
 _JOIN_S = 2.0
+_MOST_THREADS = 8
 _Job = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
+
+
+def usual_threads(given: int | None = None) -> int:
+    """How many chunks the processor decodes side by side.
+
+    Args:
+        given: What settings say; None: as suits the machine.
+
+    Returns:
+        At least 1.
+    """
+    return given or min(cores(), _MOST_THREADS)
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -44,10 +44,12 @@ def _learnt_once() -> Iterator[None]:
             profiles[key] = fit(engine, coding, documents, tokens)
         return profiles[key]
 
-    def measured(engine: Engine, profile: AnyProfile | None = None, backend: str = "auto") -> ctl.CostModel:
-        key = (_place(engine), profile and profile.digest, backend)
+    def measured(
+        engine: Engine, profile: AnyProfile | None = None, backend: str = "auto", threads: int | None = None
+    ) -> ctl.CostModel:
+        key = (_place(engine), profile and profile.digest, backend, threads)
         if key not in costs:
-            costs[key] = measure(engine, profile, backend)
+            costs[key] = measure(engine, profile, backend, threads)
         return costs[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -4,8 +4,10 @@ import asyncio
 import platform
 import socket
 import threading
+import time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -507,3 +509,48 @@ def test_measured_costs_are_plausible(small):
     assert 0 < costs.prefill.seconds(256) < 60
     assert costs.prefill.seconds(1024) > costs.prefill.seconds(64)
     assert 0 < costs.decode.seconds(256, 30_000) < costs.prefill.seconds(256) * 10
+
+
+def test_costs_of_decoding_are_those_side_by_side(small, monkeypatch):
+    """As many chunks are decoded at a time as loads decode, each into memory of its own, at each level."""
+    from kvwire.runtime import costs
+
+    begun, together, lock = [], [0, 0], threading.Lock()
+    decode = BlobDecoder.decode_chunk
+
+    def noted(self, chunk, segments, level=None):
+        with lock:
+            begun.append((id(self), level, self.info.tokens))
+            together[0] += 1
+            together[1] = max(together)
+        time.sleep(0.005)
+        decode(self, chunk, segments, level)
+        with lock:
+            together[0] -= 1
+
+    monkeypatch.setattr(BlobDecoder, "decode_chunk", noted)
+    for threads in (1, 3):
+        begun.clear()
+        together[1] = 0
+        measured = costs.measure_costs(small.engine, small.profile, threads=threads)
+        assert together[1] == threads
+        assert {tokens for *_, tokens in begun} == {64, 256}
+        assert {level for _, level, _ in begun} == {0, 1, 2, 3, 4}
+        assert len({each for each, _, tokens in begun if tokens == 64}) == threads
+        assert measured.decode.seconds(1, 0) > 0.004
+
+
+def test_what_takes_long_is_not_repeated_as_often(small, monkeypatch):
+    from kvwire.runtime import costs
+
+    now = [0.0]
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for seconds, runs in ((2.0, 2), (0.2, 3), (0.001, 4)):
+        ran = []
+
+        def work(seconds=seconds, ran=ran):
+            now[0] += seconds
+            ran.append(seconds)
+
+        assert costs._best(work, small.engine) == pytest.approx(seconds)
+        assert len(ran) == runs
