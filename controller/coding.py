@@ -46,7 +46,7 @@ def coding_options(
     for at in range(floor, 1 + (finest if goal.ceiling is None else min(goal.ceiling, finest))):
         more = np.where(text | (valid & (level >= at)), 0, np.maximum(sizes[at] - held, 0))
         size, begun = float(more.sum()), int(np.count_nonzero(more))
-        decode_s = decode.base_s * begun + decode.token_s * float(tokens[more > 0].sum()) + decode.byte_s * size
+        decode_s = decode.apart(begun, float(tokens[more > 0].sum()), size)
         error = float((np.minimum(errors[at], reached) * tokens).sum()) / max(1, int(tokens.sum()))
         out.append((lead_s * (size > 0) + max(size / max(bandwidth, SLOWEST), decode_s), error))
     return out

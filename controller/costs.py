@@ -101,6 +101,19 @@ class DecodeCost:
         """
         return self.base_s + self.token_s * tokens + self.byte_s * size
 
+    def apart(self, count: int, tokens: float, size: float) -> float:
+        """Work out what chunks cost that are decoded one by one.
+
+        Args:
+            count: How many.
+            tokens: Of all.
+            size: Bytes of all.
+
+        Returns:
+            Seconds.
+        """
+        return self.base_s * count + self.token_s * tokens + self.byte_s * size
+
     def scaled(self, ratio: float) -> DecodeCost:
         """The same shape of cost, ``ratio`` times as slow."""
         return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)

@@ -74,7 +74,7 @@ class DecodeLane(Joiner):
         left_s = (self._decoded_by(load) - now - beside_s) / min(self._estimates.decode.high, _HURRIED)
         fetched = sum(fetch.decode_s for fetch in self.link.fetches.values() if fetch.chunk.load == load.number)
         count, tokens, size = table.arrived()
-        if cost.base_s * count + cost.token_s * tokens + cost.byte_s * size + fetched <= left_s:
+        if cost.apart(count, tokens, size) + fetched <= left_s:
             return None
         at = np.fromiter(table.having(ARRIVED, FETCHING), np.int64)
         floor, level = self._floor_levels(load, at), table.look("level")[at]
@@ -97,11 +97,11 @@ class DecodeLane(Joiner):
             table, cost = other.table, self.costs_among_many(other).decode
             at = np.fromiter(table.having(ARRIVED, FETCHING), np.int64)
             size = table.sizes_by_level()[self._floor_levels(other, at), at].sum()
-            floor_s = cost.base_s * len(at) + cost.token_s * table.look("tokens")[at].sum() + cost.byte_s * size
+            floor_s = cost.apart(len(at), float(table.look("tokens")[at].sum()), float(size))
             if self._rank(other) < self._rank(load):
-                ahead_s += float(floor_s)
+                ahead_s += floor_s
             elif other is not load and other.due < inf and not self._rank(other)[0]:
-                by = min(by, self._cut(other) - float(floor_s))
+                by = min(by, self._cut(other) - floor_s)
         return by - ahead_s
 
     def _batch(self, load: Load, now: float) -> int:
@@ -113,10 +113,10 @@ class DecodeLane(Joiner):
         if load.waiting or link.stalled or not load.table.may_refine(load.goal, ARRIVED):
             return settings.decode_batch
         cost, finest = self.costs_of(load).decode, finest_bytes(load.table, load.goal)
-        if cost.token_s * load.prompt_tokens + cost.byte_s * finest > settings.decode_threads * finest / rate:
+        if cost.apart(0, load.prompt_tokens, finest) > settings.decode_threads * finest / rate:
             return settings.decode_batch
         count, tokens, size = load.table.arrived()
-        chunk_s = (cost.token_s * tokens + cost.byte_s * size) / (count * settings.decode_threads)
+        chunk_s = cost.apart(0, tokens, size) / (count * settings.decode_threads)
         link_s = link.lead_s(now) + (link.open_bytes + load.refine_bytes) / rate
         batch_s = max(_SHORT_BATCH * cost.base_s, link_s) - cost.base_s
         return min(settings.decode_batch, max(1, int(batch_s / max(chunk_s, _INSTANT_S))))

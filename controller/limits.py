@@ -381,7 +381,7 @@ class Limits(Resources):
         if found is None:
             return None
         (tokens, size), cost = found, self.costs_of(load).decode
-        decode_s = cost.base_s * len(job.chunks) + cost.token_s * tokens + cost.byte_s * size
+        decode_s = cost.apart(len(job.chunks), tokens, size)
         return size / max(self.link.bandwidth_low, SLOWEST) + decode_s
 
     def _at_floor(self, load: Load, job: Job) -> tuple[int, int] | None:

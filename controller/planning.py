@@ -220,7 +220,7 @@ class Planner(Limits):
         seconds, beyond_s, cost, settings = 0.0, 0.0, costs.decode, self._settings
         for load in self._loads.values():
             count, tokens, size = load.table.arrived()
-            seconds += cost.base_s * count + cost.token_s * tokens + cost.byte_s * size
+            seconds += cost.apart(count, tokens, size)
             last = count % settings.decode_batch
             if last:
                 rounds = -(-last // settings.decode_threads)

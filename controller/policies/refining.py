@@ -261,7 +261,7 @@ def lowered(
         Levels in the end; ``level`` where there is time for all ``[m]``.
     """
     at_floor = sizes[floor, np.arange(len(floor))]
-    floor_s = cost.base_s * len(floor) + cost.token_s * float(tokens.sum()) + cost.byte_s * float(at_floor.sum())
+    floor_s = cost.apart(len(floor), float(tokens.sum()), float(at_floor.sum()))
     more, finer = np.maximum(sizes - at_floor, 0), replace(cost, base_s=0.0, token_s=0.0)
     return decodable(left_s - floor_s, floor, level, tokens=tokens, sizes=more, errors=errors, cost=finer)
 
