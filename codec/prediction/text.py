@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _SLOT_BYTES, _NUMBER_BYTES = 4, 2
 """What ``Expectations`` keep for a token, and for each of its numbers."""
-_TOKENS = 64
-"""Whose rows are computed in one step: what else waits for the thread waits no longer than that."""
+_TOKENS = 32
+"""Whose rows are computed in one step: some milliseconds."""
 
 
 class TextPredictor:

@@ -32,8 +32,8 @@ _JOINED = ((2, 16, 0), (8, 16, 0), (2, 96, 0), (2, 32, 768))
 _CHUNKS = (64, 256)
 _QUESTION = 32
 _REPEATS = 3
-_ENOUGH_S = 0.5
-"""What takes longer is not repeated as often: the start of a process waits for it."""
+_ENOUGH_S = 0.25
+"""Runs that took so long are enough: the start of a process waits for them."""
 
 
 def measure_costs(
@@ -68,7 +68,7 @@ def measure_joined(engine: Engine, cache: KVCache | None = None) -> PrefillCost 
 
     Args:
         engine: The model to time.
-        cache: Any long one of the model's; None: one is computed.
+        cache: One of the model's, as long as the window or 768 tokens; None: it is computed.
 
     Returns:
         What such a pass costs in all its rows; None where the engine extends caches one by one.
@@ -113,9 +113,9 @@ def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend 
     ids = _random_ids(engine, min(engine.window, 2 * _QUESTION))
     (cache,) = engine.prefill([ids])
     engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])
-    blob, decoder = _encoded(engine, cache, ids, profile, backend)
-    made = decoder()
-    _decoding(made, blob, len(made.info.levels) - 1)()
+    blob, make_decoder = _encoded(engine, cache, ids, profile, backend)
+    decoder = make_decoder()
+    _decoding(decoder, blob, len(decoder.info.levels) - 1)()
     engine.forward(engine.past_key_values(cache.slice(0, len(ids) - 1)), ids[-1:], len(ids) - 1, logits=1)
 
 
@@ -149,11 +149,11 @@ def _encoded(
     hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
     blob = encode(part, profile, hidden=hidden, backend=backend)
 
-    def decoder() -> BlobDecoder:
+    def make_decoder() -> BlobDecoder:
         out = engine.allocate(part.tokens + 1).slice(0, part.tokens)  # a part of a prompt, as in loads
         return BlobDecoder(blob, profile, out=out, hidden=hidden, backend=backend)
 
-    return blob, decoder
+    return blob, make_decoder
 
 
 def _decoding(decoder: BlobDecoder, blob: bytes, level: int) -> Callable[[], None]:
@@ -165,10 +165,11 @@ def _decoding(decoder: BlobDecoder, blob: bytes, level: int) -> Callable[[], Non
 def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost) -> float:
     """Seconds for each prompt token that handing the cache over costs, beyond the question's pass itself."""
     before = cache.tokens
-    if before == len(ids):
+    new = len(ids) - before
+    if not new:
         return 0.0
     closing = _best(lambda: engine.forward(engine.past_key_values(cache), ids[before:], before, logits=1), engine)
-    return max(0.0, closing - prefill.seconds(_QUESTION, before)) / before
+    return max(0.0, closing - prefill.seconds(new, before)) / before
 
 
 def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before: int) -> float:
@@ -179,13 +180,13 @@ def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before:
 def _decode_samples(
     engine: Engine, cache: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend, threads: int
 ) -> list[tuple[int, int, float]]:
-    """Tokens, bytes and seconds of a short chunk and of a long one at each level."""
+    """Tokens, bytes and seconds of a short chunk and, where the window is long enough, a long one at each level."""
     samples = []
     with ThreadPoolExecutor(threads, initializer=stay_on_one_core) as pool:
-        for tokens in (min(each, cache.tokens) for each in _CHUNKS):
-            blob, decoder = _encoded(engine, cache.slice(0, tokens), ids, profile, backend)
-            decoders = [decoder()]
-            decoders += [] if decoders[0].on_gpu else [decoder() for _ in range(threads - 1)]
+        for tokens in sorted({min(each, cache.tokens) for each in _CHUNKS}):
+            blob, make_decoder = _encoded(engine, cache.slice(0, tokens), ids, profile, backend)
+            decoders = [make_decoder()]
+            decoders += [] if decoders[0].on_gpu else [make_decoder() for _ in range(threads - 1)]
             info = decoders[0].info
             for level in range(len(info.levels)):
                 works = [_decoding(each, blob, level) for each in decoders]
@@ -202,11 +203,12 @@ def _side_by_side(pool: ThreadPoolExecutor, works: Sequence[Callable[[], None]])
 
 def _best(work: Callable[[], object], engine: Engine) -> float:
     """Quickest of a few runs after one that warms up: other work on the machine only ever adds."""
+    work()
+    engine.synchronize()
     times: list[float] = []
-    began = time.perf_counter()
-    while len(times) <= 1 or (len(times) <= _REPEATS and time.perf_counter() - began < _ENOUGH_S):
+    while not times or (len(times) < _REPEATS and sum(times) < _ENOUGH_S):
         started = time.perf_counter()
         work()
         engine.synchronize()
         times.append(time.perf_counter() - started)
-    return min(times[1:])
+    return min(times)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -20,6 +21,7 @@ from kvwire.transport import LinkMeter
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Coroutine, Iterable, Iterator
+    from concurrent.futures import Executor
 
     from kvwire.controller import Controller
     from kvwire.runtime.threads import Threads
@@ -77,6 +79,9 @@ class ControllerDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf  # when it should go off
         self._paused_s = 0.0  # for which the loop was blocked, and the controller does not know
+        self._lane_jobs = 0  # that are under way in the decode lane's thread, or wait for it
+        self._is_idle = asyncio.Event()
+        self._stepping = asyncio.Semaphore(threads.decode_threads)
         self.broken: StorageError | None = None
 
     async def close(self) -> None:
@@ -233,7 +238,8 @@ class ControllerDriver:
         Returns:
             Its result.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads.compute, work)
+        with self._taken(self._threads.compute):
+            return await asyncio.get_running_loop().run_in_executor(self._threads.compute, work)
 
     async def decode(self, work: Callable[[], T]) -> T:
         """Run work in the decode thread.
@@ -244,19 +250,40 @@ class ControllerDriver:
         Returns:
             Its result.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
+        with self._taken(self._threads.decode):
+            return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
 
     async def in_steps(self, steps: Iterator[None], goes_on: Callable[[], bool]) -> None:
-        """Do work that no lane waits for, beside what the decode lane does.
+        """Do what decoding would have to do otherwise, while it is idle: a step in each of its threads at most.
 
         Args:
             steps: Does a little, in a thread, whenever it is asked for the next.
             goes_on: Whether another step is to be done.
         """
         loop, is_over = asyncio.get_running_loop(), object()
-        while goes_on():
-            if await loop.run_in_executor(self._threads.side_by_side, next, steps, is_over) is is_over:
-                return
+        while True:
+            async with self._stepping:
+                while self._lane_jobs:
+                    await self._is_idle.wait()
+                if not goes_on():
+                    return
+                if await loop.run_in_executor(self._threads.side_by_side, next, steps, is_over) is is_over:
+                    return
+
+    @contextmanager
+    def _taken(self, lane: Executor) -> Iterator[None]:
+        """While a job runs that decoding waits for, or is."""
+        if lane is not self._threads.decode:
+            yield
+            return
+        self._lane_jobs += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._lane_jobs -= 1
+            if not self._lane_jobs:
+                self._is_idle.set()
 
     def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread.

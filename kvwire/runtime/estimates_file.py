@@ -211,8 +211,9 @@ def link_key(url: str, emulated: str = "") -> str:
 
 
 def engine_key(
-    model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "", versions: str = ""
-) -> str:
+    model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "", versions: str = "",
+    decode_threads: int = 1,
+) -> str:  # fmt: skip
     """Name of an engine: what its speed depends on.
 
     Args:
@@ -223,11 +224,13 @@ def engine_key(
         threads: Threads that compute.
         backend: Which kernels decode, where that is not a default.
         versions: Of the software that computes.
+        decode_threads: Chunks that are decoded side by side: each slows the others down.
 
     Returns:
         The name; parts with unusual characters are in it as their digest.
     """
-    parts = (model, revision, device, dtype, str(threads), backend, versions)
+    beside = f"{decode_threads} decoded at a time" if decode_threads > 1 else ""
+    parts = (model, revision, device, dtype, str(threads), backend, versions, beside)
     return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)
 
 

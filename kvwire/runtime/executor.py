@@ -7,7 +7,7 @@ It decides nothing. Fetching runs on the event loop, the engine in one thread an
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId
+
+
+_log = logging.getLogger("kvwire.runtime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,12 +436,14 @@ class Executor(PromptJobs):
             return
         self._expected.add(index)
         if isinstance(profile, Profile) and ids is not None and decoder is not None and not decoder.on_gpu:
-            self._spawn(self._prepare(expect(profile, ids)))
+            self._spawn(self._prepare(expect(profile, ids[: document.wanted_tokens])))
 
     async def _prepare(self, steps: Iterator[None]) -> None:
-        """Do what decoding would do itself, until the load is over; where it fails, decoding tells what is wrong."""
-        with suppress(Exception):
+        """Do what decoding would do itself, until the load is over."""
+        try:
             await self._driver.in_steps(steps, lambda: not self._done.done())
+        except Exception:  # noqa: BLE001 - whatever it is, no load needs it
+            _log.warning("what decoding will need could not be prepared; decoding prepares it itself", exc_info=True)
 
     async def _fetch(self, asked: ev.Fetch) -> None:
         chunk, document = asked.chunk, self._documents[asked.chunk.document]

@@ -100,7 +100,9 @@ class Loader:
         self._lock = threading.RLock()  # a record may ask for the estimates
         lasting = not isinstance(link, EmulatedLink)
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
-        self._keys = _keys(engine, corpus, str(link) if link and lasting else "", chosen.backend)
+        self._beside = min(self._controls.decode_threads, self._controls.decode_batch)
+        emulated_name = str(link) if link and lasting else ""
+        self._keys = _keys(engine, corpus, emulated_name, chosen.backend, self._beside)
         self._writing: Future[None] | None = None
         self._has_measured_costs = costs is None  # by now, or by who wrote them down
         emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
@@ -146,7 +148,7 @@ class Loader:
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
-                costs = measure_costs(self._engine, profile, chosen.backend, chosen.decode_threads)
+                costs = measure_costs(self._engine, profile, chosen.backend, self._beside)
             if isinstance(profile, Profile):
                 self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
@@ -368,13 +370,15 @@ async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
     raise first
 
 
-def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend) -> tuple[str, str]:
-    """Names of the link and the engine in the file of estimates."""
+def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend, beside: int) -> tuple[str, str]:
+    """Names of the link and the engine in the file of estimates. beside: chunks that are decoded at a time."""
     device = engine.device_name or f"{processor()} {os.cpu_count()}"
     meta, dtype = engine.meta, str(engine.dtype).removeprefix("torch.")
     kernels = "" if backend == "auto" else backend
     versions = f"torch {torch.__version__} kvwire {__version__}"
-    named = engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions)
+    named = engine_key(
+        meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions, beside
+    )
     return link_key(corpus.catalog.store.url, emulated), named
 
 

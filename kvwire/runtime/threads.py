@@ -163,6 +163,7 @@ class Threads:
     Attributes:
         compute: One, for forward passes.
         decode: One for decoding; the same where ``workers`` is 1.
+        decode_threads: How many chunks are decoded at once.
         side_by_side: For chunks that the processor decodes at once, each on one core.
         store: For stores that block.
     """
@@ -176,6 +177,7 @@ class Threads:
         """
         self.compute = ThreadPoolExecutor(1, "kvwire-compute")
         self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
+        self.decode_threads = decode_threads
         self.side_by_side = ThreadPoolExecutor(decode_threads, "kvwire-codec", initializer=stay_on_one_core)
         self.store = DaemonThreads(_LOOK_UPS, "kvwire-store")
 

@@ -82,7 +82,7 @@ def test_what_stands_first_is_expected_first(split_profile):
     steps = expect(profile, ids)
     for _ in profile.groups:
         next(steps)
-    assert tokens_with_rows(profile) == [list(range(VOCABULARY - 64, VOCABULARY))] * len(profile.groups)
+    assert tokens_with_rows(profile) == [list(range(VOCABULARY - 32, VOCABULARY))] * len(profile.groups)
 
 
 def test_no_more_is_expected_than_there_is_room_for(monkeypatch, split_profile):

@@ -469,6 +469,52 @@ def test_that_the_loop_was_blocked_is_told_before_what_is_heard_first():
     assert kinds == [ev.FirstByte, ev.DriverPaused, ev.FirstByte, ev.FirstByte]
 
 
+def _in_steps(threads, *kinds, decode_threads=1, documents=1, stops_after=99):
+    """What steps and jobs of lanes did, in the order in which they began; the most steps at a time."""
+    begun, running, most, lock = [], [0], [0], threading.Lock()
+
+    def steps():
+        for number in range(6):
+            with lock:
+                begun.append(number)
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            time.sleep(0.005)
+            with lock:
+                running[0] -= 1
+            yield
+
+    async def job(driver, kind):
+        await (driver.decode if kind == "decode" else driver.compute)(lambda: (time.sleep(0.05), begun.append(kind)))
+
+    async def run():
+        driver = ControllerDriver(_Clockwork(), threading.RLock(), Threads(threads, decode_threads))
+        jobs = [asyncio.create_task(job(driver, kind)) for kind in kinds]
+        await asyncio.sleep(0)
+        preparing = [driver.in_steps(steps(), lambda: len(begun) < stops_after) for _ in range(documents)]
+        await asyncio.gather(*jobs, *preparing)
+        await driver.close()
+
+    asyncio.run(run())
+    return begun, most[0]
+
+
+def test_steps_are_done_while_decoding_is_idle():
+    assert _in_steps(1)[0] == [0, 1, 2, 3, 4, 5]
+    assert _in_steps(1, "decode")[0] == ["decode", 0, 1, 2, 3, 4, 5]
+    assert _in_steps(1, "compute")[0] == ["compute", 0, 1, 2, 3, 4, 5]  # it takes turns with decoding
+    assert _in_steps(2, "compute", "decode")[0][0] in {"compute", "decode"}
+    assert _in_steps(2, "compute")[0].index("compute") > 1  # it has a thread of its own
+    assert _in_steps(1, stops_after=3)[0] == [0, 1, 2]
+
+
+def test_no_more_steps_are_under_way_than_threads_decode():
+    for decode_threads in (1, 2):
+        begun, most = _in_steps(1, decode_threads=decode_threads, documents=4)
+        assert sorted(begun) == sorted([*range(6)] * 4)
+        assert most == decode_threads
+
+
 class _BreaksOnce(Fixed):
     broken = False
 

@@ -21,10 +21,11 @@ from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.reuse import link
 from kvwire.runtime import executor
-from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings, controls_of
+from kvwire.store import MemoryStore
 from kvwire.store.schemes import open_store
 from kvwire.transport import FetchSettings, HttpStore, ReadTimeouts, parse_link, serve
 
@@ -191,15 +192,30 @@ def test_what_the_text_lets_expect_is_there_before_the_first_chunk(small, monkey
     assert not any(left)
 
 
-def test_what_cannot_be_prepared_is_left_to_decoding(small, monkeypatch):
+def test_what_cannot_be_prepared_is_left_to_decoding(small, monkeypatch, caplog):
     def broken(*_):
         raise MemoryError
         yield
 
     monkeypatch.setattr(executor, "expect", broken)
-    answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4))
+    answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4), link="20mbit,20ms")
     assert {decision.action for decision in answer.decisions} == {"fetch"}
     assert not answer.misses
+    assert "decoding prepares it itself" in caplog.text
+    assert "MemoryError" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["kvwire", "cachegen"])
+def test_only_what_decoding_needs_is_prepared(small, monkeypatch, method):
+    """Each document once; and CacheGen's levels expect nothing of a text."""
+    asked = []
+    monkeypatch.setattr(executor, "expect", lambda _, ids: iter(asked.append(len(ids)) or ()))
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(method=method))
+    list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
+    costs = replace(small.costs, prefill=PrefillCost(60.0, 1.0))
+    answer = _ask(replace(small, costs=costs), corpus)
+    assert {decision.action for decision in answer.decisions} == {"fetch"}
+    assert sorted(asked) == (sorted(map(len, small.tokens.values())) if method == "kvwire" else [])
 
 
 def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference):
@@ -545,11 +561,11 @@ def test_what_takes_long_is_not_repeated_as_often(small, monkeypatch):
 
     now = [0.0]
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    for seconds, runs in ((2.0, 2), (0.2, 3), (0.001, 4)):
+    for first, seconds, runs in ((2.0, 2.0, 2), (0.2, 0.2, 3), (0.001, 0.001, 4), (5.0, 0.001, 4)):
         ran = []
 
-        def work(seconds=seconds, ran=ran):
-            now[0] += seconds
+        def work(first=first, seconds=seconds, ran=ran):
+            now[0] += seconds if ran else first
             ran.append(seconds)
 
         assert costs._best(work, small.engine) == pytest.approx(seconds)

@@ -397,8 +397,8 @@ def test_an_engines_name_tells_what_its_speed_depends_on():
     known = ("org/model", "main", "NVIDIA H200", "bfloat16", 8)
     assert engine_key(*known) == "org/model | main | NVIDIA H200 | bfloat16 | 8"
     others = [("org/b", *known[1:]), (*known[:2], "cpu", *known[3:]), (*known[:4], 4), (*known, "triton")]
-    others.append((*known, "", "torch 2.8.0+cpu kvwire 0.1.0"))
-    assert len({engine_key(*other) for other in others} | {engine_key(*known)}) == 6
+    others += [(*known, "", "torch 2.8.0+cpu kvwire 0.1.0"), (*known, "", "", 2), (*known, "", "", 4)]
+    assert len({engine_key(*other) for other in others} | {engine_key(*known)}) == 8
     assert "alice" not in engine_key("/home/alice/model", "t0ken=s3cret?", "cpu", "float32", 2)
     assert engine_key("https://alice:s3cret@host/m", *known[1:]).startswith("#")
 

@@ -17,6 +17,8 @@ from kvwire.store import MemoryStore
 from kvwire.transport import serve
 from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, at_random, first, nth
 
+from ..http_servers import serving
+
 DATA = random.Random(1).randbytes(300_000)
 
 
@@ -50,6 +52,18 @@ def test_connections_that_come_while_it_stops_are_closed():
         for client in clients:
             client.close()
     gc.collect()  # what is left open is told of as ResourceWarning, which fails the test
+
+
+def test_a_client_that_reads_nothing_does_not_keep_it_from_stopping():
+    store = MemoryStore()
+    store.put("v1/k", bytes(50_000_000))
+    with serving(store) as url, FaultProxy(url) as proxy:
+        there = urlsplit(proxy.url)
+        client = socket.create_connection((there.hostname, there.port))
+        client.sendall(b"GET /v1/k HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert client.recv(100)
+    client.close()
+    gc.collect()
 
 
 async def test_without_faults_nothing_changes(served):

@@ -100,7 +100,7 @@ class FaultProxy:
             task = asyncio.ensure_future(self._connection(reader, writer))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-            task.add_done_callback(lambda _: writer.close())  # a task that is cancelled before it starts closes nothing
+            task.add_done_callback(lambda task: _leave(writer, at_once=task.cancelled()))
 
         try:
             server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=MAX_HEADER_BYTES)
@@ -109,6 +109,8 @@ class FaultProxy:
             self._ready.set()
         await stop.wait()
         # Connections that asyncio is accepting come first: their sockets stay open where it is closed or cancelled.
+        for listening in server.sockets:
+            self._loop.remove_reader(listening.fileno())  # no more of them
         while accepting := asyncio.all_tasks() - {asyncio.current_task()} - tasks:
             await asyncio.wait(accepting)
         server.close()
@@ -141,6 +143,14 @@ class FaultProxy:
         exchange = Exchange(reader, writer, behind, head, record, self._rng.random())
         await exchange.run()
         return exchange.broken
+
+
+def _leave(writer: asyncio.StreamWriter, *, at_once: bool) -> None:
+    """Close a client's connection; what is not sent yet would be waited for else."""
+    if at_once:
+        writer.transport.abort()
+    else:
+        writer.close()
 
 
 def _request(number: int, head: Head) -> ProxyRequest:
