@@ -45,6 +45,7 @@ _TURNS = 4
 _LOOK = 0.5  # share of the time until a load's cut that a look may take
 _REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
 _LOOKED_AT = 256  # refinements whose decoding is looked ahead at
+_GATHER = 0.5  # times what decoding a chunk takes, at most, that it waits for others to be decoded beside it
 _HURRIED = 2.0  # times what decoding should take, at most, that is left for what came
 _SHORT_BATCH = 4.0  # times the fixed cost of decoding
 _LATE_S = 0.001  # that what is expected may come later
@@ -59,10 +60,41 @@ class DecodeLane(Joiner):
         """Decode what arrived and is not valid yet, in one batch."""
         if load.table.counts[ARRIVED] and self.lanes.is_free("decode"):
             places = (place for place in load.having(ARRIVED) if not place[0].waits_for_prefix)
-            batch = [*islice(places, self._batch(load, now))]
+            batch = self._in_rounds(load, [*islice(places, self._batch(load, now))], now)
             hurries = load.due < inf and self._policy.preemptible
-            to = self._hurried(load, batch, now) if hurries else None
+            to = self._hurried(load, batch, now) if hurries and batch else None
             self.start_decode(load, batch, DECODING, now, out, to)
+            load.gathers_until = load.gathers_until if not batch else inf
+
+    def _in_rounds(self, load: Load, batch: list[Place], now: float) -> list[Place]:
+        """A batch without the chunks that would have a thread to themselves in its last round, where others come soon.
+
+        They wait for the next batch if more come while this one is decoded. The first ones of a lone load wait, too, if
+        the others come within half a chunk's time of decoding and the lane has nothing else to do; the batch is then
+        empty. Nobody waits where all that is left takes as many rounds as it would take then.
+        """
+        threads, table, cost = self._settings.decode_threads, load.table, self.costs_of(load).decode
+        over = len(batch) % threads
+        left = table.counts[ARRIVED] + table.counts[FETCHING] + len(load.waiting)
+        spare = (left - 1) % threads + 1  # so many can have a round of their own, and the rounds are no more for that
+        if not 0 < over < spare or not (self._policy.preemptible and table.counts[FETCHING]):
+            return batch
+        open_ = ((load.doc(chunk.document).start + chunk.chunk, seconds)
+                 for chunk, seconds in self.link.arrivals(now) if chunk.load == load.number)  # fmt: skip
+        comes_s = sorted(seconds for at, seconds in open_ if table.state[at] == FETCHING)
+        if not comes_s:
+            return batch
+        others_s = comes_s[min(threads - over, len(comes_s)) - 1]
+        count, tokens, size = table.arrived()
+        chunk_s = cost.apart(0, tokens, size) / count
+        if len(batch) > threads:
+            return batch[:-over] if others_s < cost.base_s + len(batch) // threads * chunk_s else batch
+        if len(self._loads) > 1 or load.passes or load.has_prefix or table.counts[REFINED]:
+            return batch
+        worth_s = _GATHER * (cost.base_s + chunk_s)
+        if load.gathers_until == inf and others_s < worth_s:
+            load.gathers_until = now + others_s + min(_LATE_S, worth_s)
+        return [] if now < load.gathers_until < inf else batch
 
     def _hurried(self, load: Load, batch: list[Place], now: float) -> list[int] | None:
         """Levels to decode a batch to, so that all that came or is to come is valid in time; None: as it came.
@@ -237,6 +269,7 @@ class Dispatcher(DecodeLane):
         is_silent, may_compute = not self.link.fetches, self.lanes.is_free("prefill")
         for load in self._loads.values():
             moment = min(moment, load.waits_until if load.waits_until > now else inf)
+            moment = min(moment, load.gathers_until if load.gathers_until > now else inf)
             if load.is_undecided:
                 undecided = True
                 waits = self._waits_until(load)

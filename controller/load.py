@@ -65,6 +65,8 @@ class Load:
         refine: Places of chunks that become better, and up to which level, next one first.
         waits_until: Instant until which the decode lane waits for a finer level that is about to come; infinite where
             it does not.
+        gathers_until: Instant until which what came waits for others to be decoded beside it; infinite where it does
+            not.
         passes: Forward passes that the plan wants.
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
@@ -128,7 +130,7 @@ class Load:
         self.waiting: deque[tuple[int, int]] = deque()
         self.passes = WantedPasses(self.table)
         self.refine: deque[tuple[int, int]] = deque()
-        self.waits_until = inf
+        self.waits_until = self.gathers_until = inf
         self.compute_s = 0.0
         self.fallbacks = 0
         self.joins = True

@@ -106,7 +106,7 @@ def test_chunks_of_a_batch_are_decoded_side_by_side(threads):
     fine = document(16, scale=40)
     _, played = one(Goal(floor=2), 1000 * MB, fine, decode_batch=8, decode_threads=threads, workers=2)
     decodes = [each for _, each in played.instructions(ev.Decode)]
-    assert 4 < max(len(each.chunks) for each in decodes) <= 8
+    assert max(4, threads) <= max(len(each.chunks) for each in decodes) <= 8
     seconds = [entry.event.seconds for entry in played.log if isinstance(entry.event, ev.DecodeDone)]
     work_s = COSTS.decode.seconds(256, fine.fetch_bytes[0][2]) - COSTS.decode.base_s
     for each, took_s in zip(decodes, seconds, strict=True):
@@ -114,6 +114,33 @@ def test_chunks_of_a_batch_are_decoded_side_by_side(threads):
         assert took_s == pytest.approx(COSTS.decode.base_s + work_s * rounds, rel=1e-3)
     learnt = played.estimates.decode.cost
     assert learnt.seconds(256, 50_000) == pytest.approx(COSTS.decode.seconds(256, 50_000), rel=0.01)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [2, 3, 4, 9, 16])
+def test_no_thread_is_without_a_chunk_while_others_are_about_to_come(chunks, threads):
+    """Over a quick link all is decoded in as many rounds as if it were here at once."""
+    costs = replace(COSTS, decode=DecodeCost(0.0, 1e-4))
+    batch = 2 * threads
+    given = {"costs": costs, "decode_batch": batch, "decode_threads": threads}
+    outcome, played = one(Goal(), 1000 * MB, document(chunks, text=False), **given)
+    sizes = [len(each.chunks) for _, each in played.instructions(ev.Decode)]
+    assert sum(sizes) == chunks
+    assert sum(-(-size // threads) for size in sizes) == -(-chunks // threads)
+    plain, _ = one(Goal(), 1000 * MB, document(chunks, text=False), policy=Fixed(0), **given)
+    assert outcome.ttft_s <= plain.ttft_s + 1e-3
+
+
+def test_what_does_not_come_is_not_waited_for():
+    steps = ByHand(Goal(), document(2, text=False), prior=1000 * MB, decode_batch=4, decode_threads=2)
+    first = steps.begin().chunk
+    steps.tell(ev.FirstByte(RTT_S))
+    out = steps.tell(ev.ChunkArrived(first, 0))
+    assert not any(isinstance(each, ev.Decode) for each in out)
+    until = steps.controller.wake_at
+    assert until < steps.now + 0.01
+    (decode,) = (each for each in steps.tell(ev.Tick(), until) if isinstance(each, ev.Decode))
+    assert decode.chunks == (first,)
 
 
 def test_refinements_that_remove_most_error_per_byte_go_first():
