@@ -60,41 +60,47 @@ class DecodeLane(Joiner):
         """Decode what arrived and is not valid yet, in one batch."""
         if load.table.counts[ARRIVED] and self.lanes.is_free("decode"):
             places = (place for place in load.having(ARRIVED) if not place[0].waits_for_prefix)
-            batch = self._in_rounds(load, [*islice(places, self._batch(load, now))], now)
+            most = self._batch(load, now)
+            batch = self._in_rounds(load, [*islice(places, most)], most, now)
             hurries = load.due < inf and self._policy.preemptible
             to = self._hurried(load, batch, now) if hurries and batch else None
             self.start_decode(load, batch, DECODING, now, out, to)
-            load.gathers_until = load.gathers_until if not batch else inf
+            if batch and now < load.gathers_until:
+                load.gathers_until = inf  # after a wait that was in vain there is none any more
 
-    def _in_rounds(self, load: Load, batch: list[Place], now: float) -> list[Place]:
+    def _in_rounds(self, load: Load, batch: list[Place], most: int, now: float) -> list[Place]:
         """A batch without the chunks that would have a thread to themselves in its last round, where others come soon.
 
-        They wait for the next batch if more come while this one is decoded. The first ones of a lone load wait, too, if
-        the others come within half a chunk's time of decoding and the lane has nothing else to do; the batch is then
-        empty. Nobody waits where all that is left takes as many rounds as it would take then.
+        They wait for the next batch if more are here or come while this one is decoded. The first ones of a lone load
+        wait, too, if the others come within half a chunk's time of decoding and the lane has nothing else to do; the
+        batch is then empty. Nobody waits where all that is left takes as many rounds as it would take then, nor where
+        there is a deadline.
         """
-        threads, table, cost = self._settings.decode_threads, load.table, self.costs_of(load).decode
+        table, cost, threads = load.table, self.costs_of(load).decode, min(self._settings.decode_threads, most)
         over = len(batch) % threads
         left = table.counts[ARRIVED] + table.counts[FETCHING] + len(load.waiting)
         spare = (left - 1) % threads + 1  # so many can have a round of their own, and the rounds are no more for that
-        if not 0 < over < spare or not (self._policy.preemptible and table.counts[FETCHING]):
+        if load.due < inf or not 0 < over < spare or not self._policy.preemptible:
             return batch
-        open_ = ((load.doc(chunk.document).start + chunk.chunk, seconds)
-                 for chunk, seconds in self.link.arrivals(now) if chunk.load == load.number)  # fmt: skip
-        comes_s = sorted(seconds for at, seconds in open_ if table.state[at] == FETCHING)
-        if not comes_s:
-            return batch
-        others_s = comes_s[min(threads - over, len(comes_s)) - 1]
         count, tokens, size = table.arrived()
+        others_s = 0.0 if count - len(batch) >= threads - over else self._others_s(load, threads - over, now)
         chunk_s = cost.apart(0, tokens, size) / count
         if len(batch) > threads:
             return batch[:-over] if others_s < cost.base_s + len(batch) // threads * chunk_s else batch
-        if len(self._loads) > 1 or load.passes or load.has_prefix or table.counts[REFINED]:
+        does_more = load.passes or load.has_prefix or load.repair or table.counts[REFINED]
+        if len(self._loads) > 1 or does_more:
             return batch
         worth_s = _GATHER * (cost.base_s + chunk_s)
         if load.gathers_until == inf and others_s < worth_s:
             load.gathers_until = now + others_s + min(_LATE_S, worth_s)
         return [] if now < load.gathers_until < inf else batch
+
+    def _others_s(self, load: Load, count: int, now: float) -> float:
+        """Seconds until so many more chunks of a load are here, or all that are open; infinite where none is."""
+        arrivals = ((load.doc(each.document).start + each.chunk, seconds)
+                    for each, seconds in self.link.arrivals(now) if each.load == load.number)  # fmt: skip
+        comes_s = sorted(seconds for at, seconds in arrivals if load.table.state[at] == FETCHING)
+        return comes_s[min(count, len(comes_s)) - 1] if comes_s else inf
 
     def _hurried(self, load: Load, batch: list[Place], now: float) -> list[int] | None:
         """Levels to decode a batch to, so that all that came or is to come is valid in time; None: as it came.
@@ -376,7 +382,7 @@ class Dispatcher(DecodeLane):
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
-        if not self.lanes.is_free("prefill"):
+        if not self.lanes.is_free("prefill") or now < load.gathers_until < inf:
             return
         costs = self.costs_of(load)
         for doc in load.docs if load.has_prefix else ():
