@@ -211,9 +211,9 @@ class Rounds:
     def row(self, contender: Contender, together: int) -> dict[str, Any]:
         """Measured beside predicted. told_s: what the controller itself expected when all headers were read."""
         loads, model = self._loads[contender.way.name], self.model
-        measured = [sum(loaded.ttft_s) / together for loaded in loads]
+        measured = [sum(timing.ttft_s for timing in loaded.timings) / together for loaded in loads]
         predicted = self.predicted(contender)
-        told = [answer.predicted_s or 0.0 for loaded in loads for answer in loaded.answers]
+        told = [seconds for loaded in loads for seconds in loaded.told_s]
         row = {
             "link": self._link.name, "policy": contender.way.name, "together": together,
             "deadline_s": contender.way.deadline_s, "measured_s": spread(measured), "predicted_s": spread(predicted),

@@ -232,6 +232,24 @@ class Engine(Protocol):
         """
         return self.past_key_values(cache)
 
+    def growing_past(self, cache: KVCache, room: KVCache) -> Any:  # noqa: ANN401 - the engine's own
+        """``own_past`` of a prompt that has room behind it: what runs on top may be written there.
+
+        An engine without it copies the prompt's cache in the first pass, or wherever else its own pasts do.
+
+        Args:
+            cache: A slice of ``room`` from its first token on, which stays as it is.
+            room: From ``allocate``; its rows behind ``cache`` belong to this past alone from now on.
+
+        Returns:
+            The past.
+
+        Raises:
+            MismatchError: See ``own_past``.
+        """
+        del room
+        return self.own_past(cache)
+
     def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
         """Run tokens on top of a cache.
 

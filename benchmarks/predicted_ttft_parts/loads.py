@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvwire.controller import CostModel, Estimates, LogEntry, Policy
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.runtime.answer import Answer
+    from kvwire.runtime.answer import Answer, Timing
     from kvwire.runtime.corpus import Corpus
     from kvwire.transport import EmulatedLink
     from kvwire.types import ChunkId
@@ -51,15 +51,16 @@ class Way:
 class Loaded:
     """What a load, or several at once, took, and what was known before.
 
-    ttft_s: of each. catalog_s: until the catalog's lookups were over. loop_s: processor time of the thread that steers.
-    log: of the controller, ``began`` on its clock.
+    catalog_s: until the catalog's lookups were over. loop_s: processor time of the thread that steers. timings, told_s:
+    of each, and what the controller itself expected once all headers were read. log: of the controller, ``began`` on
+    its clock. Answers are not kept: with their prompts' memory every load would have to take new memory.
     """
 
     known: Estimates
-    ttft_s: tuple[float, ...]
     catalog_s: float
     loop_s: float
-    answers: tuple[Answer, ...]
+    timings: tuple[Timing, ...]
+    told_s: tuple[float, ...]
     log: tuple[LogEntry, ...]
     began: float
 
@@ -98,7 +99,7 @@ class Loaded:
     def handing_over_s(self) -> float:
         """Seconds between the last chunk's being ready and the beginning of the closing."""
         ends = [entry.now for entry in self.log for each in entry.instructions if isinstance(each, ev.Finish)]
-        timing = self.answers[0].timing
+        timing = self.timings[0]
         return timing.ttft_s - (max(ends) - self.began) - timing.link_s - timing.query_s
 
 
@@ -137,8 +138,8 @@ class Contender:
         answers = asyncio.run(self._ask(prompts))
         loop_s, log = self._loop_s() - loop_s, tuple(self._log)
         asked = [entry.now - began for entry in log if isinstance(entry.event, ev.LoadRequested)]
-        times = tuple(answer.timing.ttft_s for answer in answers)
-        return Loaded(known, times, max(asked), loop_s, tuple(answers), log, began)
+        timings, told = zip(*((answer.timing, answer.predicted_s or 0.0) for answer in answers), strict=True)
+        return Loaded(known, max(asked), loop_s, timings, told, log, began)
 
     def _loop_s(self) -> float:
         """Processor time that the loader's event loop has taken so far."""

@@ -12,6 +12,7 @@ from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.plain import (
     batches_of,
+    begins_with,
     filled,
     past_mask,
     prefill_batch,
@@ -218,18 +219,33 @@ class TransformersEngine(ExtendsTogether):
         """
         return self._referring(cache) or self._past(cache, self.model.config)
 
+    def growing_past(self, cache: KVCache, room: KVCache) -> DynamicCache:
+        """``own_past`` that grows into memory which was set aside, see ``Engine.growing_past``.
+
+        Args:
+            cache: Of this model.
+            room: A longer cache, of which ``cache`` is the beginning.
+
+        Returns:
+            The transformers cache.
+
+        Raises:
+            MismatchError: See ``own_past``.
+        """
+        return self._referring(cache, room if begins_with(room, cache) else None) or self.own_past(cache)
+
     def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
         """A cache that is ``filled``; it holds its gaps where layers see a window, which counts every position."""
         if (gaps := gaps_of(cache)) is None:
             return filled(self._pairs(cache), config)
         return with_gaps(filled(self._pairs(replace(cache, kept=None)), config), gaps.to(self.device))
 
-    def _referring(self, cache: KVCache) -> DynamicCache | None:
+    def _referring(self, cache: KVCache, room: KVCache | None = None) -> DynamicCache | None:
         """A past that is the cache's own tensors; None where the model would take another form of them."""
         self.check_fits(cache)
         if self.devices.layers or not runs_as_it_is(cache, self.device, self.dtype):
             return None
-        return referring(cache, self.model)
+        return referring(cache, self.model, room)
 
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
         return self.tensors_for(cache)[0]

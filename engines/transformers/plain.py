@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from kvwire.types import KVCache
+
+_LEAST_ROOM, _ROOM_SHARE = 64, 8  # tokens, and the part of all, that memory is larger where a layer moves
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
@@ -49,12 +51,14 @@ def runs_as_it_is(cache: KVCache, device: torch.device, dtype: torch.dtype) -> b
     return at_home and cache.meta.positions == "on" and cache.kept is None
 
 
-def referring(cache: KVCache, model: PreTrainedModel) -> DynamicCache | None:
+def referring(cache: KVCache, model: PreTrainedModel, room: KVCache | None = None) -> DynamicCache | None:
     """A past whose layers are a cache's very tensors, which nothing has read yet.
 
     Args:
         cache: As ``check_runs_unready`` wants it.
         model: The model that will read them.
+        room: A longer cache that begins with ``cache``'s tensors: the past grows into its other rows. None: it moves
+            as soon as it grows.
 
     Returns:
         The past; None where the model has layers that keep another form of what they are given.
@@ -63,10 +67,89 @@ def referring(cache: KVCache, model: PreTrainedModel) -> DynamicCache | None:
     plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     if len(past.layers) != len(cache.keys) or len(plain) != len(cache.keys):
         return None
-    for layer, keys, values in zip(plain, cache.keys, cache.values, strict=True):
+    whole = cache if room is None else room
+    for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        layer = plain[index]
+        if type(layer) is DynamicLayer:  # others may keep more than keys and values
+            layer = past.layers[index] = GrowingLayer(whole.keys[index], whole.values[index], cache.tokens)
         layer.lazy_initialization(keys[None], values[None])
         layer.keys, layer.values = keys[None], values[None]
     return past
+
+
+def begins_with(room: KVCache, cache: KVCache) -> bool:
+    """Whether a cache is the beginning of another one, in the same memory.
+
+    Args:
+        room: The longer one.
+        cache: The other one.
+
+    Returns:
+        False also where they are as long as each other.
+    """
+    pairs = zip((*room.keys, *room.values), (*cache.keys, *cache.values), strict=True)
+    return room.tokens > cache.tokens and all(_is_beginning(part, whole) for whole, part in pairs)
+
+
+def _is_beginning(part: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor is the first rows of another one."""
+    return part.data_ptr() == whole.data_ptr() and part.stride() == whole.stride()
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer that writes new rows behind those that it holds; a ``DynamicLayer`` copies all rows for every pass.
+
+    Where there is no room left, it moves to larger memory, so that an answer is not copied for every token.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, taken: int) -> None:
+        """Take memory; the first rows of it are what the layer will be given.
+
+        Args:
+            keys: ``[kv_heads, tokens, dim]``.
+            values: Likewise.
+            taken: How many of the first rows are somebody else's, too, and never written.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._room, self._taken = (keys[None], values[None]), taken
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Append rows.
+
+        Args:
+            key_states: ``[batch, kv_heads, tokens, dim]``.
+            value_states: Likewise.
+
+        Returns:
+            All keys and values.
+        """
+        held = self.get_seq_length()
+        total = held + key_states.shape[2]
+        if not self._taken <= held <= total <= self._room[0].shape[2] or not self._is_in_room:
+            self._move(total + max(_LEAST_ROOM, total // _ROOM_SHARE))
+        for whole, new in zip(self._room, (key_states, value_states), strict=True):
+            whole[:, :, held:total] = new
+        keys, values = (whole[:, :, :total] for whole in self._room)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    @property
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values that it was given so far."""
+        return cast("Tensor", self.keys), cast("Tensor", self.values)
+
+    @property
+    def _is_in_room(self) -> bool:
+        """Whether what is held is the beginning of the memory: others put tensors of their own in its place."""
+        pairs = zip(self._held, self._room, strict=True)
+        return len(self._held[0]) == len(self._room[0]) and all(_is_beginning(*pair) for pair in pairs)
+
+    def _move(self, tokens: int) -> None:
+        """Copy what is held to memory for so many tokens."""
+        keys, values = (part.new_empty(*part.shape[:2], tokens, part.shape[3]) for part in self._held)
+        self._room, self._taken = (keys, values), 0
+        for whole, part in zip(self._room, self._held, strict=True):
+            whole[:, :, : part.shape[2]] = part
 
 
 def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -242,7 +242,7 @@ class Closer:
             repaired = early.joined(repaired, executor.links.selector, share)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
-        past = self._engine.own_past(prompt.cache)
+        past = self._engine.growing_past(prompt.cache, executor.room)
         querying = time.monotonic()
         logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
         done = time.monotonic()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("kvwire.runtime")
+_ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class Executor(PromptJobs):
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: What is done so that documents see each other.
         starts: Position of each document; None: one after the other.
+        room: The memory of the prompt's cache, with what is free behind it: for the question and its answer.
         in_order: Rows that were computed beside the link; None: none were.
         front_tokens: How many tokens are computed before the question, beside documents.
         front_s: Compute spent on that, in seconds.
@@ -174,7 +176,7 @@ class Executor(PromptJobs):
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks, self.link_tokens)
         )
-        laid_out = self._spawn(self._lay_out(tokens))
+        laid_out = self._spawn(self._lay_out(tokens, query_tokens))
         opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
         if repair is not None and self._keeper is not None:
             self._finding_kept = asyncio.create_task(self._find_kept(self._keeper, opening))
@@ -291,9 +293,10 @@ class Executor(PromptJobs):
         """Positions that documents of these lengths take."""
         return sum(tokens)
 
-    async def _lay_out(self, tokens: Sequence[int]) -> None:
-        cache = await self._driver.compute(partial(self._engine.allocate, self._length(tokens)))
-        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache, starts=self.starts)
+    async def _lay_out(self, tokens: Sequence[int], query_tokens: int) -> None:
+        total = self._length(tokens)
+        self.room = await self._driver.compute(partial(self._engine.allocate, total + query_tokens + _ANSWER_TOKENS))
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=self.room.slice(0, total), starts=self.starts)
 
     def fail(self, error: BaseException) -> None:
         """End the load with an error.

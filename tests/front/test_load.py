@@ -148,6 +148,26 @@ def test_the_answer_is_that_of_exact_caches(small, reference):
     assert not answer.misses
 
 
+@pytest.mark.parametrize("tokens", [4, executor._ANSWER_TOKENS + 8])
+def test_the_question_runs_on_the_prompt_without_a_copy_of_it(small, reference, monkeypatch, tokens):
+    pasts, growing = [], type(small.engine).growing_past
+    monkeypatch.setattr(
+        type(small.engine), "growing_past", lambda *args: pasts.append(growing(*args)) or pasts[-1]
+    )  # fmt: skip
+    monkeypatch.setattr(type(small.engine), "end_tokens", frozenset())
+    answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4), tokens=tokens)
+    prompt, engine = answer.prompt.cache, small.engine
+    stays = [layer.keys.data_ptr() for layer in pasts[0].layers] == [keys.data_ptr() for keys in prompt.keys]
+    assert stays == (tokens <= executor._ANSWER_TOKENS)
+    assert len(answer.tokens) == tokens
+    # What was written behind the prompt is no part of it, and another question makes nothing of it.
+    past = engine.past_key_values(prompt)
+    logits = engine.forward(past, engine.tokenize(QUESTION), prompt.tokens, logits=1)
+    assert int(logits[-1].argmax()) == answer.first_token
+    out = engine.generate(past, answer.first_token, prompt.tokens + len(engine.tokenize(QUESTION)), tokens)
+    assert tuple(out) == answer.tokens
+
+
 def test_coarser_levels_cost_fewer_bytes_and_some_quality(small, reference):
     corpus = small.corpus()
     answers = [_ask(small, corpus, settings=LoadSettings(quality_floor=level)) for level in (0, 2)]

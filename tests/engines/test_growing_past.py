@@ -1,0 +1,134 @@
+"""A past that grows into the memory behind a prompt, beside the one of transformers that copies everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import DynamicLayer
+
+from kvwire.engines.transformers.plain import GrowingLayer
+
+from .families import documents, engine_of, query
+
+HEADS, DIM = 2, 4
+
+
+def appended(layer, count, generator):
+    shape = (layer.keys.shape[0], HEADS, count, DIM)
+    return layer.update(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+
+
+def changed(layer, what, count, generator):
+    """One of the things that happen to a layer."""
+    if what == "append":
+        return appended(layer, count, generator)
+    if what == "crop":
+        layer.crop(-min(count, layer.get_seq_length() - 1))
+    elif what == "repeat":
+        layer.batch_repeat_interleave(2)
+    elif what == "select":
+        layer.batch_select_indices(torch.tensor([0]))
+    elif what == "reorder":
+        layer.reorder_cache(torch.arange(layer.keys.shape[0]).flip(0))
+    return layer.keys, layer.values
+
+
+def layers_of(held, room):
+    """The same rows in a layer that copies and in one with so much room behind them, and that memory."""
+    whole = [torch.randn(HEADS, held + room, DIM) for _ in range(2)]
+    plain, growing = DynamicLayer(), GrowingLayer(*whole, held)
+    plain.update(*(part[None, :, :held].clone() for part in whole))
+    growing.lazy_initialization(whole[0][None], whole[1][None])
+    growing.keys, growing.values = (part[None, :, :held] for part in whole)
+    return plain, growing, whole
+
+
+THINGS = ("append", "append", "append", "crop", "repeat", "select", "reorder")
+STEP = st.tuples(st.sampled_from(THINGS), st.integers(1, 9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(held=st.integers(1, 12), room=st.integers(0, 20), steps=st.lists(STEP, max_size=8))
+def test_it_holds_what_a_layer_that_copies_holds(held, room, steps):
+    plain, growing, whole = layers_of(held, room)
+    before = [part[:, :held].clone() for part in whole]
+    for number, (what, count) in enumerate(steps):
+        if what == "repeat" and plain.keys.shape[0] > 4:
+            continue
+        found = [changed(each, what, count, torch.Generator().manual_seed(number)) for each in (plain, growing)]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert growing.get_seq_length() == plain.get_seq_length()
+    assert all(torch.equal(part[:, :held], rows) for part, rows in zip(whole, before, strict=True))
+
+
+def test_it_does_not_move_while_there_is_room():
+    _, growing, whole = layers_of(5, 6)
+    for _ in range(3):
+        keys, values = appended(growing, 2, None)
+    assert (keys.data_ptr(), values.data_ptr()) == (whole[0].data_ptr(), whole[1].data_ptr())
+    keys, _ = appended(growing, 1, None)
+    assert keys.data_ptr() != whole[0].data_ptr()
+    moved = {appended(growing, 1, None)[0].data_ptr() for _ in range(20)}
+    assert moved == {keys.data_ptr()}  # and then there is room for many
+
+
+def prompt_with_room(engine, room):
+    (document,) = engine.prefill([documents()[0]])
+    whole = engine.allocate(document.tokens + room)
+    for target, source in zip((*whole.keys, *whole.values), (*document.keys, *document.values), strict=True):
+        if target.numel():
+            target[:, : document.tokens] = source
+    return whole.slice(0, document.tokens), whole
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize("room", [100, len(query()) + 2, 1])
+def test_a_question_and_its_answer_are_the_same(family, room):
+    engine = engine_of(family)
+    cache, whole = prompt_with_room(engine, room)
+    before = [part.clone() for part in (*cache.keys, *cache.values)]
+    logits, answers = [], []
+    for past in (engine.past_key_values(cache), engine.own_past(cache), engine.growing_past(cache, whole)):
+        logits.append(engine.forward(past, query(), cache.tokens))
+        answers.append(engine.generate(past, 7, cache.tokens + len(query()), 12))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert answers[0] == answers[1] == answers[2]
+    assert all(torch.equal(*pair) for pair in zip(before, (*cache.keys, *cache.values), strict=True))
+
+
+def test_nothing_of_the_prompt_is_copied():
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    past = engine.growing_past(cache, whole)
+    engine.generate(past, int(engine.forward(past, query(), cache.tokens)[-1].argmax()), cache.tokens + len(query()), 9)
+    assert [layer.keys.data_ptr() for layer in past.layers] == [keys.data_ptr() for keys in cache.keys]
+    assert [layer.values.data_ptr() for layer in past.layers] == [values.data_ptr() for values in cache.values]
+
+
+def test_other_pasts_of_the_prompt_are_not_disturbed():
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    others = [tuple(reversed(query())), query()[1:]]
+    expected = [engine.forward(engine.past_key_values(cache), ids, cache.tokens) for ids in (query(), *others)]
+    growing, own = engine.growing_past(cache, whole), [engine.own_past(cache) for _ in others]
+    found = [engine.forward(growing, query(), cache.tokens)]
+    found += [engine.forward(past, ids, cache.tokens) for past, ids in zip(own, others, strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    at = cache.tokens + len(query())
+    after = engine.past_key_values(cache)
+    engine.forward(after, query(), cache.tokens)
+    assert torch.equal(engine.forward(growing, [5], at), engine.forward(after, [5], at))
+
+
+def test_only_room_behind_the_very_prompt_is_written_to():
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    _, foreign = prompt_with_room(engine, 40)
+    before = [part.clone() for part in (*foreign.keys, *foreign.values)]
+    for room in (foreign, whole.slice(1, whole.tokens), cache):
+        expected = engine.forward(engine.past_key_values(cache), query(), cache.tokens)
+        assert torch.equal(engine.forward(engine.growing_past(cache, room), query(), cache.tokens), expected)
+    assert all(torch.equal(*pair) for pair in zip(before, (*foreign.keys, *foreign.values), strict=True))
