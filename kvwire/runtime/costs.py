@@ -14,6 +14,7 @@ from kvwire.codec import BlobDecoder, Profile, at_hand, encode
 from kvwire.codec.workers import stay_on_one_core
 from kvwire.controller import CostModel, fit_decode, fit_joined, fit_prefill
 from kvwire.errors import MismatchError
+from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.threads import usual_threads
 
 if TYPE_CHECKING:
@@ -168,7 +169,12 @@ def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost
     new = len(ids) - before
     if not new:
         return 0.0
-    closing = _best(lambda: engine.forward(engine.past_key_values(cache), ids[before:], before, logits=1), engine)
+    room = engine.allocate(len(ids))  # as loads have it
+    prompt = LinkedPrompt([before], engine.meta, cache=room.slice(0, before))
+    prompt.write(0, 0, cache)
+    closing = _best(
+        lambda: engine.forward(engine.growing_past(prompt.cache, room), ids[before:], before, logits=1), engine
+    )
     return max(0.0, closing - prefill.seconds(new, before)) / before
 
 
