@@ -233,13 +233,14 @@ class Engine(Protocol):
         return self.past_key_values(cache)
 
     def growing_past(self, cache: KVCache, room: KVCache) -> Any:  # noqa: ANN401 - the engine's own
-        """``own_past`` of a prompt that has room behind it: what runs on top may be written there.
+        """``own_past`` of a prompt that may have room behind it: what runs on top may be written there.
 
         An engine without it copies the prompt's cache in the first pass, or wherever else its own pasts do.
 
         Args:
             cache: A slice of ``room`` from its first token on, which stays as it is.
-            room: From ``allocate``; its rows behind ``cache`` belong to this past alone from now on.
+            room: From ``allocate``, as long as ``cache`` or longer; its rows behind that belong to this past alone
+                from now on.
 
         Returns:
             The past.
@@ -345,6 +346,8 @@ class Engine(Protocol):
 
     def allocate(self, tokens: int) -> KVCache:
         """A cache of zeros for a prompt, which decoders and ``extend`` write into; an engine may give its own memory.
+
+        Loads ask for the prompt, its question and some of its answer, and fill a slice of it.
 
         Returns:
             Tensors ``[kv_heads, tokens, dim]`` of the engine's dtype on its device, positions on and from 0; layers

@@ -12,7 +12,6 @@ from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.plain import (
     batches_of,
-    begins_with,
     filled,
     past_mask,
     prefill_batch,
@@ -222,6 +221,8 @@ class TransformersEngine(ExtendsTogether):
     def growing_past(self, cache: KVCache, room: KVCache) -> DynamicCache:
         """``own_past`` that grows into memory which was set aside, see ``Engine.growing_past``.
 
+        Where layers see a window, models are spread over several devices, or a cache is pruned, it is ``own_past``.
+
         Args:
             cache: Of this model.
             room: A longer cache, of which ``cache`` is the beginning.
@@ -232,7 +233,7 @@ class TransformersEngine(ExtendsTogether):
         Raises:
             MismatchError: See ``own_past``.
         """
-        return self._referring(cache, room if begins_with(room, cache) else None) or self.own_past(cache)
+        return self._referring(cache, room) or self.own_past(cache)
 
     def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
         """A cache that is ``filled``; it holds its gaps where layers see a window, which counts every position."""

@@ -77,29 +77,18 @@ def referring(cache: KVCache, model: PreTrainedModel, room: KVCache | None = Non
     return past
 
 
-def begins_with(room: KVCache, cache: KVCache) -> bool:
-    """Whether a cache is the beginning of another one, in the same memory.
-
-    Args:
-        room: The longer one.
-        cache: The other one.
-
-    Returns:
-        False also where they are as long as each other.
-    """
-    pairs = zip((*room.keys, *room.values), (*cache.keys, *cache.values), strict=True)
-    return room.tokens > cache.tokens and all(_is_beginning(part, whole) for whole, part in pairs)
-
-
 def _is_beginning(part: Tensor, whole: Tensor) -> bool:
     """Whether a tensor is the first rows of another one."""
-    return part.data_ptr() == whole.data_ptr() and part.stride() == whole.stride()
+    same = part.data_ptr() == whole.data_ptr() and part.shape[:2] == whole.shape[:2]
+    return same and part.stride() == whole.stride()
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer that writes new rows behind those that it holds; a ``DynamicLayer`` copies all rows for every pass.
 
-    Where there is no room left, it moves to larger memory, so that an answer is not copied for every token.
+    Where there is no room left, it moves to larger memory, so that an answer is not copied for every token. It is for
+    one line of tokens: what an earlier state of it held is written over once it went on from there. Compiled code and
+    passes with gradients get a ``DynamicLayer``'s copies.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, taken: int) -> None:
@@ -123,6 +112,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Returns:
             All keys and values.
         """
+        if not self.is_initialized or torch.compiler.is_compiling() or key_states.requires_grad:
+            return super().update(key_states, value_states)
         held = self.get_seq_length()
         total = held + key_states.shape[2]
         if not self._taken <= held <= total <= self._room[0].shape[2] or not self._is_in_room:
@@ -133,6 +124,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
         return keys, values
 
+    def reset(self) -> None:
+        """Forget all rows; those that are somebody else's stay as they are."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
     @property
     def _held(self) -> tuple[Tensor, Tensor]:
         """Keys and values that it was given so far."""
@@ -141,8 +137,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def _is_in_room(self) -> bool:
         """Whether what is held is the beginning of the memory: others put tensors of their own in its place."""
-        pairs = zip(self._held, self._room, strict=True)
-        return len(self._held[0]) == len(self._room[0]) and all(_is_beginning(*pair) for pair in pairs)
+        return all(_is_beginning(*pair) for pair in zip(self._held, self._room, strict=True))
 
     def _move(self, tokens: int) -> None:
         """Copy what is held to memory for so many tokens."""

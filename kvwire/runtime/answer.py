@@ -50,7 +50,8 @@ class Answer:
         logits: Of the question's last token, float32 ``[vocabulary]``.
         tokens: Token ids of the answer.
         text: The answer in words.
-        prompt: The linked cache of all documents.
+        prompt: The linked cache of all documents. Its tensors are views of memory that also holds what was computed
+            behind it, of question and answer; clone them before they are saved or kept.
         decisions: What the controller decided for the chunks.
         reason: Why it decided so, in words.
         timing: Where the time went.

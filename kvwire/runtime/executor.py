@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("kvwire.runtime")
-_ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,7 @@ class ExecutorSettings:
         links: What is done so that documents see each other.
         question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
         keeper: Finds what earlier repairs computed; None: nobody does.
+        room: Tokens that there is to be memory for behind the prompt, where it is as long as the model's window allows.
     """
 
     fetch: FetchSettings
@@ -65,6 +65,7 @@ class ExecutorSettings:
     links: LinkPlan = UNREPAIRED
     question: Sequence[int] = ()
     keeper: RepairKeeper | None = None
+    room: int = 0
 
 
 class Executor(PromptJobs):
@@ -75,7 +76,7 @@ class Executor(PromptJobs):
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: What is done so that documents see each other.
         starts: Position of each document; None: one after the other.
-        room: The memory of the prompt's cache, with what is free behind it: for the question and its answer.
+        room: The prompt's cache, and the memory behind it: for the question and its answer.
         in_order: Rows that were computed beside the link; None: none were.
         front_tokens: How many tokens are computed before the question, beside documents.
         front_s: Compute spent on that, in seconds.
@@ -101,7 +102,7 @@ class Executor(PromptJobs):
         """
         super().__init__(engine, documents, driver, settings.backend, settings.question)
         self.links = settings.links
-        self._keeper, self._timeouts = settings.keeper, settings.timeouts
+        self._keeper, self._timeouts, self._room_behind = settings.keeper, settings.timeouts, settings.room
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self._finding_kept: asyncio.Task[Found | None] | None = None
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -176,7 +177,7 @@ class Executor(PromptJobs):
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks, self.link_tokens)
         )
-        laid_out = self._spawn(self._lay_out(tokens, query_tokens))
+        laid_out = self._spawn(self._lay_out(tokens))
         opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
         if repair is not None and self._keeper is not None:
             self._finding_kept = asyncio.create_task(self._find_kept(self._keeper, opening))
@@ -293,9 +294,10 @@ class Executor(PromptJobs):
         """Positions that documents of these lengths take."""
         return sum(tokens)
 
-    async def _lay_out(self, tokens: Sequence[int], query_tokens: int) -> None:
+    async def _lay_out(self, tokens: Sequence[int]) -> None:
         total = self._length(tokens)
-        self.room = await self._driver.compute(partial(self._engine.allocate, total + query_tokens + _ANSWER_TOKENS))
+        whole = min(total + self._room_behind, self._engine.window)
+        self.room = await self._driver.compute(partial(self._engine.allocate, whole))
         self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=self.room.slice(0, total), starts=self.starts)
 
     def fail(self, error: BaseException) -> None:

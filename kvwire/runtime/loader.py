@@ -51,6 +51,7 @@ E = TypeVar("E", bound=Executor)
 _OPEN_SHARE = 0.25
 """Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
+_ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
 _WRITING_S = 6.0  # estimates wait for a lock for five seconds
 
 
@@ -274,7 +275,8 @@ class Loader:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
         looking = question if self._settings.look and self._engine_looks else ()
-        async with self._filled(make, documents, len(question), goal, texts, looking) as filled:
+        room = len(question) + min(tokens, _ANSWER_TOKENS)
+        async with self._filled(make, documents, len(question), goal, texts, looking, room) as filled:
             answer = await self._closer.answer(filled, goal, list(question), tokens)
             self._engine_looks &= filled.executor.can_look
             self._remember()
@@ -283,9 +285,9 @@ class Loader:
     @asynccontextmanager
     async def _filled(
         self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
-        texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (),
+        texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (), room: int = 0,
     ) -> AsyncIterator[Filled[E]]:  # fmt: skip
-        """Find documents and run a load of them to its end. looking: see ``ExecutorSettings.question``."""
+        """Find documents and run a load of them to its end. looking, room: see ``ExecutorSettings``."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
         soon = chosen.open_s
@@ -306,7 +308,7 @@ class Loader:
             self._closer.begin(links, len(found))
             settings = ExecutorSettings(
                 fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
-                keeper=self._closer.keeper,
+                keeper=self._closer.keeper, room=room,
             )  # fmt: skip
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started

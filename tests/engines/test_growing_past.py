@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvwire.engines.transformers import plain
 from kvwire.engines.transformers.plain import GrowingLayer
 
 from .families import documents, engine_of, query
@@ -16,7 +17,7 @@ HEADS, DIM = 2, 4
 
 
 def appended(layer, count, generator):
-    shape = (layer.keys.shape[0], HEADS, count, DIM)
+    shape = (1 if layer.keys is None else layer.keys.shape[0], HEADS, count, DIM)
     return layer.update(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
 
 
@@ -32,6 +33,11 @@ def changed(layer, what, count, generator):
         layer.batch_select_indices(torch.tensor([0]))
     elif what == "reorder":
         layer.reorder_cache(torch.arange(layer.keys.shape[0]).flip(0))
+    elif what == "first":
+        layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+    elif what == "reset":
+        layer.reset()
+        return appended(layer, count, generator)
     return layer.keys, layer.values
 
 
@@ -45,7 +51,7 @@ def layers_of(held, room):
     return plain, growing, whole
 
 
-THINGS = ("append", "append", "append", "crop", "repeat", "select", "reorder")
+THINGS = ("append", "append", "append", "crop", "repeat", "select", "reorder", "first", "reset")
 STEP = st.tuples(st.sampled_from(THINGS), st.integers(1, 9))
 
 
@@ -71,7 +77,72 @@ def test_it_does_not_move_while_there_is_room():
     keys, _ = appended(growing, 1, None)
     assert keys.data_ptr() != whole[0].data_ptr()
     moved = {appended(growing, 1, None)[0].data_ptr() for _ in range(20)}
-    assert moved == {keys.data_ptr()}  # and then there is room for many
+    growing.crop(-growing.get_seq_length() + 1)
+    moved |= {appended(growing, 1, None)[0].data_ptr() for _ in range(20)}
+    assert moved == {keys.data_ptr()}  # and then there is room for many, all of it its own
+
+
+def test_other_strides_are_other_memory():
+    whole = torch.randn(HEADS, 10, DIM)
+    part = whole.flatten()[: HEADS * 4 * DIM].view(1, HEADS, 4, DIM)
+    growing, new = GrowingLayer(whole, whole, 4), torch.randn(1, HEADS, 2, DIM)
+    growing.lazy_initialization(part, part)
+    growing.keys, growing.values = part, part
+    expected = torch.cat((part, new), 2)
+    assert torch.equal(growing.update(new, new)[0], expected)
+
+
+def test_what_keeps_more_than_keys_and_values_stays_what_it_is(monkeypatch):
+    class Counting(DynamicLayer):
+        def update(self, *states, **options):
+            self.count = getattr(self, "count", 0) + 1
+            return super().update(*states, **options)
+
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    expected = engine.forward(engine.past_key_values(cache), query(), cache.tokens)
+
+    def counting(**options):
+        past = DynamicCache(**options)
+        past.layers = [Counting() for _ in past.layers]
+        return past
+
+    monkeypatch.setattr(plain, "DynamicCache", counting)
+    past = engine.growing_past(cache, whole)
+    assert torch.equal(engine.forward(past, query(), cache.tokens), expected)
+    assert [layer.count for layer in past.layers] == [1] * len(past.layers)
+
+
+def test_compiled_models_run_as_ever():
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    expected = engine.forward(engine.past_key_values(cache), query(), cache.tokens)
+    model = torch.compile(engine.model, backend="eager", fullgraph=True)
+    past, at = engine.growing_past(cache, whole), torch.arange(cache.tokens, cache.tokens + len(query()))
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([query()]), position_ids=at[None], past_key_values=past).logits[0]
+    assert torch.allclose(found, expected, atol=1e-5)
+    torch.compiler.reset()
+
+
+def test_gradients_leave_the_prompt_alone():
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    past, at = engine.growing_past(cache, whole), torch.arange(cache.tokens, cache.tokens + len(query()))
+    engine.model(input_ids=torch.tensor([query()]), position_ids=at[None], past_key_values=past).logits.sum().backward()
+    assert not any(tensor.requires_grad for tensor in (*whole.keys, *whole.values))
+    engine.model.zero_grad()
+
+
+def test_what_is_cropped_into_the_prompt_leaves_it_as_it_is():
+    engine = engine_of("llama")
+    cache, whole = prompt_with_room(engine, 40)
+    before = [part.clone() for part in (*cache.keys, *cache.values)]
+    for past in (engine.growing_past(cache, whole), engine.own_past(cache)):
+        for layer in past.layers:
+            layer.crop(-3)
+        engine.forward(past, query(), cache.tokens - 3)
+    assert all(torch.equal(*pair) for pair in zip(before, (*cache.keys, *cache.values), strict=True))
 
 
 def prompt_with_room(engine, room):
@@ -85,7 +156,7 @@ def prompt_with_room(engine, room):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "deepseek-v3"])
 @pytest.mark.parametrize("room", [100, len(query()) + 2, 1])
-def test_a_question_and_its_answer_are_the_same(family, room):
+def test_a_question_and_its_answer_are_the_same(family, room):  # gemma3 has layers with a window, and copies
     engine = engine_of(family)
     cache, whole = prompt_with_room(engine, room)
     before = [part.clone() for part in (*cache.keys, *cache.values)]

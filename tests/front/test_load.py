@@ -148,7 +148,7 @@ def test_the_answer_is_that_of_exact_caches(small, reference):
     assert not answer.misses
 
 
-@pytest.mark.parametrize("tokens", [4, executor._ANSWER_TOKENS + 8])
+@pytest.mark.parametrize("tokens", [4, 64, 72])
 def test_the_question_runs_on_the_prompt_without_a_copy_of_it(small, reference, monkeypatch, tokens):
     pasts, growing = [], type(small.engine).growing_past
     monkeypatch.setattr(
@@ -158,7 +158,7 @@ def test_the_question_runs_on_the_prompt_without_a_copy_of_it(small, reference, 
     answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4), tokens=tokens)
     prompt, engine = answer.prompt.cache, small.engine
     stays = [layer.keys.data_ptr() for layer in pasts[0].layers] == [keys.data_ptr() for keys in prompt.keys]
-    assert stays == (tokens <= executor._ANSWER_TOKENS)
+    assert stays == (tokens <= 64)
     assert len(answer.tokens) == tokens
     # What was written behind the prompt is no part of it, and another question makes nothing of it.
     past = engine.past_key_values(prompt)
@@ -166,6 +166,19 @@ def test_the_question_runs_on_the_prompt_without_a_copy_of_it(small, reference, 
     assert int(logits[-1].argmax()) == answer.first_token
     out = engine.generate(past, answer.first_token, prompt.tokens + len(engine.tokenize(QUESTION)), tokens)
     assert tuple(out) == answer.tokens
+
+
+def test_no_more_memory_is_set_aside_than_the_window_lets_fill(small, monkeypatch):
+    asked, allocate = [], type(small.engine).allocate
+    monkeypatch.setattr(
+        type(small.engine), "allocate", lambda self, tokens: asked.append(tokens) or allocate(self, tokens)
+    )
+    corpus, question = small.corpus(), small.engine.tokenize(QUESTION)
+    tokens = sum(len(ids) for ids in small.tokens.values()) + len(question)
+    _ask(small, corpus, tokens=2)
+    monkeypatch.setattr(type(small.engine), "window", tokens + 3)
+    _ask(small, corpus, tokens=9)
+    assert asked == [tokens + 2, tokens + 3]
 
 
 def test_coarser_levels_cost_fewer_bytes_and_some_quality(small, reference):
