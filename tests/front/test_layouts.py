@@ -113,7 +113,7 @@ def test_lost_documents_are_computed_in_their_places(small, corpus, names):
     assert {each.action for each in answer.decisions} == {"recompute"}
     prompt = LINKS.lay_out([small.tokens[name] for name in names], question, system)
     wanted = small.engine.masked_forward(prompt.token_ids, prompt.visible())[-1:]
-    assert mean_kl(wanted, answer.logits[None]) < 1e-9
+    assert mean_kl(wanted, answer.logits[None]) < 1e-6  # its sum in float32 is off by some 2e-7
     assert float((wanted[0] - answer.logits).abs().max() / wanted.abs().max()) < 1e-5
     assert answer.prompt.starts == prompt.starts
     assert answer.front == 0
