@@ -56,7 +56,7 @@ class ExecutorSettings:
         links: What is done so that documents see each other.
         question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
         keeper: Finds what earlier repairs computed; None: nobody does.
-        room: Tokens that there is to be memory for behind the prompt, where it is as long as the model's window allows.
+        room_tokens: To set memory aside for behind the prompt, as far as the model's window goes.
     """
 
     fetch: FetchSettings
@@ -65,7 +65,7 @@ class ExecutorSettings:
     links: LinkPlan = UNREPAIRED
     question: Sequence[int] = ()
     keeper: RepairKeeper | None = None
-    room: int = 0
+    room_tokens: int = 0
 
 
 class Executor(PromptJobs):
@@ -102,7 +102,7 @@ class Executor(PromptJobs):
         """
         super().__init__(engine, documents, driver, settings.backend, settings.question)
         self.links = settings.links
-        self._keeper, self._timeouts, self._room_behind = settings.keeper, settings.timeouts, settings.room
+        self._keeper, self._timeouts, self._room_tokens = settings.keeper, settings.timeouts, settings.room_tokens
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self._finding_kept: asyncio.Task[Found | None] | None = None
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -296,7 +296,7 @@ class Executor(PromptJobs):
 
     async def _lay_out(self, tokens: Sequence[int]) -> None:
         total = self._length(tokens)
-        whole = min(total + self._room_behind, self._engine.window)
+        whole = min(total + self._room_tokens, self._engine.window)
         self.room = await self._driver.compute(partial(self._engine.allocate, whole))
         self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=self.room.slice(0, total), starts=self.starts)
 

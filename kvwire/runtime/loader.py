@@ -275,8 +275,8 @@ class Loader:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
         looking = question if self._settings.look and self._engine_looks else ()
-        room = len(question) + min(tokens, _ANSWER_TOKENS)
-        async with self._filled(make, documents, len(question), goal, texts, looking, room) as filled:
+        room_tokens = len(question) + min(tokens, _ANSWER_TOKENS)
+        async with self._filled(make, documents, len(question), goal, texts, looking, room_tokens) as filled:
             answer = await self._closer.answer(filled, goal, list(question), tokens)
             self._engine_looks &= filled.executor.can_look
             self._remember()
@@ -285,9 +285,9 @@ class Loader:
     @asynccontextmanager
     async def _filled(
         self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
-        texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (), room: int = 0,
+        texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (), room_tokens: int = 0,
     ) -> AsyncIterator[Filled[E]]:  # fmt: skip
-        """Find documents and run a load of them to its end. looking, room: see ``ExecutorSettings``."""
+        """Find documents and run a load of them to its end. looking, room_tokens: see ``ExecutorSettings``."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
         soon = chosen.open_s
@@ -308,7 +308,7 @@ class Loader:
             self._closer.begin(links, len(found))
             settings = ExecutorSettings(
                 fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
-                keeper=self._closer.keeper, room=room,
+                keeper=self._closer.keeper, room_tokens=room_tokens,
             )  # fmt: skip
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
