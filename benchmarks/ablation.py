@@ -131,13 +131,6 @@ def patched(patches: Sequence[Patch]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def embeddings_only(statistics: Statistics, width: int) -> Statistics:
-    """Token features without what the model's layers make of each token."""
-    vocabulary = statistics.vocabulary
-    assert vocabulary is not None, "the engine knows its vocabulary"
-    return replace(statistics, vocabulary=replace(vocabulary, features=vocabulary.features[:, :width]))
-
-
 def diagonal_queries(statistics: Statistics) -> Statistics:
     """Of the query metric the diagonal alone, equal in the two halves of every rotated pair."""
 
@@ -153,6 +146,11 @@ def gradients_alone(statistics: Statistics) -> Statistics:
     """Within a plane errors count as gradients say."""
     nothing = (None,) * len(statistics.query_metric)
     return replace(statistics, query_metric=nothing, value_metric=nothing)
+
+
+def without_gradients(statistics: Statistics) -> Statistics:
+    """Errors count as attention says, and planes alike."""
+    return replace(statistics, gradients={}, fisher={})
 
 
 def without_metrics(statistics: Statistics) -> Statistics:
@@ -212,8 +210,8 @@ def _default(bench: Bench) -> Profile:
     return bench.default
 
 
-def settings(width: int) -> list[Setting]:
-    """Every setting, the default first. width: the model's hidden size."""
+def settings() -> list[Setting]:
+    """Every setting, the default first."""
     cut = importlib.import_module(_REGRESSION).TABLE_CUT
     spare = _default
     fast = {
@@ -223,8 +221,6 @@ def settings(width: int) -> list[Setting]:
     return [
         Setting("default", "default"),
         Setting("text", "no prediction from text", {"text": False}),
-        Setting("text", "embeddings only", statistics=lambda given: embeddings_only(given, width)),
-        Setting("text", "no examples of the vocabulary", patches=((_REGRESSION, "_SHARES", (0.0,)),)),
         Setting("table", "table cut / 4", patches=((_REGRESSION, "TABLE_CUT", cut / 4),)),
         Setting("table", "table cut x 4", patches=((_REGRESSION, "TABLE_CUT", 4 * cut),)),
         Setting("text", "table cut x 40", patches=((_REGRESSION, "TABLE_CUT", 40 * cut),)),
@@ -233,16 +229,14 @@ def settings(width: int) -> list[Setting]:
         Setting("head start", "head start of 2 layers", prefix_layers=2),
         Setting("metric", "query metric: diagonal only", statistics=diagonal_queries, own_metric=True),
         Setting("metric", "no metric within a plane", statistics=without_metrics, own_metric=True),
-        Setting("metric", "no sensitivities", statistics=lambda given: replace(given, sensitivity={}), own_metric=True),
-        Setting("metric", "sensitivities to the power 1", patches=((_METRIC, "_SENSITIVITY_EXPONENT", 1.0),),
-                own_metric=True),
+        Setting("metric", "planes alike", statistics=lambda given: replace(given, fisher={}), own_metric=True),
+        *(Setting("metric", f"planes to the power {power:g}", patches=((_METRIC, "_INFORMATION_EXPONENT", power),),
+                  own_metric=True) for power in (0.5, 1.0)),
         *(Setting("floor", f"metric floor {floor:g}", patches=((_METRIC, "_METRIC_FLOOR", floor),), own_metric=True)
           for floor in (0.001, 0.03)),
-        Setting("gradients", "no gradients", statistics=lambda given: replace(given, gradients={}), own_metric=True),
+        Setting("gradients", "no gradients", statistics=without_gradients, own_metric=True),
         Setting("gradients", "gradients alone", statistics=gradients_alone, own_metric=True),
-        Setting("gradients", "Fisher information", statistics=lambda given: replace(given, weighting="fisher"),
-                own_metric=True),
-        Setting("table", "no gradients, table cut x 4", statistics=lambda given: replace(given, gradients={}),
+        Setting("table", "no gradients, table cut x 4", statistics=without_gradients,
                 patches=((_REGRESSION, "TABLE_CUT", 4 * cut),), own_metric=True),
         Setting("groups", "one layer at a time", {"group_width": 512}),
         Setting("groups", "two layers at a time", {"group_width": 1024}),
@@ -514,7 +508,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], list[str]]
     """Figures of every setting that is asked for, and the names of those that time did not allow."""
     started = time.monotonic()
     bench = prepare(args)
-    first, *others = settings(bench.engine.model.config.hidden_size)
+    first, *others = settings()
     profile, fit_s = fitted(bench, first)
     bench = replace(bench, default=profile)
     figures, default = report(bench, first, profile, fit_s, None)
@@ -555,8 +549,7 @@ def main() -> None:
     }
     found, skipped = run(args)
     found = (earlier(args.out, shared) if args.sections else {}) | found
-    order = {setting.name: number for number, setting in enumerate(settings(0))}
-    found = dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
+    found = {setting.name: found[setting.name] for setting in settings() if setting.name in found}
     print("\n" + table(HEAD, [cells(name, figures) for name, figures in found.items()]))
     write_json(args.out, "ablation", shared, {"settings": found, "skipped": [n for n in skipped if n not in found]})
     draw(args.out.with_suffix(".png"), found)

@@ -126,8 +126,8 @@ def _rounded(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds
 
 def add_common_options(parser: argparse.ArgumentParser, name: str) -> None:
     """Options of every benchmark that runs a model: ``--model``, ``--fit``, ``--seed``, ``--out``."""
-    parser.add_argument("--model", type=Path, default=_default_model(), help="folder of a Hugging Face model")
-    parser.add_argument("--fit", type=Path, nargs="+", default=_books(), help="texts that the profile is fitted on")
+    parser.add_argument("--model", type=Path, default=default_model(), help="folder of a Hugging Face model")
+    parser.add_argument("--fit", type=Path, nargs="+", default=books(), help="texts that the profile is fitted on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
 
@@ -137,11 +137,13 @@ def default_texts() -> list[Path]:
     return sorted((SHARED / "text" / "heldout").glob("*.txt"))
 
 
-def _books() -> list[Path]:
+def books() -> list[Path]:
+    """The texts beside the repository that profiles are fitted on, where they are present."""
     return sorted((SHARED / "text" / "books").glob("*.txt"))
 
 
-def _default_model() -> Path:
+def default_model() -> Path:
+    """The demonstration's model, or the trained one beside the repository."""
     demo = ROOT / "demo" / "model"
     return demo if demo.is_dir() else SHARED / "models" / "ebook-llama-14m"
 

@@ -2,13 +2,12 @@
 
 The shape is Llama 3.1 8B's: 32 layers of 8 heads of 128 keys and values, 128,256 tokens. Caches are drawn at these
 widths for some of the layers, by a law: how wide the coefficients are that the text does not predict, by their rank,
-and what each column of the token table explains. Two laws were measured on small models. A third one gives the rates
-that were measured on a better-trained model of 12 layers, whose coefficients are wider: a smooth curve whose ideal
-rates at the five levels' steps are those, and whose energy is what prediction left there. ``fit_profile`` itself does
-the rest. A group of layers counts as often as the model has such groups; the token table counts once. The law that
-takes most is also fitted with coarser matrices and with each layer by itself.
+and what each column of the token table explains, as measured on a smaller model. ``fit_profile`` itself does the rest.
+A group of layers counts as often as the model has such groups; the token table counts once. It is also fitted with
+each layer by itself.
 
-``--law MODEL ...`` measures the law (minutes for each model) and writes it to ``results/profile_size_law.json``.
+``--law MODEL ...`` measures the law (minutes for each model) and writes it to ``results/profile_size_law.json``; its
+name is the model's ``--name``, or its folder's.
 """
 
 from __future__ import annotations
@@ -27,22 +26,18 @@ from measure import RESULTS, add_common_options, calibration, one_thread, table,
 
 import kvwire
 from kvwire.codec.entropy.tables import GRID_PER_LEVEL
-from kvwire.codec.fitting.statistics import Statistics, Vocabulary
+from kvwire.codec.fitting.statistics import Statistics
 from kvwire.codec.format.arrays import describe
 from kvwire.codec.profile.profile import MAGIC
 from kvwire.types import CacheMeta, KVCache, LayerSpec
 
 LAYERS, HEADS, DIM, VOCABULARY = 32, 8, 128, 128_256
-FEATURES, GROUP_WIDTH = 640, 4096
+FEATURES, GROUP_WIDTH = 384, 4096
 WEIGHT_BYTES = 16e9
 """8 billion weights of two bytes; a hundredth of them is what a profile may take."""
 POINTS = 65
 """Samples of each curve of the law."""
 CHUNK = 1024
-RATES, LEFT = (0.062, 0.208, 0.552, 1.176, 2.120), 0.55
-"""Bits for each element at the five levels, measured on a 12-layer model of web text with 6,144 numbers a
-token, and the share of energy that the text leaves there."""
-KNOTS = (0, 0.003, 0.01, 0.03, 0.08, 0.2, 0.4, 0.7, 1.0)
 PEAK_FLOPS, MATRIX_SHARE, SOLVER_SHARE = 67e12, 0.4, 0.03
 """An H200's float64 operations a second by its data sheet, and the shares of them assumed for products and for
 eigenvalue problems."""
@@ -81,43 +76,6 @@ def law_of(path: Path, fit: list[Path], windows: int, seed: int) -> dict[str, An
         "explained_of_an_element": _samples(explained / width).tolist(),
         "explained_share": float(explained.sum() / (explained.sum() + (widths**2).sum())),
     }
-
-
-def law_of_rates(like: dict[str, Any]) -> dict[str, Any]:
-    """A law whose rates are those of the better-trained model; columns explain as those of another law, but less."""
-    steps, wanted = kvwire.codec.Ladder().steps, torch.tensor(RATES, dtype=torch.float64)
-    places = np.linspace(0, 1, 2000)
-    weights = torch.from_numpy(np.stack([np.interp(places, KNOTS, row) for row in np.eye(len(KNOTS))], 1))
-    heights = torch.linspace(2.0, -3.5, len(KNOTS), dtype=torch.float64).requires_grad_()
-    optimiser = torch.optim.Adam([heights], lr=0.03)
-    for _ in range(4000):
-        deviations = torch.exp(weights @ heights)
-        rates = torch.stack([_rate(deviations, step).mean() for step in steps])
-        energy, slopes = deviations.square().mean(), heights.diff()
-        loss = 10 * (rates / wanted).log().square().sum() + 0.3 * (energy / LEFT).log().square()
-        loss = loss + 10 * slopes.relu().square().sum() + 0.002 * slopes.diff().square().sum()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    share = 1 - float(energy)
-    explained = [value * share / like["explained_share"] for value in like["explained_of_an_element"]]
-    return {
-        "width": 6144,
-        "columns": 512,
-        "deviations": _samples(deviations.detach().numpy()).tolist(),
-        "explained_of_an_element": explained,
-        "explained_share": share,
-    }
-
-
-def _rate(deviations: torch.Tensor, step: float) -> torch.Tensor:
-    """Entropy in bits of Laplacian numbers that are rounded to multiples of a step."""
-    decay = math.sqrt(2) / deviations
-    some, ratio = torch.exp(-decay * step / 2), torch.exp(-decay * step)
-    none, tiny = 1 - some, 1e-300
-    first = -(none * none.clamp(min=tiny).log2() + some * some.clamp(min=tiny).log2())
-    size = -((1 - ratio).clamp(min=tiny).log2() + ratio / (1 - ratio).clamp(min=tiny) * ratio.clamp(min=tiny).log2())
-    return first + some * (1 + size)
 
 
 def _samples(curve: np.ndarray) -> np.ndarray:
@@ -179,8 +137,7 @@ class Drawn:
     def statistics(self) -> Statistics:
         """Metrics and the vocabulary."""
         metrics = [root[0] for root in self.roots]
-        examples = self.cache(torch.arange(CHUNK))
-        return Statistics(tuple(metrics[0::2]), tuple(metrics[1::2]), Vocabulary(self.features, examples))
+        return Statistics(tuple(metrics[0::2]), tuple(metrics[1::2]), self.features)
 
 
 def part_of(name: str) -> str:
@@ -191,7 +148,7 @@ def part_of(name: str) -> str:
     return found or ("token table" if name == "table" else "means, classes and tables")
 
 
-def measure(law: dict[str, Any], args: argparse.Namespace, group_width: int, *, small: bool = False) -> dict[str, Any]:
+def measure(law: dict[str, Any], args: argparse.Namespace, group_width: int) -> dict[str, Any]:
     """Fit at real widths, and count for all layers."""
     group_layers = max(1, GROUP_WIDTH // (2 * HEADS * DIM))
     began = time.perf_counter()
@@ -199,7 +156,7 @@ def measure(law: dict[str, Any], args: argparse.Namespace, group_width: int, *, 
     statistics = drawn.statistics()
     caches = [drawn.cache(drawn.text(CHUNK)) for _ in range(args.tokens // CHUNK)]
     drawn_s, began, processor = time.perf_counter() - began, time.perf_counter(), time.process_time()
-    profile = kvwire.fit_profile(caches, statistics, group_width=group_width, small=small)
+    profile = kvwire.fit_profile(caches, statistics, group_width=group_width)
     assert profile is not None
     fit_s, fit_processor_s = time.perf_counter() - began, time.process_time() - processor
     times = LAYERS / args.layers
@@ -251,6 +208,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser, "profile_size")
     parser.add_argument("--law", type=Path, nargs="+", help="measure the law on these models, and nothing else")
+    parser.add_argument("--name", nargs="+", help="what these models are called in the results")
     parser.add_argument("--law-file", type=Path, default=RESULTS / "profile_size_law.json")
     parser.add_argument("--of", nargs="+", help="use the laws of these models alone")
     parser.add_argument("--windows", type=int, default=12, help="contexts that the law is measured on")
@@ -265,14 +223,15 @@ def main() -> None:
     args = options()
     one_thread()
     if args.law:
-        found = {path.resolve().name: law_of(path, args.fit, args.windows, args.seed) for path in args.law}
-        found["12 layers, from its rates"] = law_of_rates(next(reversed(found.values())))
+        names = args.name or [path.resolve().name for path in args.law]
+        found = {
+            name: law_of(path, args.fit, args.windows, args.seed) for name, path in zip(names, args.law, strict=True)
+        }
         write_json(args.law_file, "profile_size_law", {"windows": args.windows, "seed": args.seed}, found)
         return
     laws = json.loads(args.law_file.read_text(encoding="utf-8"))["results"]
     found = {name: measure(law, args, GROUP_WIDTH) for name, law in laws.items() if not args.of or name in args.of}
     most = max(found, key=lambda name: found[name]["bytes"])
-    found[f"{most}; coarser matrices"] = measure(laws[most], args, GROUP_WIDTH, small=True)
     found[f"{most}; each layer by itself"] = measure(laws[most], args, GROUP_WIDTH // 2)
     head = ["law of", *next(iter(found.values()))["bytes_by_part"], "all", "of the weights"]
     rows = [

@@ -412,7 +412,7 @@ def main() -> None:
     args = options()
     one_thread()
     bench = prepare(args)
-    profile, _ = fitted(bench, settings(bench.engine.model.config.hidden_size)[0])
+    profile, _ = fitted(bench, settings()[0])
     assert profile is not None, "the default is a profile"
     found = measure(bench, profile, args.train)
     names = Ladder().names

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from kvwire.codec.api.decode import BlobDecoder, decode
     from kvwire.codec.api.encode import CHUNK_TOKENS, encode
     from kvwire.codec.api.inspect import inspect, level_index, verify
+    from kvwire.codec.api.trial import trial_blob
     from kvwire.codec.backend import Backend, uses_triton
     from kvwire.codec.fitting.fit import fit_profile
     from kvwire.codec.fitting.gathering import StatisticsBuilder
-    from kvwire.codec.fitting.sensitivity import perturbed
-    from kvwire.codec.fitting.statistics import Statistics, Vocabulary, Weighting
-    from kvwire.codec.format.codecs import DEFAULT_METHOD, methods
+    from kvwire.codec.fitting.statistics import Statistics
+    from kvwire.codec.format.codecs import DEFAULT_METHOD, error_of_method, methods
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text, read_text_documents
     from kvwire.codec.gpu.streams import Mark, Pending, StreamEvent
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.planes import Plane, planes_of
     from kvwire.codec.profile.lazy import at_hand, open_profile
-    from kvwire.codec.profile.profile import Profile
+    from kvwire.codec.profile.profile import ERROR_NOTE, Profile
     from kvwire.codec.transform.positions import (
         positions_off,
         positions_on,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHUNK_TOKENS",
     "DEFAULT_METHOD",
+    "ERROR_NOTE",
     "AnyProfile",
     "Backend",
     "BlobDecoder",
@@ -56,11 +57,10 @@ __all__ = [
     "Statistics",
     "StatisticsBuilder",
     "StreamEvent",
-    "Vocabulary",
-    "Weighting",
     "at_hand",
     "decode",
     "encode",
+    "error_of_method",
     "fit_cachegen_profile",
     "fit_profile",
     "inspect",
@@ -69,7 +69,6 @@ __all__ = [
     "methods",
     "open_profile",
     "pack_text",
-    "perturbed",
     "planes_of",
     "positions_off",
     "positions_on",
@@ -82,6 +81,7 @@ __all__ = [
     "rows_off",
     "rows_on",
     "shift_keys",
+    "trial_blob",
     "uses_triton",
     "verify",
 ]
@@ -92,12 +92,12 @@ __getattr__ = lazy(
         "kvwire.codec.api.decode": ("BlobDecoder", "decode"),
         "kvwire.codec.api.encode": ("CHUNK_TOKENS", "encode"),
         "kvwire.codec.api.inspect": ("inspect", "level_index", "verify"),
+        "kvwire.codec.api.trial": ("trial_blob",),
         "kvwire.codec.backend": ("Backend", "uses_triton"),
         "kvwire.codec.fitting.fit": ("fit_profile",),
         "kvwire.codec.fitting.gathering": ("StatisticsBuilder",),
-        "kvwire.codec.fitting.sensitivity": ("perturbed",),
-        "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary", "Weighting"),
-        "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "methods"),
+        "kvwire.codec.fitting.statistics": ("Statistics",),
+        "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "error_of_method", "methods"),
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text", "read_text_documents"),
         "kvwire.codec.gpu.streams": ("Mark", "Pending", "StreamEvent"),
@@ -108,7 +108,7 @@ __getattr__ = lazy(
         "kvwire.codec.planes": ("Plane", "planes_of"),
         "kvwire.codec.kinds.requests": ("AnyProfile",),
         "kvwire.codec.profile.lazy": ("at_hand", "open_profile"),
-        "kvwire.codec.profile.profile": ("Profile",),
+        "kvwire.codec.profile.profile": ("ERROR_NOTE", "Profile"),
         "kvwire.codec.transform.positions": (
             "positions_off",
             "positions_on",

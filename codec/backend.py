@@ -126,7 +126,8 @@ def _driver_trouble() -> str:
 
         driver.active.get_current_target()
     except Exception as error:  # noqa: BLE001 - the compiler, the driver, and more
-        return f"Triton does not reach the GPU ({error}); it needs a C compiler and Python's headers"
+        needs = "a C compiler, Python's headers, and a folder to write to (TRITON_CACHE_DIR)"
+        return f"Triton does not reach the GPU ({error}); it needs {needs}"
     return ""
 
 

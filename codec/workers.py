@@ -10,7 +10,7 @@ import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,6 +20,9 @@ from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+if hasattr(os, "register_at_fork"):  # a forked child would wait for ever for torch's threads, which it does not have
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")

@@ -7,7 +7,7 @@ from kvwire._lazy import lazy
 if TYPE_CHECKING:
     from kvwire.controller.core import Controller, replay
     from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_joined, fit_prefill
-    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.documents import EXACT, MAX_KL, DocumentPlanInput, fetched_levels, kl_floor
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
     from kvwire.controller.events import LogEntry
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvwire.controller.settings import ControllerSettings, Goal, Objective, OnLate
 
 __all__ = [
+    "EXACT",
+    "MAX_KL",
     "Adaptive",
     "BandwidthEstimator",
     "BandwidthSettings",
@@ -36,9 +38,11 @@ __all__ = [
     "PrefillEstimator",
     "RepairOption",
     "TtfbEstimator",
+    "fetched_levels",
     "fit_decode",
     "fit_joined",
     "fit_prefill",
+    "kl_floor",
     "replay",
 ]
 
@@ -54,7 +58,7 @@ __getattr__ = lazy(
             "fit_joined",
             "fit_prefill",
         ),
-        "kvwire.controller.documents": ("DocumentPlanInput",),
+        "kvwire.controller.documents": ("EXACT", "MAX_KL", "DocumentPlanInput", "fetched_levels", "kl_floor"),
         "kvwire.controller.estimates": ("Estimates",),
         "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),
         "kvwire.controller.events": ("LogEntry",),

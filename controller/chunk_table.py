@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from enum import IntEnum
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.policies.base import Flags, Floats, Ints
     from kvwire.controller.settings import Goal
+
+
+T = TypeVar("T", bound=float)
 
 
 class ChunkState(IntEnum):
@@ -58,7 +61,7 @@ VALID = (READY, REFINING, REFINED)
 """States in which a chunk of the prompt can be used as it is."""
 VALID_BYTES = bytes(VALID)
 
-_SIZES = 5  # rows of what is fixed before those of sizes
+_SIZES = 6  # rows of what is fixed before those of sizes
 _MAY_MOVE = tuple(bytes(state in MOVES[old] for state in ChunkState) for old in ChunkState)
 _RAISABLE = np.isin(np.arange(len(ChunkState)), (FETCHING, ARRIVED, DECODING, READY, REFINING, REFINED, REDECODING))
 
@@ -81,21 +84,24 @@ class ChunkTable:
         held: Bytes that were asked for or have arrived and are not released ``[n]``.
         top: Finest level that can be fetched, -1 for none ``[n]``.
         finest: Its document's finest ``[n]``.
+        floor: Its document's own floor ``[n]``.
         can_text: It can be recomputed ``[n]``.
         layered: A finer level adds to the coarser ones ``[n]``.
-        sizes: Bytes of levels 0..k, the last one that a chunk has repeated ``[L][n]``.
+        sizes: Bytes of levels 0..k, the last one that a chunk has repeated; below the floor those of the floor
+            ``[L][n]``.
         errors: Once decoded up to level k, repeated likewise ``[L][n]``.
         exact_error: Its own finest error, 0 without a blob ``[n]``.
         counts: How many chunks are in each state.
         held_total: Sum of ``held``.
         in_prompt_order: Documents became known in the order of the prompt.
+        has_floors: A document has a floor of its own.
         is_weighed: Errors of some chunks count more than those of others.
     """
 
     def __init__(self) -> None:
         """Start without chunks."""
         self.document, self.chunk, self.tokens, self.context = (array("q") for _ in range(4))
-        self.level, self.valid_level, self.held, self.top, self.finest = (array("q") for _ in range(5))
+        self.level, self.valid_level, self.held, self.top, self.finest, self.floor = (array("q") for _ in range(6))
         self.state, self.can_text, self.layered = bytearray(), bytearray(), bytearray()
         self.exact_error = array("d")
         self.sizes: list[array[int]] = [array("q")]
@@ -103,6 +109,7 @@ class ChunkTable:
         self.counts = [0] * len(ChunkState)
         self.held_total = 0
         self.in_prompt_order = True
+        self.has_floors = False
         self.is_weighed = False
         self._fixed: tuple[Ints, NDArray[np.float64]] | None = None
 
@@ -142,7 +149,7 @@ class ChunkTable:
         self.context.extend(accumulate(tokens[:-1], initial=0))
         for levels in (self.level, self.valid_level, self.top, self.finest):
             levels.extend(none)
-        for numbers in (self.held, *self.sizes):
+        for numbers in (self.held, self.floor, *self.sizes):
             numbers.frombytes(zeros)
         for figures in (self.exact_error, *self.errors):
             figures.frombytes(zeros)
@@ -154,7 +161,7 @@ class ChunkTable:
         """Append a document of one chunk."""
         self.document.append(number)
         self.tokens.append(tokens)
-        for numbers in (self.chunk, self.context, self.held, *self.sizes):
+        for numbers in (self.chunk, self.context, self.held, self.floor, *self.sizes):
             numbers.append(0)
         for levels in (self.level, self.valid_level, self.top, self.finest):
             levels.append(-1)
@@ -173,6 +180,7 @@ class ChunkTable:
             has_text: Whether its text is known.
         """
         self._fixed = None
+        self.has_floors |= chosen.floor > 0
         if len(chosen.tokens) == 1:
             self._place_one(start, chosen, has_text=has_text)
         else:
@@ -186,7 +194,7 @@ class ChunkTable:
         self.counts[FAILED] -= failed
         self.counts[PLANNED] += failed
         self.state[start:stop] = bytes(count)
-        rows = chosen.fetch_bytes
+        rows = [_from_floor(row, chosen.floor) for row in chosen.fetch_bytes]
         lengths = [len(row) for row in rows] if rows else [0] * count
         levels = max(lengths)
         while len(self.sizes) < levels:
@@ -194,9 +202,11 @@ class ChunkTable:
             self.errors.append(array("d", self.errors[-1]))
         self.top[start:stop] = array("q", [length - 1 for length in lengths])
         self.finest[start:stop] = array("q", (levels - 1,)) * count
+        self.floor[start:stop] = array("q", (chosen.floor,)) * count
         self.can_text[start:stop] = bytes((has_text,)) * count
         self.layered[start:stop] = bytes((chosen.layered,)) * count
-        errors = chosen.errors or [[UNMEASURED ** (1 + level) for level in range(length)] for length in lengths]
+        given = chosen.errors or [[UNMEASURED ** (1 + level) for level in range(length)] for length in lengths]
+        errors = [_from_floor(row, chosen.floor) for row in given]
         _write(self.sizes, start, rows or [()] * count, ragged=min(lengths) < levels)
         _write(self.errors, start, errors, ragged=min(lengths) < levels)
         self.exact_error[start:stop] = self.errors[-1][start:stop]
@@ -207,8 +217,10 @@ class ChunkTable:
             self.counts[FAILED] -= 1
             self.counts[PLANNED] += 1
         self.state[at] = PLANNED
-        row = chosen.fetch_bytes[0] if chosen.fetch_bytes else ()
-        errors = chosen.errors[0] if chosen.errors else tuple(UNMEASURED ** (1 + level) for level in range(len(row)))
+        row = _from_floor(chosen.fetch_bytes[0], chosen.floor) if chosen.fetch_bytes else ()
+        given = chosen.errors[0] if chosen.errors else [UNMEASURED ** (1 + level) for level in range(len(row))]
+        errors = _from_floor(given, chosen.floor)
+        self.floor[at] = chosen.floor
         while len(self.sizes) < len(row):
             self.sizes.append(array("q", self.sizes[-1]))
             self.errors.append(array("d", self.errors[-1]))
@@ -271,6 +283,15 @@ class ChunkTable:
         self.held[at] = size
         self.held_total += more
         return more
+
+    def lowest(self, at: int, floor: int) -> int:
+        """The coarsest level to use of a chunk where there is a choice; -1 where it has no level.
+
+        Args:
+            at: Its place.
+            floor: The goal's.
+        """
+        return min(max(floor, self.floor[at]), self.finest[at])
 
     # Many chunks.
 
@@ -349,11 +370,11 @@ class ChunkTable:
         """Copies of what stays as it is while chunks move on, so that many columns are read in one go.
 
         Returns:
-            Document, chunk, tokens, context, finest level and sizes ``[5 + L, n]``; exact and other errors
+            Document, chunk, tokens, context, finest level, floor and sizes ``[6 + L, n]``; exact and other errors
             ``[1 + L, n]``.
         """
         if self._fixed is None:
-            whole = (self.document, self.chunk, self.tokens, self.context, self.finest, *self.sizes)
+            whole = (self.document, self.chunk, self.tokens, self.context, self.finest, self.floor, *self.sizes)
             ints = np.array([np.frombuffer(each, np.int64) for each in whole])
             self._fixed = ints, np.array([np.frombuffer(each) for each in (self.exact_error, *self.errors)])
         return self._fixed
@@ -370,7 +391,7 @@ class ChunkTable:
         places = self._in_prompt_order(np.flatnonzero(self.look("state") == PLANNED))
         ints, floats = self.fixed()
         ints, floats = ints.take(places, axis=1), floats.take(places, axis=1)
-        document, chunk, tokens, context, finest = ints[:_SIZES]
+        document, chunk, tokens, context, finest, floor = ints[:_SIZES]
         waits = np.zeros(len(places))
         if prefix_s and len(places):
             by_document = np.zeros(1 + max(*prefix_s, int(document.max())))
@@ -389,6 +410,7 @@ class ChunkTable:
             can_text=self.look("can_text")[places].astype(np.bool_),
             prefix_s=waits,
             layered=self.look("layered")[places].astype(np.bool_),
+            floor=floor if self.has_floors else None,
         )
         return columns, places
 
@@ -430,6 +452,12 @@ class ChunkTable:
             ready=state[places] == READY,
         )
         return refinable, places
+
+
+def _from_floor(row: Sequence[T], floor: int) -> tuple[T, ...]:
+    """A chunk's levels, in which those below a floor count as it, or as the last one where it is absent."""
+    below = min(floor, len(row))
+    return (*(row[min(floor, len(row) - 1)] for _ in range(below)), *row[below:])
 
 
 def _write(columns: list[Any], start: int, rows: Sequence[Sequence[float]], *, ragged: bool) -> None:

@@ -257,7 +257,8 @@ class Controller:
             raise ArgumentError(msg)
         refining = table.state[at] == REFINING
         if level < asked:
-            too_coarse = level <= table.valid_level[at] if refining else level < load.goal.floor and table.can_text[at]
+            floor = max(load.goal.floor, table.floor[at])
+            too_coarse = level <= table.valid_level[at] if refining else level < floor and table.can_text[at]
             if too_coarse:
                 if not refining:
                     out.append(ev.Release(chunk))

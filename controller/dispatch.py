@@ -125,8 +125,8 @@ class DecodeLane(Joiner):
 
     def _floor_levels(self, load: Load, at: Ints) -> Ints:
         """The coarsest levels that chunks which came, or are to come, can be decoded to ``[m]``."""
-        level = load.table.look("level")[at]
-        return np.where(load.table.look("layered")[at], np.minimum(level, load.goal.floor), level)
+        level, floor = load.table.look("level")[at], np.maximum(load.goal.floor, load.table.look("floor")[at])
+        return np.where(load.table.look("layered")[at], np.minimum(level, floor), level)
 
     def _decoded_by(self, load: Load) -> float:
         """Instant by which a load must have decoded all, so that others are in time at their floor as well."""
@@ -411,7 +411,7 @@ class Dispatcher(DecodeLane):
         if least_s > surest_s:
             return
         table, at = doc.table, doc.start + first
-        can_fetch = table.top[at] >= min(load.goal.floor, max(table.finest[at], 0))
+        can_fetch = table.top[at] >= table.lowest(at, load.goal.floor) >= 0
         if can_fetch and least_s > sure_s:
             # Perhaps too slow even for one chunk: it is fetched as well as the others, and so is what waits for it.
             load.fetch_instead(doc, first)

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kvwire.types import BlobInfo
+    from kvwire.types import BlobInfo, LevelInfo
 
 _LARGEST = 1 << 40
+EXACT = 1 << 10
+"""A floor that no level is below the finest of."""
+MAX_KL = 0.1
+"""Nats of expected KL divergence that a document's levels may have by default: coarser ones are not fetched."""
 UNMEASURED = 0.1
 """Error of each level over that of the one before, where nobody measured."""
 
@@ -32,6 +36,7 @@ class DocumentPlanInput:
             on its own.
         prefix_share: Share of the document's forward pass that its reader computes before it can decode, 0 to 1; see
             ``fit_profile``.
+        floor: The coarsest level to use where there is a choice, beside that of the goal.
     """
 
     tokens: tuple[int, ...]
@@ -40,6 +45,7 @@ class DocumentPlanInput:
     errors: tuple[tuple[float, ...], ...] = ()
     layered: bool = True
     prefix_share: float = 0.0
+    floor: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
@@ -59,6 +65,9 @@ class DocumentPlanInput:
         if not 0 <= self.prefix_share <= 1:
             msg = f"a head start is a share of a forward pass, 0 to 1, got {self.prefix_share}"
             raise ArgumentError(msg)
+        if self.floor < 0:
+            msg = f"the floor of a document is a level from 0 on, got {self.floor}"
+            raise ArgumentError(msg)
         self._check_errors()
 
     def _check_errors(self) -> None:
@@ -72,30 +81,41 @@ class DocumentPlanInput:
             raise ArgumentError(msg)
 
     @classmethod
-    def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None, prefix_share: float = 0.0) -> DocumentPlanInput:
+    def from_blob(
+        cls, info: BlobInfo, *, has_text: bool | None = None, prefix_share: float = 0.0, exact: bool = False,
+        max_kl: float | None = None,
+    ) -> DocumentPlanInput:  # fmt: skip
         """Take a blob's index.
 
         Args:
             info: What the blob says of itself.
             has_text: Whether the text is known; None: whether the blob carries its token ids.
             prefix_share: Share of the forward pass that its reader computes.
+            exact: Fetch its lossless level, or nothing of a blob that has none; with ``EXACT`` as the goal's floor.
+            max_kl: Nats: the floor is the coarsest level of which the blob expects no greater KL divergence; None: 0.
 
         Returns:
             The document as planning takes it.
         """
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
-        # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.
         # Levels that stand alone may be shorter than coarser ones: planning counts the longest so far.
-        planned = sum(not level.lossless for level in info.levels) or len(info.levels)
+        planned = len(fetched_levels(info))
+        if exact:
+            planned = 1 + next((at for at, level in enumerate(info.levels) if level.lossless), -1)
         levels = range(planned)
         sizes = tuple(
             tuple(accumulate((info.chunk_bytes(chunk, level) for level in levels[: len(segments)]), max))
             for chunk, segments in enumerate(info.segments)
         )
         errors = tuple(tuple(segment.error for segment in segments[:planned]) for segments in info.segments)
+        if exact:  # the levels below count as this one, so that none is cheaper
+            sizes = tuple((row[-1],) * planned if 0 < planned <= len(row) else () for row in sizes) if planned else ()
+            errors = tuple((0.0,) * len(row) for row in sizes)
         known = info.token_ids is not None if has_text is None else has_text
-        layered = not any(info.levels[level].independent for level in levels)
-        return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, prefix_share)
+        layered = not (exact or any(info.levels[level].independent for level in levels))
+        lengths = tuple(stop - start for start, stop in spans)
+        floor = 0 if exact or max_kl is None else kl_floor(info, max_kl)
+        return cls(lengths, sizes, known, errors, layered, prefix_share if sizes else 0.0, floor)
 
     def error(self, chunk: int, level: int | None) -> float:
         """Look up the error that a chunk counts with.
@@ -122,3 +142,31 @@ class DocumentPlanInput:
     def finest(self) -> int:
         """The finest level that any of its chunks has; -1 without a blob."""
         return max((len(sizes) for sizes in self.fetch_bytes), default=0) - 1
+
+
+def fetched_levels(info: BlobInfo) -> tuple[LevelInfo, ...]:
+    """Levels of a blob that loads choose from.
+
+    A lossless level is many times larger and helps no answer: it is one of them only where there is nothing else.
+
+    Args:
+        info: What the blob says of itself.
+    """
+    return tuple(level for level in info.levels if not level.lossless) or info.levels
+
+
+def kl_floor(info: BlobInfo, max_kl: float) -> int:
+    """Find the coarsest level of a blob that differs little enough from exact caches.
+
+    Args:
+        info: What the blob says of itself.
+        max_kl: The greatest KL divergence to expect, in nats.
+
+    Returns:
+        Its number: the finest lossy one where none is good enough, and 0 where a level has no prediction.
+    """
+    levels = fetched_levels(info)
+    known = [level.predicted_kl for level in levels if level.predicted_kl is not None]
+    if len(known) < len(levels):
+        return 0
+    return next((number for number, kl in enumerate(known) if kl <= max_kl), max(len(known) - 1, 0))

@@ -390,7 +390,7 @@ class Limits(Resources):
         tokens = size = 0
         for chunk in job.chunks:
             at = start + chunk.chunk
-            level = min(floor, table.finest[at])
+            level = table.lowest(at, floor)
             if level < 0 or table.top[at] < level:
                 return None
             tokens, size = tokens + table.tokens[at], size + table.sizes[level][at]

@@ -437,12 +437,15 @@ class Load:
             least_s = self.closing_s(request.costs, self.repair.least)
             self.spare_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
         self.is_stale, self._planned_docs = False, len(self.docs)
-        recomputed = plan.levels == RECOMPUTE
+        recomputed, levels = plan.levels == RECOMPUTE, plan.levels
+        if request.chunks.floor is not None:  # whatever the policy says
+            lowest = np.minimum(request.chunks.floor, request.chunks.top)
+            levels = np.where(recomputed, levels, np.maximum(levels, lowest))
         order = np.asarray(plan.order, np.int64)
         if self.in_order.wants_order and self.is_known and not recomputed.any():
             order = np.sort(order)  # nothing is to meet it from the front
         before = self.waiting, self.refine
-        self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
+        self.waiting = deque(zip(self._open[order].tolist(), levels[order].tolist(), strict=True))
         wanted_alike = self.passes.want(self._open[recomputed], self._open, self.doc)
         self.compute_s = float(prefill_s(request)[recomputed].sum()) if self.passes else 0.0
         self.floor_s, self._floor_chunks = floor_s(request), len(self._open)
@@ -469,11 +472,12 @@ class Load:
             doc: State of the document.
             chunk: Number of the chunk.
         """
-        table, floor = self.table, self.goal.floor
+        table = self.table
         for at in range(doc.start + chunk, doc.stop):
-            if self.passes.wants(at) and table.top[at] >= min(floor, max(table.finest[at], 0)):
+            lowest = table.lowest(at, self.goal.floor)
+            if self.passes.wants(at) and table.top[at] >= lowest >= 0:
                 self.passes.give_up(at)
-                self.waiting.append((at, min(floor, table.top[at])))
+                self.waiting.append((at, lowest))
 
     def reason(self, at: int) -> str:
         """Why the plan does with a chunk what it does.

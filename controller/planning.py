@@ -73,6 +73,8 @@ class Planner(Limits):
             load: Which one.
             now: The instant, in seconds of the controller's clock.
         """
+        if not load.is_stale and now <= load.planned_at:
+            return False  # however short the pause is: what was decided since at this instant stands
         if not load.is_stale and now < load.planned_at + self._settings.replan_s:
             return False  # however long the pause is, it is not shorter
         # As in ``wake_at``: a difference might round otherwise.

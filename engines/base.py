@@ -7,7 +7,7 @@ for all that follows from them, and says of the rest what doing without costs.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Statistics
     from kvwire.reuse import Narrowing, Seen, SoftTokens
-    from kvwire.types import CacheMeta
+    from kvwire.types import CacheMeta, Chat, RenderedChat
+
+Place: TypeAlias = Literal["first", "middle", "last"]
+"""Where a piece of text stands in a prompt."""
+Trust: TypeAlias = Literal["frame", "document"]
+"""Who wrote a piece of text: ``frame``, the caller, who may spell control tokens; ``document``, anybody else."""
 
 
 class PassStoppedError(Exception):
@@ -34,9 +39,9 @@ class Engine(Protocol):
     """One model: documents to caches, and caches and a question to the first token.
 
     All methods are called from one thread at a time for each engine, but for ``synchronize``, which a second thread
-    that decodes calls while the first computes, and ``tokenize``, which a thread that reads texts calls meanwhile.
-    Properties may be read at any time. To be implemented: ``meta``, ``device``, ``dtype``, ``window``,
-    ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and ``forward``.
+    that decodes calls while the first computes, and for ``tokenize``, ``render_chat`` and ``check_chat``, which threads
+    that read texts call meanwhile. Properties may be read at any time. To be implemented: ``meta``, ``device``,
+    ``dtype``, ``window``, ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and ``forward``.
     """
 
     @property
@@ -84,21 +89,68 @@ class Engine(Protocol):
         """Whether texts can be read and written; without it, callers pass token ids."""
         return False
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens.
+    @property
+    def opening_tokens(self) -> tuple[int, ...]:
+        """What the tokenizer puts in front of a whole text, such as BOS; ``tokenize`` leaves it out."""
+        return ()
+
+    def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
+        """Token ids of a piece of a prompt, without special tokens around it.
+
+        Args:
+            text: The piece.
+            place: Where it stands in the prompt; documents may stand anywhere, so they are read for its middle.
+            trust: ``frame``: the caller's own text, in which control tokens may be spelt; ``document``: all is text.
 
         Raises:
             NotFoundError: The engine has no tokenizer.
         """
-        raise _no_tokenizer(text)
+        raise _no_tokenizer((text, place, trust))
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, special: bool = True) -> str:
         """The text of token ids.
 
+        Args:
+            token_ids: Of the vocabulary.
+            special: Spell special tokens out; False, for answers: leave them out.
+
         Raises:
             NotFoundError: The engine has no tokenizer.
         """
-        raise _no_tokenizer(token_ids)
+        raise _no_tokenizer((token_ids, special))
+
+    def render_chat(self, chat: Chat, question: str) -> RenderedChat:
+        """Render a chat by the model's own template. An engine may lack it; without it, ``Loader.ask`` takes no chats.
+
+        Args:
+            chat: What stands around the documents.
+            question: The user's words behind them.
+
+        Returns:
+            Token ids before and behind the documents, and those that end the answer.
+
+        Raises:
+            NotFoundError: The model has no chat template.
+            ArgumentError: The template fails on this chat, or does not leave the documents' text as it is.
+        """
+        del chat, question
+        msg = "this engine renders no chats; open the model with transformers, or pass token ids"
+        raise NotFoundError(msg)
+
+    def check_chat(self, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat) -> str:
+        """Where the prompt's tokens are not those that the template gives the same turns at once.
+
+        Args:
+            chat: What stands around the documents.
+            question: The user's words behind them.
+            documents: Token ids of each.
+            rendered: What ``render_chat`` made of it.
+
+        Returns:
+            In words; empty where all are the same.
+        """
+        del chat, question, documents, rendered
+        return ""
 
     @property
     def soft_tokens(self) -> SoftTokens | None:
@@ -305,14 +357,14 @@ class Engine(Protocol):
     ) -> Statistics | None:
         """What makes some errors in a cache matter more than others, for ``fit_profile``.
 
-        An engine may leave out any part (docs/ablation.md: 14M model, bits at equal KL divergence): without the
-        features of tokens a blob takes 2.1 times the bits, without the attention metric 1.1 times, without
-        sensitivities 1.06 times, without gradients 0.98 to 1.11 times. A profile is fitted from caches alone, too.
+        An engine may leave out any part (docs/ablation.md: SmolLM2-135M, bits at equal KL divergence): without the
+        features of tokens a blob takes 1.4 times the bits at the coarsest level and 1.2 at the next. Where gradients
+        do not tell how planes compare, it takes 1.1 to 1.2 times. Caches alone give a profile, too.
 
         Args:
             documents: Token ids of calibration documents.
             tokens: False leaves out the features of the vocabulary.
-            sensitivity: False leaves out the sensitivity of layers, and gradients.
+            sensitivity: False leaves out gradients, which tell how layers compare.
 
         Returns:
             The statistics; None where the engine knows nothing.

@@ -1,42 +1,32 @@
-"""Which errors in a cache change answers, for any engine: noise in one layer at a time, and gradients of drawn tokens.
+"""Which errors in a cache change answers, for any engine: what gradients of drawn tokens tell.
 
-For gradients caches are read as they are used: a question may follow a document at once, or much later, or the document
-may stand among others. Right behind it the last tokens weigh several times what others do, and layers that look far
-back hardly count: so all three are gathered.
+Caches are read as they are used: a question may follow a document at once, or much later, or the document may stand
+among others. Right behind it the last tokens weigh several times what others do, and layers that look far back hardly
+count: so all three are gathered.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
-
-from kvwire.codec import perturbed, planes_of, positions_on
 from kvwire.errors import KvwireError
 from kvwire.reuse import link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
-
-    from kvwire.codec import Plane, Statistics, StatisticsBuilder
+    from kvwire.codec import StatisticsBuilder
     from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
-_PIECES = 24
-"""Of calibration texts, spread over all of them."""
-_LONGEST, _LEAST = 1280, 64
+_PIECES = 6
+"""Of calibration texts, spread over all of them; each gives the gradients of one cache."""
+_LONGEST, _LEAST = 384, 64
 """Tokens of a piece."""
-_READ = 192
+_READ = 96
 """Tokens at most that are drawn behind a cache."""
-_NOISY_DOCUMENTS, _NOISY_TOKENS = 3, 768
-"""Documents, and tokens of each, that layers' sensitivities are measured on."""
-_NOISE = 0.02
-"""Noise in a layer's keys or values, as a share of their energy: small enough that its effect grows in proportion."""
 _log = logging.getLogger("kvwire.engines")
 
 
@@ -66,7 +56,10 @@ class GradientEngine(Protocol):
 
 
 def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder: StatisticsBuilder) -> int:
-    """Give a builder the gradients of some pieces of text, each read right behind, late, and in third place.
+    """Give a builder the gradients of a few pieces of text, read right behind, late, and in third place by turns.
+
+    The first token of each document does not count: it is most likely an attention sink, whose gradients say nothing of
+    other tokens, and codecs keep sinks nearly exactly.
 
     Args:
         engine: Of the model; one that is no ``GradientEngine`` gives nothing.
@@ -79,14 +72,14 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
     if not isinstance(engine, GradientEngine):
         return 0
     count = 0
-    for number, (cache, at, token_ids) in enumerate(_uses(engine, _pieces(engine, documents))):
+    for number, (cache, firsts, at, token_ids) in enumerate(_uses(engine, _pieces(engine, documents))):
         try:
             gradients = engine.cache_gradients(cache, token_ids, seed=number)
         except KvwireError as error:
             _log.warning("gradients of %d caches weigh errors, no more can be had: %s", count, error)
             break
         if all(bool(part.isfinite().all()) for part in (*gradients.keys, *gradients.values)):
-            builder.add_gradients(gradients.slice(0, at))
+            builder.add_gradients(gradients.slice(0, at), leave_out=firsts)
             count += 1
         else:
             _log.warning("gradients of a cache are not finite and left out; is the model's dtype too narrow?")
@@ -101,54 +94,19 @@ def _pieces(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Sequence
     return [pieces[number * len(pieces) // count] for number in range(count)]
 
 
-def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache, int, Sequence[int]]]:
-    """Caches, how many of their tokens count, and what is read behind them."""
+def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache, tuple[int, ...], int, Sequence[int]]]:
+    """Caches, where documents begin in them, how many of their tokens count, and what is read behind them."""
     for number, ids in enumerate(pieces):
         read = min(_READ, len(ids) // 4)
-        at = (len(ids) - read) * 3 // 5
-        (cache,) = engine.prefill([ids[:at]])
-        yield cache, at, ids[at : at + read]
-        if number % 2 == 0:
-            (whole,) = engine.prefill([ids[:-read]])
-            yield whole, at, ids[-read:]
+        at, third = len(ids) - read, (len(ids) - read) // 3
+        use = number % 3
+        if use == 0:
+            yield engine.prefill([ids[:at]])[0], (0,), at, ids[at:]
+        elif use == 1:
+            yield engine.prefill([ids[:at]])[0], (0,), at * 3 // 5, ids[at:]
         else:
-            before = [other % len(pieces) for other in (number - 1, number - 2)]
-            others = [pieces[other][: at // 2] for other in before if other != number]
+            documents = [pieces[number - 2][:third], pieces[number - 1][:third], ids[:third]]
             with suppress(KvwireError):  # some caches cannot be moved that far
-                linked = link(engine.prefill([*others, ids[: at // 2]]))
-                yield linked, linked.tokens, ids[at // 2 : at // 2 + read]
-
-
-def measure_sensitivity(
-    engine: Engine, documents: Sequence[Sequence[int]], statistics: Statistics
-) -> dict[Plane, float]:
-    """Mean KL divergence that noise in each plane of a cached context causes in what follows it.
-
-    Args:
-        engine: Of the model.
-        documents: Token ids of calibration texts; the longest few are used.
-        statistics: What is known of the model otherwise: noise is white in attention's metric.
-
-    Returns:
-        In nats, by plane; empty where all documents are too short. Planes whose divergence is not finite are left out.
-    """
-    total: dict[Plane, float] = {}
-    longest = min(_NOISY_TOKENS, engine.window)
-    chosen = [ids[:longest] for ids in sorted(documents, key=len, reverse=True)[:_NOISY_DOCUMENTS]]
-    chosen = [taken for taken in chosen if len(taken) >= _LEAST]
-    for taken in chosen:
-        at = len(taken) * 3 // 4
-        (cache,) = engine.prefill([taken[:at]])
-        exact = _log_probabilities(engine, cache, taken[at:])
-        for plane in planes_of(engine.meta.layers):
-            noisy = _log_probabilities(engine, perturbed(cache, plane, statistics, _NOISE), taken[at:])
-            apart = torch.where(exact > -math.inf, exact.exp() * (exact - noisy), 0.0).sum(-1).mean()
-            total[plane] = total.get(plane, 0.0) + float(apart) / len(chosen)
-    if lost := [plane for plane, value in total.items() if not math.isfinite(value)]:
-        _log.warning("noise in %s gives no finite answers; they count as average", lost)
-    return {plane: value for plane, value in total.items() if math.isfinite(value)}
-
-
-def _log_probabilities(engine: Engine, cache: KVCache, rest: Sequence[int]) -> Tensor:
-    past = engine.past_key_values(positions_on(cache, 0) if cache.meta.positions == "off" else cache)
-    return engine.forward(past, rest, cache.tokens).float().log_softmax(-1)
+                linked = link(engine.prefill(documents))
+                firsts = (0, len(documents[0]), len(documents[0]) + len(documents[1]))
+                yield linked, firsts, linked.tokens, ids[third : third + read]

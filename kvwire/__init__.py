@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from kvwire.runtime.quality import calibrate_error
     from kvwire.store import Keyring, open_tiers
     from kvwire.store.schemes import open_store
-    from kvwire.types import CacheMeta, ChunkId, Decision, KVCache, LayerSpec, PagedKVCache, RopeRegime
+    from kvwire.types import CacheMeta, Chat, ChunkId, Decision, KVCache, LayerSpec, PagedKVCache, RopeRegime, Turn
 
 __all__ = [
     "Answer",
     "BlobDecoder",
     "CacheGenProfile",
     "CacheMeta",
+    "Chat",
     "ChunkId",
     "Coding",
     "Corpus",
@@ -59,6 +60,7 @@ __all__ = [
     "RopeRegime",
     "Statistics",
     "TransformersEngine",
+    "Turn",
     "__version__",
     "calibrate_error",
     "decode",
@@ -99,7 +101,17 @@ __getattr__ = lazy(
         "kvwire.runtime.loader": ("Loader",),
         "kvwire.store": ("Keyring", "open_store", "open_tiers"),
         "kvwire.reuse": ("LinkedPrompt", "link"),
-        "kvwire.types": ("CacheMeta", "ChunkId", "Decision", "KVCache", "LayerSpec", "PagedKVCache", "RopeRegime"),
+        "kvwire.types": (
+            "CacheMeta",
+            "Chat",
+            "ChunkId",
+            "Decision",
+            "KVCache",
+            "LayerSpec",
+            "PagedKVCache",
+            "RopeRegime",
+            "Turn",
+        ),
     },
 )
 

@@ -7,6 +7,7 @@ import unicodedata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     _Raised = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
@@ -45,7 +46,8 @@ def printable(text: str) -> str:
     r"""One line of anybody's text, such as a name or a message.
 
     Control characters, line ends, surrogates, marks that turn the direction of writing, and characters of no width
-    become escapes such as ``\x1b``. Letters of all scripts and spaces of all widths stay.
+    become escapes such as ``\x1b``. Letters of all scripts and spaces of all widths stay. So do not marks apart from
+    their letter where Unicode has one character for both: two names would look alike.
 
     Args:
         text: Any text.
@@ -53,7 +55,9 @@ def printable(text: str) -> str:
     Returns:
         Text that stays on its line, does nothing to a terminal, and can be encoded.
     """
-    return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_shown, text) if _is_usual(text) else _as_spelt(text))
 
 
 def printable_text(text: str) -> str:
@@ -96,6 +100,21 @@ class PrintableLines(logging.Formatter):
     def formatException(self, ei: _Raised) -> str:  # noqa: N802 - logging's name
         """A traceback, whose messages may quote anything."""
         return printable_text(super().formatException(ei))
+
+
+def _is_usual(text: str) -> bool:
+    return unicodedata.is_normalized("NFC", text)
+
+
+def _as_spelt(text: str) -> Iterator[str]:
+    """Characters as they are shown, where some could be spelt otherwise and look the same."""
+    before = ""  # a letter, and the marks on it
+    for each in text:
+        if not _is_usual(before + each):
+            yield _escape(ord(each))
+            continue
+        before = before + each if unicodedata.combining(each) else each
+        yield _shown(each)
 
 
 def _shown(character: str) -> str:

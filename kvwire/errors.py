@@ -98,7 +98,7 @@ class StorageError(KvwireError, OSError):
 
 
 class ConflictError(StorageError):
-    """Another object lies where this one has to go: trying again helps nobody, another key or a deletion does."""
+    """Something else lies there than the write is for: the same again fails, too; look at what is there first."""
 
 
 class MismatchError(KvwireError):

@@ -32,6 +32,7 @@ class LinkedPrompt:
     Attributes:
         tokens: Length of each document, in prompt order.
         starts: Position of each document's first token.
+        opening: Token ids at the prompt's head, such as BOS; who fills the prompt computes them (``write_opening``).
         cache: Tensors ``[kv_heads, positions, dim]`` for each layer; nothing is copied when the pieces are all there.
     """
 
@@ -44,6 +45,7 @@ class LinkedPrompt:
         device: str | torch.device = "cpu",
         cache: KVCache | None = None,
         starts: Sequence[int] | None = None,
+        opening: Sequence[int] = (),
     ) -> None:
         """Reserve the room.
 
@@ -54,7 +56,8 @@ class LinkedPrompt:
             device: Of the tensors; not needed with ``cache``.
             cache: Room for the whole prompt, such as ``Engine.allocate`` gives; made here where it is left out.
             starts: Where documents stand, ascending; positions between them and behind the last one hold nothing, as
-                in a pruned cache. None: one after the other.
+                in a pruned cache. None: one after the other, behind the opening.
+            opening: Token ids that stand at the prompt's head.
 
         Raises:
             ArgumentError: There is nothing to link, the room is too small, or documents overlap.
@@ -64,7 +67,8 @@ class LinkedPrompt:
             msg = "a linked prompt needs documents of at least one token each"
             raise ArgumentError(msg)
         self.tokens = tuple(tokens)
-        self.starts = tuple(accumulate(tokens[:-1], initial=0) if starts is None else starts)
+        self.opening, head = tuple(opening), len(opening)
+        self.starts = tuple(accumulate(tokens[:-1], initial=head) if starts is None else starts)
         total = self._checked_end()
         if cache is not None and starts is not None:
             total = max(total, cache.tokens)  # room behind the last one is a gap, too
@@ -74,23 +78,28 @@ class LinkedPrompt:
             msg = f"a prompt of {total} tokens needs room for as many, got room for {self.cache.tokens}"
             raise ArgumentError(msg)
         self._lock = threading.Lock()
-        at = 0
+        at = head
         for start, count in (*zip(self.starts, self.tokens, strict=True), (total, 0)):
             self.hide(at, start)
             at = start + count
 
     def _checked_end(self) -> int:
         """Position behind the last document."""
-        at = 0
+        at = len(self.opening)
         if len(self.starts) != len(self.tokens):
             msg = f"{len(self.tokens)} documents need as many starts, got {len(self.starts)}"
             raise ArgumentError(msg)
         for start, count in zip(self.starts, self.tokens, strict=True):
             if start < at:
-                msg = f"a document cannot start at position {start}: the one before it ends at {at}"
+                msg = f"a document cannot start at position {start}: what stands before it ends at {at}"
                 raise ArgumentError(msg)
             at = start + count
         return at
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document where the opening counts as the first one's: nothing stands before either."""
+        return (len(self.opening) + self.tokens[0], *self.tokens[1:])
 
     def offset(self, document: int) -> int:
         """Position of a document's first token.
@@ -149,6 +158,25 @@ class LinkedPrompt:
                 ours.copy_(theirs)
         if piece.kept is not None or self.cache.kept is not None:
             self.keep(document, _masks(piece), start)
+
+    def write_opening(self, piece: KVCache) -> None:
+        """Write the tokens at the prompt's head.
+
+        Args:
+            piece: Their cache, positions on and from 0.
+
+        Raises:
+            ArgumentError: It is of another length.
+            MismatchError: It comes from a model of another layout.
+        """
+        part = self.cache.slice(0, len(self.opening))
+        if piece.tokens != part.tokens or (piece.meta.positions, piece.meta.offset) != ("on", 0):
+            msg = f"the head of this prompt is {part.tokens} tokens at positions from 0, got {piece.tokens}"
+            raise ArgumentError(msg)
+        _check_alike(piece.meta, self.cache.meta)
+        for ours, theirs in zip((*part.keys, *part.values), (*piece.keys, *piece.values), strict=True):
+            if ours.numel():
+                ours.copy_(theirs)
 
     def keep(self, document: int, kept: Sequence[Tensor | None], start: int = 0) -> None:
         """Note what of a document is there, for whoever writes a pruned one into ``document()`` itself.

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from kvwire.store.http_clients import Proxy
+
 Data: TypeAlias = bytes | bytearray | memoryview
+_COMPARED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -311,13 +314,17 @@ class HttpAddress:
         url: Used as it is; may hold a signature, so it never goes into logs or messages.
         headers: To send along, likewise secret.
         expires_at: Unix seconds.
-        tls: None for the system's certificates.
+        tls: Whom to trust; None for the system's certificates.
+        proxy: None: the server is asked directly.
+        redirects: Whether they are followed; not where a signature is good for one server only.
     """
 
     url: str = field(repr=False)
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     expires_at: float = math.inf
     tls: ssl.SSLContext | None = None
+    proxy: Proxy | None = None
+    redirects: bool = True
 
 
 @runtime_checkable
@@ -329,10 +336,14 @@ class Addressed(Protocol):
 
         Args:
             key: The object.
-            renew: Ask for a fresh one, since the last was refused.
+            renew: Ask for a fresh one, since the last was refused. The store asks the server itself, which finds out
+                why.
 
         Returns:
             The address, with the headers to send along.
+
+        Raises:
+            KvwireError: Told to renew, what the store's own request fails with.
         """
         ...
 
@@ -379,6 +390,27 @@ def open_object(store: Store, key: str) -> ObjectReader:
         NotFoundError: There is no such object.
     """
     return store.snapshot(key) if isinstance(store, Snapshots) else _PlainReader(store, key)
+
+
+def holds(store: Store, key: str, data: Data) -> bool:
+    """Whether an object is just these bytes: a write that is repeated, since its answer was lost, finds itself.
+
+    Args:
+        store: The store.
+        key: The object.
+        data: The bytes, of which a piece is compared at a time.
+
+    Returns:
+        Whether it is there, with these bytes and no more.
+    """
+    view = memoryview(data).cast("B")
+    try:
+        if store.stat(key).size != len(view):
+            return False
+        starts = range(0, len(view), _COMPARED_BYTES)
+        return all(store.get(key, at, at + _COMPARED_BYTES) == view[at : at + _COMPARED_BYTES] for at in starts)
+    except NotFoundError:
+        return False
 
 
 def check_after(prefix: str, after: str) -> tuple[str, str]:

@@ -52,7 +52,8 @@ class KeptRepair:
 
     Attributes:
         documents: Digest of each document's token ids, in the order of the prompt; behind it, after a colon, that of
-            the neutral prefix that the document was computed behind, where there is one.
+            the neutral prefix that the document was computed behind, where there is one, and of the system text that
+            the prompt begins with.
         level: The coarsest level that the documents stood at while rows were computed; ``TEXT_LEVEL`` without any.
         profile_digest: SHA-256 of the profile that the rows are coded with; empty where they carry their own.
         parts: Rows of each document.

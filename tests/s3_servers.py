@@ -58,13 +58,17 @@ class S3Server:
 
     def set_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Credentials where boto3 looks for them, and nothing else of this machine's."""
-        for name in [name for name in os.environ if name.startswith(("AWS_", "REQUESTS_CA"))]:
+        for name in [name for name in os.environ if _is_a_clients(name)]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", self.access_key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", self.secret)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+
+
+def _is_a_clients(name: str) -> bool:
+    return name.startswith(("AWS_", "REQUESTS_CA", "SSL_CERT")) or name.lower().endswith("_proxy")
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 DOOR = "kvwire"
 FLOORS = {
+    "_forks": 0,
     "_json": 0,
     "_lazy": 0,
     "_html": 0,
@@ -59,7 +60,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers", "vllm"}],
+    "engines": [{"base.py"}, {"calibration.py"}, {"transformers", "vllm"}],
     "reuse": [
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},
@@ -68,7 +69,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"schema_json.py"},
     ],
     "store": [
-        {"client_tls.py", "http_ranges.py", "keys.py"},
+        {"http_clients.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
         {"kept_repair.py", "model_record.py", "prefix_entry.py"},
         {"content_checks.py"},
@@ -86,7 +87,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
     DOOR: [
         {"_version.py", "errors.py"},
-        {"_html.py", "_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
+        {"_forks.py", "_html.py", "_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
         {"comparison", "lmcache", "offline", "report", "sglang", "training", "vllm"},

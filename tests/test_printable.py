@@ -51,6 +51,28 @@ def test_what_is_invisible_or_steers_a_terminal_is_shown(text, shown):
     assert printable(text) == shown
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    {
+        "cafe\u0301": "cafe\\u0301",
+        "\u212b": "\\u212b",  # the sign of the unit, which is the letter
+        "a\u0322\u0301": "a\u0322\\u0301",  # an accent that joins its letter across another mark
+        "\u1112\u1161": "\u1112\\u1161",
+        "q\u0301": "q\u0301",  # there is no shorter spelling
+    }.items(),
+)
+def test_of_names_that_look_alike_all_but_one_show_how_they_are_spelt(text, shown):
+    assert printable(text) == shown
+    assert printable(unicodedata.normalize("NFC", text)) == unicodedata.normalize("NFC", text)
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_texts_that_are_the_same_but_for_their_spelling_are_told_apart(text, other):
+    for one in (text, unicodedata.normalize("NFD", text), other):
+        normal = unicodedata.normalize("NFC", one)
+        assert normal == one or printable(normal) != printable(one)
+
+
 @given(ANY_TEXT)
 def test_any_text_stays_on_its_line_and_can_be_encoded(text):
     shown = printable(text)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvwire.transport.emulation.links import EmulatedLink, LinkSettings, RateSchedule, parse_link
     from kvwire.transport.errors import (
         BusyError,
+        RejectedError,
         ReplacedError,
         SegmentCorruptError,
         SegmentError,
@@ -67,6 +68,7 @@ __all__ = [
     "Range",
     "RateSchedule",
     "ReadTimeouts",
+    "RejectedError",
     "ReplacedError",
     "SegmentCorruptError",
     "SegmentError",
@@ -100,6 +102,7 @@ __getattr__ = lazy(
         "kvwire.transport.emulation.links": ("EmulatedLink", "LinkSettings", "RateSchedule", "parse_link"),
         "kvwire.transport.errors": (
             "BusyError",
+            "RejectedError",
             "ReplacedError",
             "SegmentCorruptError",
             "SegmentError",

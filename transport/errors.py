@@ -31,6 +31,10 @@ class BusyError(StorageError):
         self.retry_after_s = retry_after_s
 
 
+class RejectedError(StorageError):
+    """The other side refused the request for good: asking again changes nothing."""
+
+
 class SegmentError(KvwireError):
     """One segment could not be fetched; the others are not concerned."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvwire.codec.format.kept import Kept
     from kvwire.codec.kinds.base import LevelDecoder
     from kvwire.codec.kinds.requests import AnyProfile
+    from kvwire.codec.kinds.sinks import SinkPlacer
+    from kvwire.codec.profile.profile import Profile
     from kvwire.types import BlobInfo, SegmentInfo
 
 
@@ -102,16 +104,22 @@ class BlobDecoder:
         if out is not None:
             check_out(out, self.info)
         self._out = empty_for(self._header, device, dtype, offset) if out is None else out
+        self._sinks: SinkPlacer | None = None
+        if self.info.sinks and profile is not None:
+            from kvwire.codec.kinds.sinks import SinkPlacer  # blobs of old have none
+
+            self._sinks = SinkPlacer(self._header, cast("Profile", profile), self._out, offset)
         self._use_device(backend, workspace_bytes)
 
     def _use_device(self, backend: Backend, workspace_bytes: int | None) -> None:
         """Let lossy levels be decoded where the output lies, if their kind can."""
         devices = {tensor.device for tensor in (*self._out.keys, *self._out.values) if tensor.numel()}
+        finishes = self._header.kept or self._sinks
         if len(devices) > 1 and backend == "triton":
             msg = f"Triton decodes onto one device, the output lies on {len(devices)}; use backend='numba'"
             raise ArgumentError(msg)
         if len(devices) == 1 and uses_triton(backend, devices.pop()) and self._lossy is not None:
-            self._lossy.use_device(self._out, workspace_bytes, self._drop_pruned if self._header.kept else None)
+            self._lossy.use_device(self._out, workspace_bytes, self._finish if finishes else None)
 
     @property
     def on_gpu(self) -> bool:
@@ -221,10 +229,16 @@ class BlobDecoder:
         decoder.decode(piece, out, at)
         if isinstance(self._out, PagedKVCache):
             self._out.write(start, out)
-        self._drop_pruned(start, stop)
+        if decoder is self._lossy:
+            self._finish(start, stop)
+        else:
+            drop_pruned(self._out, self._header.kept, start, stop)
 
-    def _drop_pruned(self, start: int, stop: int) -> None:
+    def _finish(self, start: int, stop: int) -> bool:
+        """What follows the decoding of lossy levels; returns whether it wrote anything."""
         drop_pruned(self._out, self._header.kept, start, stop)
+        placed = self._sinks is not None and self._sinks.place(start, stop)
+        return placed or self._header.kept is not None
 
     def _check_bytes(self, segment: SegmentInfo, data: bytes) -> None:
         name = f"chunk {segment.chunk} level {segment.level}"

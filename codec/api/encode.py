@@ -44,6 +44,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     neutral_prefix: Sequence[int] = (),
     soft_tokens: SoftTokensName | None = None,
     prefix: BlobPrefix | None = None,
+    opening: int = 0,
 ) -> bytes:
     """Encode a document's cache into a blob.
 
@@ -70,6 +71,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         soft_tokens: Which soft tokens those of the cache's token ids are that no vocabulary has.
         prefix: What of the document stands before the cache's tokens, where the cache is a part of one that grows:
             readers need the parts before it. None: the cache is of the whole document.
+        opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
 
     Returns:
         The blob.
@@ -110,6 +112,8 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             neutral_prefix=tuple(neutral_prefix),
             soft_tokens=soft_tokens,
             prefix=_checked(prefix, cache),
+            sinks=encoders[0].sinks,
+            opening=opening,
         )
     )
 

@@ -58,6 +58,18 @@ def class_of(scale: NDArray[np.floating]) -> NDArray[np.int64]:
     return steps + 1
 
 
+def scale_of(classes: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Undo ``class_of``, up to its rounding.
+
+    Args:
+        classes: Any, not clipped.
+
+    Returns:
+        float64 of the same shape.
+    """
+    return FINEST_SCALE * 3.0 ** ((classes - 1) / GRID_PER_LEVEL)
+
+
 def column_classes(coefficients: NDArray[np.floating]) -> NDArray[np.int64]:
     """Choose the class at unit step of every column.
 

@@ -30,7 +30,8 @@ from kvwire.codec.entropy.tables import (
 from kvwire.codec.fitting.metric import plane_metrics, plane_weights, roots
 from kvwire.codec.fitting.moments import Features, MomentSums, spans, tokens_of, trials_of_a_part
 from kvwire.codec.fitting.regression import predict
-from kvwire.codec.fitting.rounding import SMALLER, Precision, factor_of, round_rows
+from kvwire.codec.fitting.rounding import Precision, factor_of, round_rows
+from kvwire.codec.fitting.sinks import learn_sinks
 from kvwire.codec.planes import SIDES, plane_width, planes_of
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group, SteppedGroup
@@ -61,6 +62,10 @@ CUT_MARGIN = 1.3
 """Times as many rows as calibration needed of a level are expected to suffice for other texts."""
 _SHRINKAGE_TOKENS = 256
 """The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
+_LARGE = 1024
+"""Rows of a matrix from which on float32 will do for its axes: energies are told to a millionth of the largest."""
+_COUNTED = 12 << 20
+"""Coefficients that the entropy coder's tables are counted on, a share of every part of the texts."""
 _TINY = 1e-20
 """Stands for zero where something is divided by."""
 _RESOLUTION = 2.0**-20
@@ -102,7 +107,6 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     text: bool = True,
     prefix_layers: int = 0,
     hidden: Sequence[Tensor] | None = None,
-    small: bool = False,
     keeper: MomentKeeper | None = None,
     head_start: int = 0,
 ) -> Profile | None:
@@ -119,7 +123,6 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         prefix_layers: Layers of the model whose output predicts the rest; 0 for none. Blobs then need it for decoding.
         hidden: The hidden states after them, ``[tokens, size]`` for each cache, as ``engine.prefix_states`` computes
             them.
-        small: Whether to store matrices less precisely: a fifth less for some per cent of rate at the finest levels.
         keeper: Keeps what was summed of the caches, so that a fit that was interrupted goes on from there; None: it
             begins anew.
         head_start: Old name of ``prefix_layers``, for one more version.
@@ -141,14 +144,14 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         raise ArgumentError(msg)
     first = caches[0].meta
     ladder = ladder or Ladder()
-    features = Features(caches, statistics.vocabulary if statistics and text else None, hidden)
+    features = Features(caches, statistics.token_features if statistics and text else None, hidden)
     planes = group_planes(first.layers, group_width)
     seen, moments = _summed(caches, planes, features, keeper)
     weights = plane_weights(first.layers, statistics, planes, moments)
     exact = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
     factors = [tuple(map(_factor, blocks)) for blocks in exact]
     metrics = [list(map(_rounded, *pair)) for pair in zip(exact, factors, strict=True)]
-    precision = Precision(ladder.steps[-1], SMALLER if small else 1.0)
+    precision = Precision(ladder.steps[-1])
     prediction = predict(seen, moments, metrics, features.table, features.of_hidden, precision)
     predicted = prediction.of_groups(moments, seen, metrics, precision)
     groups = tuple(
@@ -159,16 +162,12 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         "tokens": seen.tokens,
         "weighted": int(statistics is not None),
         "gradients": int(statistics is not None and len(statistics.gradients) > 0),
-        "weighting": statistics.weighting if statistics else "",
     }
     draft = Profile(
         first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,
         prefix_layers, features.of_hidden if prediction.features else 0,
     )  # fmt: skip
-    texts = [
-        TextPredictor(draft, cache.tokens, cache.token_ids, hidden[number] if hidden else None)
-        for number, cache in enumerate(caches)
-    ]
+    draft, texts = learn_sinks(draft, caches, hidden, ladder.steps[-1])
     tables, coded = _count(texts, caches, ladder)
     return replace(draft, tables=tables, groups=_with_cuts(draft, coded))
 
@@ -200,7 +199,8 @@ def _summed(
 
 def _fit_digest(caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features) -> str:
     """Of all that sums depend on: the model, how its planes are grouped, the features and the contexts."""
-    found = hashlib.sha256(json.dumps([caches[0].meta.config_digest(), planes, features.of_hidden]).encode())
+    what = [caches[0].meta.config_digest(), planes, features.of_hidden, "without first tokens"]
+    found = hashlib.sha256(json.dumps(what).encode())
     if features.table is not None:
         found.update(features.table.contiguous().numpy().data)
     for cache in caches:
@@ -313,22 +313,31 @@ def _basis(
 ) -> Group:
     """Eigenvectors of the weighted covariance of what prediction leaves, as synthesis rows; see ``Group``."""
     root, inverse = roots(metric)
-    weighted = root @ predicted.covariance @ root
+    weighted = root.left_of(root.left_of(predicted.covariance).T)
     isotropic = weighted.diagonal().mean() * _SHRINKAGE_TOKENS / (tokens + _SHRINKAGE_TOKENS) * 1e-3
     weighted.diagonal().add_(isotropic)
-    energies, vectors = torch.linalg.eigh(weighted)
-    energies, vectors = energies.flip(0), vectors.flip(1)
+    energies, vectors = _axes(weighted)
     # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
     kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
     spread = energies[:kept].clamp(min=0).sqrt()
     diagonals = [torch.diagonal(block, dim1=1, dim2=2).reshape(-1) for block in metric]
-    rows = round_rows((inverse @ vectors[:, :kept]).T, spread, torch.cat(diagonals).double(), precision)
+    rows = round_rows(inverse.left_of(vectors[:, :kept]).T, spread, torch.cat(diagonals).double(), precision)
     pairs = zip(metric, diagonals, factors, strict=True)
     blocks = tuple((diagonal if factor is None else block).numpy() for block, diagonal, factor in pairs)
     stepped = SteppedGroup(rows, predicted.predictor, factors)
     mean, classes = predicted.mean.float().numpy(), _as_spread(class_of(spread.numpy()))
     predictor = None if predicted.predictor is None else predicted.predictor.values()
     return Group(planes, mean, classes, rows.values(), None, blocks, predictor, stepped)
+
+
+def _axes(weighted: Tensor) -> tuple[Tensor, Tensor]:
+    """Energies and directions, the largest first; in float32 where the matrix is so large that float64 takes long."""
+    dtype = torch.float32 if len(weighted) > _LARGE else torch.float64
+    try:
+        energies, vectors = torch.linalg.eigh(weighted.to(dtype))
+    except RuntimeError:  # torch 2.6 asks LAPACK for too little memory in float32
+        energies, vectors = torch.linalg.eigh(weighted)
+    return energies.double().flip(0), vectors.double().flip(1)
 
 
 def _factor(block: Tensor) -> Factor | None:
@@ -363,8 +372,10 @@ def _count(
     points = np.zeros((CLASSES, POINTS, 2))
     coded = np.zeros((len(ladder.steps), texts[0].profile.rank), np.bool_)
     parts = ((cache, text, *span) for cache, text in zip(caches, texts, strict=True) for span in spans(cache.tokens))
+    share = min(1.0, _COUNTED / (sum(cache.tokens for cache in caches) * texts[0].profile.rank))
     for cache, text, start, stop in parts:
-        coefficients, _ = analyse(cache, text, start, stop, ladder.steps[-1])
+        counted = start + math.ceil(share * (stop - start))
+        coefficients, _ = analyse(cache, text, start, counted, ladder.steps[-1], weighs=False)
         values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
         unit = column_classes(coefficients)
         for level, shift in enumerate(ladder.shifts):

@@ -12,9 +12,10 @@ from kvwire.codec.transform.positions import positions_off, rotate
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from kvwire.codec.fitting.statistics import Vocabulary
     from kvwire.codec.planes import Plane
     from kvwire.types import CacheMeta, KVCache, LayerSpec, Side
 
@@ -104,23 +105,33 @@ class StatisticsBuilder:
         metric = torch.einsum("ohd,ohe->hde", per_head, per_head)
         self._outputs[layer] = metric.reshape(spec.kv_heads, -1, *metric.shape[1:]).sum(1)
 
-    def add_gradients(self, gradients: KVCache) -> None:
+    def add_gradients(self, gradients: KVCache, leave_out: Sequence[int] = ()) -> None:
         """Add what a cache's tensors have as gradients of the log-probability of tokens drawn from the model.
 
         A few tokens hold most of the gradients' energy, and what errors do there soon stops to grow with their square.
         So in ``Statistics.gradients`` larger ones count as that of the 95th percentile of those that have any, and
         every cache counts alike in each plane: without, one text out of many would decide. How planes compare is lost
-        by that, and told by ``Statistics.sensitivity``. ``Statistics.fisher`` has them as they are.
+        by that, and told by ``Statistics.fisher``, which has them as they are.
 
         Args:
             gradients: In the cache's own shape and at its positions.
+            leave_out: Tokens of the cache that do not count, such as attention sinks: the first of each document.
+
+        Raises:
+            ArgumentError: The cache has no such token.
         """
+        counted = torch.ones(gradients.tokens, dtype=torch.bool)
+        if any(not 0 <= place < gradients.tokens for place in leave_out):
+            msg = f"leave_out names tokens 0 to {gradients.tokens - 1} of the gradients, got {list(leave_out)}"
+            raise ArgumentError(msg)
+        counted[list(leave_out)] = False
         off = positions_off(gradients)
         self._caches += 1
         for plane in planes_of(self._meta.layers):
             if not plane_width(self._meta.layers, plane):
                 continue
             rows = (off.keys if plane[0] == "key" else off.values)[plane[1]].detach().cpu().double()
+            rows = rows[:, counted]
             energies = rows.square().sum((0, 2))
             some = energies[energies > 0]
             if not len(some):  # the layer does not reach the answer, or a window ends before
@@ -145,11 +156,11 @@ class StatisticsBuilder:
         total = self._sums.get((side, layer))
         return None if total is None else total / self._counts[side, layer]
 
-    def build(self, vocabulary: Vocabulary | None = None) -> Statistics:
-        """All that was gathered; ``sensitivity`` is measured with what this returns, and put in by ``replace``.
+    def build(self, token_features: Tensor | None = None) -> Statistics:
+        """All that was gathered.
 
         Args:
-            vocabulary: Features of tokens, which caches are predicted from; None where none are known.
+            token_features: ``[vocabulary, n]``, which caches are predicted from; None where none are known.
 
         Returns:
             The statistics, None for layers of which nothing is known.
@@ -161,7 +172,7 @@ class StatisticsBuilder:
         )
         gradients = {plane: (total / _trace(total)).float() for plane, total in self._gradients.items()}
         fisher = {plane: (total / self._caches).float() for plane, total in self._fisher.items()}
-        return Statistics(tuple(map(self.query_metric, layers)), tuple(values), vocabulary, {}, gradients, fisher)
+        return Statistics(tuple(map(self.query_metric, layers)), tuple(values), token_features, gradients, fisher)
 
 
 def _trace(blocks: Tensor) -> Tensor:

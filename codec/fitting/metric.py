@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,16 +27,10 @@ _TINY = 1e-20
 """Stands for zero where something is divided by."""
 _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
-_SENSITIVITY_EXPONENT = 0.5
-"""Measured sensitivities count by their square root: what noise in one plane alone does says only half of what errors
-in all planes together do, and text differs."""
-_LEAST_SENSITIVITY = 0.05
-"""Least weight of a plane, the mean plane's being 1: what calibration texts never need, others may."""
-_FIRST_LAYER = 2.0
-"""Times that the first layer's planes count: calibration texts leave little of them to code, so noise there seems
-cheap. Text of another kind leaves more, and that led its divergence at the finest levels (docs/ablation.md)."""
+_INFORMATION_EXPONENT = 0.75
+"""Planes count by their Fisher energy to this power: other text spreads what matters more evenly than calibration's."""
 _LEAST_INFORMATION = 1e-3
-"""The same where gradients tell how planes compare."""
+"""Least weight of a plane, the mean plane's being 1: what calibration texts never need, others may."""
 
 
 def plane_weights(
@@ -45,10 +39,9 @@ def plane_weights(
     planes: Sequence[tuple[Plane, ...]],
     moments: Sequence[Moments],
 ) -> dict[Plane, float]:
-    """How much the planes matter: by the measured sensitivity, or by the energy that the Fisher information gives them.
+    """How much the planes matter: by the energy that the Fisher information gives them.
 
-    The latter is what the fit is to minimise, if errors are small; but a few tokens hold nearly all of the gradients'
-    energy, and errors there soon stop to cost what their square says. Which is better depends on the model
+    That is what errors of a given share of a plane cost the answer, if they are small. It counts by a power below 1
     (docs/ablation.md).
 
     Args:
@@ -58,32 +51,22 @@ def plane_weights(
         moments: Of each group's elements.
 
     Returns:
-        What each plane's energy is to be scaled by, about 1 on average. Planes that are missing count as average.
+        What each plane's energy is to be scaled by, 1 on average. Planes that are missing, or zero, count as average;
+        without gradients all are missing.
+
+    Raises:
+        ArgumentError: A plane's Fisher information has another shape than the plane, or NaN.
     """
     if statistics is None:
         return {}
-    if statistics.weighting == "fisher":
-        energies = {
-            plane: _energy(found.double().cpu(), *parts) / plane_width(layers, plane)
-            for group, moment in zip(planes, moments, strict=True)
-            for plane, parts in zip(group, _parts(layers, group, moment), strict=True)
-            if (found := statistics.fisher.get(plane)) is not None
-        }
-        return _scaled(energies, _LEAST_INFORMATION, geometric=True)
-    known = {plane: value for plane, value in statistics.sensitivity.items() if math.isfinite(value)}
-    raised = {plane: max(value, 0.0) ** _SENSITIVITY_EXPONENT for plane, value in known.items()}
-    scaled = _scaled(raised, _LEAST_SENSITIVITY, geometric=False)
-    return {plane: weight * (1.0 if plane[1] else _FIRST_LAYER) for plane, weight in scaled.items()}
-
-
-def _scaled(weights: dict[Plane, float], least: float, *, geometric: bool) -> dict[Plane, float]:
-    """Weights with a mean of 1. The geometric one suits those that lie far apart: most planes are below the other."""
-    mean = sum(weights.values()) / max(1, len(weights))
-    if mean <= 0:
-        return {}
-    scaled = {plane: max(value / mean, least) for plane, value in weights.items()}
-    middle = math.exp(sum(map(math.log, scaled.values())) / len(scaled)) if geometric else 1.0
-    return {plane: value / middle for plane, value in scaled.items()}
+    raised = {
+        plane: (_energy(found, *parts) / plane_width(layers, plane)) ** _INFORMATION_EXPONENT
+        for group, moment in zip(planes, moments, strict=True)
+        for plane, parts in zip(group, _parts(layers, group, moment), strict=True)
+        if (found := _of_gradients(layers[plane[1]], plane, statistics.fisher)) is not None
+    }
+    mean = sum(raised.values()) / max(1, len(raised))
+    return {plane: max(value / mean, _LEAST_INFORMATION) for plane, value in raised.items()}
 
 
 def plane_metrics(
@@ -96,9 +79,8 @@ def plane_metrics(
     """Compute the metric of each plane, scaled so that its weighted energy is its weight for each element.
 
     It is attention's, or that of gradients; where both are known their mean, each scaled alike. Attention's alone does
-    not know what later layers make of an error, gradients alone follow the few tokens that hold most of them. Or it is
-    the Fisher information, where ``Statistics.weighting`` says so. A plane that hardly scatters about its mean is
-    scaled by its mean instead, one that is zero by its metric.
+    not know what later layers make of an error, gradients alone follow the few tokens that hold most of them. A plane
+    that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
 
     Args:
         layers: Of the model.
@@ -121,16 +103,20 @@ def plane_metrics(
 
 def _metrics_of(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> list[Tensor]:
     """The metrics whose mean counts in a plane, one at least."""
-    by_attention = floored_metric(spec, statistics, plane)
+    by_attention = _attention_metric(spec, statistics, plane)
     if statistics is None:
         return [by_attention]
-    fisher = statistics.weighting == "fisher"
-    given = (statistics.fisher if fisher else statistics.gradients).get(plane)
-    gradients = _checked(spec, plane, given, "gradients")
-    if gradients is None or not float(torch.diagonal(gradients, dim1=1, dim2=2).sum()) > 0:
+    gradients = _of_gradients(spec, plane, statistics.gradients)
+    if gradients is None:
         return [by_attention]
     known = (statistics.query_metric if plane[0] == "key" else statistics.value_metric)[plane[1]] is not None
-    return [*([by_attention] if known and not fisher else []), _floored(gradients)]
+    return [*([by_attention] if known else []), _floored(gradients)]
+
+
+def _of_gradients(spec: LayerSpec, plane: Plane, known: Mapping[Plane, Tensor]) -> Tensor | None:
+    """What gradients say of a plane; None where they say nothing, or zero."""
+    found = _checked(spec, plane, known.get(plane), "gradients")
+    return None if found is None or not float(torch.diagonal(found, dim1=1, dim2=2).sum()) > 0 else found
 
 
 def _parts(
@@ -154,17 +140,8 @@ def _energy(block: Tensor, covariance: Tensor, mean: Tensor) -> float:
     return max(scatter, _RESOLUTION**2 * constant) or trace or 1.0
 
 
-def floored_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
-    """Compute the attention metric of a plane, with a floor under its small directions.
-
-    Args:
-        spec: The plane's layer.
-        statistics: Of the engine; None where nothing is known.
-        plane: Its side and layer.
-
-    Returns:
-        float64 ``[heads, dim, dim]``; the unit matrix where the metric is not known.
-    """
+def _attention_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
+    """A plane's, float64 ``[heads, dim, dim]``, with a floor; the unit matrix where it is not known."""
     side, layer = plane
     dim = spec.key_dim if side == "key" else spec.value_dim
     known = None
@@ -194,14 +171,37 @@ def _floored(block: Tensor) -> Tensor:
     return block + max(_METRIC_FLOOR * mean_weight, _TINY) * unit
 
 
-def roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A block-diagonal matrix.
+
+    Attributes:
+        blocks: float64, square, in order.
+    """
+
+    blocks: list[Tensor]
+
+    def left_of(self, matrix: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            matrix: ``[width, n]`` of any float dtype.
+
+        Returns:
+            This matrix times that one, of its dtype.
+        """
+        parts = torch.split(matrix, [len(block) for block in self.blocks])
+        return torch.cat([block.to(part.dtype) @ part for block, part in zip(self.blocks, parts, strict=True)])
+
+
+def roots(metric: list[Tensor]) -> tuple[Blocks, Blocks]:
     """Take the square root of a block-diagonal metric.
 
     Args:
         metric: Blocks of every plane.
 
     Returns:
-        The symmetric root and its inverse, float64 ``[width, width]``.
+        The symmetric root and its inverse.
     """
     direct, inverses = [], []
     for block in metric:
@@ -210,13 +210,4 @@ def roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:
             values = values.clamp(min=float(values.max()) * 1e-9)
             direct.append(vectors @ torch.diag(values.sqrt()) @ vectors.T)
             inverses.append(vectors @ torch.diag(values.rsqrt()) @ vectors.T)
-    return _block_diagonal(direct), _block_diagonal(inverses)
-
-
-def _block_diagonal(blocks: list[Tensor]) -> Tensor:
-    out = torch.zeros(2 * (sum(len(block) for block in blocks),), dtype=torch.float64)
-    start = 0
-    for block in blocks:
-        out[start : start + len(block), start : start + len(block)] = block
-        start += len(block)
-    return out
+    return Blocks(direct), Blocks(inverses)

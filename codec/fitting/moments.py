@@ -6,12 +6,12 @@ Sums know how many caches they are of, can be taken out as arrays after any of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kvwire.codec.fitting.sinks import begins_text
 from kvwire.codec.transform.analysis import gather_planes
 from kvwire.errors import ArgumentError, CacheValueError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.fitting.statistics import Vocabulary
     from kvwire.codec.planes import Plane
     from kvwire.types import KVCache
 
@@ -44,7 +43,6 @@ class Moments:
         covariance: ``[width, width]``.
         cross: ``[features, width]`` = E[f x^T] about the means.
         apart: What tokens set apart add to ``cross`` times the number of tokens.
-        examples: The same of the vocabulary's examples, summed about the same means.
         trials: float32 ``[n, width]``, elements of some tokens set apart.
     """
 
@@ -52,7 +50,6 @@ class Moments:
     covariance: Tensor
     cross: Tensor
     apart: Tensor
-    examples: Tensor
     trials: Tensor
 
 
@@ -65,8 +62,6 @@ class FeatureMoments:
         mean: ``[features]``.
         covariance: ``[features, features]``.
         apart: What tokens set apart add to the covariance times the number of tokens.
-        example_tokens: Number of the vocabulary's examples.
-        examples: What they add, about the same mean.
         trials: float32 ``[n, features]`` of some tokens set apart.
     """
 
@@ -74,8 +69,6 @@ class FeatureMoments:
     mean: Tensor
     covariance: Tensor
     apart: Tensor
-    example_tokens: int
-    examples: Tensor
     trials: Tensor
 
 
@@ -85,14 +78,12 @@ class Features:
     hidden: for each cache ``[tokens, size]``; without it, the vocabulary's features serve, where there are any.
     """
 
-    def __init__(
-        self, caches: Sequence[KVCache], vocabulary: Vocabulary | None, hidden: Sequence[Tensor] | None
-    ) -> None:
+    def __init__(self, caches: Sequence[KVCache], table: Tensor | None, hidden: Sequence[Tensor] | None) -> None:
         """Check that every cache has what is asked of it.
 
         Args:
             caches: The calibration caches.
-            vocabulary: What is known of tokens; None for no prediction from them.
+            table: Features of every token ``[vocabulary, n]``; None for no prediction from them.
             hidden: Hidden states ``[tokens, size]`` for each cache; None for no prediction from them.
 
         Raises:
@@ -108,13 +99,11 @@ class Features:
             msg = "the hidden states hold NaN or infinity; compute them in float32"
             raise CacheValueError(msg)
         if hidden is not None or any(cache.token_ids is None for cache in caches):
-            vocabulary = None
-        self.table = None if vocabulary is None else vocabulary.features.float().cpu()
-        self.examples = None if vocabulary is None else vocabulary.examples
+            table = None
+        self.table = None if table is None else table.float().cpu()
         self._hidden = hidden
         size = 1 << 32 if self.table is None else len(self.table)
-        named = caches if self.examples is None else chain(caches, [self.examples])
-        if any(cache.token_ids and max(cache.token_ids) >= size for cache in named):
+        if any(cache.token_ids and max(cache.token_ids) >= size for cache in caches):
             msg = f"the calibration caches have token ids beyond the {size} that the statistics know"
             raise ArgumentError(msg)
 
@@ -245,7 +234,8 @@ class MomentSums:
         """
         device, left = cache.keys[0].device, _left(cache)
         for start, stop in spans(cache.tokens):
-            rows = slice(None) if left is None else left[start:stop].nonzero()[:, 0]
+            first = int(start == 0 and cache.tokens > 1 and begins_text(cache))  # a sink tells nothing of the others
+            rows = slice(first, None) if left is None else left[start:stop].nonzero()[:, 0]
             chosen = self._features.set_apart(cache, start, stop)[rows].to(device)
             if not len(chosen):
                 continue
@@ -314,8 +304,7 @@ class MomentSums:
         Raises:
             CacheValueError: Elements are too large for float32.
         """
-        seen = self._of_features()
-        return seen, [self._of_group(number, seen) for number in range(len(self._groups))]
+        return self._of_features(), [self._of_group(number) for number in range(len(self._groups))]
 
     def _cpu(self, name: str) -> Tensor:
         return self._sums[name].cpu()
@@ -324,26 +313,16 @@ class MomentSums:
         """Mean of all tokens about the first part's."""
         return self._cpu(f"{name}.sum") / self._tokens
 
-    def _example_parts(self) -> Iterator[tuple[KVCache, int, int]]:
-        known = self._features.examples
-        if known is not None:
-            yield from ((known, *span) for span in spans(known.tokens))
-
     def _of_features(self) -> FeatureMoments:
         offset, lean, count = self._offset("f"), self._cpu("f.apart.sum"), self._cpu("f.apart.count")
         mean = self._cpu("f.shift").double() + offset
         covariance = self._cpu("f.all") / self._tokens - torch.outer(offset, offset)
         crossed = torch.outer(offset, lean)
         apart = self._cpu("f.apart") - crossed - crossed.T + count * torch.outer(offset, offset)
-        examples = torch.zeros_like(covariance)
-        for known, start, stop in self._example_parts():
-            part = self._features.at(known, 0, start, stop) - mean.float()
-            examples += (part.T @ part).double()
         trials = self._cpu("f.trials") - offset.float()
-        tokens = 0 if self._features.examples is None else self._features.examples.tokens
-        return FeatureMoments(self._tokens, mean, covariance, apart, tokens, examples, trials)
+        return FeatureMoments(self._tokens, mean, covariance, apart, trials)
 
-    def _of_group(self, number: int, seen: FeatureMoments) -> Moments:
+    def _of_group(self, number: int) -> Moments:
         name, planes, about = f"g{number}", self._groups[number], self._offset("f")
         offset, shift = self._offset(name), self._cpu(f"{name}.shift")
         covariance = self._cpu(f"{name}.products") / self._tokens - torch.outer(offset, offset)
@@ -352,13 +331,10 @@ class MomentSums:
             raise CacheValueError(msg)
         mean = shift.double() + offset
         cross = self._cpu(f"{name}.cross.all") / self._tokens - torch.outer(about, offset)
-        apart, examples, trials = self._cpu(f"{name}.cross.apart"), torch.zeros_like(cross), torch.empty(0, len(mean))
+        apart, trials = self._cpu(f"{name}.cross.apart"), torch.empty(0, len(mean))
         if len(about):
             apart = apart - torch.outer(self._cpu("f.apart.sum"), offset)
             apart -= torch.outer(about, self._cpu(f"{name}.apart.sum"))
             apart += self._cpu("f.apart.count") * torch.outer(about, offset)
             trials = self._cpu(f"{name}.trials") - offset.float()
-        for known, start, stop in self._example_parts():
-            part = gather_planes(known, planes, start, stop) - mean.float()
-            examples += ((self._features.at(known, 0, start, stop) - seen.mean.float()).T @ part).double()
-        return Moments(mean, covariance, cross, apart, examples, trials)
+        return Moments(mean, covariance, cross, apart, trials)

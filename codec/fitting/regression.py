@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.rounding import Precision
     from kvwire.codec.profile.group import Stepped
 
-MAX_TABLE_COLUMNS = 512
-"""Columns of the token table at most."""
+MAX_TABLE_COLUMNS, LEAST_TABLE_COLUMNS = 512, 128
+"""Columns of the token table at most, and at most where many would take more than ``ROWS_SHARE`` of all rows."""
+ROWS_SHARE, FREE_ENTRIES = 1 / 3, 1 << 22
+"""Entries of the token table over those of all groups' rows, beyond so many: large vocabularies get fewer columns."""
 TABLE_CUT = 0.001
 """A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
 left out: what it would take off the residual is less than quantisation leaves there."""
@@ -37,8 +39,6 @@ _FLOOR = 1e-3
 _RIDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridge strengths tried, relative to the features' mean variance."""
 _ATTEMPTS = 16
-_SHARES = (0.0, 0.03, 0.1, 0.3)
-"""Weights tried for all examples of the vocabulary together, against all tokens of the texts."""
 _CLIP = 12.0
 """Table entries beyond this many root mean squares of the calibration text are clipped: rare tokens may be anything."""
 
@@ -104,7 +104,7 @@ class Predictions:
         for each, weights, metric in zip(moments, self.weights, metrics, strict=True):
             cross = self.basis.T @ each.cross
             left = _left(each.covariance, cross, reduced, weights) + _quantised(metric, precision)
-            rounded = round_predictor(weights, energy, left, precision)
+            rounded = round_predictor(weights, energy, left)
             used = rounded.values().double()
             covariance = _left(each.covariance, cross, reduced, used)
             yield Prediction(rounded, each.mean - centre @ used, covariance * self.excess)
@@ -145,9 +145,8 @@ def predict(
     choice = _best_choice(seen, moments, metrics)
     if choice.gain < LEAST_GAIN:
         return nothing
-    covariance = seen.covariance + (choice.weight * seen.examples) / seen.tokens
-    factor = _factor(covariance, choice.ridge)
-    fits = [torch.cholesky_solve(each.cross + choice.weight * each.examples / seen.tokens, factor) for each in moments]
+    factor = _factor(seen.covariance, choice.ridge)
+    fits = [torch.cholesky_solve(each.cross, factor) for each in moments]
     freedom = float(torch.cholesky_solve(seen.covariance, factor).trace())
     excess = 1 / max(1 - freedom / seen.tokens, 0.25)
     columns = _columns(seen, fits, moments, metrics, table, precision)
@@ -179,49 +178,47 @@ def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:
     for block in metric:
         heads, dim, _ = block.shape
         part = matrix[:, start : start + heads * dim].reshape(-1, heads, dim)
-        parts.append(torch.einsum("nhd,hde->nhe", part, torch.linalg.cholesky(block.double())).reshape(len(matrix), -1))
+        root = torch.linalg.cholesky(block.double()).to(part.dtype)
+        parts.append(torch.einsum("nhd,hde->nhe", part, root).reshape(len(matrix), -1))
         start += heads * dim
     return torch.cat(parts, 1)
 
 
 class _Choice(NamedTuple):
-    """Ridge, weight of an example against a token of the texts, and what the fit is worth: nepers for each element."""
+    """Ridge, and what the fit is worth: nepers for each element."""
 
     ridge: float
-    weight: float
     gain: float
 
 
 def _best_choice(seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]]) -> _Choice:
-    """The ridge and weight whose fit to three quarters of the vocabulary serves texts' last quarter best.
+    """The ridge whose fit to three quarters of the vocabulary serves texts' last quarter best.
 
     What counts is the logarithm of each element's residual: bits, as far as it stands above what quantisation leaves.
     """
+    best = _Choice(0.0, 0.0)
     if not len(seen.trials):
-        return _Choice(0.0, 0.0, 0.0)
-    weights = [share * seen.tokens / seen.example_tokens for share in _SHARES] if seen.example_tokens else [0.0]
+        return best
     before = sum(_worth(each.trials, metric) for each, metric in zip(moments, metrics, strict=True))
-    best = _Choice(0.0, 0.0, 0.0)
     elements = sum(each.trials.shape[1] for each in moments)
-    for weight in weights:
-        rest = seen.covariance * seen.tokens - seen.apart + weight * seen.examples
-        variances, axes = torch.linalg.eigh(rest)
-        turned = [axes.T @ (each.cross * seen.tokens - each.apart + weight * each.examples) for each in moments]
-        for relative in _RIDGES:
-            ridge = max(relative * float(variances.mean()), 1e-30)
-            known = (seen.trials @ axes.float()) / (variances.clamp(min=0) + ridge).float()
-            after = sum(
-                _worth(each.trials - known @ cross.float(), metric)
-                for each, cross, metric in zip(moments, turned, metrics, strict=True)
-            )
-            if (before - after) / elements > best.gain:
-                best = _Choice(ridge / seen.tokens, weight, (before - after) / elements)
+    variances, axes = torch.linalg.eigh(seen.covariance * seen.tokens - seen.apart)
+    turned = [(axes.T @ (each.cross * seen.tokens - each.apart)).float() for each in moments]
+    trials = seen.trials @ axes.float()
+    for relative in _RIDGES:
+        ridge = max(relative * float(variances.mean()), 1e-30)
+        known = trials / (variances.clamp(min=0) + ridge).float()
+        after = sum(
+            _worth(each.trials - known @ cross, metric)
+            for each, cross, metric in zip(moments, turned, metrics, strict=True)
+        )
+        if (before - after) / elements > best.gain:
+            best = _Choice(ridge / seen.tokens, (before - after) / elements)
     return best
 
 
 def _worth(residuals: Tensor, metric: list[Tensor]) -> float:
     """Half the logarithm of each weighted element's mean energy, summed: what an ideal coder would pay, in nepers."""
-    energy = _weighted(residuals.double(), metric).square().mean(0)
+    energy = _weighted(residuals, metric).square().mean(0, dtype=torch.float64)
     return 0.5 * float((energy + _FLOOR).log().sum())
 
 
@@ -254,14 +251,17 @@ def _columns(
         turned = _weighted(root[:, None] * (axes.T @ fit[:count]), metric)
         explained += turned @ turned.T
     energies, directions = torch.linalg.eigh(explained)
-    kept = max(1, min(MAX_TABLE_COLUMNS, int((energies > TABLE_CUT).sum())))
+    rows = sum(fit.shape[1] ** 2 for fit in fits)
+    room = int(max(ROWS_SHARE * rows, FREE_ENTRIES)) // len(table)
+    most = min(MAX_TABLE_COLUMNS, max(LEAST_TABLE_COLUMNS, room))
+    kept = max(1, min(most, int((energies > TABLE_CUT).sum())))
     chosen = directions.flip(1)[:, :kept]
     up, down = axes @ (chosen / root[:, None]), (chosen * root[:, None]).T @ axes.T
     entries = (table - seen.mean[:count].float()) @ up.float()
     width = sum(fit.shape[1] for fit in fits)
     finest = entries.abs().amax(0).clamp(min=1e-12, max=_CLIP) / 127
     scale = torch.maximum(
-        finest, table_steps(_sensitivity(seen, fits, moments, metrics, down, precision), width, precision).float()
+        finest, table_steps(_sensitivity(seen, fits, moments, metrics, down, precision), width).float()
     )
     stored: NDArray[np.int8] = (entries / scale).round().clamp(-127, 127).to(torch.int8).numpy()
     return _Columns(count, stored, up / scale.double(), scale.double()[:, None] * down)

@@ -17,14 +17,13 @@ from kvwire.codec.profile.group import LARGEST, SMALL, Factor, Stepped
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROW_SHARE = 0.1
-"""What rounding the rows adds to the error of the finest step, a coefficient, as a share of the quantiser's own."""
+ROW_SHARE = 1.0
+"""What rounding the rows may add to the error of the finest step, a coefficient, as a share of the quantiser's own.
+Most of it other coefficients take up, since the encoder solves for the rounded rows."""
 TABLE_SHARE = 0.003
 """What rounding the token table adds to what prediction leaves of an element, as a share of it."""
 PREDICTOR_SHARE = 0.006
 """What rounding the predictors adds, likewise."""
-SMALLER = 4.0
-"""Times larger shares where a small profile is wanted."""
 _COARSEST = 1.0
 """Largest step of a matrix row, in root mean squares of its entries: beyond, rows would depend on each other."""
 _BLOCK = 64
@@ -36,11 +35,9 @@ class Precision(NamedTuple):
 
     Attributes:
         step: The finest quantiser step that the profile is for.
-        looser: Times larger shares than the usual ones.
     """
 
     step: float
-    looser: float = 1.0
 
     @property
     def error(self) -> float:
@@ -79,7 +76,7 @@ def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precisio
         The rounded rows: each one's error, times its coefficient, adds alike to the error of every element.
     """
     columns = (metric * len(metric)).rsqrt().float()
-    wanted = math.sqrt(ROW_SHARE * precision.looser) * precision.step / spread.clamp(min=1e-12)
+    wanted = math.sqrt(ROW_SHARE) * precision.step / spread.clamp(min=1e-12)
     scaled = rows / columns
     steps = _believable(wanted, scaled)
     entries = (scaled / steps[:, None].double()).round()
@@ -98,23 +95,22 @@ def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> Stepped:
     return Stepped(whole.numpy(), rows.numpy(), columns.numpy())
 
 
-def table_steps(sensitivity: Tensor, width: int, precision: Precision) -> Tensor:
+def table_steps(sensitivity: Tensor, width: int) -> Tensor:
     """Choose the steps of the token table's columns.
 
     Args:
         sensitivity: float64 ``[r]``, what a unit of a column adds to all elements, squared, each over what is left of
             it; columns have a variance of 1.
         width: Elements for one token.
-        precision: Wanted.
 
     Returns:
         float64 ``[r]``.
     """
-    share = TABLE_SHARE * precision.looser * width / max(1, len(sensitivity))
+    share = TABLE_SHARE * width / max(1, len(sensitivity))
     return (12 * share / sensitivity.clamp(min=1e-30)).sqrt().clamp(max=_COARSEST)
 
 
-def round_predictor(weights: Tensor, energy: Tensor, left: Tensor, precision: Precision) -> Stepped:
+def round_predictor(weights: Tensor, energy: Tensor, left: Tensor) -> Stepped:
     """Round a predictor so that what that adds hides in what is left to code.
 
     Args:
@@ -122,14 +118,13 @@ def round_predictor(weights: Tensor, energy: Tensor, left: Tensor, precision: Pr
         energy: float64 ``[features]``, mean square of each feature.
         left: float64 ``[width, width]``, covariance of what prediction leaves and the quantiser's error; positive
             definite.
-        precision: Wanted.
 
     Returns:
         The rounded predictor.
     """
     lower, conditional = _factors(left)
     columns = conditional.rsqrt().float()
-    wanted = (12 * PREDICTOR_SHARE * precision.looser / (len(weights) * energy.clamp(min=1e-30))).sqrt()
+    wanted = (12 * PREDICTOR_SHARE / (len(weights) * energy.clamp(min=1e-30))).sqrt()
     steps = _believable(wanted, weights / columns)
     return _stepped(round_with_feedback(weights, steps.double(), columns.double(), lower), steps, columns)
 

@@ -29,6 +29,7 @@ class SegmentCodec:
         method: What blobs of such levels are called, in ``BlobInfo.method`` and on the command line.
         refines: Whether a level adds to the levels below it; a level that does not stands alone, without step or shift.
         lossless: Whether a level holds the stored numbers bit for bit, without a profile. Lossless levels come last.
+        error_of: What its measured error is, in words; empty where there is none.
         profile_magic: First bytes of the stored profiles of the kind; empty where it has none.
     """
 
@@ -37,19 +38,24 @@ class SegmentCodec:
     method: str = DEFAULT_METHOD
     refines: bool = False
     lossless: bool = False
+    error_of: str = ""
     profile_magic: bytes = b""
 
 
 CODECS = {
     codec.number: codec
     for codec in (
-        SegmentCodec(CODEC_LAYERED, "kvwire.codec.kinds.layered", refines=True, profile_magic=b"\x89KVP\r\n\x1a\n"),
+        SegmentCodec(
+            CODEC_LAYERED, "kvwire.codec.kinds.layered", refines=True, profile_magic=b"\x89KVP\r\n\x1a\n",
+            error_of="squared, weighted by attention, in the unit of the profile",
+        ),
         SegmentCodec(CODEC_LOSSLESS, "kvwire.codec.kinds.lossless", lossless=True),
         SegmentCodec(
-            CODEC_CACHEGEN, "kvwire.codec.kinds.cachegen", method="cachegen", profile_magic=b"\x89KVG\r\n\x1a\n"
+            CODEC_CACHEGEN, "kvwire.codec.kinds.cachegen", method="cachegen", profile_magic=b"\x89KVG\r\n\x1a\n",
+            error_of="squared, of keys without positions and values, relative to their variance within the chunk",
         ),
     )
-}
+}  # fmt: skip
 """Every known codec by its number."""
 
 
@@ -79,3 +85,18 @@ def codec_of_method(method: str) -> SegmentCodec:
         msg = f"no method {method!r}; there are {', '.join(methods())}"
         raise ArgumentError(msg)
     return found[0]
+
+
+def error_of_method(method: str) -> str:
+    """Say what the measured error of a method's lossy levels is.
+
+    Args:
+        method: One of ``methods()``.
+
+    Returns:
+        The words.
+
+    Raises:
+        ArgumentError: No lossy kind has this method.
+    """
+    return codec_of_method(method).error_of

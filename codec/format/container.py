@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.codec.format.codecs import CODECS, DEFAULT_METHOD
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, DEFAULT_METHOD
 from kvwire.codec.format.header import (
     ALIGNMENT,
     CRC_AT,
@@ -25,6 +25,7 @@ from kvwire.codec.format.header import (
     NEUTRAL,
     PART,
     PROLOGUE,
+    SINKS,
     SOFT,
     VERSION,
     Header,
@@ -40,6 +41,7 @@ from kvwire.codec.format.metadata_json import (
     meta_from_json,
     neutral_from_json,
     prefix_from_json,
+    sinks_from_json,
     unpack_json,
 )
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
@@ -125,14 +127,19 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     segments = _segments(parts.entries, fields, levels)
     infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
+    if parts.sinks and not any(level.codec == CODEC_LAYERED for level in levels):
+        msg = "the blob has attention sinks and no level that leaves them out; fetch it again"
+        raise CorruptError(msg)
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
         infos, segments, token_ids, method, prefix_layers, _deviation(parts.metadata, fields.tokens),
         _neutral(parts.metadata, fields), _soft(parts.metadata, fields, token_ids), _prefix(parts.metadata, fields),
+        sinks=tuple(parts.sinks),
+        opening=_opening(parts.metadata),
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
-    return Header(info, levels, parts.profile, parts.kept, offset)
+    return Header(info, levels, parts.profile, parts.kept, offset, tuple(parts.sinks.values()))
 
 
 def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
@@ -174,6 +181,15 @@ def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
     return neutral
 
 
+def _opening(metadata: dict[str, Any]) -> int:
+    """How many tokens of the neutral prefix the tokenizer puts in front of any text."""
+    opening, neutral = metadata.get("opening", 0), metadata.get("neutral_prefix") or ()
+    if type(opening) is not int or not 0 <= opening <= len(neutral):
+        msg = f"the blob claims {opening!r} opening tokens in a neutral prefix of {len(neutral)}; fetch it again"
+        raise CorruptError(msg)
+    return opening
+
+
 def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
     """Which soft tokens the document has; named exactly where the flag says so, and no other ids lie beyond them."""
     raw, soft = metadata.get("soft_tokens"), None
@@ -207,6 +223,25 @@ def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
     return prefix
 
 
+def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
+    """Places of attention sinks and the bytes that each takes; there exactly where the flag says so.
+
+    What they are written over are layered levels of a cache that lacks nothing.
+    """
+    try:
+        sinks = sinks_from_json(metadata.get("sinks"), fields.tokens)
+    except ValueError as error:
+        msg = f"the blob is damaged: {error}; fetch it again"
+        raise CorruptError(msg) from error
+    if bool(sinks) != bool(fields.flags & SINKS):
+        msg = "the blob's flags and its metadata disagree on attention sinks; fetch it again"
+        raise CorruptError(msg)
+    if sinks and metadata.get("kept_bytes"):
+        msg = "the blob has attention sinks, and entries that were pruned, which no writer does; fetch it again"
+        raise CorruptError(msg)
+    return sinks
+
+
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
     if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         msg = "this is no kvwire blob: it does not begin with the blob's signature"
@@ -216,7 +251,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         raise TruncatedError(msg, PROLOGUE.size)
     (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
      levels, bits, _, profile_bytes) = PROLOGUE.unpack_from(data)  # fmt: skip
-    if major != VERSION[0] or incompatible & ~(NEUTRAL | SOFT | PART):
+    if major != VERSION[0] or incompatible & ~(NEUTRAL | SOFT | PART | SINKS):
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
@@ -259,24 +294,28 @@ class _Parts(NamedTuple):
     ids: bytes
     profile: bytes
     kept: bytes
+    sinks: dict[int, bytes]
 
 
 def _parts(data: bytes, fields: _Prologue) -> _Parts:
-    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the header."""
+    """Metadata, index ``[chunks, levels]``, token ids, profile inside, what is kept, sinks: they fill the header."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
     room = fields.header_bytes - PROLOGUE.size - sum(sizes)
     metadata = unpack_json(data[PROLOGUE.size : PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
+    sinks = _sinks(metadata, fields)
+    room -= sum(sinks.values())
     kept_bytes = metadata.get("kept_bytes")
     if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
         msg = "the blob's header does not add up to its length; fetch it again"
         raise CorruptError(msg)
     at, parts = PROLOGUE.size, []
-    for size in (*sizes, kept_bytes):
+    for size in (*sizes, kept_bytes, *sinks.values()):
         parts.append(bytes(data[at : at + size]))
         at += size
     index = np.frombuffer(parts[1], ENTRY).reshape(fields.chunks, fields.levels)
-    return _Parts(metadata, index, *parts[2:])
+    _, _, ids, profile, kept, *frames = parts
+    return _Parts(metadata, index, ids, profile, kept, dict(zip(sinks, frames, strict=True)))
 
 
 def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON

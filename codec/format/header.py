@@ -38,6 +38,8 @@ SOFT = 2
 """Incompatible flag: some token ids are those of trained embeddings, which no vocabulary has."""
 PART = 4
 """Incompatible flag: the blob is a part of a document, and its numbers depend on the tokens before it."""
+SINKS = 8
+"""Incompatible flag: some tokens are attention sinks, which stand in the header and not in the segments."""
 CRC_AT = 36
 ENTRY = np.dtype(
     [
@@ -84,6 +86,7 @@ class Header:
         profile_bytes: The profile inside the blob; empty where it names one or needs none.
         kept_bits: ``kept`` as stored; empty where nothing was pruned.
         offset: Position of the first token where lossless levels hold rotated keys; None where keys are un-rotated.
+        sink_frames: What each of ``info.sinks`` differs by from the profile's row of sinks, see ``pack_sink``.
     """
 
     info: BlobInfo
@@ -91,6 +94,7 @@ class Header:
     profile_bytes: bytes
     kept_bits: bytes = b""
     offset: int | None = None
+    sink_frames: tuple[bytes, ...] = ()
 
     @property
     def lossy_codec(self) -> int | None:

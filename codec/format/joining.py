@@ -7,6 +7,7 @@ joined header describes an object that is nowhere stored as one: the parts' head
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ def join_headers(headers: Sequence[Header]) -> Header:
         if header.offset != offset and any(level.lossless for level in header.levels):
             msg = f"a part of the document begins at position {header.offset}, not {offset}: {_ADVICE}"
             raise MismatchError(msg)
-    return Header(info, first.levels, b"", offset=first.offset)
+    frames = tuple(frame for header in headers for frame in header.sink_frames)
+    return Header(info, first.levels, b"", offset=first.offset, sink_frames=frames)
 
 
 def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
@@ -83,13 +85,14 @@ def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
         token_ids=ids,
         deviation=None,
         chunk_starts=starts,
+        sinks=_sinks(infos),
     )
 
 
 def _coded_as(info: BlobInfo) -> tuple[object, ...]:
     """What all parts of a document have alike."""
     names = [level.name for level in info.levels]
-    behind = (info.prefix_layers, info.neutral_prefix, info.soft_tokens)
+    behind = (info.prefix_layers, info.neutral_prefix, info.opening, info.soft_tokens)
     return replace(info.meta, token_digest=""), info.profile_digest, names, behind
 
 
@@ -109,6 +112,12 @@ def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
         ids += info.token_ids
         digest.update(np.asarray(info.token_ids, "<u4").tobytes())
     return tuple(ids), digest.hexdigest()
+
+
+def _sinks(infos: Sequence[BlobInfo]) -> tuple[int, ...]:
+    """Attention sinks of all parts."""
+    starts = itertools.accumulate((info.tokens for info in infos), initial=0)
+    return tuple(start + at for start, info in zip(starts, infos, strict=False) for at in info.sinks)
 
 
 def _placed(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], tuple[tuple[SegmentInfo, ...], ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import zstandard
 
 from kvwire._json import strict_json
+from kvwire.codec.format.limits import MAX_SINKS
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
@@ -29,6 +31,7 @@ MAX_WIDTH = 1 << 23
 """Elements for one token, all layers together: some times those of the widest models without shared heads."""
 _STEEPEST = 8.0
 """Exponent of ``error_to_kl`` at most."""
+_PAIR = 2
 _SHORT = 6
 """Columns of a layer whose values carry no position and whose keys' rotary part comes first."""
 
@@ -322,6 +325,35 @@ def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
         msg = f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids"
         raise ValueError(msg)
     return tuple(raw)
+
+
+def sinks_from_json(raw: Any, tokens: int) -> dict[int, int]:  # noqa: ANN401 - JSON
+    """Read which tokens of a blob are attention sinks.
+
+    Args:
+        raw: As stored; None where none is.
+        tokens: Of the blob.
+
+    Returns:
+        The bytes that each takes in the header, by its place; in order.
+
+    Raises:
+        ValueError: They are none, or too many.
+    """
+    if raw is None:
+        return {}
+    sound = isinstance(raw, list) and 0 < len(raw) <= MAX_SINKS and all(map(_is_sink, raw))
+    places = [at for at, _ in raw] if sound else []
+    if not sound or not all(at < following for at, following in itertools.pairwise([*places, tokens])):
+        msg = f"the attention sinks are no list of 1 to {MAX_SINKS} ascending places among {tokens} tokens, with sizes"
+        raise ValueError(msg)
+    return dict(raw)
+
+
+def _is_sink(raw: Any) -> bool:  # noqa: ANN401 - JSON
+    """Whether it is a place and a size above 0."""
+    pair = isinstance(raw, list) and len(raw) == _PAIR and all(type(number) is int for number in raw)
+    return pair and raw[0] >= 0 and 0 < raw[1] < 1 << 32
 
 
 def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON

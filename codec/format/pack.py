@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
@@ -18,6 +18,7 @@ from kvwire.codec.format.header import (
     NEUTRAL,
     PART,
     PROLOGUE,
+    SINKS,
     SOFT,
     VERSION,
 )
@@ -35,7 +36,7 @@ from kvwire.codec.format.metadata_json import (
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -53,8 +54,8 @@ class Coded(NamedTuple):
     Attributes:
         data: The segment's bytes.
         symbols: How many it codes.
-        error: Squared error for each element in the kind's metric; for layered levels the attention metric, whose unit
-            is the mean energy of calibration caches.
+        error: Squared error for each element in the kind's metric; for layered levels the attention metric, in the
+            profile's unit.
         energy: Of the same unit, what the profile does not expect of the chunk.
     """
 
@@ -84,6 +85,8 @@ class Draft:
         neutral_prefix: Token ids that the document was computed behind.
         soft_tokens: Which soft tokens some of its token ids are.
         prefix: What of the document the tokens stand behind; None: nothing, they are all of it.
+        sinks: What is stored of each attention sink, by its place; in order.
+        opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text.
     """
 
     meta: CacheMeta
@@ -101,6 +104,8 @@ class Draft:
     neutral_prefix: tuple[int, ...] = ()
     soft_tokens: SoftTokensName | None = None
     prefix: BlobPrefix | None = None
+    sinks: Mapping[int, bytes] = field(default_factory=dict)
+    opening: int = 0
 
 
 def pack_blob(draft: Draft) -> bytes:
@@ -123,19 +128,21 @@ def pack_blob(draft: Draft) -> bytes:
     bits, ids = pack_ids(draft.token_ids, draft.tokens)
     cells = len(draft.segments) * len(draft.levels)
     used = PROLOGUE.size + len(metadata) + cells * ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
+    sinks = b"".join(draft.sinks.values())
+    used += len(sinks)
     header_bytes = -(-used // ALIGNMENT) * ALIGNMENT
     if header_bytes > MAX_HEADER_BYTES:
         msg = f"the blob's header would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
         raise ArgumentError(msg)
     index, end = _index(draft, header_bytes)
     flags = (NEUTRAL if draft.neutral_prefix else 0) | (SOFT if draft.soft_tokens else 0)
-    flags |= PART if draft.prefix else 0
+    flags |= (PART if draft.prefix else 0) | (SINKS if draft.sinks else 0)
     prologue = PROLOGUE.pack(
         MAGIC, *VERSION, flags, 0, header_bytes, end, 0, len(metadata), metadata_raw,
         draft.tokens, draft.chunk_tokens, len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
     header = bytearray(
-        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(header_bytes - used)
+        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + sinks + bytes(header_bytes - used)
     )
     header[CRC_AT : CRC_AT + 4] = struct.pack("<I", crc32(header))
     return bytes(header) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
@@ -152,28 +159,48 @@ def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
         "offset": draft.meta.offset if draft.meta.positions == "on" else None,
         "kept_bytes": kept_bytes,
     }
+    frame, raw = pack_json(fields | _rare(draft))
+    if raw > MAX_JSON_BYTES:
+        msg = f"the blob's metadata would take {raw} bytes of {MAX_JSON_BYTES} allowed; use larger blocks of deviations"
+        raise ArgumentError(msg)
+    return frame, raw
+
+
+def _rare(draft: Draft) -> dict[str, Any]:
+    """What few documents have: a blob without stays byte for byte what it was."""
+    fields: dict[str, Any] = {}
     record = draft.deviation
     if record is not None and len(record.codes) != -(-draft.tokens // record.block):
         msg = f"{len(record.codes)} deviations of blocks of {record.block} are not those of {draft.tokens} tokens"
         raise ArgumentError(msg)
-    if record is not None:  # what lacks it stays byte for byte what it was
-        fields["deviation"] = deviation_to_json(draft.deviation)
-    if len(draft.neutral_prefix) > MAX_NEUTRAL:
-        msg = f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}"
-        raise ArgumentError(msg)
-    if draft.neutral_prefix:
-        fields["neutral_prefix"] = list(draft.neutral_prefix)
+    if record is not None:
+        fields["deviation"] = deviation_to_json(record)
+    fields |= _behind(draft)
     if draft.soft_tokens is not None:
         from kvwire.codec.format.soft import soft_to_json  # few documents have any
 
         fields["soft_tokens"] = soft_to_json(draft.soft_tokens)
     if draft.prefix:
         fields["prefix"] = [draft.prefix.tokens, draft.prefix.token_digest, draft.prefix.document]
-    frame, raw = pack_json(fields)
-    if raw > MAX_JSON_BYTES:
-        msg = f"the blob's metadata would take {raw} bytes of {MAX_JSON_BYTES} allowed; use larger blocks of deviations"
+    if draft.sinks:
+        fields["sinks"] = [[at, len(frame)] for at, frame in draft.sinks.items()]
+    return fields
+
+
+def _behind(draft: Draft) -> dict[str, Any]:
+    """The neutral prefix, and how much of it opens every text."""
+    fields: dict[str, Any] = {}
+    if len(draft.neutral_prefix) > MAX_NEUTRAL:
+        msg = f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}"
         raise ArgumentError(msg)
-    return frame, raw
+    if draft.neutral_prefix:
+        fields["neutral_prefix"] = list(draft.neutral_prefix)
+    if not 0 <= draft.opening <= len(draft.neutral_prefix):
+        msg = f"{draft.opening} opening tokens are not the first of a neutral prefix of {len(draft.neutral_prefix)}"
+        raise ArgumentError(msg)
+    if draft.opening:
+        fields["opening"] = draft.opening
+    return fields
 
 
 def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:

@@ -53,7 +53,7 @@ class Transform:
             step: The finest quantiser step.
         """
         self._cache, self._known, self._step = cache, known, step
-        self._profile = text.profile
+        self._profile, self._sinks = text.profile, text.sinks
         self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
         self._hidden = text.hidden
         self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
@@ -118,6 +118,9 @@ class Transform:
             view.view(stop - start, len(tensor), -1).copy_(tensor.permute(1, 0, 2))
         total = out.sum()
         out -= self._expected(group, start, stop, hidden)
+        for at in self._sinks:
+            if start <= at < stop:
+                out[at - start] = 0.0  # the header has it
         for (_, layer), view in zip(group.planes, views, strict=True):
             mask = cache.kept[layer] if cache.kept is not None else None
             if mask is not None:  # what the cache does not hold is just what is expected: that costs least

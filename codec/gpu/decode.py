@@ -64,7 +64,7 @@ class DeviceDecoder:
         offset: int | None,
         check: bool = True,
         workspace_bytes: int | None = None,
-        finish: Callable[[int, int], None] | None = None,
+        finish: Callable[[int, int], bool] | None = None,
     ) -> None:
         """Put the profile on the device and describe the output.
 
@@ -75,7 +75,8 @@ class DeviceDecoder:
             offset: Position of the first token; None leaves positions off.
             check: Whether to leave the output of damaged chunks alone and report them.
             workspace_bytes: Device memory for chunks under way; None for a share of the output.
-            finish: Called with a span of tokens once they are placed, on their queue; None for nothing.
+            finish: Called with a span of tokens once they are placed, on their queue; tells whether it wrote anything.
+                None for nothing.
         """
         self._header, self._text, self._out = header, text, out
         self._offset, self._check, self._finish = offset, check, finish
@@ -236,9 +237,9 @@ class DeviceDecoder:
         with self._placing.run():
             self.place(batch, layers)
             if self._finish is not None:
-                for piece in staged.pieces:
-                    self._finish(piece.start, piece.start + piece.tokens)
-                layers[:] = [self._placing.record()] * len(layers)
+                wrote = [self._finish(piece.start, piece.start + piece.tokens) for piece in staged.pieces]
+                if any(wrote):
+                    layers[:] = [self._placing.record()] * len(layers)
             pinned = self._device.type == "cuda"
             flags = torch.empty(len(staged.pieces), dtype=torch.int32, device="cpu", pin_memory=pinned)
             flags.copy_(batch.flags, non_blocking=True)

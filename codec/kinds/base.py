@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from kvwire.codec.format.codecs import CODECS, SegmentCodec, codec_of_method
@@ -14,7 +15,7 @@ from kvwire.codec.workers import each
 from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvwire.codec.format.header import Level
     from kvwire.codec.format.pack import Coded
@@ -34,6 +35,7 @@ class LevelEncoder(ABC):
         profile_digest: Name of the profile that readers need; empty where they need none, or find it inside.
         profile_bytes: The profile to put inside the blob; empty for none.
         prefix_layers: The profile's own.
+        sinks: What is stored of each attention sink, by its place; in order.
         error_to_kl: The profile's own.
     """
 
@@ -41,6 +43,7 @@ class LevelEncoder(ABC):
     profile_digest = ""
     profile_bytes = b""
     prefix_layers = 0
+    sinks: Mapping[int, bytes] = MappingProxyType({})
     error_to_kl: tuple[float, float] | None = None
 
     @abstractmethod
@@ -88,7 +91,7 @@ class LevelDecoder(ABC):
         self,
         out: KVCache | PagedKVCache,
         workspace_bytes: int | None,
-        finish: Callable[[int, int], None] | None,
+        finish: Callable[[int, int], bool] | None,
     ) -> None:
         """Prepare to decode on the device of the output; a kind without kernels has nothing to do.
 

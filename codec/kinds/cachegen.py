@@ -41,7 +41,7 @@ class CacheGenEncoder(LevelEncoder):
             raise ArgumentError(msg)
         names = profile.level_names[: cast("int | None", levels)]
         self.levels = tuple(Level(name, codec=CODEC_CACHEGEN) for name in names)
-        self.profile_digest = profile.digest
+        self.profile_digest, self.error_to_kl = profile.digest, profile.error_to_kl
         self._cache, self._profile = request.cache, profile
 
     def encode(self, start: int, stop: int) -> list[Coded]:
@@ -105,8 +105,8 @@ class CacheGenKind(LevelKind):
             raise CorruptError(msg)
 
     def fit(self, texts: Calibration, settings: CodingSettings) -> CacheGenProfile:  # noqa: ARG002 - it has none
-        """Profile units and distributions."""
-        return fit_cachegen_profile(texts.caches())
+        """Profile units and distributions, and which KL divergence the levels' errors mean."""
+        return texts.calibrate_error(fit_cachegen_profile(texts.caches()), None)
 
 
 KIND = CacheGenKind()

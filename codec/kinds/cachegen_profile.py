@@ -13,7 +13,7 @@ from kvwire.codec.entropy.range_coder import sound
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
 from kvwire.codec.format.limits import MAX_LEVELS
-from kvwire.codec.format.metadata_json import check_model, layers_from_json, layers_to_json
+from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
 from kvwire.codec.planes import Side, plane_width, planes_of
 from kvwire.errors import CorruptError
 
@@ -68,6 +68,7 @@ class CacheGenProfile:
         anchors: uint16 ``[channels, 255]``, frequencies of the symbols of anchors.
         deltas: uint16 ``[levels, channels, 64]``, those of deltas, symbol 0 being the escape.
         notes: What the fit says of itself.
+        error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
     """
 
     model_id: str
@@ -78,6 +79,7 @@ class CacheGenProfile:
     anchors: NDArray[np.uint16]
     deltas: NDArray[np.uint16]
     notes: dict[str, str | int | float] = field(default_factory=dict)
+    error_to_kl: tuple[float, float] | None = None
 
     @property
     def codec(self) -> int:
@@ -132,13 +134,15 @@ class CacheGenProfile:
     @cached_property
     def data(self) -> bytes:
         """The profile as stored: see docs/format.md."""
-        head = {
+        head: dict[str, Any] = {
             "model_id": self.model_id,
             "model_revision": self.model_revision,
             "layers": layers_to_json(self.layers),
             "levels": [list(level) for level in self.levels],
             "notes": self.notes,
         }
+        if self.error_to_kl is not None:
+            head["error_to_kl"] = list(self.error_to_kl)
         return pack_arrays(MAGIC, head, {"units": self.units, "anchors": self.anchors, "deltas": self.deltas})
 
     @property
@@ -177,6 +181,7 @@ class CacheGenProfile:
                 _typed(arrays["anchors"], "u2"),
                 _typed(arrays["deltas"], "u2"),
                 dict(head["notes"]),
+                error_to_kl_from_json(head.get("error_to_kl")),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             msg = f"the CacheGen profile's description is damaged ({error}); fetch it again"

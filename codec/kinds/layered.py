@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, cast
 
+import numpy as np
+
+from kvwire.codec.entropy.tables import scale_of
 from kvwire.codec.format.codecs import CODEC_LAYERED
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS
@@ -17,11 +20,14 @@ from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, fast_bfloat16
 from kvwire.codec.transform.quantiser import Ladder, ladder_for
 from kvwire.codec.transform.reconstruct import place_group
+from kvwire.codec.transform.sinks import find_sinks
 from kvwire.codec.workers import one_core
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvwire.codec.format.segment import ChunkSegments
     from kvwire.codec.gpu.decode import DeviceDecoder
@@ -59,6 +65,8 @@ class LayeredEncoder(LevelEncoder):
         self.prefix_layers, self.error_to_kl = used.prefix_layers, used.error_to_kl
         self._cache, self._ladder = cache, ladder
         self._text = TextPredictor(used, cache.tokens, cache.token_ids, request.hidden)
+        self.sinks = find_sinks(cache, self._text)
+        self._text.sinks = tuple(self.sinks)
 
     def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
         """As of every encoder; what workers share is made before they ask for it."""
@@ -73,7 +81,7 @@ class LayeredEncoder(LevelEncoder):
         from kvwire.codec.transform.levels import ChunkLevels  # who only decodes goes without
 
         ladder, profile = self._ladder, self._text.profile
-        coefficients, dropped = analyse(self._cache, self._text, start, stop, ladder.steps[-1])
+        coefficients, dropped = self._coefficients(start, stop)
         chunk = ChunkLevels(coefficients, ladder, profile.spread, profile.tables)
         energy = chunk.energy + dropped
         elements = (stop - start) * sum(group.width for group in profile.groups)
@@ -82,6 +90,23 @@ class LayeredEncoder(LevelEncoder):
             data, symbols, missed = chunk.encode(level)
             segments.append(Coded(data, symbols, (missed + dropped) / elements, energy / elements))
         return segments
+
+    def _coefficients(self, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
+        """As ``analyse`` gives them."""
+        return analyse(self._cache, self._text, start, stop, self._ladder.steps[-1])
+
+
+class TrialEncoder(LayeredEncoder):
+    """Codes coefficients drawn at random, each as wide as the profile expects: nothing is solved, no cache is read."""
+
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+        """As of every encoder."""
+        return LevelEncoder.encode_all(self, spans, threads)
+
+    def _coefficients(self, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
+        scales = scale_of(self._text.profile.spread) / np.sqrt(2)  # of a Laplacian, as tables expect
+        drawn = np.random.default_rng(start).laplace(0.0, scales, (stop - start, len(scales)))
+        return drawn.astype(np.float32), 0.0
 
 
 class _OnDevice(LayeredEncoder):
@@ -149,7 +174,7 @@ class LayeredDecoder(LevelDecoder):
         self,
         out: KVCache | PagedKVCache,
         workspace_bytes: int | None,
-        finish: Callable[[int, int], None] | None,
+        finish: Callable[[int, int], bool] | None,
     ) -> None:
         """Put the profile on the device and describe the output."""
         from kvwire.codec.gpu.decode import DeviceDecoder  # needs Triton
@@ -206,10 +231,13 @@ class LayeredKind(LevelKind):
             raise CorruptError(msg) from error
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:
-        """The head start is the profile's, and a chunk's working set within bounds."""
+        """The head start is the profile's, which knows of sinks where the blob has some; a chunk is within bounds."""
         rank, tokens = cast("Profile", profile).rank, min(info.tokens, info.chunk_tokens)
         if info.prefix_layers != profile.prefix_layers:
             msg = "the blob is coded for another head start than its profile; fetch the blob's header again"
+            raise CorruptError(msg)
+        if info.sinks and not cast("Profile", profile).has_sinks:
+            msg = "the blob has attention sinks and its profile knows of none; encode the document anew"
             raise CorruptError(msg)
         if tokens * rank > MAX_CHUNK_SYMBOLS:
             msg = f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
@@ -220,22 +248,35 @@ class LayeredKind(LevelKind):
 
     def fit(self, texts: Calibration, settings: CodingSettings) -> Profile | None:
         """Fit transform, prediction and tables, then measure what errors cost."""
-        from kvwire.codec.fitting.fit import fit_profile
+        from kvwire.codec.fitting.fit import RANK_CUT, fit_profile
+        from kvwire.codec.fitting.ladder import MARGIN
 
         layers = settings.prefix_layers
         caches = texts.caches()
         hidden = texts.prefix_states(layers) if layers else None
         statistics = texts.statistics(tokens=not layers)
         profile = fit_profile(
-            caches, statistics, ladder=settings.ladder, prefix_layers=layers, hidden=hidden, keeper=texts.keeper
-        )
-        return None if profile is None else texts.calibrate_error(profile, settings.ladder)
+            caches, statistics, ladder=settings.ladder, prefix_layers=layers, hidden=hidden, keeper=texts.keeper,
+            rank_cut=RANK_CUT if settings.ladder else RANK_CUT / MARGIN,
+        )  # fmt: skip
+        if profile is None:
+            return None
+        profile = texts.calibrate_error(profile, settings.ladder)
+        return profile if settings.ladder else _with_default_levels(profile)
 
     def has_levels(self, info: BlobInfo, settings: CodingSettings) -> bool:
         """Names and steps are those of the ladder."""
         ladder = settings.ladder or Ladder()
         steps = [(level.name, level.step) for level in info.levels if not level.independent]
         return steps == list(zip(ladder.names, ladder.steps, strict=True))
+
+
+def _with_default_levels(profile: Profile) -> Profile:
+    """The profile in the unit that the default levels want, with the errors that they then have."""
+    from kvwire.codec.fitting.fit import RANK_CUT
+    from kvwire.codec.fitting.ladder import errors_of, with_unit
+
+    return with_unit(profile, errors_of(profile), RANK_CUT)
 
 
 def _profile_of(cache: KVCache, ladder: Ladder) -> Profile:

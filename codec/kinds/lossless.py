@@ -14,7 +14,7 @@ from kvwire.codec.kinds.lossless_streams import decode_lossless, encode_lossless
 from kvwire.codec.kinds.outputs import positions_for
 from kvwire.codec.planes import planes_of
 from kvwire.codec.transform.analysis import gather_planes, scatter_planes
-from kvwire.codec.transform.positions import positions_off
+from kvwire.codec.transform.positions import positions_off, rotation
 from kvwire.errors import FormatVersionError
 from kvwire.types import KVCache
 
@@ -77,10 +77,15 @@ class LosslessDecoder(LevelDecoder):
     def _move(self, pairs: list[tuple[Tensor, Tensor]], out: KVCache, at: int, start: int, stop: int) -> None:
         """Write what rotates at its new positions."""
         meta = self._info.meta
-        rotated = self._stood is not None
-        stored = replace(meta, positions="on" if rotated else "off", offset=(self._stood or 0) + start)
-        moved = positions_off(KVCache([k for k, _ in pairs], [v for _, v in pairs], stored))
-        cos_sin = self._cos_sin(start, stop)
+        cache = KVCache([k for k, _ in pairs], [v for _, v in pairs], replace(meta, positions="off"))
+        if self._stood is None:
+            moved, cos_sin = cache, self._cos_sin(start, stop)
+        elif self._offset is None:
+            stored = replace(meta, positions="on", offset=self._stood + start)
+            moved, cos_sin = positions_off(replace(cache, meta=stored)), {}
+        else:  # by one rotation, as linking moves the caches that the model computed: to the same bits
+            distance = self._offset - self._stood
+            moved, cos_sin = cache, {at: rotation(regime, distance, 1) for at, regime in enumerate(meta.ropes)}
         for plane in planes_of(meta.layers):
             if meta.layers[plane[1]].rotary(plane[0]) is not None:
                 elements = gather_planes(moved, (plane,), 0, stop - start)

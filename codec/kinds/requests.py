@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.fit import MomentKeeper
     from kvwire.codec.fitting.statistics import Statistics
     from kvwire.codec.format.header import Header
+    from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
     from kvwire.codec.profile.profile import Profile
     from kvwire.codec.transform.quantiser import Ladder
     from kvwire.types import CacheMeta, KVCache
+
+
+Calibrated = TypeVar("Calibrated", "Profile", "CacheGenProfile")
+"""A profile that says which KL divergence its blobs' errors mean."""
 
 
 @runtime_checkable
@@ -109,12 +114,12 @@ class Calibration(Protocol):
             float32 ``[tokens, hidden_size]`` for each text.
         """
 
-    def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
+    def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
         """Measure what errors cost in quality.
 
         Args:
             profile: To encode the texts with.
-            ladder: Levels to measure at; None for the default.
+            ladder: Levels to measure at; None for the kind's own.
 
         Returns:
             The profile with its ``error_to_kl``.

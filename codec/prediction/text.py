@@ -38,7 +38,10 @@ class TextPredictor:
         token_ids: int64 ``[tokens]``; None where the profile needs none.
         hidden: float32 ``[tokens, hidden_size]``, what the engine's prefix layers made of the text; None where the
             profile has none.
+        sinks: Places of attention sinks, which encoders leave out of the segments.
     """
+
+    sinks: tuple[int, ...] = ()
 
     def __init__(
         self, profile: Profile, tokens: int, token_ids: tuple[int, ...] | None, hidden: Tensor | None = None

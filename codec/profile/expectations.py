@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+
+from kvwire._forks import lock_of_process
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +46,7 @@ class Expectations:
         self._kept = torch.empty(capacity, group.width, dtype=torch.bfloat16)
         self._slots = np.full(slots, -1, np.int32)
         self._used = 0
-        self._lock = threading.Lock()
+        self._lock = lock_of_process()
 
     def rows(self, token_ids: NDArray[np.int64]) -> Tensor:
         """Look up or compute the rows of some tokens.

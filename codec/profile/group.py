@@ -7,7 +7,7 @@ to such: so profiles store them.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +25,8 @@ LARGEST = 32767
 """Largest entry."""
 SMALL = 127
 """Entries up to this fit one byte."""
+FIRM = 1e-2
+"""Of the rows' Cholesky factor, smallest over largest diagonal from which on float32 solves as well as it can store."""
 MOST_PIECES = 14
 """Pieces of a group's rows: a file has at most 16 sections."""
 
@@ -170,6 +172,31 @@ class SteppedGroup:
     factors: tuple[Factor | None, ...]
 
 
+def _nothing() -> NDArray[np.float32]:
+    return np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What encoding solves of a group, and for which rows and metric.
+
+    Attributes:
+        rows: The group's.
+        metric: The group's.
+        analysis: See ``Group.analysis``.
+        gram: See ``Group.gram``.
+    """
+
+    rows: torch.Tensor
+    metric: tuple[NDArray[np.float32], ...]
+    analysis: torch.Tensor
+    gram: torch.Tensor
+
+    def is_of(self, rows: torch.Tensor, metric: tuple[NDArray[np.float32], ...]) -> bool:
+        """Whether these are the same memory."""
+        return rows.data_ptr() == self.rows.data_ptr() and rows.shape == self.rows.shape and metric is self.metric
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """Planes (keys or values of some layers) that are transformed together.
@@ -185,8 +212,11 @@ class Group:
             plane]``; the encoder's only.
         predictor: bfloat16 ``[features, width]``, what the text says of the elements; None where it says nothing.
         stepped: What rows, predictor and metric were rounded to, for the file; None where they were not.
+        solved: What encoding solved of rows and metric, kept where a group is replaced by one with other notes.
         cuts: How many rows, the first ones, suffice for each level of most texts, coarsest first; at most ``rank``. So
             a file has the rows in pieces, and who reads coarse levels fetches the first ones.
+        sink: float32 ``[width]``, the mean of attention sinks, un-rotated; empty where none is known.
+        sink_steps: float32 ``[width]``, in which blobs count what a sink differs by; empty likewise.
     """
 
     planes: tuple[Plane, ...]
@@ -198,6 +228,9 @@ class Group:
     predictor: torch.Tensor | None = None
     stepped: SteppedGroup | None = None
     cuts: tuple[int, ...] = ()
+    sink: NDArray[np.float32] = field(default_factory=_nothing)
+    sink_steps: NDArray[np.float32] = field(default_factory=_nothing)
+    solved: dict[str, Solution] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -251,21 +284,28 @@ class Group:
         """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
         return None if self.rows is None else self.rows.float()
 
-    @cached_property
+    @property
     def analysis(self) -> torch.Tensor | None:
         """float32 ``[width, rank]``, elements to the coefficients whose synthesis lies nearest in the metric.
 
         The basis was orthonormal in the metric before its rows were rounded. What rounding added matters in directions
         that attention hardly weighs, so the coefficients solve the normal equations of the rows as stored.
         """
-        synthesis = self.synthesis
-        return None if synthesis is None else analysis_of(synthesis, tuple(map(torch.from_numpy, self.metric)))
+        return None if self.synthesis is None else self._solution.analysis
 
-    @cached_property
+    @property
     def gram(self) -> torch.Tensor:
         """float32 ``[rank, rank]``, products of the rows in the metric: their rounding took them off orthonormal."""
-        synthesis = cast("torch.Tensor", self.synthesis)  # the identity has none
-        return synthesis @ weighted(synthesis, tuple(map(torch.from_numpy, self.metric)))
+        return self._solution.gram  # the identity has none
+
+    @property
+    def _solution(self) -> Solution:
+        """Solved once for these rows and this metric: a group that only knows other cuts keeps it."""
+        known, rows = self.solved.get("solution"), cast("torch.Tensor", self.rows)
+        if known is None or not known.is_of(rows, self.metric):
+            found = solve(cast("torch.Tensor", self.synthesis), tuple(map(torch.from_numpy, self.metric)))
+            known = self.solved["solution"] = Solution(rows, self.metric, *found)
+        return known
 
     @cached_property
     def metric_runs(self) -> tuple[torch.Tensor, ...]:
@@ -295,12 +335,53 @@ def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> to
     Raises:
         CorruptError: The rows are not independent in the metric.
     """
-    dual = weighted(synthesis, metric).double()
-    factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ dual)
+    return solve(synthesis, metric)[0]
+
+
+def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``Group.analysis`` and ``Group.gram`` on the device of their input.
+
+    Rows that a fit rounded stay nearly orthonormal: float32 then loses no more than storing the result does, in half
+    the time. Others take float64.
+
+    Args:
+        synthesis: float32 ``[rank, width]``.
+        metric: Of each plane.
+
+    Returns:
+        float32 ``[width, rank]``, and float32 ``[rank, rank]``.
+
+    Raises:
+        CorruptError: The rows are not independent in the metric.
+    """
+    dual = weighted(synthesis, metric)
+    gram = synthesis @ dual
+    factor, failed_at = torch.linalg.cholesky_ex(gram)
+    diagonal = factor.diagonal()
+    if int(failed_at) or (len(gram) and bool(diagonal.amin() < FIRM * diagonal.amax())):
+        return solve_precisely(synthesis, dual), gram
+    return torch.cholesky_solve(dual.T, factor).T.contiguous(), gram
+
+
+def solve_precisely(synthesis: torch.Tensor, dual: torch.Tensor) -> torch.Tensor:
+    """Compute ``Group.analysis`` in float64.
+
+    Args:
+        synthesis: float32 ``[rank, width]``.
+        dual: See ``weighted``.
+
+    Returns:
+        float32 ``[width, rank]``.
+
+    Raises:
+        CorruptError: The rows are not independent in the metric.
+    """
+    wide = dual.double()
+    factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ wide)
     if int(failed_at):
         msg = "the profile's basis is not independent in its own metric; fetch the profile again"
         raise CorruptError(msg)
-    return torch.cholesky_solve(dual.T, factor).T.float().contiguous()
+    return torch.cholesky_solve(wide.T, factor).T.float().contiguous()
 
 
 def weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-import threading
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from kvwire._forks import reentrant_lock_of_process
 from kvwire.codec.format.arrays import describe, read_listed
 from kvwire.codec.planes import plane_width
 from kvwire.codec.profile.group import Group, Stepped
@@ -27,6 +27,7 @@ from kvwire.codec.profile.stored import (
     own_arrays,
     planes_of_json,
     predictor_of,
+    sink_of,
     steps_of,
     typed,
 )
@@ -141,7 +142,7 @@ class Sections:
             fetch: Reads sections.
         """
         self._told, self._fetch, self.head = told, fetch, told.head
-        self._lock = threading.RLock()
+        self._lock = reentrant_lock_of_process()
         self._taken = 0
         self.groups: list[LazyGroup] = []
 
@@ -276,10 +277,10 @@ class LazyGroup(Group):
         told, ends = predictor_of(own), sections.ends_of(index)
         mean, spread = typed(own["mean"], "f2", "f4").astype(np.float32), typed(own["spread"], "i2")
         self.__dict__.update(  # the class is frozen, and has its rows and its metric as properties
-            planes=planes, mean=mean, spread=spread, row_scale=None, cuts=tuple(ends[:-1]),
+            planes=planes, mean=mean, spread=spread, row_scale=None, cuts=tuple(ends[:-1]), solved={},
             predictor=None if told is None else told.values(), ready=0, _ends=ends, _sections=sections, _raw=raw,
             _index=index, _layers=layers, _columns=steps_of(own["rows_columns"], 1),
-            _steps=steps_of(own["rows_steps"], 1),
+            _steps=steps_of(own["rows_steps"], 1), **dict(zip(("sink", "sink_steps"), sink_of(own), strict=True)),
         )  # fmt: skip
         sections.groups.append(self)
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta, LayerSpec
 
 MAGIC = CODECS[CODEC_LAYERED].profile_magic
+ERROR_NOTE = "error_"
+"""What names of notes begin with that tell a level's error."""
 MAX_FEATURES = 1 << 16
 """Features of a token: embedding widths end far below."""
 _MATRIX = 2
@@ -100,6 +102,11 @@ class Profile:
     def needs_tokens(self) -> bool:
         """Whether coding needs the document's token ids."""
         return self.table is not None
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether it knows of attention sinks."""
+        return all(group.sink.size for group in self.groups)
 
     @property
     def rank(self) -> int:
@@ -260,11 +267,14 @@ def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
 
 
 def _check_planes(profile: Profile) -> None:
-    """Every plane in exactly one group, and a table that is one."""
+    """Every plane in exactly one group, sinks in all groups or none, and a table that is one."""
     count = len(profile.layers)
     planes = [plane for group in profile.groups for plane in group.planes]
     if any(not 0 <= layer < count for _, layer in planes) or sorted(planes) != sorted(planes_of(profile.layers)):
         msg = "the profile does not cover every layer's keys and values exactly once; fetch it again"
+        raise CorruptError(msg)
+    if any(group.sink.size for group in profile.groups) and not profile.has_sinks:
+        msg = "some groups of the profile have a row of attention sinks and others have none; fetch it again"
         raise CorruptError(msg)
     table = profile.table
     if table is not None and not (table.ndim == _MATRIX and 0 < table.shape[1] <= MAX_FEATURES):
@@ -302,6 +312,22 @@ def has_sound_metric(
     )
 
 
+def has_sound_sink(group: Group) -> bool:
+    """Compare a group's row of sinks with its width.
+
+    Args:
+        group: To check.
+
+    Returns:
+        Whether there is none, or one of finite numbers, with steps above 0.
+    """
+    sink, steps = group.sink, group.sink_steps
+    if sink.shape == steps.shape == (0,):
+        return True
+    sound = sink.shape == steps.shape == group.mean.shape and np.isfinite(sink).all()
+    return bool(sound and np.isfinite(steps).all() and (steps > 0).all())
+
+
 def has_sound_outline(group: Group, profile: Profile) -> bool:
     """Compare a group with the layout, but for its rows and its metric.
 
@@ -315,6 +341,8 @@ def has_sound_outline(group: Group, profile: Profile) -> bool:
     width = sum(plane_width(profile.layers, plane) for plane in group.planes)
     features = profile.token_features + profile.hidden_size
     if group.spread.ndim != 1 or group.mean.shape != (width,) or group.rank > group.width:
+        return False
+    if not has_sound_sink(group):
         return False
     if not np.isfinite(group.mean).all() or (group.predictor is not None) != (features > 0):
         return False

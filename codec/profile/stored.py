@@ -50,6 +50,8 @@ def arrays_of(group: Group) -> Arrays:
     half = group.mean.astype(np.float16) if small else None
     exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
     named: Arrays = {"mean": half if half is not None and exact else group.mean, "spread": group.spread}
+    if len(group.sink):
+        named |= {"sink": group.sink, "sink_steps": group.sink_steps}
     if group.row_scale is not None:
         named["row_scale"] = group.row_scale
     if group.rows is None:
@@ -194,12 +196,12 @@ def _group(index: int, planes: tuple[Plane, ...], own: Arrays, layers: tuple[Lay
         raise ValueError(msg)
     mean, spread = typed(own["mean"], "f2", "f4").astype(np.float32), typed(own["spread"], "i2")
     if identity:
-        return Group(planes, mean, spread, None, typed(own["row_scale"], "f4"))
+        return Group(planes, mean, spread, None, typed(own["row_scale"], "f4"), (), None, None, (), *sink_of(own))
     if "rows_steps" in own:
         return _stepped_group(planes, mean, spread, own, layers)
     metric = tuple(typed(own[f"metric{number}"], "f4") for number in range(len(planes)))
     predictor = _bfloat16(own["predictor"]) if "predictor" in own else None
-    return Group(planes, mean, spread, _rows(own), None, metric, predictor)
+    return Group(planes, mean, spread, _rows(own), None, metric, predictor, None, (), *sink_of(own))
 
 
 def _stepped_group(
@@ -217,7 +219,29 @@ def _stepped_group(
     factors, metric = metric_of(planes, own, layers)
     known = SteppedGroup(rows, predictor, factors)
     told = None if predictor is None else predictor.values()
-    return Group(planes, mean, spread, rows.values(), None, metric, told, known, tuple(ends[:-1]))
+    return Group(planes, mean, spread, rows.values(), None, metric, told, known, tuple(ends[:-1]), *sink_of(own))
+
+
+def sink_of(own: Arrays) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Read the row of attention sinks, and its steps.
+
+    Args:
+        own: The group's arrays.
+
+    Returns:
+        Both; empty where there is none.
+
+    Raises:
+        KeyError: One of them is missing.
+        ValueError: An array is of the wrong type, or has no elements.
+    """
+    if "sink" not in own and "sink_steps" not in own:
+        return np.empty(0, np.float32), np.empty(0, np.float32)
+    sink, steps = typed(own["sink"], "f4"), typed(own["sink_steps"], "f4")
+    if not sink.size:
+        msg = "a row of attention sinks without elements"
+        raise ValueError(msg)
+    return sink, steps
 
 
 def metric_of(

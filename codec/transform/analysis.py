@@ -178,7 +178,7 @@ def plain(tensor: Tensor) -> bool:
 
 
 def analyse(
-    cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0
+    cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0, *, weighs: bool = True
 ) -> tuple[NDArray[np.float32], float]:
     """Transform tokens to coefficients.
 
@@ -189,6 +189,7 @@ def analyse(
         stop: The first token after the span.
         step: The finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on
             processors that are faster so.
+        weighs: Whether to weigh what the profile has no coefficients for.
 
     Returns:
         float32 ``[tokens, profile.rank]``, groups in order. And the energy, in the attention metric, of the directions
@@ -203,11 +204,13 @@ def analyse(
     halved = step >= HALVED_STEP and fast_bfloat16()
     for index, group in enumerate(text.profile.groups):
         centred = centre_planes(cache, group.planes, start, stop, text.expected(index, start, stop))
+        if text.sinks:
+            centred[[at - start for at in text.sinks if start <= at < stop]] = 0.0  # the header has them
         if cache.kept is not None:
             _forget_pruned(centred, cache, group.planes, start, stop)
         coefficients = _project(centred, group, step if halved else None)
         parts.append(coefficients.numpy())
-        if group.metric and group.rank < group.width:
+        if weighs and group.metric and group.rank < group.width:
             missing = metric_energy(centred[sampled], group) - kept_energy(coefficients[sampled], group)
             dropped += max(0.0, missing) * (stop - start) / len(centred[sampled])
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), dropped

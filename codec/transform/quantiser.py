@@ -31,8 +31,8 @@ class Ladder:
     """The quality levels of a blob, coarsest first.
 
     Attributes:
-        step: Quantiser step of level 0, in units of the profile's normalised coefficients (their mean energy is 1 for
-            each element). Level k has step ``step / 3^k``.
+        step: Quantiser step of level 0, in the profile's unit: of ``fit_profile`` the mean energy is then 1 for each
+            element, of calibrated profiles what the default levels want. Level k has step ``step / 3^k``.
         names: One for each level.
     """
 

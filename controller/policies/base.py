@@ -53,6 +53,7 @@ class Columns:
         can_text: The chunk can be recomputed ``[n]``.
         prefix_s: Seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``.
         layered: A finer level adds to the coarser ones ``[n]``; None: it does for all.
+        floor: The document's own: coarser levels are not fetched, and count as this one ``[n]``; None: 0 for all.
     """
 
     document: Ints
@@ -67,6 +68,7 @@ class Columns:
     can_text: Flags
     prefix_s: Floats
     layered: Flags | None = None
+    floor: Ints | None = None
 
     @property
     def count(self) -> int:
@@ -98,13 +100,15 @@ class Columns:
     @cached_property
     def common(self) -> int:
         """Finest level that every chunk has and can also do without, being recomputed; -1 where there is none."""
-        return int(self.top.min()) if self.count and self.can_text.all() else -1
+        if not (self.count and self.can_text.all()) or (self.floor is not None and (self.top < self.floor).any()):
+            return -1
+        return int(self.top.min())
 
     def level_for(self, target: int | Ints) -> Ints:
         """Level to fetch so that quality is at least ``target``, RECOMPUTE where only recomputing gives that.
 
-        A document's finest level stands for all above it. Where neither that level nor text can be had, the best level
-        that can be had must do.
+        A document's finest level stands for all above it, and its floor for all below. Where neither that level nor
+        text can be had, the best level that can be had must do.
 
         Args:
             target: Uniform level, or a column of them.
@@ -112,7 +116,7 @@ class Columns:
         Returns:
             Levels ``[n]``, or ``[targets, n]`` for a column.
         """
-        wanted = np.minimum(target, self.finest)
+        wanted = np.minimum(target if self.floor is None else np.maximum(target, self.floor), self.finest)
         fallback = np.where(self.can_text, RECOMPUTE, self.top)
         return np.where((wanted <= self.top) & (wanted >= 0), wanted, fallback)
 

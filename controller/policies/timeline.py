@@ -133,6 +133,8 @@ class Timeline:
         self._is_plain = plain and 0 <= targets[-1] <= chunks.common
         if self._is_plain:
             self._finest, self._finest_sizes = targets[:, None].repeat(chunks.count, axis=1), chunks.sizes[targets]
+            if chunks.floor is not None:
+                self._finest = np.maximum(self._finest, chunks.floor)
         else:
             self._finest = levels_for(request, targets)
             self._finest_sizes = chunks.bytes_at(self._finest)

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.outcome import Outcome, Span
     from kvwire.controller.simulator.rates import ar1, constant, steps, token_bucket, with_outages
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
-    from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of, source_in_words
+    from kvwire.controller.simulator.sizes import (
+        documents_for,
+        expected_kl,
+        measured,
+        raw_documents_for,
+        raw_of,
+        source_in_words,
+    )
     from kvwire.controller.simulator.steering import Steering
     from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
     from kvwire.controller.simulator.world import World
@@ -41,6 +48,7 @@ __all__ = [
     "costs",
     "decibels",
     "documents_for",
+    "expected_kl",
     "machine_named",
     "measured",
     "model_named",
@@ -73,6 +81,7 @@ __getattr__ = lazy(
         "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
         "kvwire.controller.simulator.sizes": (
             "documents_for",
+            "expected_kl",
             "measured",
             "raw_documents_for",
             "raw_of",

@@ -273,7 +273,7 @@ def _most_tokens(lengths: Sequence[int], cost: PrefillCost, seconds: float) -> f
 
 def _lowest_level(document: DocumentPlanInput, sizes: tuple[int, ...], floor: int) -> int | None:
     """The lowest level of a chunk that may be fetched: the document's finest stands for all above it."""
-    wanted = min(floor, document.finest)
+    wanted = min(max(floor, document.floor), document.finest)
     if 0 <= wanted < len(sizes):
         return wanted
     return None if document.has_text or not sizes else len(sizes) - 1

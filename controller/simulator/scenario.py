@@ -186,8 +186,9 @@ def _up_to(document: DocumentPlanInput, ceiling: int | None) -> DocumentPlanInpu
 
 
 def variants_for(
-    model: Model, lengths: Sequence[int], methods: Sequence[str] = ("kvwire",), seed: int = 0
-) -> tuple[Variants, ...]:
+    model: Model, lengths: Sequence[int], methods: Sequence[str] = ("kvwire",), seed: int = 0,
+    max_kl: float | None = None,
+) -> tuple[Variants, ...]:  # fmt: skip
     """Make documents of these lengths; see ``documents_for``.
 
     Args:
@@ -195,6 +196,7 @@ def variants_for(
         lengths: Tokens of each document.
         methods: How the documents are coded.
         seed: Of what is drawn.
+        max_kl: See ``documents_for``.
 
     Returns:
         Documents, each as one variant for each method.
@@ -202,7 +204,7 @@ def variants_for(
     if not methods:
         msg = "documents need at least one method"
         raise ArgumentError(msg)
-    ways = [documents_for(model, lengths, method=method, seed=seed) for method in methods]
+    ways = [documents_for(model, lengths, method=method, seed=seed, max_kl=max_kl) for method in methods]
     return tuple(zip(*ways, strict=True))
 
 

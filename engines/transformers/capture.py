@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvwire._forks import lock_of_process
 from kvwire.codec import StatisticsBuilder
 from kvwire.engines.transformers.latent import Expansion, Scatter, expansion_of
 from kvwire.engines.transformers.plain import is_plain
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvwire.codec import Statistics, Vocabulary
+    from kvwire.codec import Statistics
     from kvwire.types import CacheMeta
 
-_LOCK = threading.Lock()
+_LOCK = lock_of_process()
 """The attention functions belong to transformers and are shared by all models: one capture at a time."""
 _OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "wo")
 _EAGER = "eager_attention_forward"
@@ -115,11 +116,11 @@ class QueryRecorder:
                 scatter = self._latents.setdefault(layer, Scatter(self._meta.layers[layer].key_dim))
                 scatter.add(pairs[layer][0][0, 0].float().cpu())
 
-    def statistics(self, vocabulary: Vocabulary | None = None) -> Statistics:
+    def statistics(self, token_features: Tensor | None = None) -> Statistics:
         """What was seen.
 
         Args:
-            vocabulary: Features of tokens, to go with it.
+            token_features: To go with it.
 
         Returns:
             The statistics, with None for layers that attention never showed.
@@ -129,7 +130,7 @@ class QueryRecorder:
             weight = self._output_weight(layer, spec.value_dim)
             if weight is not None and spec.value_rope is None and spec.kv_heads and not len(weight) % spec.kv_heads:
                 self.builder.set_output(layer, weight.transpose(0, 1).flatten(1))
-        found = self.builder.build(vocabulary)
+        found = self.builder.build(token_features)
         metrics = (self._with_latent(layer, metric) for layer, metric in enumerate(found.query_metric))
         return replace(found, query_metric=tuple(metrics))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.engines.transformers.engine import TransformersEngine
+    from kvwire.types import Chat
 
 Prompt = LinkedPrompt | KVCache
 _TAKES_QUESTIONS = "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -48,6 +49,7 @@ def generate_inputs(
     prompts: Prompt | Sequence[Prompt],
     questions: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Tensor,
     *,
+    chat: Chat | None = None,
     attention_mask: Tensor | None = None,
     document_ids: Sequence[Sequence[int]] | None = None,
     max_cache_len: int | None = None,
@@ -65,9 +67,12 @@ def generate_inputs(
         prompts: Linked documents, such as ``Answer.prompt``, one for each question; a single one serves all questions.
         questions: A text, token ids, or one of these for each row of a batch; a tensor ``[batch, tokens]`` may be
             padded. Texts are read without special tokens.
+        chat: What the prompts were loaded with (``Loader.ask``): the questions are texts, and get what the chat's
+            template puts behind the documents.
         attention_mask: ``[batch, tokens]``, of a padded tensor of questions: 0 for padding.
-        document_ids: Token ids of each prompt's documents, one after the other. With them ``input_ids`` hold whole
-            prompts, padded on the left, for what looks at all ids, such as penalties of repetition.
+        document_ids: Token ids of each prompt's documents, one after the other, with the BOS at its head or without.
+            With them ``input_ids`` hold whole prompts, padded on the left, for what looks at all ids, such as penalties
+            of repetition.
         max_cache_len: Makes the cache a ``StaticCache`` of so many tokens, for ``torch.compile``: padding, prompt,
             question and answer.
 
@@ -76,22 +81,51 @@ def generate_inputs(
         ``past_key_values``, and ``position_ids`` where prompts were pruned; on the engine's device.
 
     Raises:
-        ArgumentError: Prompts, questions, mask and ids do not fit together, a prompt with its question exceeds the
-            model's window or ``max_cache_len``, or transformers is older than 5.3.
+        ArgumentError: Prompts, questions, chat, mask and ids do not fit together, a prompt with its question exceeds
+            the model's window or ``max_cache_len``, or transformers is older than 5.3.
         MismatchError: A prompt is of another model, or pruned in a way that plain caches cannot hold.
-        NotFoundError: A question is a text, and the engine has no tokenizer.
+        NotFoundError: A question is a text, and the engine has no tokenizer, or no chat template.
     """
     if not _TAKES_QUESTIONS:
         msg = f"generate of transformers {version('transformers')} takes no question alone; install 5.3 or later"
         raise ArgumentError(msg)
+    heads: set[tuple[int, ...]] = set()
+    if chat is not None:
+        questions, heads = _of_chat(engine, chat, questions)
     asked = _questions(engine, questions, attention_mask)
     linked = [prompts] * len(asked) if isinstance(prompts, (LinkedPrompt, KVCache)) else list(prompts)
     if len(linked) != len(asked) or not asked:
         msg = f"{len(linked)} prompts and {len(asked)} questions make no batch; give one prompt for each question"
         raise ArgumentError(msg)
+    if heads and {each.opening if isinstance(each, LinkedPrompt) else () for each in linked} != heads:
+        msg = "the prompts do not begin as this chat does: load them with the same chat (Loader.ask(chat=...))"
+        raise ArgumentError(msg)
     shared = min(len(ids) for ids in asked)
     rows = [_row(engine, prompt, ids, shared) for prompt, ids in zip(linked, asked, strict=True)]
+    if document_ids is not None and len(document_ids) == len(linked):
+        bos = engine.opening_tokens
+        document_ids = [_with_head(prompt, ids, bos) for prompt, ids in zip(linked, document_ids, strict=True)]
     return _batch(engine, rows, _whole(engine, rows, asked, document_ids), max_cache_len)
+
+
+def _with_head(prompt: Prompt, ids: Sequence[int], bos: tuple[int, ...]) -> tuple[int, ...]:
+    """A prompt's documents with all that stands before them; the ids may begin with it, with BOS, or with neither."""
+    head = prompt.opening if isinstance(prompt, LinkedPrompt) else ()
+    if not head or tuple(ids[: len(head)]) == head:
+        return tuple(ids)
+    return (*head, *(ids[len(bos) :] if bos and tuple(ids[: len(bos)]) == bos else ids))
+
+
+def _of_chat(
+    engine: TransformersEngine, chat: Chat, questions: Any  # noqa: ANN401
+) -> tuple[list[Sequence[int]], set[tuple[int, ...]]]:  # fmt: skip
+    """What stands behind the documents for each question, and what stands before them."""
+    each = [questions] if isinstance(questions, str) else list(questions)
+    if not all(isinstance(one, str) for one in each):
+        msg = "in a chat questions are texts: the template is read together with them"
+        raise ArgumentError(msg)
+    rendered = [engine.render_chat(chat, one) for one in each]
+    return [one.tail for one in rendered], {one.head for one in rendered}
 
 
 def _questions(engine: TransformersEngine, questions: Any, mask: Tensor | None) -> list[list[int]]:  # noqa: ANN401
@@ -107,7 +141,10 @@ def _questions(engine: TransformersEngine, questions: Any, mask: Tensor | None) 
     else:
         single = isinstance(questions, str) or (len(questions) and isinstance(questions[0], Integral))
         each = [questions] if single else list(questions)
-        asked = [engine.tokenize(one) if isinstance(one, str) else [int(token) for token in one] for one in each]
+        asked = [
+            engine.tokenize(one, place="last", trust="frame") if isinstance(one, str) else [int(token) for token in one]
+            for one in each
+        ]
     if not all(asked):
         msg = "a question needs at least one token"
         raise ArgumentError(msg)

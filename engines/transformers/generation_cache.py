@@ -6,7 +6,6 @@ there is wrong in silence. These caches look, at every pass, through a hook that
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -15,9 +14,12 @@ import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation.utils import GenerationMixin
 
+from kvwire._forks import lock_of_process
 from kvwire.errors import ArgumentError, MismatchError
 
 if TYPE_CHECKING:
+    import threading
+
     from torch import Tensor
 
 _FLAT = 2
@@ -32,7 +34,7 @@ class Watch:
     """
 
     _alive: ClassVar[weakref.WeakValueDictionary[int, Watch]] = weakref.WeakValueDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = lock_of_process()
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Put the hook on; see ``of``."""

@@ -1,31 +1,24 @@
-"""Finding a model's folder, and telling models and tokenizers apart by what they are, not by what it is called."""
+"""Finding a model's folder, and telling models apart by what computes their caches, not by what they are called.
+
+A model's revision is a digest of the weights that transformers reads from its folder and of the configuration fields
+that the computation reads. Nothing else of the folder counts: not the names of shards, not a chat template.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvwire.engines.transformers.revisions import RevisionsFile, fingerprint
-from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.engines.transformers.weight_files import weights_digest
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from transformers import PreTrainedConfig
 
-    Tell = Callable[[int], object]
+    from kvwire.engines.transformers.revisions import RevisionsFile
 
-_BLOCK = 1 << 20
-_WHOLE = 1 << 30
-"""The content of files up to this size goes into the revision as it is, of larger ones as a SHA-256 of its own."""
-_REMEMBERED = 1 << 28
-"""Bytes of weights from which on a revision is remembered; hashing less takes a fraction of a second."""
-_THREADS = 4  # hashing at once
-_SETTLED_NS = 2 * 10**9
-"""Files that changed this lately may change again within one tick of the file system's clock."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
@@ -38,13 +31,29 @@ _TOKENIZER = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+_NOT_COMPUTED = frozenset({
+    # names and versions
+    "architectures", "auto_map", "name_or_path", "tokenizer_class", "transformers_version",
+    # the type of numbers, which is told beside the revision: blobs decode into any
+    "dtype", "torch_dtype",
+    # special tokens, which belong to the tokenizer and to generation
+    "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+    # training
+    "gradient_checkpointing", "initializer_factor", "initializer_range", "layerdrop", "neftune_noise_alpha",
+    "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "unsloth_fixed", "unsloth_version",
+    # what a call returns, and other tasks
+    "chunk_size_feed_forward", "finetuning_task", "id2label", "keys_to_ignore_at_inference",
+    "label2id", "num_labels", "output_attentions", "output_hidden_states",
+    "problem_type", "return_dict", "task_specific_params", "torchscript", "use_cache", "use_return_dict",
+})  # fmt: skip
+"""Configuration fields that change no cache; so do those of dropout, and private ones."""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, str]:
     """Find the folder of a model.
 
     Args:
-        path: A folder, or an id on the Hub such as ``organisation/model``.
+        path: A folder, a GGUF file, or an id on the Hub such as ``organisation/model``.
         revision: Of an id: branch, tag or commit; None: the main branch as it was when it was downloaded.
 
     Returns:
@@ -53,12 +62,18 @@ def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, st
     Raises:
         NotFoundError: There is no such folder, and the cache has no such snapshot.
         ArgumentError: A folder was given a revision.
+        KvwireError: A GGUF file cannot be converted.
     """
     folder = Path(path).expanduser()
     if folder.exists() or isinstance(path, Path):
         if revision is not None:
             msg = f"{folder} is a folder, which has no revisions; leave revision out, or name an id on the Hub"
             raise ArgumentError(msg)
+        if folder.is_file() or not (folder / "config.json").is_file():
+            from kvwire.engines.transformers.gguf import converted, file_of  # few models are such
+
+            if (file := file_of(folder)) is not None:
+                return converted(file), file.stem
         return folder, folder.resolve().name
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -75,36 +90,91 @@ def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, st
 
 
 def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
-    """SHA-256 over config.json and every weight file: names, sizes and contents, to the last byte.
-
-    Weights are read whole once. After that the revision of a large model is remembered for files that have the same
-    names, real paths, sizes, times of change, inodes and devices: what the file system says of them is trusted, and so
-    is the file of revisions, which only this user may write.
+    """Digest of a folder's weights and of the configuration that runs them; adapters are told apart from it.
 
     Args:
         folder: Holds config.json and the weights.
-        revisions: Where revisions are remembered; None: where ``KVWIRE_REVISIONS`` says.
+        revisions: Where digests of large weights are remembered; None: where ``KVWIRE_REVISIONS`` says.
 
     Returns:
-        Hexadecimal digest.
+        SHA-256, hexadecimal.
 
     Raises:
         OSError: A file cannot be read.
+        CorruptError: config.json or a file of weights is damaged.
     """
-    weights = {path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.is_file()}
-    paths = [folder / "config.json", *sorted(weights)]
-    total = sum(path.stat().st_size for path in paths)
-    if total < _REMEMBERED:
-        return _digest(paths, total)
-    known = RevisionsFile.of_environment() if revisions is None else revisions
-    key = fingerprint(paths)
-    found = known.recall(key)
-    if found is None:
-        settled = time.time_ns() - max(path.stat().st_mtime_ns for path in paths) > _SETTLED_NS
-        found = _digest(paths, total)
-        if settled and fingerprint(paths) == key:
-            known.remember(key, found)
-    return found
+    fields = _whole_numbers(computed_fields(read_config(folder)))
+    told = {"configuration": fields, "weights": weights_digest(folder, revisions)}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def read_config(folder: Path) -> PreTrainedConfig | dict[str, Any]:
+    """A model's configuration.
+
+    Args:
+        folder: Holds config.json.
+
+    Returns:
+        As transformers reads it, so that old and new spellings are one; as it is written where transformers cannot.
+
+    Raises:
+        OSError: The file cannot be read.
+        CorruptError: It holds no configuration.
+    """
+    path = folder / "config.json"
+    try:
+        written = json.loads(path.read_bytes())
+    except (RecursionError, ValueError) as error:
+        msg = f"{path} cannot be read ({error}); copy the model's files again"
+        raise CorruptError(msg) from error
+    if not isinstance(written, dict):
+        msg = f"{path} holds no configuration; copy the model's files again"
+        raise CorruptError(msg)
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config.get_text_config(decoder=True).to_dict()
+    except Exception:  # noqa: BLE001 - of whatever kind: opening the model tells what is wrong
+        return written
+    return config
+
+
+def computed_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that the computation of a cache reads, but for those left at their defaults.
+
+    Args:
+        config: Of a model, or the dictionary of one.
+
+    Returns:
+        Values by name, plain enough for JSON.
+    """
+    if isinstance(config, dict):
+        return {name: value for name, value in config.items() if _is_computed(name)}
+    text = config.get_text_config(decoder=True)
+    try:
+        usual = type(text)().to_dict()
+    except Exception:  # noqa: BLE001 - a class that cannot be made without arguments
+        usual = {}
+    fields = {name: value for name, value in text.to_dict().items() if _is_computed(name) and value != usual.get(name)}
+    fields.pop("quantization_config", None)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        fields["quantization_config"] = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    return fields | {"model_type": text.model_type}
+
+
+def _whole_numbers(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """JSON in which 10000.0 is 10000, however it was spelt."""
+    if isinstance(value, dict):
+        return {name: _whole_numbers(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole_numbers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_computed(name: str) -> bool:
+    return not (name.startswith("_") or name in _NOT_COMPUTED or "dropout" in name)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -117,51 +187,3 @@ def tokenizer_files(folder: Path) -> list[Path]:
         Those that are there.
     """
     return [folder / name for name in _TOKENIZER if (folder / name).is_file()]
-
-
-def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 over the tokenizer's files.
-
-    Args:
-        folder: Holds the files.
-
-    Returns:
-        Hexadecimal digest; the empty string where there are no such files.
-    """
-    found = tokenizer_files(folder)
-    return _digest(found, 0) if found else ""
-
-
-def _digest(paths: Sequence[Path], total: int) -> str:
-    """SHA-256 over names, sizes and contents; large files are hashed side by side, small ones in their order."""
-    from tqdm import tqdm
-
-    digest = hashlib.sha256()
-    quiet = True if total < _WHOLE else None  # None: unless stderr is a terminal
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc="hashing weights", file=sys.stderr) as bar,
-        ThreadPoolExecutor(_THREADS) as pool,
-    ):
-        large = {path: pool.submit(_hashed, path, bar.update) for path in paths if path.stat().st_size > _WHOLE}
-        for path in paths:
-            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
-            if path in large:
-                digest.update(b"sha256:" + large[path].result())
-                continue
-            for block in _blocks(path, bar.update):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def _hashed(path: Path, tell: Tell) -> bytes:
-    digest = hashlib.sha256()
-    for block in _blocks(path, tell):
-        digest.update(block)
-    return digest.digest()
-
-
-def _blocks(path: Path, tell: Tell) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
-            tell(len(block))

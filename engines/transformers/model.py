@@ -10,6 +10,7 @@ from kvwire.engines.base import Engine
 from kvwire.engines.transformers.devices import Devices, input_device, is_spread
 from kvwire.engines.transformers.registration import learn_layout, window_of
 from kvwire.engines.transformers.tokenizer_limits import no_panics
+from kvwire.engines.transformers.tokenizing import PieceTokenizer
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.types import CacheMeta
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvwire.engines.base import Place, Trust
     from kvwire.engines.transformers.soft import SoftEmbedding
     from kvwire.reuse import SoftTokens
+    from kvwire.types import Chat, RenderedChat
 
 
 class DescribedModel(Engine):
@@ -36,7 +39,7 @@ class DescribedModel(Engine):
         *,
         model_id: str = "",
         revision: str = "",
-        tokenizer_id: str = "",
+        tokenizer_id: str | None = "",
         model_config_digest: str = "",
     ) -> None:
         """Learn the layout.
@@ -46,7 +49,7 @@ class DescribedModel(Engine):
             tokenizer: The model's; None where texts come as token ids.
             model_id: The model's name, for its caches.
             revision: Tells versions of the weights apart, for its caches.
-            tokenizer_id: Digest of the tokenizer, for its caches.
+            tokenizer_id: Digest of the tokenizer, for its caches; None: of what turns texts into tokens in it.
             model_config_digest: SHA-256 of its config.json, for its record in a store.
 
         Raises:
@@ -57,10 +60,13 @@ class DescribedModel(Engine):
         self.model = model
         self._spread = Devices.of(model) if is_spread(model) else None
         self._tokenizer = tokenizer
+        self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
         self._soft: tuple[SoftTokens, SoftEmbedding] | None = None
         self._model_config_digest = model_config_digest
         layers, ropes = learn_layout(model, self.devices)
         dtype = str(model.dtype).removeprefix("torch.")
+        if tokenizer_id is None:
+            tokenizer_id = self._pieces.digest if self._pieces else ""
         self._meta = CacheMeta(model_id, revision, tokenizer_id, dtype, layers, ropes)
 
     @property
@@ -154,27 +160,49 @@ class DescribedModel(Engine):
             raise NotFoundError(msg)
         return self._tokenizer
 
-    def tokenize(self, text: str) -> list[int]:
-        """Read a text, without special tokens: documents are linked, so they carry no BOS.
+    @property
+    def opening_tokens(self) -> tuple[int, ...]:
+        """What the tokenizer puts in front of a whole text, such as BOS."""
+        return self._pieces.opening if self._pieces else ()
+
+    def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
+        """Read a piece of a prompt, without special tokens around it.
 
         Args:
             text: Of any length.
+            place: Where it stands in the prompt; documents may stand anywhere, so they are read for its middle.
+            trust: ``frame``: the caller's own text, in which control tokens may be spelt; ``document``: all is text.
 
         Returns:
             Its token ids.
 
         Raises:
             NotFoundError: There is no tokenizer.
+            ArgumentError: The text is not valid Unicode.
             CorruptError: The tokenizer's rules fail on this text.
         """
-        with no_panics():
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return (self._pieces or PieceTokenizer(self.tokenizer))(text, place, trust)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def render_chat(self, chat: Chat, question: str) -> RenderedChat:
+        """A chat in tokens, by the model's own template; see ``Engine.render_chat``."""
+        from kvwire.engines.transformers.chat import render  # few prompts are chats
+
+        with no_panics():
+            return render(self._pieces or PieceTokenizer(self.tokenizer), chat, question)
+
+    def check_chat(self, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat) -> str:
+        """Where the prompt's tokens are not those that the template gives at once; see ``Engine.check_chat``."""
+        from kvwire.engines.transformers.chat import apart
+
+        with no_panics():
+            return apart(self._pieces or PieceTokenizer(self.tokenizer), chat, question, documents, rendered)
+
+    def detokenize(self, token_ids: Sequence[int], *, special: bool = True) -> str:
         """The text of token ids.
 
         Args:
             token_ids: Of the model's vocabulary.
+            special: Spell special tokens out; False, for answers: leave them out.
 
         Returns:
             The text.
@@ -184,7 +212,7 @@ class DescribedModel(Engine):
             CorruptError: The tokenizer's rules fail on these tokens.
         """
         with no_panics():
-            return str(self.tokenizer.decode(list(token_ids)))
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     def check_ids(self, token_ids: Sequence[int], start: int = 0) -> None:
         """Refuse tokens that the model cannot run.

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.engines.calibration import gather_gradients, measure_sensitivity
+from kvwire.engines.calibration import gather_gradients
 from kvwire.engines.transformers.capture import QueryRecorder, recording
 from kvwire.engines.transformers.plain import tensors_of
 from kvwire.engines.transformers.text import ATLAS_CONTEXT, look_up
-from kvwire.engines.weighting import choose_weighting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.codec import Statistics, Vocabulary
+    from torch import Tensor
+
+    from kvwire.codec import Statistics
     from kvwire.engines.transformers.model import DescribedModel
+
+_QUERIED, _LONGEST = 3, 512
+"""Documents, and tokens of each, whose queries are recorded."""
 
 
 def observed_statistics(
@@ -30,14 +33,14 @@ def observed_statistics(
         engine: Runs the model, and backpropagates where it can.
         documents: Token ids of each, one document at least.
         tokens: Whether to look the vocabulary up.
-        sensitivity: Whether to measure what errors do to answers.
+        sensitivity: Whether to gather gradients.
 
     Returns:
         The statistics; None where nothing is known.
     """
     recorder = QueryRecorder(engine.meta, engine.model)
     with recording(recorder, engine.model):
-        for ids in documents:
+        for ids in _queried(documents):
             past = DynamicCache()
             batch = torch.tensor([list(ids)], device=engine.device)
             engine.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
@@ -45,14 +48,18 @@ def observed_statistics(
     gathered = gather_gradients(engine, documents, recorder.builder) if sensitivity else 0
     if not (recorder.modules or gathered or tokens):
         return None
-    found = recorder.statistics(_vocabulary(engine, documents) if tokens else None)
-    if not sensitivity:
-        return found
-    found = replace(found, sensitivity=measure_sensitivity(engine, documents, found))
-    return replace(found, weighting=choose_weighting(engine, documents, found))
+    return recorder.statistics(_token_features(engine, documents) if tokens else None)
 
 
-def _vocabulary(engine: DescribedModel, documents: Sequence[Sequence[int]]) -> Vocabulary:
+def _queried(documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """A few texts for the queries, spread over the longer half: queries of other texts are distributed as theirs."""
+    longer = sorted(range(len(documents)), key=lambda index: -len(documents[index]))
+    longer = sorted(longer[: max(_QUERIED, len(documents) // 2)])
+    count = min(_QUERIED, len(longer))
+    return [documents[longer[number * len(longer) // count]][:_LONGEST] for number in range(count)]
+
+
+def _token_features(engine: DescribedModel, documents: Sequence[Sequence[int]]) -> Tensor:
     longest = max(documents, key=len)
     start = max(0, (len(longest) - ATLAS_CONTEXT) // 2)
     room = min(ATLAS_CONTEXT, engine.window - 1)

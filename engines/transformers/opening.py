@@ -6,22 +6,22 @@ import errno
 import hashlib
 import json
 import re
-import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
-from transformers.utils.import_utils import is_accelerate_available
+from transformers.utils.import_utils import is_accelerate_available, is_peft_available
 
+from kvwire.engines.transformers.bars import quiet
 from kvwire.engines.transformers.engine import TransformersEngine
-from kvwire.engines.transformers.identity import find_folder, model_revision, tokenizer_digest, tokenizer_files
+from kvwire.engines.transformers.identity import find_folder, model_revision, tokenizer_files
 from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
+from kvwire.engines.transformers.tokenizing import PieceTokenizer
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +30,13 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded, and no code that lies in a model's folder is run."""
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 """Weights as Python objects, which may run any code when they are read: they are not."""
+ADAPTER = "adapter_config.json"
+"""A folder that holds this has an adapter, which transformers loads with the model."""
 _SHARD = re.compile(r"[^/\\]+\.safetensors")
+_UNUSABLE = (
+    AssertionError, AttributeError, LookupError, NotImplementedError, StrictDataclassError, TypeError, ValueError
+)  # fmt: skip
+"""What transformers raises of configurations that it cannot make a model of."""
 _NO_SDPA = "scaled_dot_product_attention"
 """Found in what transformers says of a model without an sdpa path."""
 
@@ -48,7 +54,8 @@ def open_engine(
 
     Args:
         path: A folder with config.json and weights as Hugging Face saves them, in safetensors, quantised or not, and a
-            tokenizer where text is to be read; or the id of a model on the Hub that was downloaded before.
+            tokenizer where text is to be read; a GGUF file, or a folder that holds one, which is converted once; or the
+            id of a model on the Hub that was downloaded before.
         device: Where the model runs; None: the processor.
         dtype: Of the weights, and of what is computed beside quantised ones; None: as they are stored.
         revision: Of an id on the Hub: branch, tag or commit.
@@ -76,25 +83,33 @@ def open_engine(
     _check_weights(folder)
     check_tokenizer(tokenizer_files(folder))
     try:
-        weights, tokenizer_id = model_revision(folder), tokenizer_digest(folder)
+        weights = model_revision(folder)
         config = (folder / "config.json").read_bytes()
     except OSError as error:
         msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
         raise StorageError(msg) from error
-    is_quantised = bool(_config(folder, config).get("quantization_config"))
-    tokenizer = _tokenizer(folder) if tokenizer_id else None
+    written = json.loads(config)
+    if written.get("transformers_weights"):
+        msg = f"{folder / 'config.json'} names its weights (transformers_weights); rename them to model.safetensors"
+        raise MismatchError(msg)
+    is_quantised = bool(written.get("quantization_config"))
+    tokenizer = _tokenizer(folder) if tokenizer_files(folder) else None
+    is_adapted = _has_adapter(folder)
+    is_given = model is not None
     if model is None:
         model = _placed(folder, device or "cpu", dtype, device_map, is_quantised=is_quantised)
-    else:
+    if is_given or is_adapted:
+        from kvwire.engines.transformers.adapters import revision_with_adapters
         from kvwire.engines.transformers.loaded import revision_of
 
         weights = revision_of(model, folder, weights, is_quantised=is_quantised)
+        weights = revision_with_adapters(model, weights)
     return TransformersEngine(
         model,
         tokenizer,
         model_id=name,
         revision=weights,
-        tokenizer_id=tokenizer_id,
+        tokenizer_id=None,
         model_config_digest=hashlib.sha256(config).hexdigest(),
     )
 
@@ -114,14 +129,14 @@ def _placed(
     return model if is_quantised or device_map is not None else model.to(device)  # type: ignore[no-any-return]
 
 
-def open_tokenizer(path: str | Path) -> Callable[[str], list[int]]:
+def open_tokenizer(path: str | Path) -> PieceTokenizer:
     """Open a model folder's tokenizer alone; no weights are read.
 
     Args:
         path: The folder, or an id on the Hub that was downloaded before.
 
     Returns:
-        What reads a text into token ids, without special tokens, as the model's engine does.
+        What reads a piece of a prompt into token ids, as the model's engine does.
 
     Raises:
         NotFoundError: The folder has no tokenizer.
@@ -132,13 +147,7 @@ def open_tokenizer(path: str | Path) -> Callable[[str], list[int]]:
         msg = f"{folder} holds no tokenizer; name the model's folder, or pass token ids to kvwire.vllm.request_body"
         raise NotFoundError(msg)
     check_tokenizer(tokenizer_files(folder))
-    tokenizer = _tokenizer(folder)
-
-    def tokenize(text: str) -> list[int]:
-        with no_panics():
-            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    return tokenize
+    return PieceTokenizer(_tokenizer(folder))
 
 
 def _check_options(
@@ -193,16 +202,14 @@ def _shards(index: Path) -> set[str]:
         raise CorruptError(msg) from error
 
 
-def _config(folder: Path, data: bytes) -> dict[str, Any]:
-    try:
-        config = json.loads(data)
-    except ValueError as error:
-        msg = f"{folder / 'config.json'} cannot be read ({error}); copy the model's files again"
-        raise CorruptError(msg) from error
-    if not isinstance(config, dict):
-        msg = f"{folder / 'config.json'} holds no configuration; copy the model's files again"
-        raise CorruptError(msg)
-    return config
+def _has_adapter(folder: Path) -> bool:
+    """Whether transformers will load an adapter with the model, which it leaves out in silence without PEFT."""
+    if not (folder / ADAPTER).is_file():
+        return False
+    if not is_peft_available():
+        msg = f"{folder} holds an adapter ({ADAPTER}), which needs another package: pip install peft"
+        raise ArgumentError(msg)
+    return True
 
 
 def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[str, Any] | None) -> PreTrainedModel:
@@ -241,27 +248,15 @@ def _weights(folder: Path, options: dict[str, Any]) -> Any:  # noqa: ANN401 - tr
         return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' progress bar off what is no terminal; the switch is its own and is put back."""
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
     """What a failure of from_pretrained means; the failure itself where it is about memory or devices."""
     if isinstance(error, OSError) and error.errno not in {None, errno.ENOENT}:
         return StorageError(f"{folder} cannot be read ({error}); check its permissions and the disk")
     if isinstance(error, OSError):  # transformers' word for files that are not there
         return NotFoundError(f"{folder} holds no weights that transformers can read ({error}); name a complete folder")
-    if isinstance(error, (AttributeError, KeyError, NotImplementedError, TypeError, ValueError)):
-        return MismatchError(f"{folder} cannot be opened as a causal language model ({error}); use another model")
+    if isinstance(error, _UNUSABLE):
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        return MismatchError(f"{folder} cannot be opened as a causal language model ({first}); use another model")
     if isinstance(error, (EOFError, RuntimeError)) or type(error).__module__.startswith("safetensors"):
         if "memory" in str(error).lower():
             return error

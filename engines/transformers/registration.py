@@ -9,10 +9,10 @@ back works for this very model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvwire.codec import rotate, rotation
 from kvwire.engines.transformers.plain import empty_layer, filled
@@ -33,7 +33,13 @@ _DISTANCE = 37
 """Far enough that every fast pair turns several times, near enough for any window."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Relative; deep layers of half-precision models differ by nearly a per cent between runs at two offsets."""
+_FAILURES = (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""What models raise over a cache or arguments that they do not take."""
+_OF_DEVICES = ("memory", "CUDA", "HIP")
+"""In RuntimeErrors that speak of the machine."""
 _FREQUENCIES = "inv_freq"
+_MOST_WORDS = 200
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 _RANK = 4  # [batch, heads, tokens, dim]
 
 Layers = list[tuple["Tensor", "Tensor"]]
@@ -60,6 +66,7 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
         MismatchError: A layer stores something other than keys and values, or attends in fixed blocks.
         CacheValueError: The model computes NaN or infinity.
     """
+    _check_kind(model)
     windows = _windows(model)
     count = max(1, min(_TOKENS, window_of(model) // 3))
     distance = max(1, min(_DISTANCE, window_of(model) - 2 * count))
@@ -92,6 +99,19 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
         raise MismatchError(msg)
     specs = (_spec(*pair, *turn, window, used) for pair, turn, window in zip(whole, turns, windows, strict=False))
     return tuple(specs), used
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Refuse what is no decoder of token ids."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        msg = (
+            "this model is an encoder with a decoder, whose layers also hold the encoder's states; use a decoder alone"
+        )
+        raise MismatchError(msg)
+    if not hasattr(config.get_text_config(decoder=True), "vocab_size"):
+        msg = "this model's configuration names no vocabulary, so it reads no token ids; use a causal language model"
+        raise MismatchError(msg)
 
 
 def _spec(
@@ -133,7 +153,7 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
         The tokens' keys and values ``[heads, tokens, dim]``, for each storing layer.
 
     Raises:
-        MismatchError: transformers raised something over a cache or arguments that the model does not take.
+        MismatchError: The model raised something over a cache or arguments that it does not take.
     """
     places = [devices.layer(layer) for layer in range(len(past or ()))]
     data = [(key[None].to(at), value[None].to(at)) for (key, value), at in zip(past or (), places, strict=True)]
@@ -142,8 +162,13 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
     tokens = torch.tensor([ids], device=devices.inputs)
     try:
         model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        msg = f"this model does not run on a plain key-value cache, so kvwire cannot store its state ({error})"
+    except _FAILURES as error:
+        if any(word in str(error) for word in _OF_DEVICES):
+            raise
+        msg = (
+            f"this model does not run on token ids, their positions and a plain key-value cache ({_words(error)}); "
+            "use a decoder that does, such as a causal language model with rotary positions"
+        )
         raise MismatchError(msg) from error
     before = max((key.shape[1] for key, _ in past or ()), default=0)
     return [(key[:, before:].cpu(), value[:, before:].cpu()) for key, value in stored(cache, before + len(ids))]
@@ -173,7 +198,7 @@ def stored(cache: DynamicCache, tokens: int) -> Layers:
             raise MismatchError(msg)
         out.append((keys[0], values[0]))
     if not any(keys.numel() for keys, _ in out):
-        msg = "this model fills no key-value cache; kvwire needs a decoder with attention"
+        msg = "this model fills no key-value cache; use a decoder that caches its keys and values"
         raise MismatchError(msg)
     return out
 
@@ -220,10 +245,31 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
         raise MismatchError(msg)
     try:
         layers = DynamicCache(config=model.config).layers
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        msg = f"transformers cannot lay out a cache for this model ({error}); use a decoder with attention"
+    except _FAILURES as error:
+        msg = f"transformers cannot lay out a cache for this model ({_words(error)}); use a decoder with attention"
         raise MismatchError(msg) from error
+    _check_layers(layers)
     return [getattr(layer, "sliding_window", None) for layer in layers]
+
+
+def _check_layers(layers: list[Any]) -> None:
+    """Refuse layers that keep anything but keys and values; those that keep nothing are no trouble."""
+    others = {number: type(layer).__name__ for number, layer in enumerate(layers) if type(layer) not in _PLAIN}
+    others = {number: name for number, name in others.items() if name != "DummyLayer"}
+    if others:
+        kinds = ", ".join(sorted(set(others.values())))
+        msg = (
+            f"{len(others)} of this model's {len(layers)} layers, the first of them layer {min(others)}, hold state "
+            "other than keys and values of every token, such as recurrent states, convolutions, compressed blocks or "
+            f"an index ({kinds} in transformers), which kvwire cannot cut and move; use a model whose layers hold keys "
+            "and values alone"
+        )
+        raise MismatchError(msg)
+
+
+def _words(error: Exception) -> str:
+    """What a model raised, in a line: its kind, too, as a missing key says too little, and no print of a module."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:_MOST_WORDS]}"
 
 
 def _distance_between(ours: Tensor, theirs: Tensor) -> float:
@@ -264,8 +310,9 @@ def _explain(
                 best, error = (regime, start), left
     if error > tolerance:
         msg = (
-            f"{what} cannot be moved, the best rotation leaves {error:.2g} of them unexplained; "
-            "this model's positions are not rotary (learned, additive or ALiBi), so its caches cannot be linked"
+            f"{what} cannot be moved, the best rotation leaves {error:.2g} of them unexplained; this model's positions "
+            "are not rotary (learned, additive or ALiBi) or rotate in a way that kvwire does not know, its tokens see "
+            "those after them, or it keeps other state, so its caches cannot be linked; use another model"
         )
         raise RopeRegimeError(msg)
     return best

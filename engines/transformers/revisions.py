@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "KVWIRE_REVISIONS"
 """Environment variable: path of the file, or ``off``."""
-_VERSION = 1
+_VERSION = 2  # 1 remembered digests of whole folders
 _MOST_ENTRIES = 256
 _MOST_BYTES = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -1,23 +1,21 @@
 """What a model knows of a document from its text alone: features of single tokens, and its own first layers.
 
-Both feed the codec's prediction. Features of a token are its embedding and its atlas entry: the keys and values that
-the model computes for it, in all layers, behind a short stretch of ordinary text. The atlas sees what the layers make
-of a token, which no linear map of the embedding does.
+Both feed the codec's prediction. Features of a token are its atlas entry: the keys and values that the model computes
+for it, in all layers, behind a short stretch of ordinary text. The atlas sees what the layers make of a token, which no
+linear map of the embedding does; entries of tokens that were not run are guessed from their embeddings.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec import Vocabulary, rotate, rotation
+from kvwire.codec import rotate, rotation
 from kvwire.engines.transformers.devices import Devices, input_device
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.types import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,17 +23,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvwire.types import CacheMeta, Side
+    from kvwire.types import CacheMeta, KVCache, Side
 
 ATLAS_CONTEXT = 24
 """Tokens that stand before the one that is looked at: enough that it is no beginning of a text."""
-ATLAS_TOKENS = 1 << 18
-"""Vocabulary entries that are run at most; the others are told from their embeddings."""
+ATLAS_TOKENS, SMALL_VOCABULARY = 1 << 12, 1 << 13
+"""Entries of a larger vocabulary that are run, those that occur first; the others are told from their embeddings."""
+_EMBEDDING_AXES = 1024
+"""Wider embeddings are projected to as many principal axes."""
 ATLAS_FEATURES = 384
 """Principal components of the atlas that are kept: most of it lies in the first hundred."""
-SAMPLE_TOKENS = 1 << 14
-"""Entries that are kept whole, for the fit of the prediction."""
-_BASIS_TOKENS = 4096
+_BASIS_TOKENS = 1024
 """Entries that the components are found from."""
 _BATCH_BYTES = 128 << 20
 _RIDGE = 1e-4
@@ -141,18 +139,18 @@ def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 @torch.no_grad()
 def look_up(
     model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int], soft: Tensor | None = None
-) -> Vocabulary:
+) -> Tensor:
     """What is known of every token of the vocabulary.
 
     Args:
         model: The model.
         meta: What its caches say of themselves.
         context: The cache of some ordinary tokens at positions from 0, positions on.
-        seen: Tokens to look at first, should the vocabulary be larger than ATLAS_TOKENS.
+        seen: Tokens to look at first, should the vocabulary be larger than SMALL_VOCABULARY.
         soft: Embeddings of soft tokens that the model takes, ``[count, hidden_size]``; they follow the vocabulary.
 
     Returns:
-        Features of tokens.
+        Features of tokens, float32 ``[vocabulary, n]``.
 
     Raises:
         MismatchError: The embeddings are not in memory.
@@ -163,36 +161,30 @@ def look_up(
         raise MismatchError(msg)
     devices = Devices.of(model)
     rows = weight.detach().float().cpu()
-    embedding = _normalised(rows if soft is None else torch.cat([rows, soft.float().cpu()]))
+    embedding = _narrowed(_normalised(rows if soft is None else torch.cat([rows, soft.float().cpu()])))
     chosen = _chosen(len(embedding), seen)
-    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
-    sample = chosen[order[:SAMPLE_TOKENS]]
-    entries = torch.cat([_entries(model, devices, meta, context, part) for part in _batches(sample, context)])
-    mean, scale = entries.mean(0), _plane_scale(entries, meta)
-    axes = _principal(((entries - mean) / scale)[:_BASIS_TOKENS])
+    entries = torch.cat([_entries(model, devices, meta, context, part) for part in _batches(chosen, context)])
+    scale = _plane_scale(entries, meta)
+    entries -= entries.mean(0)
+    entries /= scale
+    some = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:_BASIS_TOKENS]
+    axes = _principal(entries[some])
     atlas = torch.empty(len(embedding), axes.shape[1])
-    atlas[sample] = (entries - mean) / scale @ axes
-    for part in _batches(chosen[order[SAMPLE_TOKENS:]], context):
-        atlas[part] = (_entries(model, devices, meta, context, part) - mean) / scale @ axes
+    atlas[chosen] = entries @ axes
     if len(chosen) < len(embedding):
         others = torch.ones(len(embedding), dtype=torch.bool)
         others[chosen] = False
         atlas[others] = _guessed(embedding[chosen], atlas[chosen], embedding[others])
-    features = torch.cat([embedding, atlas / atlas.std().clamp(min=1e-12)], 1)
-    return Vocabulary(features, _as_cache(entries, meta, sample))
+    return atlas / atlas.std().clamp(min=1e-12)
 
 
-def _as_cache(entries: Tensor, meta: CacheMeta, token_ids: Tensor) -> KVCache:
-    """Atlas entries as a cache without positions, one token each."""
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    at = 0
-    for out, dims in ((keys, [s.key_dim for s in meta.layers]), (values, [s.value_dim for s in meta.layers])):
-        for spec, dim in zip(meta.layers, dims, strict=True):
-            part = entries[:, at : at + spec.kv_heads * dim]
-            out.append(part.reshape(len(entries), spec.kv_heads, dim).permute(1, 0, 2))
-            at += spec.kv_heads * dim
-    return KVCache.from_tensors(keys, values, replace(meta, positions="off"), token_ids.tolist())
+def _narrowed(embedding: Tensor) -> Tensor:
+    """Embeddings of few features: wide ones by their principal axes, found from some thousands of rows."""
+    if embedding.shape[1] <= _EMBEDDING_AXES:
+        return embedding
+    chosen = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0))[: 8 * _BASIS_TOKENS]
+    some = embedding[chosen] - embedding[chosen].mean(0)
+    return embedding @ _eigh(some.T @ some)[1].flip(1)[:, :_EMBEDDING_AXES]
 
 
 def _chosen(vocabulary: int, seen: Sequence[int]) -> Tensor:
@@ -200,7 +192,8 @@ def _chosen(vocabulary: int, seen: Sequence[int]) -> Tensor:
     order = torch.tensor([*dict.fromkeys(seen)], dtype=torch.long)
     rest = torch.ones(vocabulary, dtype=torch.bool)
     rest[order] = False
-    return torch.cat([order, rest.nonzero()[:, 0]])[:ATLAS_TOKENS].sort().values
+    most = vocabulary if vocabulary <= SMALL_VOCABULARY else ATLAS_TOKENS
+    return torch.cat([order, rest.nonzero()[:, 0]])[:most].sort().values
 
 
 def _batches(token_ids: Tensor, context: KVCache) -> Sequence[Tensor]:

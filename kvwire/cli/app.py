@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from io import StringIO
+from typing import NoReturn
 
 import click
 
@@ -17,7 +19,7 @@ from kvwire._version import __version__
 from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.lazy_group import LazyCommand, LazyGroup
 from kvwire.cli.say import prepare_output, say, say_text
-from kvwire.errors import KvwireError
+from kvwire.errors import KvwireError, StorageError
 
 COMMANDS = {
     "append": LazyCommand("kvwire.cli.append", "append", "Append text to a document, encoding the new tokens alone."),
@@ -32,7 +34,9 @@ COMMANDS = {
     "inspect": LazyCommand("kvwire.cli.inspect_blob", "inspect", "Show what a blob holds: a file, or a document."),
     "key": LazyCommand("kvwire.cli.key", "key", "Make a master key for --keys."),
     "plan": LazyCommand("kvwire.cli.plan", "plan", "Tell what a load would do, why, and what else there is."),
-    "profile": LazyCommand("kvwire.cli.profile", "profile_group", "Tell when a new profile would pay."),
+    "profile": LazyCommand(
+        "kvwire.cli.profile", "profile_group", "Fit a profile once, look at it, and see when a new one pays."
+    ),
     "report": LazyCommand("kvwire.cli.report", "report", "Write a page of what a store holds and is good for."),
     "salt": LazyCommand("kvwire.cli.salt", "salt", "Print what a request to vLLM for documents must carry."),
     "serve": LazyCommand("kvwire.cli.serve", "serve", "Serve a store over HTTP until interrupted."),
@@ -62,9 +66,17 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except KvwireError as error:
-        if as_json:
+        _fail(error, as_json=as_json)
+    except OSError as error:  # of the disk, of stdout, or of a library that finds no place for its files
+        msg = f"the system refused ({error}); look at free space, permissions, open files, TMPDIR and HOME"
+        _fail(StorageError(msg), as_json=as_json)
+
+
+def _fail(error: KvwireError, *, as_json: bool) -> NoReturn:
+    if as_json:
+        with suppress(OSError):
             say(json.dumps(error_as_data(error)))
-        leave(error)
+    leave(error)
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})

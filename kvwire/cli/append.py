@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class _AppendOptions(TypedDict):
     text: str | None
     file: Path | None
+    after: int | None
     fork: str
     compact: bool
     model: str
@@ -35,6 +36,12 @@ class _AppendOptions(TypedDict):
 @click.argument("document")
 @click.option("--text", help="What follows the document's last token.")
 @click.option("--file", type=click.Path(path_type=Path), help="A file of it, in UTF-8.")
+@click.option(
+    "--after",
+    metavar="TOKENS",
+    type=click.IntRange(0),
+    help="Append only where DOCUMENT has so many tokens, as the last append told: then repeating the command is safe.",
+)
 @click.option("--fork", default="", metavar="NAME", help="Leave DOCUMENT as it is, and give what it would be to NAME.")
 @click.option("--compact", is_flag=True, help="Encode DOCUMENT anew as one blob, after what is appended.")
 @MODEL
@@ -49,26 +56,30 @@ def append(document: str, place: StoreOptions, **options: Unpack[_AppendOptions]
     from kvwire.runtime.corpus import Corpus
 
     text = _text(options["text"], options["file"], is_needed=not options["compact"])
-    if options["fork"] and not text:
-        msg = "a fork is a document with something appended: give --text or --file too, or leave out --fork"
-        raise ArgumentError(msg)
+    for name in ("fork", "after"):
+        if options[name] not in ("", None) and not text:
+            msg = f"--{name} is about what is appended: give --text or --file too, or leave out --{name}"
+            raise ArgumentError(msg)
     engine = open_engine(options["model"], options["device"], options["dtype"])
     with closing(place.open_lasting(exists=True)) as store:
         corpus = Corpus(engine, store, **place.whose(), coding=Coding(backend=options["backend"]))
         done: list[Encoded] = []
         new = engine.tokenize(text) if text else ()
         if text:
-            done.append(corpus.append(document, new, fork=options["fork"]))
+            done.append(corpus.append(document, new, after=options["after"], fork=options["fork"]))
         if options["compact"]:
             done.append(corpus.compact(options["fork"] or document))
-    entry = done[-1].entry
+    entry, is_there = done[-1].entry, bool(text) and done[0].skipped
+    added = 0 if is_there else len(new)
     written = sum(each.info.file_bytes for each in done if not each.skipped)
     if options["as_json"]:
-        about = {"id": entry.document_id, "tokens": entry.tokens, "added": len(new), "parts": max(1, len(entry.parts))}
-        say(json.dumps(about | {"written_bytes": written, "bytes": entry.size}))
+        about = {"id": entry.document_id, "tokens": entry.tokens, "added": added, "skipped": is_there}
+        sizes = {"parts": max(1, len(entry.parts)), "written_bytes": written, "bytes": entry.size}
+        say(json.dumps(about | sizes))
         return
+    news = "there already" if is_there else f"{added} more"
     say(
-        f"{entry.document_id}: {entry.tokens} tokens ({len(new)} more) in {max(1, len(entry.parts))} parts, "
+        f"{entry.document_id}: {entry.tokens} tokens ({news}) in {max(1, len(entry.parts))} parts, "
         f"{written:,} bytes written"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,10 @@ from kvwire.cli.options import (
     BACKEND,
     DEVICE,
     DTYPE,
+    FLOOR,
     JSON,
     LINKS,
+    MAX_KL,
     MODEL,
     REPAIR,
     SOFT_TOKENS,
@@ -28,6 +31,7 @@ from kvwire.cli.options import (
     use_file,
 )
 from kvwire.cli.printing import print_answer
+from kvwire.cli.progress import stages
 from kvwire.errors import ArgumentError, DeadlineError, NotFoundError
 
 if TYPE_CHECKING:
@@ -38,6 +42,10 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.settings import LoadSettings
+    from kvwire.types import Chat
+
+
+_SILENCE_SHARE, _LEAST_SILENCE_S = 0.25, 1.0
 
 
 class _AskOptions(TypedDict):
@@ -46,7 +54,9 @@ class _AskOptions(TypedDict):
     question: str
     deadline: float | None
     link: str | None
-    floor: int
+    exact: bool
+    max_kl: float | None
+    floor: int | None
     ceiling: int | None
     on_late: OnLate
     repair: str
@@ -65,12 +75,15 @@ class _AskOptions(TypedDict):
     arguments: tuple[str, ...]
     links: str | None
     soft_tokens: Path | None
-    system: str
+    system: str | None
+    chat: bool
+    before: str
     uses: str | None
     model: str
     device: str
     dtype: str
     backend: Backend
+    verbose: bool
     as_json: bool
 
 
@@ -85,12 +98,12 @@ class _AskOptions(TypedDict):
 )
 @click.option("--link", help="Emulate a link: 50mbit or 50mbit,20ms.")
 @click.option(
-    "--floor",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0, 7),
-    help="Lowest level to use where there is a choice.",
+    "--exact",
+    is_flag=True,
+    help="Caches bit for bit as the model computes them: lossless levels (encode --lossless), or the texts computed.",
 )
+@MAX_KL
+@FLOOR
 @click.option(
     "--ceiling",
     type=click.IntRange(0, 7),
@@ -166,18 +179,27 @@ class _AskOptions(TypedDict):
 )
 @LINKS
 @SOFT_TOKENS
-@click.option("--system", default="", help="Text before the documents, computed in every prompt.")
+@click.option("--system", help="Text before the documents, computed in every prompt; with --chat the system turn.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Put the model's chat template around documents and question, which are the user's turn; the answer is the "
+    "assistant's.",
+)
+@click.option("--before", default="", help="With --chat, the user's words before the documents.")
 @USES
 @MODEL
 @store_options
 @DEVICE
 @DTYPE
 @BACKEND
+@click.option("-v", "--verbose", is_flag=True, help="Tell what is measured before the answer, also off a terminal.")
 @JSON
 def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
     """Answer a question over documents of a store: --docs A B C --question "..."."""
     names, deadline = [*options["docs"], *options["more_docs"]], options["deadline"]
-    names, answer = _answer(names, place, options)
+    with stages(is_told=options["verbose"] or sys.stderr.isatty()):
+        names, answer = _answer(names, place, options)
     error = None
     if deadline is not None and answer.timing.ttft_s > deadline:
         error = DeadlineError(
@@ -191,7 +213,11 @@ def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
 def _settings(options: _AskOptions) -> LoadSettings:
     from kvwire.runtime.settings import LoadSettings
 
-    settings = LoadSettings(
+    settings = _hasty(LoadSettings(), options["deadline"])
+    settings = replace(
+        settings,
+        exact=options["exact"],
+        max_kl=options["max_kl"],
         quality_floor=options["floor"],
         quality_ceiling=options["ceiling"],
         backend=options["backend"],
@@ -211,17 +237,40 @@ def _settings(options: _AskOptions) -> LoadSettings:
     return replace(settings, kept_bytes=parse_size(options["kept_size"]))
 
 
+def _hasty(settings: LoadSettings, deadline_s: float | None) -> LoadSettings:
+    """Before a deadline, a loader does not begin by waiting long for a store that is silent."""
+    if deadline_s is None:
+        return settings
+    return replace(settings, open_s=min(settings.open_s, max(_SILENCE_SHARE * deadline_s, _LEAST_SILENCE_S)))
+
+
 def _laid_out(settings: LoadSettings, engine: Engine, options: _AskOptions) -> LoadSettings:
     """With the layout and the system text that options name."""
-    if not (options["links"] or options["soft_tokens"] or options["system"]):
+    asked = "" if options["chat"] else options["system"]
+    if not (options["links"] or options["soft_tokens"] or asked):
         return settings
     from kvwire.cli.layouts import use_layout
 
     if options["schema"]:
         msg = "modules of a schema stand where it has them: leave out --links, --soft-tokens and --system"
         raise ArgumentError(msg)
-    system = tuple(engine.tokenize(options["system"])) if options["system"] else ()
+    system = tuple(engine.tokenize(asked, place="first", trust="frame")) if asked else ()
     return replace(settings, layout=use_layout(engine, options["links"], options["soft_tokens"]), system=system)
+
+
+def _chat(options: _AskOptions) -> Chat | None:
+    """What options say of the chat; None: there is none."""
+    if not options["chat"]:
+        if options["before"]:
+            msg = "--before is of a chat: give --chat, too"
+            raise ArgumentError(msg)
+        return None
+    from kvwire.types import Chat
+
+    if options["schema"]:
+        msg = "modules of a schema stand where it has them: leave out --chat"
+        raise ArgumentError(msg)
+    return Chat(system=options["system"], before=options["before"])
 
 
 def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tuple[list[str], Answer]:
@@ -231,6 +280,7 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
     from kvwire.runtime.text_files import read_texts, token_ids
     from kvwire.transport import parse_link
 
+    chat = _chat(options)
     engine = open_engine(options["model"], options["device"], options["dtype"])
     settings = _laid_out(_settings(options), engine, options)
     texts = read_texts([options["texts"]]) if options["texts"] else {}
@@ -245,9 +295,12 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
         wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
         known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
         with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
-            asking = partial(loader.ask, names) if schema is None else partial(loader.ask_schema, schema)
+            question: str | list[int] = options["question"]
+            if chat is None:
+                question = engine.tokenize(options["question"], place="last", trust="frame")
+            asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
             answer = asking(
-                engine.tokenize(options["question"]),
+                question,
                 deadline_s=options["deadline"],
                 objective=options["objective"],
                 tokens=options["tokens"],

@@ -114,10 +114,11 @@ def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt],
     from kvwire.runtime.link_check import CheckPrompt, prompts_of, shortened, split_prompts
     from kvwire.runtime.text_files import read_texts
 
+    window = engine.window - len(engine.opening_tokens)
     texts = {name: list(engine.tokenize(text)) for name, text in read_texts([options["documents"]]).items()}
     if not options["questions"]:
         known, seed = list(texts.values()), options["seed"]
-        return split_prompts(known, options["prompts"], options["shift_prompts"], engine.window, seed=seed)
+        return split_prompts(known, options["prompts"], options["shift_prompts"], window, seed=seed)
     found, named = [], set[str]()
     for asked in _questions(Path(options["questions"])):
         lost = [name for name in asked["documents"] if name not in texts]
@@ -126,16 +127,16 @@ def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt],
             raise ArgumentError(msg)
         named.update(asked["documents"])
         documents = tuple(tuple(texts[name]) for name in asked["documents"])
-        question = tuple(engine.tokenize(asked["question"]))
-        answer = tuple(engine.tokenize(asked["answer"])) if asked.get("answer") else ()
+        question = tuple(engine.tokenize(asked["question"], place="last", trust="frame"))
+        answer = tuple(engine.tokenize(asked["answer"], place="last", trust="frame")) if asked.get("answer") else ()
         found.append(CheckPrompt(documents, question, answer))
-    fitting = shortened(found, engine.window)[: options["prompts"]]
+    fitting = shortened(found, window)[: options["prompts"]]
     if not fitting:
         msg = f"no question of {options['questions']} fits the model's window of {engine.window} tokens with its texts"
         raise ArgumentError(msg)
     others, learning = [ids for name, ids in texts.items() if name not in named], []
     with suppress(ArgumentError):  # none of them is long enough: no shift is learnt
-        learning = prompts_of(others, options["shift_prompts"], engine.window, seed=options["seed"])
+        learning = prompts_of(others, options["shift_prompts"], window, seed=options["seed"])
     return [prompt if prompt.rest else _answered(engine, prompt) for prompt in fitting], learning
 
 
@@ -143,7 +144,9 @@ def _answered(engine: Engine, prompt: CheckPrompt) -> CheckPrompt:
     """With the model's own answer from a full prefill, where none is given."""
     from dataclasses import replace
 
-    (past_cache,) = engine.prefill([[*prompt.text, *prompt.question]])
+    from kvwire.runtime.opening import opened
+
+    (past_cache,) = engine.prefill([opened(engine, [*prompt.text, *prompt.question])])
     start = past_cache.tokens
     past = engine.past_key_values(past_cache.slice(0, start - 1))
     first = int(engine.forward(past, [prompt.question[-1]], start - 1, logits=1)[-1].argmax())

@@ -12,28 +12,35 @@ import click
 from kvwire.cli.encode_output import EncodeOutput
 from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import leave
+from kvwire.cli.inputs import read_file
 from kvwire.cli.options import (
     BACKEND,
+    CALIBRATION,
     DEVICE,
     DTYPE,
     INDEX,
     JSON,
     LINKS,
     MODEL,
+    PREFIX_LAYERS,
+    RESUME,
     SOFT_TOKENS,
     USES,
     StoreOptions,
     store_options,
     use_file,
 )
+from kvwire.cli.progress import stages
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.codec import Backend
     from kvwire.offline import DocumentRef, RunOptions
+    from kvwire.runtime.coding import Extent
     from kvwire.runtime.corpus import Corpus
 
 
@@ -53,6 +60,8 @@ class _EncodeOptions(TypedDict):
     links: str | None
     soft_tokens: Path | None
     drop_tokens: float
+    calibration: Extent
+    profile: Path | None
     resume: Path | None
     index: tuple[str, ...]
     uses: str | None
@@ -79,15 +88,7 @@ class _EncodeOptions(TypedDict):
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
 @click.option("--refit", is_flag=True, help="Fit a new profile, and encode again what has another one.")
 @click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
-@click.option(
-    "--prefix-layers",
-    "--head-start",
-    "prefix_layers",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Layers that readers compute anew, which makes blobs smaller; --head-start is the old name.",
-)
+@PREFIX_LAYERS
 @click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
 @click.option(
     "--deviation", is_flag=True, help="Measure how far tokens move behind others, for ask --selector product."
@@ -106,11 +107,14 @@ class _EncodeOptions(TypedDict):
     metavar="N",
     help="Keep documents with fewer than N counted uses as text; needs --uses.",
 )
+@CALIBRATION
 @click.option(
-    "--resume",
+    "--profile",
+    "profile",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
+    help="Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.",
 )
+@RESUME
 @LINKS
 @SOFT_TOKENS
 @click.option(
@@ -156,7 +160,7 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     if options["manifest"]:
         check_manifest_name(options["manifest"])
     refs = find_documents(options["paths"], text_column=options["text_column"], id_column=options["id_column"])
-    output = EncodeOutput(refs, options["manifest"], as_json=options["as_json"])
+    output = EncodeOutput(refs, options["manifest"], method=options["method"], as_json=options["as_json"])
     run = _on_ray if options["on"] == "ray" else _here
     if options["engine"] == "vllm":
         run = _on_vllm
@@ -164,7 +168,8 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
         msg = "--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray"
         raise ArgumentError(msg)
     try:
-        run(place, options, refs, output)
+        with stages():
+            run(place, options, refs, output)
     except KvwireError as error:
         output.fail_all(failed_row(Row(ref.document_id, ref.source), error) for ref in refs)
         raise
@@ -192,7 +197,7 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     coding = Coding(
         options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
         deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], layout=layout,
-        drop_tokens=options["drop_tokens"], resume=options["resume"],
+        drop_tokens=options["drop_tokens"], resume=options["resume"], calibration=options["calibration"],
     )  # fmt: skip
     return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
 
@@ -200,14 +205,21 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
 def _what(options: _EncodeOptions) -> RunOptions:
     from kvwire.offline import RunOptions
 
-    return RunOptions(options["force"], options["encode_after"], options["index"], options["refit"])
+    if options["profile"] and options["refit"]:
+        msg = "--refit fits a new profile, and --profile names one: leave one of them out"
+        raise ArgumentError(msg)
+    data = read_file(options["profile"], "--profile names a file of kvwire profile fit") if options["profile"] else b""
+    return RunOptions(options["force"], options["encode_after"], options["index"], options["refit"], data)
 
 
 def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
     from kvwire.offline import encode_side_by_side, prepare_profile
 
-    corpus, what = open_corpus(place, options), _what(options)
+    what = _what(options)
+    PROGRESS.info("opening %s", options["model"])
+    corpus = open_corpus(place, options)
     profile = prepare_profile(corpus, refs, what)
+    PROGRESS.info("encoding %d documents", len(refs))
     with closing(encode_side_by_side(corpus, refs, profile, what)) as works:
         output.take((work.row, work.encoded) for work in works)
 

@@ -29,16 +29,17 @@ def print_row(row: Row) -> None:
 class EncodeOutput:
     """Takes rows as they come: a line each, the manifest, and at the end the levels, the failures and the error."""
 
-    def __init__(self, refs: Sequence[DocumentRef], manifest: str | None, *, as_json: bool) -> None:
+    def __init__(self, refs: Sequence[DocumentRef], manifest: str | None, *, method: str, as_json: bool) -> None:
         """Print nothing yet.
 
         Args:
             refs: The documents that will come, in their order.
             manifest: File that gets a row of each; None: none is written.
+            method: That documents are coded with.
             as_json: Print one JSON object at the end, and no lines.
         """
         self._refs, self._manifest, self._as_json = refs, manifest, as_json
-        self._totals = LevelTotals()
+        self._totals = LevelTotals(method)
         self._failures: dict[str, str] = {}
         self._documents: list[dict[str, Any]] = []
         self._done = 0

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from kvwire.errors import NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvwire.engines.base import Engine
+    from kvwire.engines.transformers.tokenizing import PieceTokenizer
 
 
 def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
@@ -66,14 +65,14 @@ def model_name(model: str) -> str:
         raise StorageError(msg) from error
 
 
-def open_tokenizer(model: str) -> Callable[[str], list[int]]:
+def open_tokenizer(model: str) -> PieceTokenizer:
     """Open a model's tokenizer alone.
 
     Args:
         model: Folder of the model.
 
     Returns:
-        What reads a text, without special tokens.
+        What reads a piece of a prompt.
 
     Raises:
         NotFoundError: The folder has none.

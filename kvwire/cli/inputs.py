@@ -1,4 +1,4 @@
-"""What ``kvwire plan`` and ``kvwire simulate`` read alike: blob headers, lengths, links, machines and shapes."""
+"""What commands read alike: files, blob headers, lengths, links, machines and shapes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,30 @@ def read_file_header(path: Path) -> BlobInfo:
     except (CorruptError, FormatVersionError) as error:
         msg = f"{path}: {error}"
         raise type(error)(msg) from error
+
+
+def read_file(path: Path, advice: str) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: Of the file.
+        advice: What the option or argument is to name, for the error.
+
+    Returns:
+        Its bytes.
+
+    Raises:
+        NotFoundError: The file is not there.
+        StorageError: The file cannot be read.
+    """
+    if not path.is_file():
+        msg = f"{path} is not a file; {advice}"
+        raise NotFoundError(msg)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror})"
+        raise StorageError(msg) from error
 
 
 def read_tokens(text: str, most: int) -> int:

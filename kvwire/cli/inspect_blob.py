@@ -38,11 +38,13 @@ def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool)
     say(f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (header {info.header_bytes:,})")
     say(f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}")
     if info.prefix_layers or info.method != DEFAULT_METHOD:
-        say(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
+        computed = f", coded for readers that compute the first {info.prefix_layers} layers"
+        say(f"method {info.method}{computed if info.prefix_layers else ''}")
     if info.deviation:
         say(f"says how far tokens move behind other documents, by blocks of {info.deviation.block}")
     if info.neutral_prefix:
-        say(f"computed behind {len(info.neutral_prefix)} tokens that were dropped")
+        bos = f", the first {info.opening} of them the tokenizer's BOS" if info.opening else ""
+        say(f"computed behind {len(info.neutral_prefix)} tokens that were dropped{bos}")
     if info.soft_tokens:
         say(f"computed with {info.soft_tokens.count} soft tokens, {info.soft_tokens.digest[:12]}")
     if info.prefix:

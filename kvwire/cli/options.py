@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     Command = Callable[..., None]
 
-MODEL = click.option("--model", required=True, envvar="KVWIRE_MODEL", help="Folder of a Hugging Face causal model.")
+MODEL = click.option(
+    "--model",
+    required=True,
+    envvar="KVWIRE_MODEL",
+    help="Folder of a Hugging Face causal model, its id on the Hub, or a GGUF file.",
+)
 DEVICE = click.option(
     "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs."
 )
@@ -37,6 +42,29 @@ BACKEND = click.option(
     envvar="KVWIRE_BACKEND",
     type=click.Choice(["auto", "triton", "numba"]),
     help="Kernels that code caches; auto: Triton's on a GPU.",
+)
+
+
+CALIBRATION = click.option(
+    "--calibration",
+    type=click.Choice(["full", "quick"]),
+    default="full",
+    show_default=True,
+    help="Tokens that a profile is fitted on: 16,384 or 2,048 at most, and no more than half of the text.",
+)
+PREFIX_LAYERS = click.option(
+    "--prefix-layers",
+    "--head-start",
+    "prefix_layers",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Layers that readers compute anew, which makes blobs smaller; --head-start is the old name.",
+)
+RESUME = click.option(
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
 )
 
 
@@ -65,6 +93,38 @@ REPAIR = click.option(
     metavar="none|auto|all|SHARE",
     help="Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
     "leaves time for, all, or a share from 0 to 1.",
+)
+
+
+def _max_kl(_context: click.Context, _option: click.Parameter, told: str) -> float | None:
+    """A KL divergence; None for none."""
+    from kvwire.runtime.settings import check_max_kl
+
+    if told.strip().lower() == "none":
+        return None
+    try:
+        value = float(told)
+    except ValueError as error:
+        msg = f"--max-kl is a KL divergence in nats, 0 or more, or none; got {told!r}"
+        raise ArgumentError(msg) from error
+    check_max_kl(value)
+    return value
+
+
+MAX_KL = click.option(
+    "--max-kl",
+    default="0.1",
+    show_default=True,
+    envvar="KVWIRE_MAX_KL",
+    callback=_max_kl,
+    metavar="NATS|none",
+    help="Of each document, fetch no coarser level than the first of which no greater KL divergence is expected; none: "
+    "any level. Does not hold where --floor is given.",
+)
+FLOOR = click.option(
+    "--floor",
+    type=click.IntRange(0, 7),
+    help="Lowest level to use where there is a choice, in place of --max-kl.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire.cli.failures import leave
-from kvwire.cli.options import DEVICE, DTYPE, JSON, REPAIR, StoreOptions, repair_of, store_options
+from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, StoreOptions, repair_of, store_options
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.cli.say import say
-from kvwire.errors import DeadlineError
+from kvwire.errors import ArgumentError, DeadlineError
 
 if TYPE_CHECKING:
     from kvwire.controller import Goal, Objective
@@ -43,7 +43,9 @@ _MANY = 16  # documents
     type=click.Choice(["earliest", "quality", "cheapest"]),
     help="By default the best quality within the deadline, without one the earliest first token.",
 )
-@click.option("--floor", default=0, show_default=True, type=click.IntRange(0, 7), help="Lowest level to use.")
+@click.option("--exact", is_flag=True, help="Lossless levels alone, and texts where there is none; as ask has it.")
+@MAX_KL
+@FLOOR
 @click.option(
     "--question-tokens", default=32, show_default=True, type=click.IntRange(1, 1 << 20), help="Length of the question."
 )
@@ -97,7 +99,14 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
 
 
 def _goal(options: PlanOptions) -> Goal:
-    from kvwire.controller import Goal
+    from kvwire.controller import EXACT, Goal
 
+    if options.exact and (options.context is not None or options.floor is not None):
+        msg = "--exact is about lossless levels of documents that are named: leave out --context and --floor"
+        raise ArgumentError(msg)
     usual: Objective = "earliest" if options.deadline is None else "quality"
-    return Goal(objective=options.objective or usual, deadline_s=options.deadline, floor=options.floor)
+    return Goal(
+        objective=options.objective or usual,
+        deadline_s=options.deadline,
+        floor=EXACT if options.exact else options.floor or 0,
+    )

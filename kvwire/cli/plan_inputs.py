@@ -50,7 +50,9 @@ class PlanOptions:
         link: Bandwidth and round trip, as text.
         deadline: Seconds.
         objective: Of the goal; None: by the deadline.
-        floor: Lowest level.
+        exact: Lossless levels alone.
+        max_kl: Greatest KL divergence to expect of levels, in nats; None: any.
+        floor: Lowest level, in place of ``max_kl``; None: as that says.
         question_tokens: Length of the question.
         repair: Rows that are computed anew, as text.
         price: What an engine, storing and egress cost, as text; None: money is not counted.
@@ -73,7 +75,9 @@ class PlanOptions:
     link: str | None
     deadline: float | None
     objective: Objective | None
-    floor: int
+    exact: bool
+    max_kl: float | None
+    floor: int | None
     question_tokens: int
     repair: str
     price: str | None
@@ -89,11 +93,13 @@ class PlanOptions:
             config: Its model configuration.
             **given: Options that are other than by default.
         """
+        from kvwire.controller import MAX_KL
+
         usual: dict[str, Any] = {
             "docs": (name,), "more_docs": (), "context": None, "documents": 1, "model": None, "device": "cpu",
             "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None, "config": config,
-            "link": None, "deadline": None, "objective": None, "floor": 0, "question_tokens": 32, "repair": "none",
-            "price": None, "compare": True, "as_json": False,
+            "link": None, "deadline": None, "objective": None, "exact": False, "max_kl": MAX_KL, "floor": None,
+            "question_tokens": 32, "repair": "none", "price": None, "compare": True, "as_json": False,
         }  # fmt: skip
         return cls(**usual | given)
 
@@ -119,6 +125,11 @@ class PlanOptions:
             if looks_like_file and not _is_file(name):
                 msg = f"{name} is not a {_BLOB} file; check the path, or name a document's id and its --store"
                 raise NotFoundError(msg)
+
+    @property
+    def kl_bound(self) -> float | None:
+        """``max_kl`` where nothing else stands in its place."""
+        return None if self.exact or self.floor is not None else self.max_kl
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,12 +160,14 @@ class Prompt:
         inputs: In prompt order.
         details: Beyond what planning needs.
         sizes: Where sizes come from that are not the documents' own, in words; empty where they are.
+        notes: What is to be told of documents, in words.
     """
 
     names: tuple[str, ...]
     inputs: tuple[DocumentPlanInput, ...]
     details: Details
     sizes: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def stored_bytes(self) -> int:
@@ -196,11 +209,26 @@ class Sources:
         if options.context is not None:
             return self._made_up(options.context)
         headers = [self._header(name) for name in options.names]
-        return Prompt(options.names, tuple(map(_input, headers)), self._details(headers))
+        inputs = tuple(_input(header, exact=options.exact, max_kl=options.kl_bound) for header in headers)
+        return Prompt(options.names, inputs, self._details(headers), notes=self._notes(headers))
+
+    def _notes(self, headers: list[BlobInfo | int]) -> tuple[str, ...]:
+        """Of documents whose floor lets in more than the greatest KL divergence that is wanted."""
+        from kvwire.runtime.expected_kl import floor_trouble
+
+        options = self._options
+        if options.max_kl is None or options.exact:
+            return ()
+        told = (
+            (name, floor_trouble(header, options.max_kl, options.floor))
+            for name, header in zip(options.names, headers, strict=True)
+            if not isinstance(header, int)
+        )
+        return tuple(f"{name}: {trouble}" for name, trouble in told if trouble)
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
-        from kvwire.controller.simulator import costs, documents_for, measured, source_in_words
+        from kvwire.controller.simulator import costs, documents_for, expected_kl, measured, source_in_words
         from kvwire.whatif.records import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
@@ -211,10 +239,12 @@ class Sources:
         lengths = [tokens // count + (number < tokens % count) for number in range(count)]
         raw = costs(model, machine, raw=True).decode
         details = Details(
-            level_names=measured()["kvwire"].levels, raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=raw
-        )
+            level_names=measured()["kvwire"].levels, level_kl=(expected_kl(model),) * count,
+            raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=raw,
+        )  # fmt: skip
         names = tuple(f"document {number + 1}" for number in range(count))
-        return Prompt(names, tuple(documents_for(model, lengths)), details, source_in_words(model))
+        made = documents_for(model, lengths, max_kl=self._options.kl_bound)
+        return Prompt(names, tuple(made), details, source_in_words(model))
 
     def _header(self, name: str) -> BlobInfo | int:
         """What a document's blob says of itself; its tokens where only the text is kept."""
@@ -328,15 +358,14 @@ def _is_file(name: str) -> bool:
     return name.endswith(_BLOB) and Path(name).is_file()
 
 
-def _input(header: BlobInfo | int) -> DocumentPlanInput:
+def _input(header: BlobInfo | int, *, exact: bool, max_kl: float | None) -> DocumentPlanInput:
     from kvwire.controller import DocumentPlanInput
     from kvwire.controller.simulator.sizes import chunk_lengths
 
     if isinstance(header, int):
         return DocumentPlanInput(chunk_lengths(header))
-    return DocumentPlanInput.from_blob(
-        header, prefix_share=min(1.0, header.prefix_layers / max(1, len(header.meta.layers)))
-    )
+    share = min(1.0, header.prefix_layers / max(1, len(header.meta.layers)))
+    return DocumentPlanInput.from_blob(header, prefix_share=share, exact=exact, max_kl=max_kl)
 
 
 def _kl(info: BlobInfo) -> tuple[float, ...]:

@@ -55,8 +55,8 @@ def print_plan(
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
-        sizes = {"sizes": prompt.sizes} if prompt.sizes else {}
-        shown = describe_plan(prompt.names, plan) | sizes | made_with | error_as_data(error)
+        told = {"notes": list(prompt.notes)} | ({"sizes": prompt.sizes} if prompt.sizes else {})
+        shown = describe_plan(prompt.names, plan) | told | made_with | error_as_data(error)
         if priced is not None:
             shown["price"] = describe_price(priced)
         say(json.dumps(shown, allow_nan=False))
@@ -65,6 +65,8 @@ def print_plan(
         say(line)
     if prompt.sizes:
         say(prompt.sizes)
+    for note in prompt.notes:
+        say(f"kvwire: {note}", err=True)
     if plan.alternatives:
         for line in (*_alternatives(plan), *_break_evens(plan)):
             say(line)

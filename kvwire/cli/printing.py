@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.failures import error_as_data
 from kvwire.cli.say import say, say_text
+from kvwire.codec import DEFAULT_METHOD, error_of_method
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvwire.errors import KvwireError
     from kvwire.runtime.answer import Answer
@@ -28,8 +29,10 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "model_revision": info.meta.model_revision,
         "profile": info.profile_digest,
         "method": info.method,
+        "error_of": error_of_method(info.method),
         "head_start": info.prefix_layers,
         "neutral_prefix": len(info.neutral_prefix),
+        "opening": info.opening,
         "soft_tokens": info.soft_tokens.digest if info.soft_tokens else None,
         "prefix_tokens": info.prefix.tokens if info.prefix else 0,
         "deviation_block": info.deviation.block if info.deviation else None,
@@ -53,8 +56,13 @@ def describe(info: BlobInfo) -> dict[str, Any]:
 class LevelTotals:
     """The levels of blobs added up, one blob after another."""
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    def __init__(self, method: str = DEFAULT_METHOD) -> None:
+        """Begin with none.
+
+        Args:
+            method: That the blobs are coded with.
+        """
+        self._method = method
         self._tokens = self._elements = 0
         self._names: list[str] = []
         self._sums: list[tuple[int, float, float | None]] = []
@@ -88,14 +96,15 @@ class LevelTotals:
             shown = f"{'-':>10}" if kl is None else f"{kl / self._tokens:10.1e}"
             say(f"{name:<12}{size:>12,}{bits}{error / self._tokens:>10.5f}{shown}")
         say(
-            "bytes: of what a reader of the level fetches, header and index included; error: attention-weighted, "
-            "relative; KL: what it is expected to change the next token's distribution by, in nats"
+            "bytes: of what a reader of the level fetches, header and index included; error: "
+            f"{error_of_method(self._method)}; KL: what it is expected to change the next token's distribution by, in "
+            "nats"
         )
 
 
 def print_levels(infos: Sequence[BlobInfo]) -> None:
     """One row for each level, blobs added up."""
-    totals = LevelTotals()
+    totals = LevelTotals(infos[0].method if infos else DEFAULT_METHOD)
     for info in infos:
         levels = [(e.name, e.cumulative_bytes, e.measured_error, e.predicted_kl) for e in info.levels]
         totals.add(info.tokens, info.tokens * info.meta.elements_per_token, levels)
@@ -119,7 +128,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
         say(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
     for miss in answer.misses:
-        say(f"kvwire: {_outcome(names, answer, miss)}: {miss}", err=True)
+        say(f"kvwire: {_outcome(names, answer, miss)}{miss}", err=True)
     spent = ", ".join(
         f"{name} {getattr(timing, field) * 1e3:.0f}"
         for name, field in (
@@ -130,7 +139,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     )  # fmt: skip
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
     if answer.computed:
-        say(f"{answer.computed} tokens of the layout computed before the question")
+        say(f"{answer.computed} tokens around the documents computed before the question")
     if answer.shifted:
         say(f"{answer.shifted} of {answer.prompt.cache.tokens} tokens moved by the learnt mean shift of links")
     if answer.repair is not None:
@@ -139,6 +148,8 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         beside = f", {answer.repair.beside} while later documents were fetched" if answer.repair.beside else ""
         cut = "; others were left as they are, for want of time" if answer.repair.is_cut else ""
         say(f"{rows} of {total} rows computed anew, chosen by {answer.repair.selector}{kept}{beside}{cut}")
+    for line in _expected_kl(names, answer):
+        say(line)
     if answer.link_warning:
         say(f"kvwire: {answer.link_warning}", err=True)
     say(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}", "")
@@ -170,19 +181,40 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
     return {
         "text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
         "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
-        "measured_error": answer.error, "repair": repair, "link_warning": answer.link_warning,
+        "measured_error": answer.error, "expected_kl": answer.expected_kl,
+        "documents": [
+            {"document": name, "expected_kl": kl} for name, kl in zip(names, answer.document_kl, strict=True)
+        ],
+        "repair": repair, "link_warning": answer.link_warning,
         "computed_tokens": answer.computed,
         "shifted_tokens": answer.shifted, **{name: getattr(answer.timing, name) for name in parts},
     }  # fmt: skip
 
 
+def _expected_kl(names: Sequence[str], answer: Answer) -> Iterator[str]:
+    """What levels are expected to change the next token's distribution by, and where nobody knows."""
+    known = [(name, kl) for name, kl in zip(names, answer.document_kl, strict=True) if kl is not None]
+    unknown = dict.fromkeys(name for name, kl in zip(names, answer.document_kl, strict=True) if kl is None)
+    each = ", ".join(f"{name} {kl:.1e}" for name, kl in known)
+    if answer.expected_kl is not None:
+        yield f"expected KL {answer.expected_kl:.1e} nats" + (f": {each}" if len(known) > 1 else "")
+    elif unknown:
+        told = f"; {each}" if each else ""
+        yield (
+            f"expected KL not known: {', '.join(unknown)} was encoded without a calibration, so that no floor by KL "
+            f"held; encode it again to have one{told}"
+        )
+
+
 def _outcome(names: Sequence[str], answer: Answer, miss: str) -> str:
-    """What became of the chunks that a miss names, or of all chunks where it names none."""
+    """What became of the chunks, or of the document, that a miss names; nothing where it is of the load as a whole."""
     found = [f"{names[d.chunk.document]} chunk {d.chunk.chunk}: " for d in answer.decisions]
     of_chunk = [d for d, name in zip(answer.decisions, found, strict=True) if miss.startswith(name)]
     of_document = [d for d in answer.decisions if miss.startswith(f"{names[d.chunk.document]}: ")]
     levels = {d.level for d in of_chunk or of_document}
-    if levels <= {None}:
-        return "recomputed"
+    if not levels:
+        return ""
+    if levels == {None}:
+        return "recomputed: "
     used = ", ".join(str(level) for level in sorted(level for level in levels if level is not None))
-    return f"used at level {used}" + (" and recomputed in part" if None in levels else "")
+    return f"used at level {used}" + (" and recomputed in part: " if None in levels else ": ")

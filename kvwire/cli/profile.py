@@ -1,23 +1,114 @@
-"""``kvwire profile``: whether a corpus has outgrown the profile that it is coded with."""
+"""``kvwire profile``: profiles as files, and whether a corpus has outgrown the one that it is coded with."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from kvwire.cli.options import JSON
+from kvwire.cli.engines import open_engine
+from kvwire.cli.inputs import read_file
+from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME
+from kvwire.cli.progress import stages
 from kvwire.cli.say import say
+from kvwire.codec import DEFAULT_METHOD, methods
+from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
+from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
-    from kvwire.offline import ProfileCheck
+    from kvwire.offline import ProfileCheck, ProfileSummary
+    from kvwire.runtime.coding import Extent
 
 
 @click.group("profile")
 def profile_group() -> None:
-    """Tell when a new profile would pay."""
+    """Fit a profile once, look at it, and tell when a new one would pay."""
+
+
+class _FitOptions(TypedDict):
+    model: str
+    texts: tuple[str, ...]
+    out: Path
+    method: str
+    prefix_layers: int
+    calibration: Extent
+    resume: Path | None
+    device: str
+    dtype: str
+    as_json: bool
+
+
+@profile_group.command()
+@click.argument("model", envvar="KVWIRE_MODEL")
+@click.option("--texts", multiple=True, required=True, help="Folder, file or glob of texts to fit on; repeatable.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File to write, a .kvp.")
+@click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+@PREFIX_LAYERS
+@CALIBRATION
+@RESUME
+@DEVICE
+@DTYPE
+@JSON
+def fit(**options: Unpack[_FitOptions]) -> None:
+    """Fit a profile of MODEL, a folder, from texts, and write it to a file for kvwire encode --profile."""
+    from kvwire.offline import find_documents, fit_profile_file, summarise
+    from kvwire.runtime.coding import Coding
+
+    out = options["out"]
+    if not out.parent.is_dir():
+        msg = f"{out.parent} is no folder; make it first"
+        raise NotFoundError(msg)
+    coding = Coding(
+        options["method"], options["prefix_layers"], calibration=options["calibration"], resume=options["resume"]
+    )
+    refs = find_documents(options["texts"])
+    with stages():
+        PROGRESS.info("opening %s", options["model"])
+        engine = open_engine(options["model"], options["device"], options["dtype"])
+        profile = fit_profile_file(engine, refs, coding)
+    part = out.with_name(f"{out.name}.part")
+    try:
+        part.write_bytes(profile.data)
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        msg = f"{out} cannot be written ({error.strerror}); look at free space and permissions"
+        raise StorageError(msg) from error
+    _print_summary(summarise(profile), as_json=options["as_json"])
+
+
+@profile_group.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@JSON
+def show(file: Path, *, as_json: bool) -> None:
+    """Show what FILE, a .kvp, is: its model, what it was fitted on, and what its levels are expected to lose."""
+    from kvwire.codec import read_profile
+    from kvwire.offline import summarise
+
+    data = read_file(file, "name a .kvp file, as kvwire profile fit writes them")
+    try:
+        profile = read_profile(data)
+    except (CorruptError, FormatVersionError) as error:
+        msg = f"{file}: {error}"
+        raise type(error)(msg) from error
+    _print_summary(summarise(profile), as_json=as_json)
+
+
+def _print_summary(found: ProfileSummary, *, as_json: bool) -> None:
+    if as_json:
+        say(json.dumps(asdict(found)))
+        return
+    say(f"profile {found.digest[:12]}, {found.bytes:,} bytes, method {found.method}")
+    say(f"model {found.model or 'unknown'} ({found.revision[:12] or 'no revision'})")
+    if found.prefix_layers:
+        say(f"for readers that compute the first {found.prefix_layers} layers")
+    say(f"fitted on {found.tokens:,} tokens" if found.tokens else "does not say what it was fitted on")
+    for level in found.levels:
+        kl = "KL not measured" if level.kl is None else f"KL about {level.kl:.2g} nats"
+        say(f"{level.name:>10}  error about {level.error:.2g}  {kl}")
 
 
 @profile_group.command()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from kvwire.cli.say import say
+from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,3 +30,40 @@ def progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
 
     with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
         yield lambda count: (bar.update(count), None)[1]
+
+
+class _Lines(logging.Handler):
+    """Prints stages on stderr, each with the seconds since the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            say(f"[{time.monotonic() - self._began:.0f} s] {record.getMessage()}", err=True)
+
+
+@contextmanager
+def stages(*, is_told: bool = True) -> Iterator[None]:
+    """Tell on stderr, in a line each, which stages of work begin inside.
+
+    Args:
+        is_told: False tells nothing.
+
+    Yields:
+        Nothing.
+    """
+    if not is_told:
+        yield
+        return
+    handler, level = _Lines(), PROGRESS.level
+    PROGRESS.addHandler(handler)
+    PROGRESS.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        PROGRESS.removeHandler(handler)
+        PROGRESS.setLevel(level)

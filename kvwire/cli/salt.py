@@ -57,6 +57,6 @@ def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: 
         if not model or not Path(model).expanduser().is_dir():
             msg = "--question is read with the model's tokenizer: give --model FOLDER"
             raise ArgumentError(msg)
-        question = open_tokenizer(model)(given["question"])
+        question = open_tokenizer(model)(given["question"], "last", "frame")
         more = {"model": given["served_name"] or model, "max_tokens": given["max_tokens"], "temperature": 0}
         say(json.dumps(request_body(corpus, choice, question, computed=given["computed"], **more)))

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
-from kvwire.cli.options import repair_of
+from kvwire.cli.options import FLOOR, MAX_KL, repair_of
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
@@ -56,7 +56,8 @@ _OPTIONS = (
     click.option("--deadline", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="To the first token."),
     click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]),
                  help="Default: quality with a deadline, earliest without."),
-    click.option("--floor", default=0, show_default=True, type=click.IntRange(0, 7), help="Lowest level to use."),
+    MAX_KL,
+    FLOOR,
     click.option("--repair", default="none", show_default=True, metavar="none|auto|all|SHARE",
                  help="Rows computed anew so that documents see each other; see kvwire ask."),
     click.option("--policy", "policies", multiple=True,
@@ -99,7 +100,8 @@ class _Asked:
     rtt_s: float
     deadline: float | None
     objective: Objective | None
-    floor: int
+    max_kl: float | None
+    floor: int | None
     repair: str
     policies: tuple[str, ...]
     loads: int
@@ -172,7 +174,7 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
         msg = f"{len(asked.machines)} machines for {len(asked.models)} models; name one, or one for each model"
         raise ArgumentError(msg)
     objective = asked.objective or ("earliest" if asked.deadline is None else "quality")
-    goal = Goal(objective=objective, deadline_s=asked.deadline, floor=asked.floor)
+    goal = Goal(objective=objective, deadline_s=asked.deadline, floor=asked.floor or 0)
     prior, links = _pairs(asked.prior, ("bandwidth", "prefill"), "--prior"), _links(asked)
     trouble = Trouble(**_troubles(asked.trouble))
     prompts = 1 if asked.blobs else len((asked.contexts or "").split(","))
@@ -212,7 +214,7 @@ def _prompts(asked: _Asked, model: Model) -> list[tuple[str, Callable[[int], tup
         if asked.contexts or asked.documents:
             msg = "--blob brings documents of its own; leave out --context and --documents"
             raise ArgumentError(msg)
-        read = tuple((_blob(path, model),) for path in asked.blobs)
+        read = tuple((_blob(path, model, _kl_bound(asked)),) for path in asked.blobs)
         return [(f"{len(read)} blobs", lambda _: read)]
     count = asked.documents or 4
     prompts: list[tuple[str, Callable[[int], tuple[Variants, ...]]]] = []
@@ -230,10 +232,15 @@ def _prompts(asked: _Asked, model: Model) -> list[tuple[str, Callable[[int], tup
 def _drawn(model: Model, lengths: Sequence[int], asked: _Asked, load: int) -> tuple[Variants, ...]:
     from kvwire.controller.simulator import variants_for
 
-    return variants_for(model, lengths, asked.methods, asked.seed + load)
+    return variants_for(model, lengths, asked.methods, asked.seed + load, _kl_bound(asked))
 
 
-def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, imported late
+def _kl_bound(asked: _Asked) -> float | None:
+    """A floor that was asked for stands in place of one by KL."""
+    return None if asked.floor is not None else asked.max_kl
+
+
+def _blob(path: str, model: Model, max_kl: float | None) -> Any:  # noqa: ANN401 - DocumentPlanInput, imported late
     from kvwire.controller import DocumentPlanInput
 
     info = read_file_header(Path(path))
@@ -243,7 +250,7 @@ def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, 
             f"{model.cache_elements}: name the --model that it is of"
         )
         raise MismatchError(msg)
-    return DocumentPlanInput.from_blob(info, prefix_share=info.prefix_layers / len(info.meta.layers))
+    return DocumentPlanInput.from_blob(info, prefix_share=info.prefix_layers / len(info.meta.layers), max_kl=max_kl)
 
 
 def _links(asked: _Asked) -> list[NamedLink]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvwire.reuse import link as link_caches
+from kvwire.reuse import moved
+from kvwire.runtime.opening import link_opened, prefill_documents
 from kvwire.transport import EmulatedLink, open_session, open_source, read_object
 from kvwire.types import KVCache
 
@@ -42,7 +43,7 @@ def text_ttft(engine: Engine, documents: Sequence[Sequence[int]], question: Sequ
     """
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
-    int(engine.forward(None, [*ids, *question], 0, logits=1)[-1].argmax())
+    int(engine.forward(None, [*engine.opening_tokens, *ids, *question], 0, logits=1)[-1].argmax())
     return time.perf_counter() - started
 
 
@@ -72,7 +73,8 @@ class RawCaches:
         """
         keys = {}
         for number, (name, ids) in enumerate(documents.items()):
-            (cache,) = engine.prefill([ids])
+            (cache,) = prefill_documents(engine, [ids])
+            cache = moved(cache, 0)
             flat = torch.cat([tensor.to("cpu", torch.bfloat16).reshape(-1) for tensor in (*cache.keys, *cache.values)])
             keys[name] = f"raw/{number}.bin"
             store.put(keys[name], flat.view(torch.uint8).numpy().tobytes())
@@ -92,9 +94,9 @@ class RawCaches:
         """
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
-        past = engine.past_key_values(link_caches(caches))
-        total = sum(cache.tokens for cache in caches)
-        int(engine.forward(past, prompt.question, total, logits=1)[-1].argmax())
+        linked = link_opened(engine, caches)
+        past = engine.past_key_values(linked)
+        int(engine.forward(past, prompt.question, linked.tokens, logits=1)[-1].argmax())
         return time.perf_counter() - started, size
 
     async def _fetch(

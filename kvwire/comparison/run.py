@@ -7,6 +7,7 @@ loopback, and every load goes over HTTP through a token bucket with a round trip
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -144,7 +145,8 @@ class _Comparison:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt that is timed, its question included."""
         first = self._prompts[0]
-        return sum(len(self._tokens[document]) for document in first.documents) + len(first.question)
+        texts = sum(len(self._tokens[document]) for document in first.documents)
+        return len(self._engine.opening_tokens) + texts + len(first.question)
 
     def text(self) -> float:
         """Seconds to the first token by prefill of the whole prompt, its token ids being at hand."""
@@ -249,8 +251,8 @@ def _fitting(engine: Engine, texts: Mapping[str, str], say: Callable[[str], None
 def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str | None) -> list[Prompt]:
     """The questions of the file, or one over as many documents as the window holds."""
     if questions is None:
-        ids = tuple(engine.tokenize(_QUESTION))
-        chosen, room = [], engine.window - len(ids) - _ANSWER_TOKENS
+        ids = tuple(engine.tokenize(_QUESTION, place="last"))
+        chosen, room = [], engine.window - len(engine.opening_tokens) - len(ids) - _ANSWER_TOKENS
         for name in sorted(tokens, key=lambda name: -len(tokens[name])):
             if len(tokens[name]) <= room:
                 chosen.append(name)
@@ -258,7 +260,9 @@ def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str
         return [Prompt(tuple(chosen), ids)]
     try:
         rows = strict_json(Path(questions).read_bytes())
-        prompts = [Prompt(tuple(row["documents"]), tuple(engine.tokenize(row["question"]))) for row in rows]
+        prompts = [
+            Prompt(tuple(row["documents"]), tuple(engine.tokenize(row["question"], place="last"))) for row in rows
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{questions} is not a list of documents and questions ({error})"
         raise ArgumentError(msg) from error
@@ -314,6 +318,8 @@ def local_server(folder: Path | str) -> Iterator[str]:
             if not line:
                 msg = "the server did not start; see its message above"
                 raise StorageError(msg)
+            direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+            os.environ["no_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))  # no proxy knows this server
             yield json.loads(line)["url"]
         finally:
             process.terminate()

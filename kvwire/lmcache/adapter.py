@@ -236,7 +236,7 @@ class KvwireL2Adapter(L2AdapterInterface):
         if key.object_group_id:
             self._troubles.tell("the model has several groups of layers here, which the adapter does not serve")
             return False
-        return self._salt is None or key.cache_salt == self._salt
+        return bool(key.cache_salt == (self._salt or ""))
 
     def _layout(self, kv_rank: int) -> ObjectLayout:
         return ObjectLayout.of(self._meta, self._reader.chunk_tokens, kv_rank, self._cpu_block)

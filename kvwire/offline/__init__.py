@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvwire.offline.on_ray import RaySettings, encode_on_ray
     from kvwire.offline.on_vllm import VllmSettings, encode_on_vllm
     from kvwire.offline.pipeline import encode_serially, encode_side_by_side, prepare_profile
+    from kvwire.offline.profiles import ProfileLevel, ProfileSummary, fit_profile_file, summarise
     from kvwire.offline.refs import DocumentRef
     from kvwire.offline.sources import find_documents
     from kvwire.offline.steps import RunOptions, Work
@@ -20,6 +21,8 @@ __all__ = [
     "DocumentRef",
     "LevelRow",
     "ProfileCheck",
+    "ProfileLevel",
+    "ProfileSummary",
     "RaySettings",
     "Row",
     "RunOptions",
@@ -31,8 +34,10 @@ __all__ = [
     "encode_serially",
     "encode_side_by_side",
     "find_documents",
+    "fit_profile_file",
     "prepare_profile",
     "read_manifest",
+    "summarise",
     "writing",
 ]
 
@@ -44,6 +49,7 @@ __getattr__ = lazy(
         "kvwire.offline.on_ray": ("RaySettings", "encode_on_ray"),
         "kvwire.offline.on_vllm": ("VllmSettings", "encode_on_vllm"),
         "kvwire.offline.pipeline": ("encode_serially", "encode_side_by_side", "prepare_profile"),
+        "kvwire.offline.profiles": ("ProfileLevel", "ProfileSummary", "fit_profile_file", "summarise"),
         "kvwire.offline.refs": ("DocumentRef",),
         "kvwire.offline.sources": ("find_documents",),
         "kvwire.offline.steps": ("RunOptions", "Work"),

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvwire.runtime.opening import prefill_documents
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -45,9 +47,9 @@ class Batches:
         if len(documents) < 2:  # noqa: PLR2004 - a batch
             return [None] * len(documents)
         if shape in self._is_equal:
-            return self._engine.prefill(documents) if self._is_equal[shape] else [None] * len(documents)
-        alone = [self._engine.prefill([ids])[0] for ids in documents]
-        together = self._engine.prefill(documents)
+            return prefill_documents(self._engine, documents) if self._is_equal[shape] else [None] * len(documents)
+        alone = [prefill_documents(self._engine, [ids])[0] for ids in documents]
+        together = prefill_documents(self._engine, documents)
         self._is_equal[shape] = all(map(_equal, alone, together))
         return alone
 

@@ -28,7 +28,7 @@ class LevelRow:
         name: Of the level.
         bytes: That a reader of it fetches, header and index included.
         bits_per_element: These bytes, over the numbers of the cache.
-        error: Measured, attention-weighted and relative.
+        error: Measured and relative; of what, ``kvwire.codec.error_of_method`` says.
         kl: Expected divergence of the next token's distribution, in nats; None where nobody measured the model.
     """
 

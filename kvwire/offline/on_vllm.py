@@ -23,6 +23,7 @@ from kvwire.offline.refs import DocumentRef
 from kvwire.offline.steps import DocumentSteps, RunOptions, failed_row, told
 from kvwire.offline.vllm_stage import OUTCOME, telling
 from kvwire.runtime.coding import Document
+from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -355,7 +356,7 @@ class Teller(_Member):
             msg = f"vLLM's worker has saved it, and the store has not got it; {_UNTOLD}"
             raise StorageError(msg)
         for each in self._indexes:
-            each.add(found.entry, ids, is_new=True)
+            each.add(found.entry, ids, is_new=True, opening=opening_of(found.info))
         return told(row, replace(found, skipped=False))
 
 

@@ -7,9 +7,12 @@ from contextlib import suppress
 from queue import Full, Queue
 from typing import TYPE_CHECKING, TypeVar
 
+from kvwire.codec import read_profile
 from kvwire.offline.sample import sample
 from kvwire.offline.steps import DocumentSteps, RunOptions
+from kvwire.runtime.coding import EXTENTS
 from kvwire.runtime.computing import without_anchors
+from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -54,7 +57,12 @@ def prepare_profile(
         document = steps.read_document(ref)
         return document and without_anchors(encoder.engine, encoder.coding, document)  # a sample cuts documents
 
-    return encoder.prepare(lambda: sample(refs, read), force=chosen.force, refit=chosen.refit)
+    def texts() -> list[Document]:
+        PROGRESS.info("reading texts to fit a profile on, of %d documents", len(refs))
+        return sample(refs, read, EXTENTS[encoder.coding.calibration])
+
+    given = read_profile(chosen.profile) if chosen.profile else None
+    return encoder.prepare(texts, force=chosen.force, refit=chosen.refit, profile=given)
 
 
 def encode_serially(

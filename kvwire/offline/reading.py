@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvwire.engines.base import Place, Trust
     from kvwire.store import ModelRecord
     from kvwire.types import CacheMeta, KVCache
 
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 class ReadingEngine(Engine):
     """A model as its store's record and its tokenizer tell it; no weights are opened."""
 
-    def __init__(self, record: ModelRecord, tokenize: Callable[[str], list[int]]) -> None:
+    def __init__(self, record: ModelRecord, tokenize: Callable[[str, Place, Trust], list[int]]) -> None:
         """Keep both.
 
         Args:
             record: What the store says of the model.
-            tokenize: Token ids of a text, without special tokens.
+            tokenize: Reads a piece of a prompt.
         """
         self._record, self._tokenize = record, tokenize
 
@@ -65,9 +66,9 @@ class ReadingEngine(Engine):
         """It has one."""
         return True
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        return self._tokenize(text)
+    def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
+        """Token ids of a piece of a prompt."""
+        return self._tokenize(text, place, trust)
 
     def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
         """Refused."""

@@ -6,7 +6,8 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from kvwire.runtime.calibration import CALIBRATION_TOKENS, HELD_OUT
+from kvwire.runtime.calibration import HELD_OUT
+from kvwire.runtime.coding import CALIBRATION_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
     from kvwire.offline.refs import DocumentRef
     from kvwire.runtime.coding import Document
 
-SMALL_BYTES = 8 * CALIBRATION_TOKENS
-"""A corpus of no more text is fitted on as it is, in its order."""
-MOST_OF_ONE = CALIBRATION_TOKENS // 8
-"""Tokens of one document, so that no long one is all of the sample."""
+SMALL = 8
+"""Bytes for each token to fit on: a corpus of no more text is fitted on as it is, in its order."""
+SHARE = 8
+"""Of the tokens to fit on, one document gives an eighth at most, so that no long one is all of the sample."""
 
 
 def stratified(refs: Sequence[DocumentRef]) -> list[DocumentRef]:
@@ -46,32 +47,38 @@ def _spread(size: int) -> list[int]:
     return sorted(range(size), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
 
 
-def sample(refs: Sequence[DocumentRef], read: Callable[[DocumentRef], Document | None]) -> list[Document]:
+def sample(
+    refs: Sequence[DocumentRef],
+    read: Callable[[DocumentRef], Document | None],
+    tokens: int = CALIBRATION_TOKENS,
+) -> list[Document]:
     """Choose text to fit a profile on.
 
     Args:
         refs: The documents of the corpus.
         read: Gives a document's tokens, which may be cut anywhere; None where it cannot be encoded.
+        tokens: To fit on at most.
 
     Returns:
-        All documents of a small corpus; else tokens enough to fit on, and the texts behind them to measure errors on.
+        All documents of a small corpus; else twice the tokens to fit on, the texts among them to measure errors on.
     """
     whole = [ref for ref in refs if not ref.problem]
-    if sum(ref.size for ref in whole) <= SMALL_BYTES:
+    if sum(ref.size for ref in whole) <= SMALL * tokens:
         return [document for ref in whole if (document := read(ref)) is not None]
-    return _enough(document for ref in stratified(whole) if (document := read(ref)) is not None)
+    most_of_one = max(tokens // SHARE, -(-2 * tokens // len(whole)))
+    return _enough((document for ref in stratified(whole) if (document := read(ref)) is not None), tokens, most_of_one)
 
 
-def _enough(documents: Iterable[Document]) -> list[Document]:
+def _enough(documents: Iterable[Document], wanted: int, most_of_one: int) -> list[Document]:
     from kvwire.runtime.coding import Document
 
     chosen: list[Document] = []
     tokens = behind = 0
     for document in documents:
-        part = document.token_ids[:MOST_OF_ONE]
+        part = document.token_ids[:most_of_one]
         chosen.append(Document(document.document_id, part))
-        behind += tokens >= CALIBRATION_TOKENS
+        behind += tokens >= wanted
         tokens += len(part)
-        if behind == HELD_OUT:
+        if behind >= HELD_OUT and tokens >= 2 * wanted:
             break
     return chosen

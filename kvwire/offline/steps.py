@@ -50,12 +50,14 @@ class RunOptions:
         encode_after: Documents with fewer counted uses are kept as text; 0 encodes all.
         index: Schemes of the indexes that are to find the documents.
         refit: Fit a new profile on these documents, and encode again what has another one.
+        profile: File of the profile to use instead of fitting one, as ``Profile.data`` has it; empty for none.
     """
 
     force: bool = False
     encode_after: int = 0
     index: tuple[str, ...] = ()
     refit: bool = False
+    profile: bytes = b""
 
 
 @dataclass
@@ -315,7 +317,9 @@ class DocumentSteps:
     def _finish(self, work: Work, encoded: Encoded) -> None:
         if not encoded.entry.is_text:
             for each in self._indexes:
-                each.add(encoded.entry, _there(work.document).token_ids, is_new=not encoded.skipped)
+                ids = _there(work.document).token_ids
+                opening = self._encoder.opening(encoded)
+                each.add(encoded.entry, ids, is_new=not encoded.skipped, opening=opening)
         work.is_done, work.encoded, work.coded = True, encoded, None
         work.row = told(work.row, encoded)
         self.leave(work)

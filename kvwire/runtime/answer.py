@@ -1,15 +1,20 @@
-"""What a load gives: the first token, how it came about, and where the time went."""
+"""What a load is asked, and what it gives: the first token, how it came about, and where the time went."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvwire.errors import KvwireError
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired
-    from kvwire.types import Decision
+    from kvwire.types import Chat, Decision, RenderedChat
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Timing:
         query_s: The question's forward pass.
         repair_s: Choosing rows of the prompt and computing them anew, in part while fetching.
         look_s: Running the question on coarse levels while finer ones were fetched, to see which of these matter.
-        front_s: Computing what the layout has before the question: system text, markers and link tokens.
+        front_s: Computing what stands before the question: system text, a chat's head, markers and link tokens.
     """
 
     ttft_s: float
@@ -56,20 +61,25 @@ class Answer:
         reason: Why it decided so, in words.
         timing: Where the time went.
         bytes: Fetched, headers included.
-        misses: What went wrong on the way and was healed by recomputing, or with a lower level, in words.
+        misses: What went wrong on the way and was healed by recomputing, or with a lower level, in words; and a
+            question that begins with a BOS.
         predicted_s: The time to first token that the first complete plan expected, counted from the asking; None where
             there was none.
         error: Mean over the documents' tokens of the measured errors of the levels in use; a recomputed chunk counts
             with its blob's finest.
         repair: Which rows of the prompt were computed anew, and what that took; None where none were.
         front: Tokens from the prompt's beginning on that saw all that stands before them before anything was repaired:
-            the first document, and what was recomputed behind it where links are repaired; 0 where a layout computes
-            tokens before the question.
+            the first document, or behind a system text what of it was recomputed, and what was recomputed behind it
+            where links are repaired; 0 where a layout computes tokens before the question.
         link_warning: Why documents that do not see each other make this answer doubtful, as far as the model was
             measured (``kvwire check-model``); empty where nothing says so.
-        computed: How many tokens the layout had computed before the question: system text, markers and link tokens.
+        computed: How many tokens were computed before the question: system text, a chat's head, a layout's markers
+            and link tokens.
         shifted: To how many tokens of the prompt the learnt mean shift of linked documents was added, before any row
             was computed anew.
+        document_kl: Of each document, the KL divergence from exact caches to expect of the levels that it came at, in
+            nats, the mean over its tokens: chunks that were recomputed have 0. None where its blob has no prediction.
+        expected_kl: The same of the whole prompt, the mean over the documents' tokens; None where one is not known.
     """
 
     first_token: int
@@ -89,3 +99,41 @@ class Answer:
     front: int = 0
     computed: int = 0
     shifted: int = 0
+    document_kl: tuple[float | None, ...] = ()
+    expected_kl: float | None = None
+
+
+@dataclass(frozen=True)
+class ChatAsked:
+    """A chat as it was asked for, and as it was rendered."""
+
+    chat: Chat
+    question: str
+    rendered: RenderedChat
+
+    def apart(self, engine: Engine, documents: Sequence[Sequence[int] | None]) -> str:
+        """Where the prompt's tokens are not the template's, in words; empty where they are, or nobody knows."""
+        known = [ids for ids in documents if ids and min(ids) >= 0 and max(ids) < engine.vocabulary_size]
+        if len(known) < len(documents):
+            return ""
+        try:
+            return engine.check_chat(self.chat, self.question, known, self.rendered)
+        except KvwireError as error:
+            return f"the chat's tokens were not compared with the template's: {error}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Token ids around documents.
+
+    Attributes:
+        question: Behind them.
+        system: Before them.
+        stop: Token ids that end the answer, besides the model's own.
+        chat: Where a chat was asked for.
+    """
+
+    question: Sequence[int]
+    system: tuple[int, ...]
+    stop: frozenset[int] = frozenset()
+    chat: ChatAsked | None = None

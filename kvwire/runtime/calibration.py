@@ -7,8 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvwire.reuse import compute_cached, own_tokens, stored_tokens
+from kvwire.runtime.coding import EXTENTS, LEAST_TOKENS
 from kvwire.runtime.computing import compute_document, without_anchors
 from kvwire.runtime.kept_moments import MomentFile
+from kvwire.runtime.opening import states_of
+from kvwire.runtime.progress import PROGRESS
 from kvwire.runtime.quality import calibrate_error
 
 if TYPE_CHECKING:
@@ -16,19 +19,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec import AnyProfile, Ladder, Profile, Statistics
+    from kvwire.codec import AnyProfile, Ladder, Statistics
+    from kvwire.codec.kinds.requests import Calibrated
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout
     from kvwire.runtime.coding import Coding, Document
     from kvwire.types import KVCache
 
-CALIBRATION_TOKENS = 16384
-"""Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
 HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
 """Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
 the fit for that."""
-LEAST_TOKENS = 64
-"""Less text says nothing about a model: such documents carry a plain profile of their own."""
 
 
 class _Texts:
@@ -43,17 +43,23 @@ class _Texts:
     def caches(self) -> list[KVCache]:
         from kvwire.runtime.spilled import spilled
 
+        tokens = sum(map(len, self._chosen))
+        PROGRESS.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
         return spilled(
             (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
         )
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
-        return self._engine.statistics(self._chosen, tokens=tokens)
+        PROGRESS.info("gathering statistics: what attention weighs, and what errors do to answers")
+        found = self._engine.statistics(self._chosen, tokens=tokens)
+        PROGRESS.info("fitting the profile")
+        return found
 
     def prefix_states(self, layers: int) -> list[Tensor]:
-        return [self._engine.prefix_states(ids, layers) for ids in self._chosen]
+        return [states_of(self._engine, ids, layers) for ids in self._chosen]
 
-    def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
+    def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
+        PROGRESS.info("measuring what errors do to answers, level by level")
         layout = self._coding.layout
         texts, compute = self._others or self._chosen, None
         if layout.anchors:  # a document that is cut within a chunk would be none of the layout
@@ -69,8 +75,9 @@ def calibration_texts(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Texts to fit on, up to that many tokens, and others to measure errors on: seen text flatters a profile.
 
-    The others are what comes next, the rest of a text that was cut included; where that is less than ``HELD_TOKENS``,
-    every sixth text is kept out of the fit, if there are that many. Else there are none.
+    The others are what comes next, the rest of a text that was cut included. Where that is less than ``HELD_TOKENS``
+    and less than half of what is fitted on, every sixth text is kept out of the fit, if there are that many. Else there
+    are none.
 
     Args:
         documents: Calibration text, the first ones first.
@@ -87,7 +94,7 @@ def calibration_texts(
             chosen.append(document.token_ids[:room])
         if len(rest := document.token_ids[room:]) >= LEAST_TOKENS and len(others) < HELD_OUT:
             others.append(rest)
-    if sum(map(len, others)) >= HELD_TOKENS:
+    if sum(map(len, others)) >= min(HELD_TOKENS, max(LEAST_TOKENS, sum(map(len, chosen)) // 2)):
         return chosen, others
     kept = [ids for number, ids in enumerate(chosen) if (number + 1) % EACH_OUT]
     out = chosen[EACH_OUT - 1 :: EACH_OUT]
@@ -116,8 +123,22 @@ def texts_to_fit_on(
     return chosen, others
 
 
+def tokens_to_take(coding: Coding, documents: Sequence[Document]) -> int:
+    """How many of documents' tokens a profile is fitted on: see ``Coding.calibration_tokens``.
+
+    Args:
+        coding: How the corpus is encoded.
+        documents: Calibration text.
+
+    Returns:
+        Their number; with anchors, which are a small share of the tokens, all that the calibration allows.
+    """
+    available = sum(len(document.token_ids) for document in documents)
+    return EXTENTS[coding.calibration] if coding.layout.anchors else coding.calibration_tokens(available)
+
+
 def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Document]) -> int:
-    """How much text there is for a profile, counted as profiles note it: of documents with anchors what is stored.
+    """On how much text a profile would be fitted, as profiles note it: of documents with anchors what is stored.
 
     Args:
         engine: The model.
@@ -125,17 +146,29 @@ def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Documen
         documents: Calibration text, the first ones first.
 
     Returns:
-        Tokens of all documents; with anchors, of those that a profile would be fitted on.
+        Their number.
     """
-    if not coding.layout.anchors:
-        return sum(len(document.token_ids) for document in documents)
-    return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, CALIBRATION_TOKENS)[0])
+    most = tokens_to_take(coding, documents)
+    return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, most)[0])
 
 
 def _stored(layout: LinkLayout, texts: Sequence[Sequence[int]]) -> int:
     """Tokens of texts that a layout keeps."""
     kept = [(len(ids), layout.cache_stored(len(ids))) for ids in texts]
     return sum(length if stored is None else int(stored.sum()) for length, stored in kept)
+
+
+def opens(engine: Engine, coding: Coding) -> int:
+    """How many opening tokens, such as BOS, documents are computed behind; those with soft tokens have none.
+
+    Args:
+        engine: The model.
+        coding: How the corpus is encoded.
+
+    Returns:
+        Their number, as profiles note it.
+    """
+    return len(engine.opening_tokens) if min(coding.layout.cached_tokens, default=0) >= 0 else 0
 
 
 def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
@@ -160,6 +193,8 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
         notes["soft_tokens"] = engine.soft_tokens.digest
     if layout.anchors:
         notes["tokens"] = left
+    if opening := opens(engine, coding):
+        notes["opening"] = opening
     profile = coding.kind.fit(_Texts(engine, chosen, others, coding), coding)
     if profile is None or not notes:
         return profile

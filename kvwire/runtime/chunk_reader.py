@@ -9,9 +9,12 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvwire.codec import BlobDecoder, level_index
-from kvwire.errors import ArgumentError, KvwireError, MismatchError
+from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError
+from kvwire.reuse import link
 from kvwire.runtime.chunk_settings import FINEST, LOSSLESS
 from kvwire.store.listing import ahead
+from kvwire.store.prefix.index import opening_of
+from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,6 +99,7 @@ class ChunkReader:
         self._index = corpus.index(self._told_scheme)
         self._level = None if settings.level == FINEST else settings.level
         self._hits: OrderedDict[bytes, PrefixHit] = OrderedDict()
+        self._openings: dict[tuple[tuple[int, ...], torch.dtype | None], KVCache] = {}
         self._blobs: OrderedDict[str, _Blob] = OrderedDict()
         self._lock = Lock()
         self.bytes = self.chunks = 0
@@ -124,7 +128,8 @@ class ChunkReader:
             for entry in catalog.documents(config, lambda *_: None, limit=_LOOKED_AT):
                 if entry.is_text or entry.tokens < self.chunk_tokens:
                     continue
-                hashes = self._index.scheme.hashes(self.corpus.text(entry)[: self.chunk_tokens])
+                ids = (*opening_of(self.corpus.read_header(entry)), *self.corpus.text(entry))
+                hashes = self._index.scheme.hashes(ids[: self.chunk_tokens])
                 if self._index.look_up(hashes) != [None]:
                     return True
                 looked += 1
@@ -230,9 +235,11 @@ class ChunkReader:
             msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
             raise MismatchError(msg)
         header = reader.parsed
-        if header is None or header.kept_bits or info.neutral_prefix or info.soft_tokens:
+        if header is None or header.kept_bits or len(info.neutral_prefix) > info.opening or info.soft_tokens:
             msg = "it is pruned, or was computed behind a neutral prefix or with soft tokens: its rows begin no prompt"
             raise MismatchError(msg)
+        if info.opening:
+            self._opening_rows(opening_of(info), None)  # found before anything is promised
         profile = self.corpus.profile_of(document, level)
         blob = _Blob(document, reader, header, info, profile, level)
         with self._lock:
@@ -254,8 +261,11 @@ class ChunkReader:
     ) -> Iterator[tuple[bytes, KVCache]]:
         """Chunks of one blob, from the document's first on; those that cannot be had are left out."""
         info = blob.info
-        spans = {each: info.chunks_of(hit.start, hit.stop) for each, hit in wanted}
-        decoder = BlobDecoder(blob.header, blob.profile, dtype=dtype, level=blob.level, max_tokens=self.corpus.window)
+        head = info.opening
+        spans = {each: info.chunks_of(max(0, hit.start - head), hit.stop - head) for each, hit in wanted}
+        decoder = BlobDecoder(
+            blob.header, blob.profile, dtype=dtype, level=blob.level, max_tokens=self.corpus.window, offset=head
+        )
         store, left, bad = self.corpus.catalog.store, list(wanted), set[int]()
         needed = sorted({chunk for span in spans.values() for chunk in span})
         threads = 1 if store.is_local else _READERS
@@ -270,7 +280,25 @@ class ChunkReader:
                 if not bad.intersection(spans[each]):
                     with self._lock:
                         self.chunks += 1
-                    yield each, decoder.cache.slice(hit.start, min(hit.stop, info.tokens))
+                    stop = min(hit.stop - head, info.tokens)
+                    rows = decoder.cache.slice(max(0, hit.start - head), stop)
+                    if hit.start < head:
+                        rows = link([self._opening_rows(opening_of(info), dtype), rows]).slice(hit.start, head + stop)
+                    yield each, rows
+
+    def _opening_rows(self, opening: tuple[int, ...], dtype: torch.dtype | None) -> KVCache:
+        """Rows of the BOS that documents stand behind; NotFoundError where the store has none."""
+        with self._lock:
+            if (kept := self._openings.get((opening, dtype))) is not None:
+                return kept
+        entry = self.corpus.catalog.by_tokens(self.corpus.meta.config_digest(), digest_tokens(opening))
+        if entry is None or entry.is_text:
+            msg = "the rows of the BOS that it stands behind are not in the store: run kvwire encode again"
+            raise NotFoundError(msg)
+        rows = self.corpus.decode(entry.document_id, LOSSLESS, dtype=dtype)
+        with self._lock:
+            self._openings[opening, dtype] = rows
+        return rows
 
     def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
         """Segments of a chunk, which lie next to each other, in one range."""

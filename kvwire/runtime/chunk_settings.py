@@ -28,7 +28,7 @@ class ChunkSettings(CorpusSettings):
         served_as: The engine's name of the model; empty: the name in the store's record.
         chunk_tokens: Tokens of a chunk, as the engine hashes them.
         level: What is served: ``lossless``, ``finest`` (of those that are not), or the name or index of a level.
-        cache_salt: Serve only requests with this salt; None: all.
+        cache_salt: Serve only requests with this salt; None: only those without one.
         cpu_block: Tokens of vLLM's blocks, where vLLM runs on a processor in float32; else 0.
         lossy_for_all: Serve a level that is not lossless to all requests that begin with a document.
     """

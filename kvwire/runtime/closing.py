@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -36,6 +36,11 @@ E = TypeVar("E", bound=Executor)
 _KEEPING_S = 60.0
 _KEPT_SHARE = 0.25
 """Share of what is left of a deadline that rows of an earlier repair may still take to come."""
+_BOS = (
+    "the question begins with a BOS, which the tokenizer puts in front of whole texts: the prompt has one at its head, "
+    "and this one stands behind documents; make the question's token ids with engine.tokenize(text, place='last'), or "
+    "with add_special_tokens=False"
+)
 
 
 class Filled(NamedTuple, Generic[E]):
@@ -122,7 +127,9 @@ class Closer:
             with suppress(TimeoutError, CancelledError):
                 self._keeping.result(_KEEPING_S)
 
-    async def answer(self, filled: Filled[Executor], goal: Goal, question: list[int], tokens: int) -> Answer:
+    async def answer(
+        self, filled: Filled[Executor], goal: Goal, question: list[int], tokens: int, stop: frozenset[int] = frozenset()
+    ) -> Answer:  # fmt: skip
         """Repair the prompt where it is to be, run the question, and generate.
 
         Args:
@@ -130,6 +137,7 @@ class Closer:
             goal: What it is to reach.
             question: Token ids.
             tokens: Length of the answer at most.
+            stop: Token ids that end it, besides the model's own.
 
         Returns:
             The answer.
@@ -140,6 +148,7 @@ class Closer:
             LinkBoundError: Links lost more than the settings allow.
         """
         driver, executor, finish, started, asked_s = filled
+        finish = replace(finish, front=executor.front_of(finish))  # the controller counts documents' tokens
         due = None if goal.deadline_s is None else started + goal.deadline_s
         found = await self._kept_rows(executor, finish, due)
         shift = await self._shift(executor, finish, due)
@@ -150,6 +159,9 @@ class Closer:
         driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
         if closing.trouble:
             executor.misses.append(closing.trouble)
+        opening = self._engine.opening_tokens
+        if opening and tuple(question[: len(opening)]) == opening:
+            executor.misses.append(_BOS)
         timing = Timing(
             ttft_s=closing.done - started,
             fetch_s=max(0.0, executor.fetched_at - started),
@@ -167,22 +179,28 @@ class Closer:
         executor.links.check(warning)
         first = int(closing.logits.argmax())
         start = tokens_before + len(question)
-        out = await self._generate(driver, closing.past, first, start, tokens)
-        text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
+        out = await self._generate(driver, closing.past, first, start, tokens, stop)
+        said = out[:-1] if out[-1] in stop else out
+        text = (
+            await driver.compute(partial(self._engine.detokenize, said, special=False))
+            if self._engine.has_tokenizer
+            else ""
+        )
         self._keep(executor, closing.repaired, found, finish)
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
         return Answer(
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
-            warning, 0 if executor.front_tokens else finish.front, executor.front_tokens,
+            warning, 0 if executor.front_tokens else finish.front, executor.front_tokens + executor.system_tokens,
             closing.shifted,
         )  # fmt: skip
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
         from kvwire.runtime.kept import RepairKeeper
 
-        return RepairKeeper(corpus, self._session.view(corpus.catalog.store), self._settings.kept_bytes)
+        view = self._session.view(corpus.catalog.store)
+        return RepairKeeper(corpus, view, self._settings.kept_bytes, self._engine.opening_tokens)
 
     async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> Found | None:
         """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
@@ -214,7 +232,8 @@ class Closer:
             return
         from kvwire.runtime.kept import gathered
 
-        made = gathered(executor.prompt, executor.documents, repaired, found, finish)
+        opening = self._engine.opening_tokens
+        made = gathered(executor.prompt, executor.documents, repaired, found, finish, opening)
         if made is not None:
             self._keeping = self._session.threads.store.submit(self.keeper.keep, made)
 
@@ -225,7 +244,7 @@ class Closer:
         """Shift and repair the prompt, hand it to the engine and run the question, in the compute thread."""
         executor.complete()
         shifting, prompt, share = time.monotonic(), executor.prompt, finish.repair
-        shifted = shift.apply(prompt.cache, prompt.tokens, executor.seeing) if shift else 0
+        shifted = shift.apply(prompt.cache, prompt.lengths, executor.seeing) if shift else 0
         began = time.monotonic()
         told = executor.told if share > 0 else Told(executor.texts, None, executor.seen)
         with self._session.lock:
@@ -252,10 +271,12 @@ class Closer:
             shifted,
         )  # fmt: skip
 
-    async def _generate(self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int) -> list[int]:  # noqa: ANN401
+    async def _generate(
+        self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int, stop: frozenset[int]  # noqa: ANN401
+    ) -> list[int]:  # fmt: skip
         """Greedy continuation, token by token, so that other loads get their turns in between."""
         out = [first]
-        while len(out) < tokens:
+        while len(out) < tokens and out[-1] not in stop:
             step = partial(self._engine.generate, past, out[-1], start + len(out) - 1, 2)
             more = (await driver.compute(step))[1:]
             if not more:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
 from kvwire.errors import ArgumentError
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from kvwire.reuse import LinkLayout
     from kvwire.store import CatalogEntry
     from kvwire.types import BlobInfo
+
+
+CALIBRATION_TOKENS, QUICK_TOKENS = 16384, 2048
+"""Tokens that a profile is fitted on: the basis hardly moves beyond the first number. Their caches wait on disk."""
+LEAST_TOKENS = 64
+"""Less text says nothing about a model: such documents carry a plain profile of their own."""
+Extent = Literal["full", "quick"]
+EXTENTS: dict[Extent, int] = {"full": CALIBRATION_TOKENS, "quick": QUICK_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ class Coding:
             are those that the engine has (``Engine.use_soft_tokens``). With anchors these alone are stored.
         drop_tokens: Share of each document's own tokens that is left out before it is computed, from 0 to 1: those that
             the model expects most (``kvwire.reuse.drop_tokens``). The document is the shorter text from then on.
+        calibration: How much text a profile is fitted on: ``full`` or ``quick``, see ``calibration_tokens``.
         resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
             interrupted goes on from it. None for none.
         head_start: Old name of ``prefix_layers``, for one more version.
@@ -99,6 +108,7 @@ class Coding:
     layout: LinkLayout = PLAIN
     drop_tokens: float = 0.0
     resume: Path | None = None
+    calibration: Extent = "full"
     head_start: InitVar[int] = 0
 
     def __post_init__(self, head_start: int) -> None:
@@ -123,6 +133,9 @@ class Coding:
                 "was stored: encode with soft tokens as anchors, such as the layout anchors:100/25"
             )
             raise ArgumentError(msg)
+        if self.calibration not in EXTENTS:
+            msg = f"a calibration is one of {', '.join(EXTENTS)}, got {self.calibration!r}"
+            raise ArgumentError(msg)
         if not 0 <= self.drop_tokens < 1:
             msg = f"the share of tokens to drop is 0 to 1, and less than 1, got {self.drop_tokens}"
             raise ArgumentError(msg)
@@ -142,6 +155,17 @@ class Coding:
     def is_prefill(self) -> bool:
         """Whether documents are computed as the engine's ``prefill`` does: alone, each token seeing all before it."""
         return not self.neutral_prefix and self.layout.anchors is None
+
+    def calibration_tokens(self, available: int) -> int:
+        """How many tokens a profile is fitted on: a small corpus gets a small fit, and keeps text to judge it by.
+
+        Args:
+            available: Tokens of the corpus.
+
+        Returns:
+            Half of them, but no more than ``EXTENTS`` allows, and no fewer than say anything about a model.
+        """
+        return max(LEAST_TOKENS, min(EXTENTS[self.calibration], available // 2))
 
     @property
     def kind(self) -> LevelKind:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire.reuse import compute_stored, drop_tokens, own_tokens, stored_tokens
+from kvwire.runtime.opening import opening_of, prefill_documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,13 +60,14 @@ def compute_document(engine: Engine, ids: Sequence[int], coding: Coding) -> tupl
         coding: How the corpus is encoded.
 
     Returns:
-        The cache, and the tokens that it was computed behind.
+        The cache, and the tokens that it was computed behind: the opening tokens, then the neutral prefix.
     """
+    opening = opening_of(engine, ids)
     if coding.is_prefill:
-        return engine.prefill([ids])[0], ()
+        return prefill_documents(engine, [ids])[0], opening
     if not coding.neutral_prefix:
         return compute_stored(engine, coding.layout, ids), ()
     from kvwire.runtime.neutral import compute_behind, neutral_tokens
 
-    prefix = neutral_tokens(ids, coding.neutral_prefix, engine.window)
+    prefix = (*opening, *neutral_tokens(ids, coding.neutral_prefix, engine.window - len(opening)))
     return compute_behind(engine, prefix, ids), prefix

@@ -101,8 +101,9 @@ class Corpus(CorpusReader):
 
         Args:
             documents: Calibration text, the first ones first.
-            tokens: Fit on up to that many tokens, None for 16,384; the last document is cut there. Errors are measured
-                on the documents that come next, or else on some that are kept out of the fit.
+            tokens: Fit on up to that many tokens; the last document is cut there. None: half of all, or as many as
+                ``Coding.calibration`` allows, 16,384 by default. Errors are measured on the documents that come next,
+                or else on some that are kept out of the fit.
 
         Returns:
             The profile. None where the documents have fewer than 64 tokens, and then nothing changes.
@@ -176,7 +177,13 @@ class Corpus(CorpusReader):
         return self.encoder().save(document, cache, index=index)
 
     def append(
-        self, document_id: str, token_ids: Sequence[int], *, cache: KVCache | None = None, fork: str = ""
+        self,
+        document_id: str,
+        token_ids: Sequence[int],
+        *,
+        after: int | None = None,
+        cache: KVCache | None = None,
+        fork: str = "",
     ) -> Encoded:
         """Append tokens to a document; what was encoded of it is not written again.
 
@@ -188,24 +195,28 @@ class Corpus(CorpusReader):
         Args:
             document_id: The document.
             token_ids: What follows its last token.
+            after: Append only where the document has exactly so many tokens, which makes the call safe to repeat: where
+                these tokens stand behind them already and no more do, nothing is written. None: whatever it has, and
+                who repeats the call appends twice.
             cache: Of the whole document, or of these tokens alone at their positions, where an engine computed it
                 already; None: computed here, from the whole text.
             fork: Leave the document as it is, and give what it would be to a new one of this name; both share the
                 parts.
 
         Returns:
-            The document's entry, and what the blob that was written says of itself.
+            The document's entry, and what the blob that was written says of itself; skipped where ``after`` is given
+            and the tokens were there already. ``entry.tokens`` is the next ``after``.
 
         Raises:
             NotFoundError: There is no such document of this model, or a part of it is gone.
             ArgumentError: There is nothing to append, an id is no integer, it goes beyond the model's window, the
                 document is kept as text, the name of the fork is not free, or the cache is not of these tokens.
-            ConflictError: Another writer changed the document meanwhile. What that one wrote stands, and the caller may
-                append again.
+            ConflictError: Another writer changed the document meanwhile; what that one wrote stands, and the caller may
+                append again. Or it has another length than ``after``; the message tells which.
             MismatchError: The cache or the document is of another model, or of another dtype where it is lossless.
             CorruptError: The document's header or profile is damaged.
         """
-        return self.grower().append(document_id, token_ids, cache=cache, fork=fork)
+        return self.grower().append(document_id, token_ids, after=after, cache=cache, fork=fork)
 
     def compact(self, document_id: str) -> Encoded:
         """Encode a document of several parts anew as one blob; its parts are left to ``collect``.

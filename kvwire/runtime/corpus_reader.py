@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Self
 
+from kvwire._forks import lock_of_process
 from kvwire.codec import BlobDecoder, level_index
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.link_report import LinkReport
 
 if TYPE_CHECKING:
+    import threading
+
     import torch
 
     from kvwire.codec import AnyProfile
@@ -159,7 +161,8 @@ class CorpusReader:
             return None
         if (known := self._profiles.get((digest, outline))) is not None:
             return known
-        with self._reading.setdefault(digest, threading.Lock()):  # documents looked up at the same time share a reading
+        # Documents that are looked up at the same time share a reading.
+        with self._reading.setdefault(digest, lock_of_process()):
             if (known := self._profiles.get((digest, outline))) is None:
                 known = self._profiles[digest, outline] = self.catalog.open_profile(
                     self.config, digest, outline, _ALL_LEVELS if level is None else level, self._origin
@@ -183,6 +186,10 @@ class CorpusReader:
         if not entry.profile_digest:
             return None
         return self.profile(entry.profile_digest, outline=entry.profile_outline, level=level)
+
+    def known_profile(self, entry: CatalogEntry) -> AnyProfile | None:
+        """The profile of a document where it was read before; None elsewhere."""
+        return self._profiles.get((entry.profile_digest, entry.profile_outline)) if entry.profile_digest else None
 
     def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on.
@@ -329,9 +336,12 @@ class CorpusReader:
         if entry is None:
             msg = (
                 f"document {document_id!r} is not in {self.catalog.store.url} for model {self.meta.model_id!r} "
-                f"({self.meta.model_revision[:12] or 'unnamed'}); "
-                "encode it first (kvwire encode), with this very model, and check the tenant"
+                f"(weights and configuration {self.meta.model_revision[:12] or 'unnamed'}, tokenizer "
+                f"{self.meta.tokenizer_digest[:12] or 'none'}); encode it first (kvwire encode), with this very model, "
+                "and check the tenant"
             )
+            if self.catalog.store.url.startswith("http"):
+                msg += ". A web server shows only what was encoded into file:///its/folder?catalog=files"
             raise NotFoundError(msg)
         return entry
 

@@ -5,81 +5,130 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvwire.codec import BlobDecoder, Profile, at_hand, encode
+from kvwire.codec import BlobDecoder, Profile, at_hand, encode, trial_blob
 from kvwire.codec.workers import stay_on_one_core
-from kvwire.controller import CostModel, fit_decode, fit_joined, fit_prefill
+from kvwire.controller import CostModel, PrefillCost, fit_decode, fit_joined, fit_prefill
 from kvwire.errors import MismatchError
 from kvwire.reuse import LinkedPrompt
+from kvwire.runtime.progress import PROGRESS
 from kvwire.runtime.threads import usual_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.codec import AnyProfile, Backend
-    from kvwire.controller import PrefillCost
     from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
 _log = logging.getLogger(__name__)
-_PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
-"""(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
-_JOINED = ((2, 16, 0), (8, 16, 0), (2, 96, 0), (2, 32, 768))
+BUDGET_S = 1.0
+"""Seconds that measuring takes, about: the start of a process waits for it."""
+_SHARES = {"prefill": 0.45, "decode": 0.35, "link": 0.1, "joined": 0.1}
+_PASSES = ((32, 0), (32, 2048), (128, 0), (256, 0), (256, 768), (1024, 0))
+"""(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart. Shorter
+passes cost what reading the weights does, and tell nothing of a token."""
+_JOINED = ((2, 16, 0), (2, 32, 768), (8, 16, 0), (2, 96, 0))
 """(rows, new tokens of each, tokens before them): likewise, for passes that are joined."""
-_CHUNKS = (64, 256)
+_CHUNKS = (16, 64, 256)
 _QUESTION = 32
+_WARM_TOKENS = 16
+_FAR = 16
 _REPEATS = 3
-_ENOUGH_S = 0.25
-"""Runs that took so long are enough: the start of a process waits for them."""
+_TERMS = 3
+"""Of a cost: from fewer samples it is taken as proportional."""
+_ENDS = 2
+"""Levels of each chunk that are timed in any case, the coarsest and the finest: they tell what bytes cost."""
+_ENOUGH = 0.1
+"""Share of what is left to measure in from which on a run is not repeated."""
+
+
+class Budget:
+    """Time for some samples, the first of which is always taken."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begin.
+
+        Args:
+            seconds: For all samples together.
+        """
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, below 0 where more was spent."""
+        return self._end - time.perf_counter()
 
 
 def measure_costs(
-    engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto", threads: int | None = None
+    engine: Engine,
+    profile: AnyProfile | None = None,
+    backend: Backend = "auto",
+    threads: int | None = None,
+    budget_s: float = BUDGET_S,
 ) -> CostModel:
     """Time a few forward passes and chunk decodings on this engine, which warms both up.
 
-    That takes a second or two, and on a slow processor ten. The model's cache content is real, its text is random.
+    Short passes and chunks come first. Longer ones follow as far as the budget goes; what they would cost is
+    extrapolated otherwise. What stands before a pass, and what chunks hold, is random: it costs what real content does.
 
     Args:
         engine: The model to time.
         profile: What decoding is timed with; None for the identity transform.
         backend: Which kernels decode.
         threads: Chunks that the processor decodes side by side, which slow each other down; None: as many as loads do.
+        budget_s: Seconds to spend, about; on an engine that takes longer for 32 tokens, as long as that takes.
 
     Returns:
         Costs of prefill, of decoding, and of handing the cache over, in seconds.
     """
+    started = time.perf_counter()
     longest = min(engine.window, max(new + before for new, before in _PASSES))
     ids = _random_ids(engine, longest)
-    passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
-    (cache,) = engine.prefill([ids[: max(1, longest - _QUESTION)]])
-    prefill = fit_prefill([(*each, _prefill_s(engine, cache, ids, *each)) for each in passes])
-    decode = fit_decode(_decode_samples(engine, cache, ids, profile, backend, usual_threads(threads)))
-    return CostModel(
-        prefill, decode, link_s_per_token=_link_s(engine, cache, ids, prefill), joined=measure_joined(engine, cache)
-    )
+    cache = _random_cache(engine, max(1, longest - _QUESTION), ids)
+    shares = {name: share * budget_s for name, share in _SHARES.items()}
+    prefill = _measure_prefill(engine, cache, ids, Budget(shares["prefill"]))
+    samples = _decode_samples(engine, cache, profile, backend, usual_threads(threads), Budget(shares["decode"]))
+    link_s = _link_s(engine, cache, ids, prefill, Budget(shares["link"]))
+    joined = measure_joined(engine, cache, shares["joined"])
+    costs = CostModel(prefill, fit_decode(samples), link_s_per_token=link_s, joined=joined)
+    taken, chunk = time.perf_counter() - started, max(_CHUNKS)
+    rate = chunk / max(costs.prefill.seconds(chunk), 1e-9)
+    PROGRESS.info("measured this engine in %.1f s: about %.0f tokens of prefill a second", taken, rate)
+    return costs
 
 
-def measure_joined(engine: Engine, cache: KVCache | None = None) -> PrefillCost | None:
+def measure_joined(engine: Engine, cache: KVCache | None = None, budget_s: float = BUDGET_S) -> PrefillCost | None:
     """Time a few passes over rows of several caches on this engine, which warms them up.
 
     Args:
         engine: The model to time.
-        cache: One of the model's, as long as the window or 768 tokens; None: it is computed.
+        cache: One of the model's, as long as the window or 768 tokens; None: one of random numbers.
+        budget_s: Seconds to spend, about.
 
     Returns:
         What such a pass costs in all its rows; None where the engine extends caches one by one.
     """
     if not joins(engine):
         return None
+    budget = Budget(budget_s)
     fitting = [(rows, new, before) for rows, new, before in _JOINED if new + before <= engine.window]
     if cache is None:
-        (cache,) = engine.prefill([_random_ids(engine, max((before for *_, before in fitting), default=0) or 1)])
-    samples = [(*rows, _joined_s(engine, cache, *rows)) for rows in fitting]
+        cache = _random_cache(engine, max((before for *_, before in fitting), default=0) or 1)
+    samples: list[tuple[int, int, int, float]] = []
+    for rows in fitting:
+        expected = samples[-1][-1] * rows[0] * rows[1] / (samples[-1][0] * samples[-1][1]) if samples else 0.0
+        if samples and expected > budget.left_s:
+            break
+        samples.append((*rows, _joined_s(engine, cache, *rows, budget)))
+    if len(samples) == 1:
+        count, new, _, seconds = samples[0]
+        return PrefillCost(0.0, seconds / (count * new))
     return fit_joined(samples) if samples else None
 
 
@@ -97,10 +146,10 @@ def joins(engine: Engine) -> bool:
     return True
 
 
-def _joined_s(engine: Engine, cache: KVCache, rows: int, new: int, before: int) -> float:
+def _joined_s(engine: Engine, cache: KVCache, rows: int, new: int, before: int, budget: Budget) -> float:
     prefix = cache.slice(0, before) if before else None
     prefixes, news = [prefix] * rows, [_random_ids(engine, new)] * rows
-    return _best(lambda: engine.extend_together(prefixes, news, offsets=[0] * rows), engine)
+    return _best(lambda: engine.extend_together(prefixes, news, offsets=[0] * rows), engine, budget)
 
 
 def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
@@ -111,10 +160,10 @@ def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend 
         profile: What decoding is done with; None for the identity transform.
         backend: Which kernels decode.
     """
-    ids = _random_ids(engine, min(engine.window, 2 * _QUESTION))
-    (cache,) = engine.prefill([ids])
+    ids = _random_ids(engine, min(engine.window, _WARM_TOKENS))
+    cache = _random_cache(engine, len(ids), ids)
     engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])
-    blob, make_decoder = _encoded(engine, cache, ids, profile, backend)
+    blob, make_decoder = _trial(engine, cache, profile, backend)
     decoder = make_decoder()
     _decoding(decoder, blob, len(decoder.info.levels) - 1)()
     engine.forward(engine.past_key_values(cache.slice(0, len(ids) - 1)), ids[-1:], len(ids) - 1, logits=1)
@@ -126,9 +175,7 @@ def warm_up_decoding(engine: Engine) -> None:
     Args:
         engine: Whose cache layout, dtype and memory are used.
     """
-    cache = engine.allocate(_QUESTION)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(0))
+    cache = _random_cache(engine, _QUESTION)
     blob = encode(cache)
     decoder = BlobDecoder(blob, out=cache)
     for level in (0, len(decoder.info.levels) - 1):
@@ -140,15 +187,25 @@ def _random_ids(engine: Engine, count: int) -> list[int]:
     return torch.randint(0, engine.vocabulary_size, (count,), generator=generator).tolist()
 
 
-def _encoded(
-    engine: Engine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
+def _random_cache(engine: Engine, tokens: int, ids: list[int] | None = None) -> KVCache:
+    """What the engine might have computed of tokens, in its memory: passes behind it take as long."""
+    cache = engine.allocate(tokens)
+    if ids is not None:
+        cache = replace(cache, token_ids=tuple(ids[:tokens]))
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(0))
+    return cache
+
+
+def _trial(
+    engine: Engine, part: KVCache, profile: AnyProfile | None, backend: Backend
 ) -> tuple[bytes, Callable[[], BlobDecoder]]:
-    """A cache as a blob, and what makes decoders of it, each into memory of its own."""
+    """A blob to decode, and what makes decoders of it, each into memory of its own."""
     if isinstance(profile, Profile):
         profile = at_hand(profile)
-    layers = profile.prefix_layers if isinstance(profile, Profile) else 0
-    hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
-    blob = encode(part, profile, hidden=hidden, backend=backend)
+    layers, ids = profile.prefix_layers if isinstance(profile, Profile) else 0, list(part.token_ids or ())
+    hidden = engine.prefix_states(ids, layers) if layers else None
+    blob = trial_blob(part, profile, hidden=hidden)
 
     def make_decoder() -> BlobDecoder:
         out = engine.allocate(part.tokens + 1).slice(0, part.tokens)  # a part of a prompt, as in loads
@@ -163,41 +220,67 @@ def _decoding(decoder: BlobDecoder, blob: bytes, level: int) -> Callable[[], Non
     return partial(decoder.decode_chunk, 0, pieces, level)
 
 
-def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost) -> float:
+def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost, budget: Budget) -> float:
     """Seconds for each prompt token that handing the cache over costs, beyond the question's pass itself."""
     before = cache.tokens
     new = len(ids) - before
-    if not new:
+    if not new or prefill.seconds(new, before) > budget.left_s:
         return 0.0
     room = engine.allocate(len(ids))  # as loads have it
     prompt = LinkedPrompt([before], engine.meta, cache=room.slice(0, before))
     prompt.write(0, 0, cache)
     closing = _best(
-        lambda: engine.forward(engine.growing_past(prompt.cache, room), ids[before:], before, logits=1), engine
-    )
+        lambda: engine.forward(engine.growing_past(prompt.cache, room), ids[before:], before, logits=1),
+        engine, budget,
+    )  # fmt: skip
     return max(0.0, closing - prefill.seconds(new, before)) / before
 
 
-def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before: int) -> float:
+def _measure_prefill(engine: Engine, cache: KVCache, ids: list[int], budget: Budget) -> PrefillCost:
+    """What passes cost, from those that there is time for."""
+    longest, samples = len(ids), list[tuple[int, int, float]]()
+    engine.extend(None, ids[:1])  # which warms up, where that takes long
+    known: PrefillCost | None = None
+    for new, before in [each for each in _PASSES if sum(each) <= longest] or [(longest, 0)]:
+        if known is not None and known.seconds(new, before) > budget.left_s:
+            continue
+        samples.append((new, before, _prefill_s(engine, cache, ids, new, before, budget)))
+        known = fit_prefill(samples) if len(samples) >= _TERMS else PrefillCost(0.0, samples[-1][-1] / new)
+    return cast("PrefillCost", known)
+
+
+def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before: int, budget: Budget) -> float:
     prefix = cache.slice(0, before) if before else None
-    return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine)
+    return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine, budget)
 
 
 def _decode_samples(
-    engine: Engine, cache: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend, threads: int
+    engine: Engine, cache: KVCache, profile: AnyProfile | None, backend: Backend, threads: int, budget: Budget
 ) -> list[tuple[int, int, float]]:
-    """Tokens, bytes and seconds of a short chunk and, where the window is long enough, a long one at each level."""
-    samples = []
+    """Tokens, bytes and seconds of chunks, short ones first: of each at the coarsest level, the finest, and others."""
+    samples: list[tuple[int, int, float]] = []
     with ThreadPoolExecutor(threads, initializer=stay_on_one_core) as pool:
+        spent = 0.0
         for tokens in sorted({min(each, cache.tokens) for each in _CHUNKS}):
-            blob, make_decoder = _encoded(engine, cache.slice(0, tokens), ids, profile, backend)
+            if samples and spent * tokens / samples[-1][0] > budget.left_s:
+                break
+            before_s = budget.left_s
+            blob, make_decoder = _trial(engine, cache.slice(0, tokens), profile, backend)
             decoders = [make_decoder()]
             decoders += [] if decoders[0].on_gpu else [make_decoder() for _ in range(threads - 1)]
             info = decoders[0].info
-            for level in range(len(info.levels)):
+            finest = len(info.levels) - 1
+            levels = [0, finest, *range(1, finest)] if finest else [0]
+            for number, level in enumerate(levels):
+                if number >= _ENDS and budget.left_s < 0:
+                    break
                 works = [_decoding(each, blob, level) for each in decoders]
-                seconds = _best(works[0] if decoders[0].on_gpu else partial(_side_by_side, pool, works), engine)
-                samples.append((tokens, sum(segment.stored for segment in info.reads(0, level)), seconds))
+                work = works[0] if decoders[0].on_gpu else partial(_side_by_side, pool, works)
+                stored = sum(segment.stored for segment in info.reads(0, level))
+                samples.append((tokens, stored, _best(work, engine, budget)))
+            spent = before_s - budget.left_s
+    if len({tokens for tokens, *_ in samples}) == 1:  # proportional, as far as anybody knows
+        samples += [(_FAR * tokens, _FAR * stored, _FAR * seconds) for tokens, stored, seconds in samples]
     return samples
 
 
@@ -207,14 +290,17 @@ def _side_by_side(pool: ThreadPoolExecutor, works: Sequence[Callable[[], None]])
         running.result()
 
 
-def _best(work: Callable[[], object], engine: Engine) -> float:
-    """Quickest of a few runs after one that warms up: other work on the machine only ever adds."""
-    work()
-    engine.synchronize()
+def _best(work: Callable[[], object], engine: Engine, budget: Budget) -> float:
+    """Quickest of a few runs after one that warms up: other work on the machine only ever adds.
+
+    Of work that takes a good part of the budget, the first run counts, and there is no other.
+    """
     times: list[float] = []
-    while not times or (len(times) < _REPEATS and sum(times) < _ENOUGH_S):
-        started = time.perf_counter()
+    while len(times) <= _REPEATS:
+        left, started = budget.left_s, time.perf_counter()
         work()
         engine.synchronize()
         times.append(time.perf_counter() - started)
+        if times[-1] > _ENOUGH * left:
+            break
     return min(times)

@@ -52,6 +52,7 @@ class DocumentHandle:
         wanted_tokens: How many of its first tokens the load is for; None: all.
         layout: With the anchors that its cache holds in place of its own tokens; None: it holds no anchors.
         has_unknown_holes: Its cache lacks entries, and nobody knows how to compute one like it.
+        exact: Its lossless level alone is of use.
     """
 
     corpus: Corpus
@@ -71,6 +72,7 @@ class DocumentHandle:
     wanted_tokens: int | None = None
     layout: LinkLayout | None = None
     has_unknown_holes: bool = False
+    exact: bool = False
 
     @property
     def token_digest(self) -> str:
@@ -244,7 +246,8 @@ class DocumentHandle:
         has_text = self.token_ids is not None and not self.has_unknown_holes
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
-            return self._wanted(ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share))
+            made = ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share, exact=self.exact)
+            return self._wanted(made)
         return self._wanted(ctl.DocumentPlanInput(tuple(stop - start for start, stop in self.spans), (), has_text))
 
     @property
@@ -285,8 +288,10 @@ class Timeouts:
         soon: Where the document's text is known, or for a header where it may be stored.
         patience: For anything else.
         extra: Further wait for variants, see ``beside``.
+        profile: For a profile, which is read on for later loads; the document's text stands in for it.
     """
 
     soon: float
     patience: float
     extra: float
+    profile: float

@@ -54,7 +54,8 @@ class CorpusEncoder(EncodingSteps):
                 started = time.perf_counter()
                 found = self._put(document, self.compute(document, profile, around), profile, started)
             for each in indexes:
-                each.add(found.entry, document.token_ids, is_new=not found.skipped)
+                opening = self.opening(found)
+                each.add(found.entry, document.token_ids, is_new=not found.skipped, opening=opening)
             yield found
 
     def save(self, document: Document, cache: KVCache, *, index: Sequence[str] = ()) -> Encoded:
@@ -85,9 +86,10 @@ class CorpusEncoder(EncodingSteps):
         if profile is not None and profile.prefix_layers:
             msg = "the profile in use is for readers that run the model's first layers: encode with Corpus.encode"
             raise MismatchError(msg)
-        found = self.known(document, profile) or self._put(document, Computed(cache), profile, started)
+        found = self.known(document, profile, computed=True) or self._put(document, Computed(cache), profile, started)
         for each in indexes:
-            each.add(found.entry, document.token_ids, is_new=not found.skipped)
+            opening = self.opening(found)
+            each.add(found.entry, document.token_ids, is_new=not found.skipped, opening=opening)
         return found
 
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, fit_profile_to, tokens_to_fit_on
-from kvwire.runtime.coding import Encoded
+from kvwire.runtime.calibration import fit_profile_to, opens, tokens_to_fit_on, tokens_to_take
+from kvwire.runtime.coding import LEAST_TOKENS, Document, Encoded
 from kvwire.runtime.computing import compute_document, laid_out
 from kvwire.runtime.kept_moments import MomentFile
+from kvwire.runtime.opening import WITHOUT, lacks_opening, opening_of, states_of
 from kvwire.store import ModelRecord
 from kvwire.types import digest_tokens
 
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
-    from kvwire.runtime.coding import Coding, Document
+    from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus_reader import CorpusReader
     from kvwire.runtime.neighbours import Neighbours
     from kvwire.store import CatalogEntry, PrefixIndex
     from kvwire.types import BlobInfo, BlockDeviation, KVCache, SoftTokensName
 
+OPENING = "bos-"
+"""How the document is called that holds the rows of the opening tokens; the tokens follow."""
+_log = logging.getLogger("kvwire.encode")
 ENOUGH_TOKENS = 4096
 """A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
 
@@ -40,12 +45,14 @@ class Computed:
         neutral_prefix: Tokens that it was computed behind.
         hidden: States of the prefix layers, where the profile has some.
         deviation: How far tokens move behind others, where that was measured.
+        opening: How many of ``neutral_prefix``, the first ones, are the engine's opening tokens.
     """
 
     cache: KVCache
     neutral_prefix: tuple[int, ...] = ()
     hidden: Tensor | None = None
     deviation: BlockDeviation | None = None
+    opening: int = 0
 
 
 class EncodingSteps:
@@ -65,6 +72,7 @@ class EncodingSteps:
         """
         self._corpus, self._engine, self.coding = corpus, engine, coding
         self._catalog, self._config = corpus.catalog, corpus.config
+        self._has_told = False  # that documents lack a BOS
 
     @property
     def engine(self) -> Engine:
@@ -111,20 +119,26 @@ class EncodingSteps:
 
         Args:
             documents: Calibration text, the first ones first.
-            tokens: Fit on up to that many; None for ``CALIBRATION_TOKENS``.
+            tokens: Fit on up to that many; None for as many as ``Coding.calibration_tokens`` says.
 
         Returns:
             The profile; None where none was fitted, and then nothing changes.
         """
-        most = CALIBRATION_TOKENS if tokens is None else tokens
-        profile = fit_profile_to(self.engine, self.coding, documents, most)
+        if tokens is None:
+            tokens = tokens_to_take(self.coding, documents)
+        profile = fit_profile_to(self.engine, self.coding, documents, tokens)
         if profile is not None:
             self._corpus.set_profile(profile)
             MomentFile(self.coding.resume).done()
         return profile
 
     def prepare(
-        self, texts: Callable[[], Sequence[Document]], *, force: bool = False, refit: bool = False
+        self,
+        texts: Callable[[], Sequence[Document]],
+        *,
+        force: bool = False,
+        refit: bool = False,
+        profile: AnyProfile | None = None,
     ) -> AnyProfile | None:
         """Find or fit the profile to encode with, and write the model's record.
 
@@ -133,6 +147,7 @@ class EncodingSteps:
                 on too little; called only where that is in question.
             force: Fit a new profile where the one in use is damaged.
             refit: Fit a new profile in any case; what was encoded with another one stays readable.
+            profile: Use this one from now on, and fit none.
 
         Returns:
             The profile; None where there is none.
@@ -140,12 +155,18 @@ class EncodingSteps:
         Raises:
             ArgumentError: The method needs a profile, and there is too little text.
             CorruptError: The profile in use is damaged and ``force`` is not given.
-            MismatchError: The profile in use is of another method or head start.
+            MismatchError: The profile in use, or the one given, is of another method or head start, or of another
+                model.
         """
         self._corpus.changes += 1
         _ = self.soft_tokens
-        profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
+        if profile is not None:
+            self._use(profile)
+        else:
+            profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
         self._publish(profile)
+        if opens(self.engine, self.coding):
+            self._put_opening(self.engine)
         return profile
 
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex]:
@@ -168,6 +189,28 @@ class EncodingSteps:
             )
             raise ArgumentError(msg)
         return found
+
+    def opening(self, found: Encoded) -> tuple[int, ...]:
+        """The BOS that a document's blob was computed behind, for indexes.
+
+        Args:
+            found: What became of the document; it has a blob.
+
+        Returns:
+            Token ids; none where it was computed behind none.
+        """
+        info = found.blob or self._corpus.read_header(found.entry)
+        return info.neutral_prefix[: info.opening]
+
+    def _put_opening(self, engine: Engine) -> None:
+        """Keep the rows of the opening tokens, exact: engines that read prefixes out of the store need them, too."""
+        ids = engine.opening_tokens
+        found = self._catalog.by_tokens(self._config, digest_tokens(ids))
+        if found is not None and not found.is_text:
+            return
+        document = Document(f"{OPENING}{'-'.join(map(str, ids))}", ids)
+        blob = self._catalog.seal(encode(engine.prefill([ids])[0], None, 0, lossless=True))
+        self.write(document, blob, self._catalog.blob_reader().read_header(blob), None)
 
     def neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
         """What measures deviations, where they are wanted.
@@ -204,7 +247,7 @@ class EncodingSteps:
             raise ArgumentError(msg)
         return self._corpus.uses.count(self._corpus.scope, document_id) >= encode_after
 
-    def known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
+    def known(self, document: Document, profile: AnyProfile | None, *, computed: bool = False) -> Encoded | None:
         """The document as the catalog has it, where that is still what encoding would give.
 
         The same text under another name counts: only an entry is added then. So does the entry of its tokens under its
@@ -213,6 +256,7 @@ class EncodingSteps:
         Args:
             document: The document.
             profile: The one in use.
+            computed: Its cache was computed elsewhere, behind a BOS or not.
 
         Returns:
             What the catalog has; None where the document is to be encoded.
@@ -230,7 +274,7 @@ class EncodingSteps:
             info = self._corpus.read_header(entry)
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
-        if not self._is_coded_so(info):
+        if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None):
             return None
         self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
         if own is None:
@@ -252,16 +296,22 @@ class EncodingSteps:
             document: The document.
             profile: The one in use; it says how many prefix layers there are.
             around: Measures deviations, where they are wanted.
-            cache: Of the document, where it is computed already, without a neutral prefix.
+            cache: Of the document, where it is computed already, behind nothing but the opening tokens.
 
         Returns:
             What is coded.
         """
         engine, ids = self.engine, document.token_ids
-        computed, neutral = (cache, ()) if cache else compute_document(engine, ids, self.coding)
-        deviation = around.measure(computed, ids) if around else None
+        opening = opening_of(engine, ids)
+        if cache is None:
+            cache, neutral = compute_document(engine, ids, self.coding)
+        else:  # by its position it was computed behind the opening tokens, or behind nothing
+            neutral = opening if cache.meta.offset == len(opening) else ()
+        deviation = around.measure(cache, ids) if around else None
         layers = 0 if profile is None else profile.prefix_layers
-        return Computed(computed, neutral, engine.prefix_states(ids, layers) if layers else None, deviation)
+        count = len(opening) if neutral else 0
+        hidden = states_of(engine, ids, layers, neutral[:count]) if layers else None
+        return Computed(cache, neutral, hidden, deviation, count)
 
     def code(self, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
         """Code what was computed; no engine and no store is asked.
@@ -285,6 +335,7 @@ class EncodingSteps:
             deviation=computed.deviation,
             neutral_prefix=computed.neutral_prefix,
             soft_tokens=self.soft_tokens,
+            opening=computed.opening,
         )
         blob = self._catalog.seal(plain)
         return blob, self._catalog.blob_reader().read_header(blob)
@@ -353,7 +404,7 @@ class EncodingSteps:
         self._catalog.put_model(ModelRecord(engine.meta, engine.window, engine.model_config_digest, digest))
 
     def _profile_for(self, texts: Callable[[], Sequence[Document]], *, force: bool) -> AnyProfile | None:
-        """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little.
+        """The profile in use; a new one where there is none, or it is lost, or was fitted on too little or without BOS.
 
         One that cannot be read intact gives way only to ``force``: it may be whole for everybody else.
         """
@@ -366,14 +417,7 @@ class EncodingSteps:
             if not force:
                 raise
             profile = None
-        coding = self.coding
-        soft = self.soft_tokens
-        notes = profile.notes if profile else {}
-        is_behind = profile is None or (
-            notes.get("neutral_prefix", 0) == coding.neutral_prefix
-            and notes.get("soft_tokens", "") == (soft.digest if soft else "")
-        )
-        if profile is not None and not (is_behind and coding.kind.is_wanted(profile, coding)):
+        if profile is not None and not self._is_wanted(profile):
             msg = (
                 "the profile in use here is of another method or head start, or of another neutral prefix or other "
                 "soft tokens; encode with those, name another tenant or store, or call Corpus.calibrate to replace it"
@@ -381,10 +425,14 @@ class EncodingSteps:
             raise MismatchError(msg)
         noted = 0 if profile is None else profile.notes.get("tokens")
         seen = noted if type(noted) is int else ENOUGH_TOKENS
-        if profile is not None and seen >= ENOUGH_TOKENS:
+        is_old = profile is not None and opens(self.engine, self.coding) > 0 and not profile.notes.get("opening")
+        if profile is not None and seen >= ENOUGH_TOKENS and not is_old:
             return profile
+        if is_old:
+            self._tell_old()
         documents, kind = texts(), self.coding.kind
-        if profile is None or tokens_to_fit_on(self.engine, self.coding, documents) >= 2 * seen:
+        enough = min(seen, ENOUGH_TOKENS) if is_old else 2 * seen  # a few lines do not replace what many texts taught
+        if profile is None or tokens_to_fit_on(self.engine, self.coding, documents) >= enough:
             profile = self.calibrate(documents) or profile
         if profile is None and kind.needs_profile and documents:
             needs = f"needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
@@ -392,10 +440,37 @@ class EncodingSteps:
             raise ArgumentError(msg)
         return profile
 
-    def _is_coded_so(self, info: BlobInfo) -> bool:
-        """Whether a blob has the levels and chunks that encoding would give."""
+    def _tell_old(self) -> None:
+        """Tell once that documents are computed behind a BOS now, and were not."""
+        if not self._has_told:
+            _log.warning("documents here were %s (those that are encoded now are done by that)", WITHOUT)
+        self._has_told = True
+
+    def _is_wanted(self, profile: AnyProfile) -> bool:
+        """Whether a profile is one that encoding in this way could have fitted."""
+        coding, soft, notes = self.coding, self.soft_tokens, profile.notes
+        is_behind = notes.get("neutral_prefix", 0) == coding.neutral_prefix
+        is_soft = notes.get("soft_tokens", "") == (soft.digest if soft else "")
+        return is_behind and is_soft and coding.kind.is_wanted(profile, coding)
+
+    def _use(self, profile: AnyProfile) -> None:
+        """Put a profile from elsewhere in use."""
+        if not self._is_wanted(profile):
+            msg = (
+                "the profile given is of another method or head start, or of another neutral prefix or other soft "
+                "tokens; encode with those, or fit one for these (kvwire profile fit)"
+            )
+            raise MismatchError(msg)
+        self._corpus.set_profile(profile)
+
+    def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
+        """Whether a blob has the levels and chunks that encoding would give. token_ids: None: with BOS or without."""
         coding = self.coding
-        if len(info.neutral_prefix) != min(coding.neutral_prefix, info.tokens, self._corpus.window - info.tokens):
+        neutral = min(coding.neutral_prefix, info.tokens, self._corpus.window - info.opening - info.tokens)
+        if len(info.neutral_prefix) - info.opening != max(0, neutral):
+            return False
+        if token_ids is not None and lacks_opening(self.engine, info, token_ids):
+            self._tell_old()
             return False
         if info.soft_tokens != self.soft_tokens:
             return False

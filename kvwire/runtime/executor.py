@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvwire.codec import Profile
 from kvwire.codec.prediction.text import expect
+from kvwire.controller import Goal, kl_floor
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
+from kvwire.runtime.expected_kl import floor_trouble
 from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
+from kvwire.runtime.opening import TWICE, WITHOUT, begins_with, lacks_opening, opened
 from kvwire.runtime.prompt_jobs import GONE, PromptJobs
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import Backend
-    from kvwire.controller import Goal
+    from kvwire.controller import DocumentPlanInput
     from kvwire.engines.base import Engine
     from kvwire.reuse import PromptLayout
     from kvwire.runtime.documents import DocumentHandle, Timeouts
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
-    from kvwire.types import ChunkId
+    from kvwire.types import ChunkId, KVCache
 
 
 _log = logging.getLogger("kvwire.runtime")
@@ -57,6 +60,10 @@ class ExecutorSettings:
         question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
         keeper: Finds what earlier repairs computed; None: nobody does.
         room_tokens: To set memory aside for behind the prompt, as far as the model's window goes.
+        exact: Lossless levels alone are of use.
+        max_kl: The greatest KL divergence to expect of levels that are fetched; None: any.
+        has_floor: The goal's floor was asked for, and holds in place of ``max_kl``.
+        system: Token ids of what stands before the documents, and is computed; empty: nothing does.
     """
 
     fetch: FetchSettings
@@ -66,6 +73,10 @@ class ExecutorSettings:
     question: Sequence[int] = ()
     keeper: RepairKeeper | None = None
     room_tokens: int = 0
+    exact: bool = False
+    max_kl: float | None = None
+    has_floor: bool = False
+    system: tuple[int, ...] = ()
 
 
 class Executor(PromptJobs):
@@ -80,6 +91,7 @@ class Executor(PromptJobs):
         in_order: Rows that were computed beside the link; None: none were.
         front_tokens: How many tokens are computed before the question, beside documents.
         front_s: Compute spent on that, in seconds.
+        opening: Tokens at the prompt's head, before all else: BOS, or the system text that begins with it.
     """
 
     starts: tuple[int, ...] | None = None
@@ -103,6 +115,11 @@ class Executor(PromptJobs):
         super().__init__(engine, documents, driver, settings.backend, settings.question)
         self.links = settings.links
         self._keeper, self._timeouts, self._room_tokens = settings.keeper, settings.timeouts, settings.room_tokens
+        self._head, self.opening = settings.system, engine.opening_tokens
+        if settings.system:
+            self.opening = opened(engine, settings.system)
+        self._exact, self._max_kl, self._has_floor = settings.exact, settings.max_kl, settings.has_floor
+        self._goal = Goal()
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self._finding_kept: asyncio.Task[Found | None] | None = None
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -155,16 +172,20 @@ class Executor(PromptJobs):
             StorageError: A chunk can be neither fetched nor recomputed.
             KvwireError: What reading a header raised, where the document's text is not known either.
         """
+        self._goal = goal
         tokens = [document.tokens for document in self._found]
         total = self._length(tokens) + query_tokens
         if total > self._engine.window:
+            around = "documents, what is put around them" if self.front_tokens or self._head else "documents"
             msg = (
-                f"{'documents, layout' if self.front_tokens else 'documents'} and question are {total} tokens, "
+                f"{around} and question are {total} tokens, "
                 f"the model's window is {self._engine.window}; "
                 "name fewer documents"
             )
             raise ArgumentError(msg)
         count = len(tokens)
+        if self._head and self.links.option:  # which the first document has not seen, either
+            self.links = replace(self.links, option=replace(self.links.option, whole=True, begins="closing"))
         links, repair = self.links, None
         if count > 1 or (links.option and links.option.whole):
             repair = links.option if links.is_able else None
@@ -173,7 +194,7 @@ class Executor(PromptJobs):
                 self.misses.append(links.trouble)
             if repair is None or links.report is None:
                 links.check(self.link_warning(0.0))
-        looks, computed = bool(self._question), query_tokens + self.front_tokens
+        looks, computed = bool(self._question), query_tokens + self.front_tokens + len(self._head)
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks, self.link_tokens)
         )
@@ -194,7 +215,9 @@ class Executor(PromptJobs):
         if len(self._documents) < len(self._found):
             return None  # the load fails, or has ended
         try:
-            return await self._driver.look_up(partial(keeper.find, self.documents), self._timeouts.patience)
+            return await self._driver.look_up(
+                partial(keeper.find, self.documents, self.opening), self._timeouts.patience
+            )
         except KvwireError as error:
             return keeper.unread(error)
 
@@ -216,7 +239,8 @@ class Executor(PromptJobs):
     def takes_shift(self) -> bool:
         """Whether the mean shift of links was learnt on prompts like this: whole documents, each computed alone."""
         infos = [document.info for document in self.documents]
-        plain = not any(info and (info.neutral_prefix or info.soft_tokens) for info in infos)
+        opening = self._engine.opening_tokens
+        plain = all(info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos)
         return plain and len(infos) > 1 and self.starts is None and self.prompt.cache.kept is None
 
     def link_warning(self, share: float, *, shifted: bool = True) -> str:
@@ -263,7 +287,30 @@ class Executor(PromptJobs):
         """What is known of the prompt for choosing rows."""
         needed = "deviation" in self.links.selector.needs
         moved = self.deviations if needed else None
-        return Told(self.texts, moved, self.seen, self.unrepairable, self.laid_out)
+        head = len(self.opening) if self._head else 0
+        return Told(self.texts, moved, self.seen, self.unrepairable, self.laid_out, head)
+
+    def front_of(self, finish: ev.Finish) -> int:
+        """Tokens from the prompt's beginning on that see all that stands before them, those of its head included.
+
+        Args:
+            finish: How the load ended.
+        """
+        head = len(self.opening)
+        if not self._head:
+            return finish.front + head if finish.front else 0
+        computed = 0
+        sizes = self.inputs[0].tokens
+        levels = {each.chunk.chunk: each.level for each in finish.decisions if each.chunk.document == 0}
+        for chunk, tokens in enumerate(sizes):  # a fetched one has not seen the system text
+            if levels.get(chunk, 0) is not None:
+                return head + computed
+            computed += tokens
+        return head + max(computed, finish.front)
+
+    def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
+        """As for prompts without a system text, which the first document sees where it is computed."""
+        return super().row(first, last, behind=behind or (first.document == 0 and bool(self._head)))
 
     async def _repair(self, asked: ev.Repair) -> None:
         """Compute rows of documents that stay as they are."""
@@ -280,9 +327,9 @@ class Executor(PromptJobs):
         if self._is_gone:
             raise StorageError(GONE)
         if self.in_order is None:
-            repairer = Repairer(self._engine)
-            self.in_order = repairer.begin(self.links, self.prompt, self.told, self._question, asked.share, asked.front)
-        stop_at = sum(self.prompt.tokens[: asked.documents])
+            repairer, front = Repairer(self._engine), asked.front and asked.front + len(self.prompt.opening)
+            self.in_order = repairer.begin(self.links, self.prompt, self.told, self._question, asked.share, front)
+        stop_at = sum(self.prompt.lengths[: asked.documents])
         rows = self.in_order.run(stop_at, lambda: self._is_gone)
         self._engine.synchronize()
         return rows, self.in_order.left, self._driver.clock() - began
@@ -292,13 +339,38 @@ class Executor(PromptJobs):
 
     def _length(self, tokens: Sequence[int]) -> int:
         """Positions that documents of these lengths take."""
-        return sum(tokens)
+        return len(self.opening) + sum(tokens)
 
     async def _lay_out(self, tokens: Sequence[int]) -> None:
         total = self._length(tokens)
         whole = min(total + self._room_tokens, self._engine.window)
         self.room = await self._driver.compute(partial(self._engine.allocate, whole))
-        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=self.room.slice(0, total), starts=self.starts)
+        cache = self.room.slice(0, total)
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache, starts=self.starts, opening=self.opening)
+        if self.opening:
+            await self._driver.compute(self._open_prompt)
+
+    @property
+    def system_tokens(self) -> int:
+        """Tokens of the system text, which stand at the prompt's head."""
+        return len(self._head)
+
+    def _open_prompt(self) -> None:
+        """Compute what stands at the prompt's head, in the compute thread."""
+        began = self._driver.clock()
+        (front,) = self._engine.prefill([self.opening])
+        self.prompt.write_opening(front)
+        if self._head:
+            self._engine.synchronize()
+            self.front_s += self._driver.clock() - began
+
+    def _tell_opening(self, index: int, document: DocumentHandle) -> None:
+        """Tell of a document that stands less exactly behind the prompt's BOS than it could."""
+        info, ids = document.info, document.token_ids
+        if info and document.layout is None and lacks_opening(self._engine, info, ids):
+            self.misses.append(f"{document.document_id!r} was {WITHOUT}")
+        if index == 0 and ids and self.opening and begins_with(ids, self._engine.opening_tokens):
+            self.misses.append(f"{document.document_id!r} {TWICE}")
 
     def fail(self, error: BaseException) -> None:
         """End the load with an error.
@@ -396,16 +468,41 @@ class Executor(PromptJobs):
         self._settle_holes(document)
         if document.info:
             self.fetched_at = self._driver.clock()
+        self._tell_opening(index, document)
         if document.trouble:
             self.misses.append(f"{document.document_id}: {document.trouble}")
         is_pruned = document.decoder is not None and document.decoder.kept is not None
         usable = (each for each in others if not is_pruned and self._can_decode(index, each))
         self._documents[index], self._variants[index] = document, [document, *usable]
-        inputs = tuple(each.plan_input(len(self._engine.meta.layers)) for each in self._variants[index])
+        for each in self._variants[index]:
+            each.exact = self._exact
+        inputs = tuple(self._plan_input(each) for each in self._variants[index])
         self.inputs[index] = inputs[0]
+        if trouble := self._quality_trouble(document, inputs):
+            self.misses.append(f"{document.document_id}: {trouble}")
         self._driver.tell(ev.IndexKnown(self.number, index, inputs))
         if self.predicted_s is None:
             self.predicted_s = self._driver.predicted_s(self.number)
+
+    def _quality_trouble(self, document: DocumentHandle, inputs: Sequence[DocumentPlanInput]) -> str:
+        """Why no level of a document, or not any that may be fetched, is as good as is wanted; empty where one is."""
+        if document.info is None:
+            return ""
+        if self._exact:
+            has_any = any(each.has_blob for each in inputs)
+            return "" if has_any else "it has no lossless level; encode it with --lossless"
+        if not document.has_blob or self._max_kl is None:
+            return ""
+        floor = self._goal.floor if self._has_floor or self._goal.floor else None
+        return floor_trouble(document.info, self._max_kl, floor, self._goal.ceiling)
+
+    def _plan_input(self, document: DocumentHandle) -> DocumentPlanInput:
+        """What planning is told of a document; a floor or a ceiling that was asked for goes before one by KL."""
+        made = document.plan_input(len(self._engine.meta.layers))
+        if self._max_kl is None or self._has_floor or self._goal.floor or not (document.info and made.has_blob):
+            return made
+        floor, ceiling = kl_floor(document.info, self._max_kl), self._goal.ceiling
+        return replace(made, floor=floor if ceiling is None else min(floor, ceiling))
 
     def _settle_holes(self, document: DocumentHandle) -> None:
         """Know how to compute a document whose cache lacks entries; or that nobody does."""
@@ -429,7 +526,7 @@ class Executor(PromptJobs):
         document = self._variants[index][variant]
         if document is not self._documents[index]:
             self._documents[index] = document
-            self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
+            self.inputs[index] = self._plan_input(document)
 
     # The link.
 

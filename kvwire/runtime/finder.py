@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MOST_KEPT = 10_000  # entries
+_PROFILE_S = 300.0
+"""Longest reading of a profile. No load waits that long; one that was not given the time would never be there."""
 UNREADABLE = (NotFoundError, CorruptError, FormatVersionError, StorageError)
 """What a document's text stands in for. An AuthError is not among them: whoever has wrong credentials is told so."""
 
@@ -92,6 +94,7 @@ class DocumentFinder:
         self._corpora, self._kept_s, self._level = corpora, kept_s, level
         self._views = [corpus.over(session.view(corpus.catalog.store)) for corpus in corpora]
         self._kept: dict[tuple[int, str], _Kept] = {}
+        self._profiles: dict[tuple[int, str], asyncio.Task[AnyProfile | None]] = {}  # that are being read
 
     async def find(
         self,
@@ -122,7 +125,7 @@ class DocumentFinder:
         text = None if given is None else tuple(given)
         looking = self._find_first(driver, document_id, text, timeouts, anew=anew)
         others = [
-            driver.look_up(partial(self._look_up, number, document_id, None, anew=anew), timeouts.soon)
+            self._find_in(number, driver, document_id, None, timeouts, timeouts.soon, anew=anew)
             for number in range(1, len(self._corpora))
         ]
         first, found = await beside(looking, others, timeouts)
@@ -145,9 +148,9 @@ class DocumentFinder:
         if not document.entry_is_kept:
             return None
         number = self._corpora.index(document.corpus)
-        asking = partial(self._look_up, number, document.document_id, document.text, anew=True)
+        again = document.document_id, document.text, timeouts, timeouts.soon
         try:
-            found = await driver.look_up(asking, timeouts.soon)
+            found = await self._find_in(number, driver, *again, anew=True)
         except UNREADABLE:
             return None
         return None if found.entry == document.entry else found
@@ -170,12 +173,51 @@ class DocumentFinder:
     ) -> DocumentHandle:  # fmt: skip
         try:
             wait_s = timeouts.patience if text is None else timeouts.soon
-            looking = partial(self._look_up, 0, document_id, text, anew=anew, is_use=not anew)
-            return await driver.look_up(looking, wait_s)
+            return await self._find_in(0, driver, document_id, text, timeouts, wait_s, anew=anew, is_use=not anew)
         except UNREADABLE as error:
             if text is None:
                 raise
             return DocumentHandle(self._corpora[0], document_id, None, None, text, str(error))
+
+    async def _find_in(
+        self, number: int, driver: ControllerDriver, document_id: str, text: tuple[int, ...] | None,
+        timeouts: Timeouts, wait_s: float, *, anew: bool, is_use: bool = False,
+    ) -> DocumentHandle:  # fmt: skip
+        """What a catalog says, with the profile; where something that a kept entry names is gone, asked anew."""
+        looking = partial(self._look_up, number, document_id, text, anew=anew, is_use=is_use)
+        found = await driver.look_up(looking, wait_s)
+        if found.entry is None or found.profile is not None:
+            return found
+        try:
+            found.profile = await self._profile(number, driver, found.entry, timeouts.profile)
+        except UNREADABLE as error:
+            if found.entry_is_kept and isinstance(error, (NotFoundError, CorruptError)):
+                return await self._find_in(number, driver, document_id, text, timeouts, wait_s, anew=True)
+            found.trouble = str(error)
+        return found
+
+    async def _profile(
+        self, number: int, driver: ControllerDriver, entry: CatalogEntry, wait_s: float
+    ) -> AnyProfile | None:
+        """A document's profile; loads share a reading, which goes on where they leave."""
+        if not entry.profile_digest:
+            return None
+        key = number, entry.profile_digest
+        reading = self._profiles.get(key)
+        if reading is None:
+            looking = driver.look_up(partial(self._views[number].profile_of, entry, self._level), _PROFILE_S)
+            reading = self._profiles[key] = asyncio.create_task(looking)
+            reading.add_done_callback(partial(self._read, key))
+        await asyncio.wait({reading}, timeout=wait_s)
+        if reading.done():
+            return reading.result()
+        msg = f"its profile did not come within {wait_s:.3g} s; check the store and the network"
+        raise StorageError(msg)
+
+    def _read(self, key: tuple[int, str], reading: asyncio.Task[AnyProfile | None]) -> None:
+        del self._profiles[key]
+        if not reading.cancelled():
+            reading.exception()  # is told to those who wait, if there are any
 
     def _entry(self, number: int, document_id: str, *, anew: bool) -> tuple[CatalogEntry, bool]:
         """A document's entry, and whether it was kept rather than read."""
@@ -194,29 +236,24 @@ class DocumentFinder:
     def _look_up(
         self, number: int, document_id: str, text: tuple[int, ...] | None, *, anew: bool, is_use: bool = False
     ) -> DocumentHandle:
-        """What a catalog says, with the profile; where something that a kept entry names is gone, asked anew."""
+        """What a catalog says, with the profile where that was read before."""
+        corpus, view = self._corpora[number], self._views[number]
         if is_use:
-            self._corpora[number].count_use(document_id)
+            corpus.count_use(document_id)
         entry, is_kept = self._entry(number, document_id, anew=anew)
-        try:
-            found = self._read(number, document_id, entry, text)
-        except UNREADABLE as error:
-            if is_kept and isinstance(error, (NotFoundError, CorruptError)):
+        if entry.is_text:
+            try:
+                found = DocumentHandle(corpus, document_id, None, None, text or view.text(entry))
+            except (NotFoundError, CorruptError):
+                if not is_kept:
+                    raise
                 return self._look_up(number, document_id, text, anew=True)
-            if entry.is_text:
-                raise
-            found = DocumentHandle(self._corpora[number], document_id, entry, None, text, str(error))
+        elif text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
+            found = DocumentHandle(corpus, document_id, None, None, text, CHANGED)
+        else:
+            found = DocumentHandle(corpus, document_id, entry, view.known_profile(entry), text)
         found.entry_is_kept = is_kept
         return found
-
-    def _read(self, number: int, document_id: str, entry: CatalogEntry, text: tuple[int, ...] | None) -> DocumentHandle:
-        corpus, view = self._corpora[number], self._views[number]
-        if entry.is_text:
-            return DocumentHandle(corpus, document_id, None, None, text or view.text(entry))
-        if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
-            return DocumentHandle(corpus, document_id, None, None, text, CHANGED)
-        profile = view.profile_of(entry, self._level)
-        return DocumentHandle(corpus, document_id, entry, profile, text)
 
 
 class _Kept(NamedTuple):

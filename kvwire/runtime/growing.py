@@ -7,14 +7,17 @@ would cost more than the shorter chunks do, see docs/how-to/grow-a-document.md.
 
 from __future__ import annotations
 
+import operator
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import Ladder, encode
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.coding import Document, Encoded
 from kvwire.runtime.encoding_steps import Computed, EncodingSteps
+from kvwire.runtime.opening import states_of
 from kvwire.store import check_new_name
 from kvwire.store.catalog_entry import MAX_PART_HEADERS_BYTES, MAX_PARTS
 from kvwire.types import BlobPrefix, digest_tokens
@@ -51,18 +54,25 @@ class DocumentGrower(EncodingSteps):
     """Appends to documents of a corpus; see ``Corpus``, whose methods of the same names call these."""
 
     def append(
-        self, document_id: str, token_ids: Sequence[int], *, cache: KVCache | None = None, fork: str = ""
+        self,
+        document_id: str,
+        token_ids: Sequence[int],
+        *,
+        after: int | None = None,
+        cache: KVCache | None = None,
+        fork: str = "",
     ) -> Encoded:
         """Append tokens to a document, as a part of its own where it can have parts.
 
         Args:
             document_id: The document.
             token_ids: What follows its last token.
+            after: The tokens that the document has before; None: whatever it has.
             cache: Of the whole document or of these tokens alone, where it is computed already.
             fork: Leave the document as it is, and give what it would be to a new one of this name.
 
         Returns:
-            The document's entry, and what the blob that was written says of itself.
+            The document's entry, and what its newest blob says of itself; skipped where it was there already.
 
         Raises:
             ArgumentError: As ``Corpus.append`` says.
@@ -74,7 +84,57 @@ class DocumentGrower(EncodingSteps):
         if not added:
             msg = f"there is nothing to append to {document_id!r}: give a token at least"
             raise ArgumentError(msg)
-        grown = self._found(document_id, added, fork)
+        if after is None:
+            return self._append(self._found(document_id, added, fork), cache, started)
+        try:
+            after = operator.index(after)
+        except TypeError as error:
+            msg = f"after is the number of tokens that the document has, got {after!r}: pass entry.tokens"
+            raise ArgumentError(msg) from error
+        if (done := self._done(document_id, added, fork, after)) is not None:
+            return done
+        try:
+            grown = self._found(document_id, added, fork)
+            if grown.entry.tokens == after:
+                return self._append(grown, cache, started)
+        except (ArgumentError, ConflictError):  # of what another writer made of it meanwhile, perhaps this very thing
+            if (done := self._done(document_id, added, fork, after)) is None:
+                raise
+            return done
+        raise self._conflict(grown.entry, added, after)
+
+    def _done(self, document_id: str, added: tuple[int, ...], fork: str, after: int) -> Encoded | None:
+        """What an append gives that was done before; None where it is to be done.
+
+        Raises ConflictError where the document neither ends with the first ``after`` tokens nor with these behind them.
+        """
+        source = self._corpus.find(document_id)
+        entry = self._catalog.by_document(self._config, fork) if fork else source
+        if entry is not None and not entry.is_text and entry.tokens == after + len(added):
+            info = self._corpus.read_header(entry)
+            ids = self._text(entry, info)
+            if ids == (*(ids if entry is source else self._text(source))[:after], *added):
+                return Encoded(entry, info, skipped=True, encode_s=0.0)
+        if source.tokens != after:
+            raise self._conflict(source, added, after)
+        return None
+
+    def _text(self, entry: CatalogEntry, info: BlobInfo | None = None) -> tuple[int, ...]:
+        """A document's tokens, from its header where that is at hand."""
+        return info.token_ids if info and info.token_ids is not None else self._corpus.text(entry)
+
+    def _conflict(self, entry: CatalogEntry, added: tuple[int, ...], after: int) -> ConflictError:
+        has = ""
+        with suppress(CorruptError, NotFoundError):
+            if self._text(entry)[after : after + len(added)] == added:
+                has = ", among which those to append stand in their place already"
+        return ConflictError(
+            f"{entry.document_id!r} has {entry.tokens} tokens{has}, and was to have {after} before (after, --after): "
+            f"look at what it has; to go on behind that, append after {entry.tokens}"
+        )
+
+    def _append(self, grown: _Grown, cache: KVCache | None, started: float) -> Encoded:
+        """Append where the document is still as it was found."""
         if not _takes_parts(grown):
             return self._written_anew(grown, cache, started)
         self._corpus.changes += 1
@@ -142,8 +202,7 @@ class DocumentGrower(EncodingSteps):
                 f"window is {window - behind}: append less, or begin another document"
             )
             raise ArgumentError(msg)
-        ids = info.token_ids if info.token_ids is not None else self._corpus.text(entry)
-        return _Grown(entry, etag, info, name, ids, added)
+        return _Grown(entry, etag, info, name, self._text(entry, info), added)
 
     def _computed(self, grown: _Grown, cache: KVCache | None) -> Computed:
         """What the model makes of the tokens that are appended."""
@@ -153,14 +212,19 @@ class DocumentGrower(EncodingSteps):
             from kvwire.runtime.neutral import compute_behind
 
             engine = self.engine
-            cache = compute_behind(engine, info.neutral_prefix, ids) if behind else engine.prefill([ids])[0]
+            if behind > info.opening:
+                cache = compute_behind(engine, info.neutral_prefix, ids)
+            else:
+                (whole,) = engine.prefill([(*info.neutral_prefix, *ids)])
+                cache = whole.slice(behind, whole.tokens) if behind else whole
         else:
             _check_cache(cache, grown, self._config)
         part = cache.slice(before, len(ids)) if cache.tokens > len(grown.added) else cache
         part = replace(part, meta=self._alike(part, info))
         layers = info.prefix_layers
-        hidden = self.engine.prefix_states(ids, layers)[before:] if layers else None
-        return Computed(part, info.neutral_prefix, hidden)
+        opening = info.neutral_prefix[: info.opening]
+        hidden = states_of(self.engine, ids, layers, opening)[before:] if layers else None
+        return Computed(part, info.neutral_prefix, hidden, opening=info.opening)
 
     def _alike(self, part: KVCache, info: BlobInfo) -> CacheMeta:
         """The part's meta, as the other parts have theirs."""
@@ -187,6 +251,7 @@ class DocumentGrower(EncodingSteps):
             hidden=computed.hidden,
             backend=self.coding.backend,
             neutral_prefix=computed.neutral_prefix,
+            opening=computed.opening,
             prefix=BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name),
         )
         blob = self._catalog.seal(plain)

@@ -36,6 +36,7 @@ class HeaderReader:
         """Read nothing yet."""
         self._session, self._driver, self._finder, self._settings = session, driver, finder, settings
         self._timeouts = replace(timeouts, soon=min(timeouts.soon, timeouts.patience))
+        self._give_up_at = driver.clock() + timeouts.patience
         self._stack = AsyncExitStack()
         self._fetchers: list[BlobFetcher] = []
 
@@ -145,7 +146,7 @@ class HeaderReader:
     async def _header(self, document: DocumentHandle, entry: CatalogEntry) -> BlobInfo:
         """The header, checked against the catalog; a DeadlineError where it is late and the text is there."""
         fetcher = await self._fetcher(document, entry)
-        opening = asyncio.create_task(fetcher.open(deadline=self._driver.clock() + self._timeouts.patience))
+        opening = asyncio.create_task(fetcher.open(deadline=self._give_up_at))
         try:
             await asyncio.wait({opening}, timeout=self._timeouts.soon)
             if not opening.done() and document.token_ids is None:
@@ -185,7 +186,8 @@ class HeaderReader:
     async def _stored_text(self, document: DocumentHandle, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from beside the blob, None where they are lost too or do not come in time."""
         try:
-            ids = await self._driver.look_up(partial(self._finder.text, document, entry), self._timeouts.patience)
+            left_s = max(0.0, self._give_up_at - self._driver.clock())
+            ids = await self._driver.look_up(partial(self._finder.text, document, entry), left_s)
         except KvwireError:
             return None
         return ids if self._fits(ids, entry) else None

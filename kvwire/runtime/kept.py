@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -53,12 +54,16 @@ class KeptPrompt:
         rows: int64, positions in the prompt, ascending.
         cache: The rows' keys and values, positions off.
         digests: Of the rows' token ids, by document, as their blobs say; empty where a document has none.
+        opening: The engine's opening tokens, such as BOS.
+        head: Tokens that stand before all documents: those, or a system text.
     """
 
     entry: KeptRepair
     rows: Tensor
     cache: KVCache
     digests: tuple[str, ...]
+    opening: tuple[int, ...] = ()
+    head: tuple[int, ...] = ()
 
     def suits(self, documents: Sequence[DocumentHandle], decisions: Sequence[Decision]) -> bool:
         """Whether the rows are of a prompt's texts, and were computed over documents at least as fine as the prompt's.
@@ -71,9 +76,10 @@ class KeptPrompt:
             Whether both hold.
         """
         count = len(self.entry.documents)
-        if self.entry.documents != bases_of(documents[:count]) or self.entry.level < coarsest(decisions, count):
+        bases = bases_of(documents[:count], self.opening, self.head)
+        if self.entry.documents != bases or self.entry.level < coarsest(decisions, count):
             return False
-        start = 0
+        start = len(self.head)
         for document, digest in zip(documents, self.digests, strict=False):
             text, stop = document.token_ids or (), start + document.tokens
             mine = self.rows[(self.rows >= start) & (self.rows < stop)] - start
@@ -92,7 +98,8 @@ class KeptPrompt:
         Returns:
             The rows that were written.
         """
-        written = self.rows >= (front if front > prompt.tokens[0] else 0)  # the first document was decoded
+        is_plain = self.head == self.opening and front <= prompt.lengths[0]
+        written = self.rows >= (0 if is_plain else front)  # in plain prompts, the first document was decoded
         rows = self.rows[written]
         if not len(rows):
             return rows
@@ -115,6 +122,7 @@ class Gathered:
         rows: int64, positions in the prompt, ascending.
         cache: The rows' keys and values on the processor, positions on.
         heals: Whether what is kept of these documents is damaged.
+        opening: Tokens that stand before all documents, such as BOS.
     """
 
     bases: tuple[str, ...]
@@ -123,6 +131,7 @@ class Gathered:
     rows: Tensor
     cache: KVCache
     heals: bool = False
+    opening: int = 0
 
 
 def coarsest(decisions: Sequence[Decision], documents: int) -> int:
@@ -139,11 +148,15 @@ def coarsest(decisions: Sequence[Decision], documents: int) -> int:
     return min((level for level in levels if level is not None), default=TEXT_LEVEL)
 
 
-def bases_of(documents: Sequence[DocumentHandle]) -> tuple[str, ...]:
+def bases_of(
+    documents: Sequence[DocumentHandle], opening: Sequence[int] = (), head: Sequence[int] = ()
+) -> tuple[str, ...]:
     """Documents as ``KeptRepair`` names them.
 
     Args:
         documents: Their headers are read.
+        opening: The engine's opening tokens, such as BOS.
+        head: Tokens at the prompt's head, where these are others.
 
     Returns:
         The names.
@@ -152,15 +165,19 @@ def bases_of(documents: Sequence[DocumentHandle]) -> tuple[str, ...]:
     digests = [
         digest_tokens(info.neutral_prefix) if info and info.neutral_prefix
         else info.soft_tokens.digest if info and info.soft_tokens
+        else digest_tokens((*opening, 0)) if opening
         else ""
         for info in infos
     ]  # fmt: skip
+    if tuple(head) != tuple(opening):
+        behind = digest_tokens(head)
+        digests = [sha256(f"behind {behind}:{digest}".encode()).hexdigest() for digest in digests]
     return tuple(base_of(each.token_digest, digest) for each, digest in zip(documents, digests, strict=True))
 
 
 def gathered(
     prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: Found | None,
-    finish: ev.Finish,
+    finish: ev.Finish, opening: Sequence[int] = (),
 ) -> Gathered | None:  # fmt: skip
     """Copy the rows of a repaired prompt that are worth keeping.
 
@@ -170,6 +187,7 @@ def gathered(
         repaired: What was done.
         found: What had been kept of it; None where nobody knows.
         finish: How the load ended.
+        opening: The engine's opening tokens.
 
     Returns:
         The rows, those of the front included, which were computed from text; None where nothing new was computed, or
@@ -179,7 +197,8 @@ def gathered(
     if not len(repaired.rows) or not repaired.is_plain or len(known) < len(documents) or prompt.cache.kept is not None:
         return None
     seeing = torch.zeros(prompt.cache.tokens, dtype=torch.bool)
-    seeing[prompt.tokens[0] : finish.front] = True
+    first = prompt.lengths[0] if prompt.opening == tuple(opening) else len(prompt.opening)
+    seeing[first : finish.front] = True
     seeing[repaired.rows] = True
     if repaired.kept and found and found.kept:
         seeing[found.kept.rows] = True
@@ -188,35 +207,40 @@ def gathered(
     keys, values = ([tensor.cpu() for tensor in side] for side in (cache.keys, cache.values))
     level = coarsest(finish.decisions, len(known))
     copied, heals = KVCache(keys, values, prompt.cache.meta), bool(found and found.trouble)
-    return Gathered(bases_of(documents), known, level, rows, copied, heals)
+    bases = bases_of(documents, opening, prompt.opening)
+    return Gathered(bases, known, level, rows, copied, heals, len(prompt.opening))
 
 
 class RepairKeeper:
     """Finds and keeps repaired rows in the store of a corpus; any thread may call it."""
 
-    def __init__(self, corpus: Corpus, view: Store, most_bytes: int) -> None:
+    def __init__(self, corpus: Corpus, view: Store, most_bytes: int, opening: Sequence[int] = ()) -> None:
         """Take the parts.
 
         Args:
             corpus: Whose store keeps rows.
             view: The store as loads read it.
             most_bytes: Of all rows that are kept of this model and tenant.
+            opening: The engine's opening tokens, such as BOS.
         """
+        self.opening = tuple(opening)
         self._corpus, self._view, self._most_bytes = corpus, corpus.over(view), most_bytes
         self._config = corpus.meta.config_digest()
 
-    def find(self, documents: Sequence[DocumentHandle]) -> Found:
+    def find(self, documents: Sequence[DocumentHandle], head: Sequence[int]) -> Found:
         """Look for rows; blocks.
 
         Args:
             documents: In the order of the prompt; their headers are read.
+            head: Tokens that stand before them.
 
         Returns:
             What was found.
         """
         try:
-            entry = self._view.catalog.kept.find(self._config, bases_of(documents))
-            return Found() if entry is None else Found(self.read(entry, [each.tokens for each in documents]))
+            bases, least = bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1
+            entry = self._view.catalog.kept.find(self._config, bases, least)
+            return Found() if entry is None else Found(self.read(entry, [each.tokens for each in documents], head))
         except KvwireError as error:
             return self.unread(error)
 
@@ -232,12 +256,13 @@ class RepairKeeper:
         """
         return Found(None, f"a kept repair was not used, and rows computed anew: {error}")
 
-    def read(self, entry: KeptRepair, lengths: Sequence[int]) -> KeptPrompt:
+    def read(self, entry: KeptRepair, lengths: Sequence[int], head: Sequence[int] | None = None) -> KeptPrompt:
         """Read the rows of an entry; blocks.
 
         Args:
             entry: What the store says of them.
             lengths: Tokens of each document, in the order of the prompt.
+            head: Tokens that stand before them; None: the opening tokens.
 
         Returns:
             The rows.
@@ -246,7 +271,8 @@ class RepairKeeper:
             KvwireError: They cannot be had, or are not those of their entry.
         """
         profile = self._view.profile(entry.profile_digest) if entry.profile_digest else None
-        rows, caches, start = [], [], 0
+        head = self.opening if head is None else tuple(head)
+        rows, caches, start = [], [], len(head)
         for part, length in zip(entry.parts, lengths, strict=False):
             if part.count:
                 tokens = _tokens_of(part, length)
@@ -259,7 +285,8 @@ class RepairKeeper:
         keys, values = ([_joined(layer) for layer in zip(*side, strict=True)] for side in _sides(caches))
         digests = iter(cache.meta.token_digest for cache in caches)
         named = tuple(next(digests) if part.count else "" for part in entry.parts)
-        return KeptPrompt(entry, torch.cat(rows), KVCache(keys, values, caches[0].meta), named)
+        cache = KVCache(keys, values, caches[0].meta)
+        return KeptPrompt(entry, torch.cat(rows), cache, named, self.opening, head)
 
     def _decoded(self, part: KeptRows, profile: AnyProfile | None, count: int) -> KVCache:
         catalog = self._view.catalog
@@ -296,7 +323,7 @@ class RepairKeeper:
             profile = None  # predicts from what the first layers make of a document alone
         off = rows_off(made.cache, made.rows)
         parts: list[tuple[bytes, bytes]] = []
-        start = 0
+        start = made.opening
         for text in made.texts:
             mine = (made.rows >= start) & (made.rows < start + len(text))
             tokens = made.rows[mine] - start
@@ -308,7 +335,8 @@ class RepairKeeper:
             _log.warning("repaired rows of %d bytes were not kept: the bound is %d", size, self._most_bytes)
             return 0
         known = (made.bases, made.level, profile.digest if profile else "")
-        written = self._corpus.catalog.kept.put(self._config, *known, parts, overwrite=made.heals)
+        least = 2 if made.opening == len(self.opening) else 1
+        written = self._corpus.catalog.kept.put(self._config, *known, parts, overwrite=made.heals, least=least)
         if written:
             self._corpus.catalog.kept.bound(self._config, self._most_bytes)
         return len(written)

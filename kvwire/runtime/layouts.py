@@ -16,6 +16,7 @@ from kvwire.runtime.anchored import settle_holes
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.link_report import DEFAULT_SELECTOR
 from kvwire.runtime.links import AUTO, UNREPAIRED
+from kvwire.runtime.opening import opened
 from kvwire.runtime.prompt_jobs import GONE
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class LayoutExecutor(Executor):
         """
         super().__init__(*parts)
         self._settings = settings
-        self._layout, self._system = settings.layout or PLAIN, settings.system
+        self._layout, self._system = settings.layout or PLAIN, opened(self._engine, settings.system)
+        self.opening = ()  # it begins the system text
         self.sees_documents = False  # link rows stand between documents, and come later than their text
         self._keeper = None  # what repairs kept is of prompts without a layout
         self._laid_out: PromptLayout | None = None
@@ -163,8 +165,8 @@ def asked_in(
     Returns:
         What makes the load, the question with what ends it, and the texts with what stands in their caches.
     """
-    layout, system = settings.layout or PLAIN, settings.system
-    if layout == PLAIN and not system:
+    layout = settings.layout or PLAIN
+    if layout == PLAIN:
         return Executor, question, texts
     known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
     return partial(LayoutExecutor, settings), [*question, *layout.ending] if question else question, known

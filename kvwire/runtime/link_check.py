@@ -13,6 +13,7 @@ from kvwire.codec import Profile, decode, encode, inspect
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, block_mask, link, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, LinkReport
+from kvwire.runtime.opening import link_opened, prefill_documents, states_of
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.shift_check import shift_figures
 
@@ -196,7 +197,7 @@ def check_exact(engine: Engine, prompt: CheckPrompt) -> None:
         MismatchError: They are not, or repairing all rows is not a prefill.
     """
     caches, rest = engine.prefill(prompt.documents), [*prompt.question, *prompt.rest]
-    linked, text = link(caches), prompt.text
+    linked, text = link(caches), prompt.text  # without BOS: linked documents stand farther from it than alone
     bound = _EXACT.get(engine.dtype, _EXACT_HALF)
     masked = getattr(engine, "masked_forward", None)
     if masked is not None:
@@ -231,8 +232,9 @@ class _Measured:
     def __init__(self, engine: Engine, prompt: CheckPrompt, shift: LinkShift | None) -> None:
         self._engine, self._prompt, self._shift = engine, prompt, shift
         self._rest = [*prompt.question, *prompt.rest]
-        self._caches = engine.prefill(prompt.documents)
-        self._full = self._seen(engine.forward(None, [*prompt.text, *self._rest], 0, logits=len(self._rest)))
+        self._caches = prefill_documents(engine, prompt.documents)
+        whole = [*engine.opening_tokens, *prompt.text, *self._rest]
+        self._full = self._seen(engine.forward(None, whole, 0, logits=len(self._rest)))
 
     def _seen(self, logits: Tensor) -> Tensor:
         """Those that predict what follows the question; without such, those of the question."""
@@ -253,8 +255,8 @@ class _Measured:
         """KL divergences from a full prefill, by what was done."""
         engine = self._engine
         out: dict[object, float] = {
-            "nothing": self._kl(engine.forward(None, self._rest, 0)),
-            "linked": self._kl(_after(engine, link(self._caches), self._rest)),
+            "nothing": self._kl(self._without_documents()),
+            "linked": self._kl(_after(engine, link_opened(engine, self._caches), self._rest)),
         }
         if self._shift is not None:
             out["shifted"] = self._kl(_after(engine, self._linked(self._caches, self._shift), self._rest))
@@ -268,25 +270,34 @@ class _Measured:
                     out["shifted", name, share] = kl if shifted is None else shifted
         if isinstance(profile, Profile):
             for level, caches in self._decoded(profile):
-                out["level", level] = self._kl(_after(engine, link(caches), self._rest))
+                out["level", level] = self._kl(_after(engine, link_opened(engine, caches), self._rest))
                 kl = self._repaired(caches, DEFAULT_SELECTOR, _LEVEL_SHARE)
                 if kl is not None:
                     out["level repaired", level] = kl
         return out
 
+    def _without_documents(self) -> Tensor:
+        return self._engine.forward(None, [*self._engine.opening_tokens, *self._rest], 0, logits=len(self._rest))
+
     def _linked(self, caches: Sequence[KVCache], shift: LinkShift | None) -> KVCache:
-        linked = link(caches)
+        linked = link_opened(self._engine, caches)
         if shift is not None:
-            shift.apply(linked, [cache.tokens for cache in caches])
+            shift.apply(linked, self._lengths)
         return linked
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        """Of the documents, the opening tokens counted with the first one."""
+        first, *others = (len(ids) for ids in self._prompt.documents)
+        return (len(self._engine.opening_tokens) + first, *others)
 
     def _repaired(
         self, caches: Sequence[KVCache], selector: str, share: float, shift: LinkShift | None = None
     ) -> float | None:
         """None where the engine cannot."""
         prompt, linked = self._prompt, self._linked(caches, shift)
-        lengths = tuple(len(ids) for ids in prompt.documents)
-        given = RepairInput(self._engine, linked, tuple(prompt.text), lengths, prompt.question)
+        ids = (*self._engine.opening_tokens, *prompt.text)
+        given = RepairInput(self._engine, linked, ids, self._lengths, prompt.question)
         try:
             repair_prompt(given, selector_of(selector), share)
         except MismatchError:
@@ -296,8 +307,7 @@ class _Measured:
     def _decoded(self, profile: Profile) -> Iterator[tuple[str, list[KVCache]]]:
         engine, prompt = self._engine, self._prompt
         hidden = [
-            engine.prefix_states(ids, profile.prefix_layers) if profile.prefix_layers else None
-            for ids in prompt.documents
+            states_of(engine, ids, profile.prefix_layers) if profile.prefix_layers else None for ids in prompt.documents
         ]
         blobs = [encode(cache, profile, hidden=state) for cache, state in zip(self._caches, hidden, strict=True)]
         for level, info in enumerate(inspect(blobs[0]).levels):

@@ -239,6 +239,7 @@ class Told:
         seen: What the question sees; None where nobody has looked yet.
         trouble: Why none of its rows may be computed anew; empty where they may.
         laid_out: Where everything stands, where more than documents does.
+        head: Tokens of a system text, which the first document has not seen; 0: nothing stands before it but BOS.
     """
 
     texts: Sequence[Sequence[int] | None]
@@ -246,6 +247,15 @@ class Told:
     seen: Seen | None = None
     trouble: str = ""
     laid_out: PromptLayout | None = None
+    head: int = 0
+
+    def lengths(self, prompt: LinkedPrompt) -> tuple[int, ...]:
+        """Tokens of the prompt's parts, each of which was computed by itself, the first one with all before it.
+
+        Args:
+            prompt: The load's.
+        """
+        return (self.head, *prompt.tokens) if self.head else prompt.lengths
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
@@ -270,9 +280,9 @@ def _may(told: Told, prompt: LinkedPrompt) -> bool:
     return not told.trouble and bool(_known(told, prompt))
 
 
-def _behind(share: float, prompt: LinkedPrompt, front: int) -> float:
+def _behind(share: float, lengths: Sequence[int], front: int) -> float:
     """A share of what is behind the front, as one of the whole prompt."""
-    return share if share == 1 else share * (1 - max(0, front - prompt.tokens[0]) / sum(prompt.tokens))
+    return share if share == 1 else share * (1 - max(0, front - lengths[0]) / sum(lengths))
 
 
 class Repairer:
@@ -316,13 +326,14 @@ class Repairer:
             MismatchError: The share was asked for and the engine cannot.
             ArgumentError: The share was asked for and the selector lacks something.
         """
-        if share <= 0 or (len(prompt.tokens) == 1 and told.laid_out is None):
+        lengths = told.lengths(prompt)
+        if share <= 0 or (len(lengths) == 1 and told.laid_out is None):
             return None, ""
         if not _may(told, prompt):
             return self._refused(plan, told.trouble or "the text of a document is not known")
-        if told.laid_out is None and share < 1 and len(_behind_front(prompt.tokens, front)) == 1:
+        if told.laid_out is None and share < 1 and len(_behind_front(lengths, front)) == 1:
             return None, ""
-        share = _behind(share, prompt, front)
+        share = _behind(share, lengths, front)
         try:
             if told.laid_out is not None:
                 return self._beside_links(plan, prompt, told.laid_out, told, question, share), ""
@@ -358,14 +369,16 @@ class Repairer:
         if not _may(told, prompt):
             raise MismatchError(told.trouble or "the text of a document is not known")
         given = self._input(prompt, told, question, front)
-        count = rows_for(_behind(share, prompt, front), given.documents)
+        count = rows_for(_behind(share, told.lengths(prompt), front), given.documents)
         return RepairInOrder(given, plan.selector, share, count)
 
     def _input(self, prompt: LinkedPrompt, told: Told, question: Sequence[int], front: int) -> RepairInput:
         """A prompt of documents alone as selectors take it."""
-        ids = tuple(token for text in _known(told, prompt) for token in text)
-        documents = _behind_front(prompt.tokens, front)
-        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
+        ids = (*prompt.opening, *(token for text in _known(told, prompt) for token in text))
+        documents, moved = _behind_front(told.lengths(prompt), front), told.deviation
+        if moved is not None and prompt.opening:
+            moved = torch.cat([moved.new_zeros(len(prompt.opening)), moved])
+        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), moved, seen=told.seen)
 
     def _beside_links(
         self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, told: Told,

@@ -21,11 +21,13 @@ from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.answer import Asked, ChatAsked
 from kvwire.runtime.closing import Closer, Filled
 from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
+from kvwire.runtime.expected_kl import with_expected_kl
 from kvwire.runtime.finder import DocumentFinder, profile_in_use
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
@@ -45,12 +47,18 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.links import LinkPlan
+    from kvwire.types import Chat
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Executor)
 _OPEN_SHARE = 0.25
 """Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
+_PROFILE_SHARE = 0.5
+"""Share of a deadline that a profile may take, likewise."""
+_LEAST_PATIENCE_S = 2.0
+"""What only the store can tell is waited for until the deadline, and so long at least: a connection over a slow link
+takes a second, and then the answer is late, but there is one."""
 _ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
 _WRITING_S = 6.0  # estimates wait for a lock for five seconds
 
@@ -61,7 +69,7 @@ class Loader:
     It owns one event loop in a thread, one HTTP session whose connections are kept, one controller and one emulated
     link, whichever threads and event loops call it, and however many loads there are at a time. All load over the same
     link and take turns on the engine. ``close``, or the end of the ``with`` block, ends all of it; a loader that nobody
-    holds any more is closed, too.
+    holds any more is closed, too. A process that is forked needs a loader of its own.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class Loader:
             variants: Further corpora, reached over the same link, that hold the same documents with other prefix
                 layers; of each document the blob that suits the link and the engine is used. What they lack or bring
                 late is done without.
-            costs: Measured on this engine when left out, which takes a second to ten, unless they are remembered; such
+            costs: Measured on this engine when left out, which takes about a second, unless they are remembered; such
                 that are given here, and what is learnt on top of them, are not written down.
             link: An emulated link in front of the stores: look-ups in catalogs, headers, chunks and new connections
                 take its time.
@@ -97,7 +105,7 @@ class Loader:
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
         self._controls = controls_of(chosen, on_gpu=on_gpu, interrupts=engine.can_stop)
         ceiling = chosen.quality_ceiling  # of profiles no more is read; a decoder on a GPU takes all rows
-        self._read_level = None if ceiling is None or on_gpu else max(ceiling, chosen.quality_floor)
+        self._read_level = None if ceiling is None or on_gpu else max(ceiling, chosen.quality_floor or 0)
         self._lock = threading.RLock()  # a record may ask for the estimates
         lasting = not isinstance(link, EmulatedLink)
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
@@ -126,8 +134,18 @@ class Loader:
         """Close."""
         self.close()
 
+    def __reduce__(self) -> str:
+        """Refuse to be pickled: threads and connections stay in their process."""
+        msg = "a loader cannot be sent to another process: open the engine, the store and a loader there"
+        raise ArgumentError(msg)
+
     def close(self) -> None:
-        """End loads that are under way, and all connections and threads. What was learnt is written down first."""
+        """End loads that are under way, and all connections and threads. What was learnt is written down first.
+
+        Does nothing in a process that was forked from the loader's.
+        """
+        if not self._session.process.is_here:
+            return
         if self._writing is not None:
             with suppress(TimeoutError, CancelledError):
                 self._writing.result(_WRITING_S)
@@ -141,7 +159,8 @@ class Loader:
         known, chosen = self._memory.recall(*self._keys), self._settings
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
-            views = [each.over(self._session.view(each.catalog.store, over_link=False)) for each in self._corpora]
+            view = partial(self._session.view, over_link=False, silence_s=chosen.open_s)  # loads can do without
+            views = [each.over(view(each.catalog.store)) for each in self._corpora]
             profile = profile_in_use(views[0], self._read_level)
             for variant in views[1:]:
                 with suppress(KvwireError):
@@ -168,14 +187,16 @@ class Loader:
     @property
     def estimates(self) -> ctl.Estimates:
         """A copy of what is known of the link and the engine now."""
+        self._session.process.check()
         with self._lock:
             return self._estimates.copy()
 
     def ask(
         self,
         documents: Sequence[str],
-        question: Sequence[int],
+        question: Sequence[int] | str,
         *,
+        chat: Chat | None = None,
         deadline_s: float | None = None,
         objective: Objective | None = None,
         tokens: int = 1,
@@ -185,7 +206,9 @@ class Loader:
 
         Args:
             documents: Ids in the order of the prompt.
-            question: Token ids.
+            question: What stands behind the documents: token ids, or a text. In a chat a text: the user's words.
+            chat: What the model's chat template is to put around the documents, which are part of the user's turn, each
+                as it was encoded. The answer ends with the assistant's turn. None: no template.
             deadline_s: Seconds until the first token, from now.
             objective: See ``Goal``; None: the best quality within the deadline, or, without one, the soonest first
                 token.
@@ -196,13 +219,14 @@ class Loader:
             The first token, the answer, the linked prompt, and how it came about.
 
         Raises:
-            NotFoundError: A document is neither in the store nor in ``texts``.
-            ArgumentError: The prompt does not fit the model's window, or the loader is closed.
+            NotFoundError: A document is neither in the store nor in ``texts``, or the model has no chat template.
+            ArgumentError: The prompt does not fit the model's window, or the loader is closed, or of another process;
+                or the template refuses the chat.
             OverloadedError: The first token would be late, and the settings say to refuse then.
             LinkBoundError: Links lose more than the settings allow, or nobody has measured what they lose.
         """
-        goal = self._goal(deadline_s, objective)
-        return self._session.run(self._ask(documents, question, goal, tokens, texts))
+        goal, asked = self._goal(deadline_s, objective), self._asked(question, chat)
+        return self._session.run(self._ask(documents, asked, goal, tokens, texts))
 
     def ask_schema(
         self,
@@ -238,64 +262,86 @@ class Loader:
         from kvwire.runtime.schemas import SchemaExecutor
 
         goal, make = self._goal(deadline_s, objective), partial(SchemaExecutor, prompt)
-        return self._session.run(self._ask(prompt.documents, question, goal, tokens, texts, make))
+        asked = Asked(plain_token_ids(question), ())
+        return self._session.run(self._ask(prompt.documents, asked, goal, tokens, texts, make))
 
     async def ask_async(
         self,
         documents: Sequence[str],
-        question: Sequence[int],
+        question: Sequence[int] | str,
         *,
+        chat: Chat | None = None,
         deadline_s: float | None = None,
         objective: Objective | None = None,
         tokens: int = 1,
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
         """``ask`` for callers with an event loop of their own; one that is cancelled leaves the load."""
-        goal = self._goal(deadline_s, objective)
-        return await self._session.wait(self._ask(documents, question, goal, tokens, texts))
+        goal, asked = self._goal(deadline_s, objective), self._asked(question, chat)
+        return await self._session.wait(self._ask(documents, asked, goal, tokens, texts))
+
+    def _asked(self, question: Sequence[int] | str, chat: Chat | None) -> Asked:
+        """What stands around the documents, in tokens."""
+        chosen = self._settings
+        if isinstance(question, str):
+            if chat is None:
+                return Asked(self._engine.tokenize(question, place="last", trust="frame"), chosen.system)
+        elif chat is not None:
+            msg = "in a chat the question is a text: the template is read together with it"
+            raise ArgumentError(msg)
+        else:
+            return Asked(plain_token_ids(question), chosen.system)
+        if chosen.system or chosen.layout:
+            msg = "a chat's system text is Chat(system=...): leave out the settings' system and layout"
+            raise ArgumentError(msg)
+        rendered = self._engine.render_chat(chat, question)
+        return Asked(rendered.tail, rendered.head, rendered.stop, ChatAsked(chat, question, rendered))
 
     async def _ask(
-        self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
+        self, documents: Sequence[str], asked: Asked, goal: ctl.Goal, tokens: int,
         texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] | None = None,
     ) -> Answer:  # fmt: skip
         """On the session's loop."""
-        question = plain_token_ids(question)
-        if make is None and (self._settings.layout or self._settings.system):
+        if make is None and self._settings.layout:
             from kvwire.runtime.layouts import asked_in
 
-            make, question, texts = asked_in(self._settings, self._engine, question, texts)
+            make, question, texts = asked_in(self._settings, self._engine, asked.question, texts)
+            asked = replace(asked, question=question)
         with self._warming.paused():
-            return await self._load(documents, question, goal, tokens, texts, make or Executor)
+            return await self._load(documents, asked, goal, tokens, texts, make or Executor)
 
     async def _load(
-        self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
+        self, documents: Sequence[str], asked: Asked, goal: ctl.Goal, tokens: int,
         texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor],
     ) -> Answer:  # fmt: skip
+        question = asked.question
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
         looking = question if self._settings.look and self._engine_looks else ()
         room_tokens = len(question) + min(tokens, _ANSWER_TOKENS)
-        async with self._filled(make, documents, len(question), goal, texts, looking, room_tokens) as filled:
-            answer = await self._closer.answer(filled, goal, list(question), tokens)
+        system = asked.system if make is Executor else ()  # other layouts know where it stands
+        async with self._filled(make, documents, len(question), goal, texts, looking, room_tokens, system) as filled:
+            answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop)
             self._engine_looks &= filled.executor.can_look
             self._remember()
-            return answer
+            answer = with_expected_kl(answer, [document.info for document in filled.executor.documents])
+            if asked.chat is None:
+                return answer
+            apart = await asyncio.to_thread(asked.chat.apart, self._engine, filled.executor.texts)
+            return replace(answer, misses=(*answer.misses, apart)) if apart else answer
 
     @asynccontextmanager
     async def _filled(
         self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
         texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (), room_tokens: int = 0,
+        system: tuple[int, ...] = (),
     ) -> AsyncIterator[Filled[E]]:  # fmt: skip
-        """Find documents and run a load of them to its end. looking, room_tokens: see ``ExecutorSettings``."""
+        """Find documents and run a load of them to its end. looking and so on: see ``ExecutorSettings``."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
-        soon = chosen.open_s
-        if deadline_s is not None:
-            soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
-        with self._lock:
-            timeouts = Timeouts(soon, chosen.patience_s, self._estimates.ttfb.value)
-        planning = asyncio.create_task(self._link_plan(driver, soon))
+        timeouts = self._timeouts(deadline_s)
+        planning = asyncio.create_task(self._link_plan(driver, timeouts.soon))
         anew = False
         while True:
             finding = [self._finder.find(driver, name, texts, timeouts, anew=anew) for name in documents]
@@ -306,9 +352,14 @@ class Loader:
                 raise
             links = await planning
             self._closer.begin(links, len(found))
+            if deadline_s is not None:
+                left_s = timeouts.patience - (time.monotonic() - started)
+                timeouts = replace(timeouts, patience=max(left_s, _LEAST_PATIENCE_S / 2))
             settings = ExecutorSettings(
                 fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
-                keeper=self._closer.keeper, room_tokens=room_tokens,
+                keeper=self._closer.keeper, room_tokens=room_tokens, exact=chosen.exact,
+                max_kl=None if chosen.exact else chosen.max_kl, has_floor=chosen.quality_floor is not None,
+                system=system,
             )  # fmt: skip
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
@@ -321,6 +372,17 @@ class Loader:
                 yield Filled(driver, executor, finish, started, asked)
                 return
 
+    def _timeouts(self, deadline_s: float | None) -> Timeouts:
+        """How long a load waits for what it must know, from its beginning."""
+        chosen = self._settings
+        with self._lock:
+            extra = self._estimates.ttfb.value
+        if deadline_s is None:
+            return Timeouts(chosen.open_s, chosen.patience_s, extra, chosen.patience_s)
+        soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))
+        patience = min(chosen.patience_s, max(deadline_s, _LEAST_PATIENCE_S))
+        return Timeouts(min(chosen.open_s, soon), patience, extra, min(patience, profile))
+
     def _new_controller(self) -> ctl.Controller:
         chosen = self._settings
         return ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
@@ -331,7 +393,7 @@ class Loader:
             try:
                 self._links = await driver.look_up(self._read_link_plan, limit_s)
             except KvwireError as error:  # the next load tries again
-                trouble = f"the report on links was not read: {error}"
+                trouble = f"the report on links was not read, so this load goes without it: {error}"
                 return replace(planned(self._settings, None, None, 0), trouble=trouble)
         if self._closer.trouble and self._links.option and not self._links.is_wanted:
             return replace(self._links, trouble=self._closer.trouble, is_able=False)
@@ -347,7 +409,7 @@ class Loader:
         return ctl.Goal(
             objective=objective or ("earliest" if deadline_s is None else "quality"),
             deadline_s=deadline_s,
-            floor=chosen.quality_floor,
+            floor=ctl.EXACT if chosen.exact else chosen.quality_floor or 0,
             ceiling=chosen.quality_ceiling,
             on_late=chosen.on_late,
         )
@@ -385,5 +447,7 @@ def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend, besid
 
 
 def _end(session: Session, warming: Warming) -> None:
+    if not session.process.is_here:
+        return
     warming.close()
     session.close(wait=False)

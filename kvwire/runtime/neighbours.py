@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvwire.reuse import measure_deviation
+from kvwire.runtime.opening import opened
 from kvwire.types import BlockDeviation
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class Neighbours:
         others = [text for text in self._texts if text != own][:NEIGHBOURS] or [tuple(token_ids[-NEIGHBOUR_TOKENS:])]
         found = torch.zeros(-(-cache.tokens // BLOCK) * BLOCK)
         for text in others:
-            seen = max(1, min(cache.tokens, self._engine.window - len(text)))
-            before = self._cache(text[: self._engine.window - seen])
+            window = self._engine.window - len(self._engine.opening_tokens)
+            seen = max(1, min(cache.tokens, window - len(text)))
+            before = self._cache(text[: window - seen])
             moved = measure_deviation(self._engine, cache.slice(0, seen), token_ids[:seen], before)
             found[:seen] += moved / len(others)
         found[cache.tokens :] = found[cache.tokens - 1]
@@ -60,5 +62,5 @@ class Neighbours:
 
     def _cache(self, text: tuple[int, ...]) -> KVCache:
         if text not in self._caches:
-            (self._caches[text],) = self._engine.prefill([text])
+            (self._caches[text],) = self._engine.prefill([opened(self._engine, text)])
         return self._caches[text]

@@ -14,6 +14,7 @@ from kvwire.controller import events as ev
 from kvwire.engines.base import PassStoppedError
 from kvwire.errors import ArgumentError, MismatchError, StorageError
 from kvwire.runtime.documents import in_words
+from kvwire.runtime.opening import opening_of, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -293,14 +294,16 @@ class PromptJobs:
         """
         document = self._documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        offset, ids = self.prompt.offset(first.document), document.token_ids or ()
-        ids = ids[start:stop]
+        offset, whole = self.prompt.offset(first.document), document.token_ids or ()
+        ids = whole[start:stop]
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)
         if seen is not None and seen.kept and all(mask is None or bool(mask.all()) for mask in seen.kept):
             seen = replace(seen, kept=None)  # of a prompt with gaps, none of which is here
-        neutral = document.info.neutral_prefix if document.info and not behind else ()
+        neutral: tuple[int, ...] = ()
+        if not behind:
+            neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, whole)
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.neutral import behind as behind_neutral
 
@@ -329,7 +332,9 @@ class PromptJobs:
         document = self._documents[index]
         if self._is_gone:
             raise StorageError(GONE)
-        hidden = self._engine.prefix_states(document.token_ids or (), document.prefix_layers)
+        info = document.info
+        opening = info.neutral_prefix[: info.opening] if info else None
+        hidden = states_of(self._engine, document.token_ids or (), document.prefix_layers, opening)
         self._make_decoder(index, document, hidden)
 
     async def _look(self) -> None:
@@ -351,10 +356,11 @@ class PromptJobs:
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
         """What the question attends to, for ``Looked``."""
-        if self.seen is None or not float(self.seen.attention.sum()) > 0:
+        if self.seen is None or not float(self.seen.attention[len(self.prompt.opening) :].sum()) > 0:
             return ()
         paid = self.seen.attention
-        relative = paid * (sum(self.prompt.tokens) / paid.sum())  # gaps count for nothing
+        head = len(self.prompt.opening)
+        relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # gaps count for nothing
         rows = []
         for index in range(len(self._found)):
             document, start = self._documents[index], self.prompt.offset(index)

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from kvwire.codec import decode, encode, inspect
-from kvwire.reuse import link
+from kvwire.codec import ERROR_NOTE, decode, encode, inspect
+from kvwire.runtime.opening import link_opened, opening_of, prefill_documents, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from kvwire.codec import Ladder, Profile
+    from kvwire.codec import CacheGenProfile, Ladder, Profile
+    from kvwire.codec.kinds.requests import Calibrated
     from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
 
-_WINDOWS = 6
+_WINDOWS = 4
 """Documents that the error is calibrated on."""
 _LEAST_TOKENS = 64
-_CONTEXT, _REST = 1024, 256
+_CONTEXT, _REST = 512, 128
 """Tokens of a document that are cached and read on, at most."""
-_QUANTILE = 0.8
-"""Of the points, on the curve: above the middle, as other text suffers more than that of the calibration."""
+_READ = slice(None, None, 2)
+"""Levels whose KL divergence is measured: those between lie on the curve."""
+_QUANTILE = 0.6
+"""Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
 _OTHER_TEXT = 1.4
-"""What the curve is raised by: text of another kind than the calibration's had 1 to 5 times the divergence, about 2 in
-the middle (benchmarks/predicted_kl.py). Half way there, neither kind is far off."""
+"""What the interval's upper end is raised by: text of another kind than the calibration's may have twice the divergence
+and more (benchmarks/predicted_kl.py, benchmarks/real_model.py)."""
 _WITHIN = (0.1, 0.9)
 """Quantiles of the points that the interval tells."""
 _SLOPES = (0.5, 2.0)
 """Exponents of the error that are believed: 0.8 to 1.3 were measured, 1 is what small errors have."""
+_TINY = 1e-30
 _LEAST_SPREAD = 0.5
 """Standard deviation of the errors' logarithms from which on an exponent can be fitted; one level alone has less."""
 
@@ -68,71 +73,104 @@ def greedy_agreement(exact: Tensor, other: Tensor) -> float:
 
 
 def calibrate_error(
-    engine: Engine, profile: Profile, documents: Sequence[Sequence[int]], ladder: Ladder | None = None,
+    engine: Engine, profile: Calibrated, documents: Sequence[Sequence[int]], ladder: Ladder | None = None,
     compute: Callable[[Sequence[int]], KVCache] | None = None,
-) -> Profile:  # fmt: skip
+) -> Calibrated:  # fmt: skip
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    Text of another kind lies higher (benchmarks/predicted_kl.py measures that), so the curve is drawn half way there;
-    at the finest levels it may lie at three times the curve. Give documents of all the kinds that are to be encoded:
-    from those of one kind nobody can tell what the others need.
+    Text of another kind may lie higher, at the finest levels at three times the curve. Give documents of all the kinds
+    that are to be encoded: from those of one kind nobody can tell what the others need.
     The notes of the profile tell how far single levels of single documents lie from it: ``kl_low`` and ``kl_high`` are
     factors on the prediction between which four out of five of these documents lie, the upper one raised to what text
     of another kind has; ``kl_exponent_error`` is the exponent's standard error, as if they were independent.
+    ``error_`` with a level's name is the error of blobs there, in the geometric mean of these documents.
 
     Args:
         engine: The model that the profile was fitted for.
-        profile: The profile to complete.
+        profile: The profile to complete, of kvwire's own method or CacheGen's.
         documents: Token ids of calibration texts; the longest are used.
-        ladder: The quality levels to measure, None for the default.
+        ladder: The quality levels to measure, None for the default or the profile's own.
         compute: Computes a document's cache, of any length and at positions from 0; None: the engine's ``prefill``.
 
     Returns:
         The profile with ``error_to_kl``, unchanged where the documents are too short to tell.
     """
+    from tqdm import tqdm
+
+    windows = _windows(documents)
     points = [
         point
-        for ids in sorted(documents, key=len, reverse=True)[:_WINDOWS]
-        if len(ids) >= _LEAST_TOKENS
+        for ids in tqdm(windows, unit="text", disable=None, desc="measuring errors", file=sys.stderr, delay=1.0)
         for point in _points(engine, profile, ids[: min(_CONTEXT + _REST, engine.window)], ladder, compute)
     ]
     if not points:
         return profile
-    errors, kls = np.log(np.array(points)).T
+    errors, kls = np.log(np.array([(point.errors[point.level], point.kl) for point in points])).T
     deviations, spread = errors - errors.mean(), float(errors.std())
     slope = float(np.clip(np.polyfit(errors, kls, 1)[0], *_SLOPES)) if spread > _LEAST_SPREAD else 1.0
     apart = kls - slope * errors
     level, low, high = (float(np.quantile(apart, share)) for share in (_QUANTILE, *_WITHIN))
-    level, high = level + math.log(_OTHER_TEXT), high + 2 * math.log(_OTHER_TEXT)
+    high += math.log(_OTHER_TEXT)
     uncertain = float(apart.std() / np.sqrt((deviations**2).sum())) if spread > _LEAST_SPREAD else 0.0
     interval: dict[str, str | int | float] = {
         "kl_low": math.exp(low - level),
         "kl_high": math.exp(high - level),
         "kl_exponent_error": uncertain,
     }
+    middle = np.exp(np.log(np.maximum([point.errors for point in points], _TINY)).mean(0))
+    interval |= {ERROR_NOTE + name: error for name, error in zip(points[0].names, middle.tolist(), strict=True)}
     return replace(profile, error_to_kl=(math.exp(level), slope), notes=profile.notes | interval)
 
 
+def _windows(documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Texts to measure on: of all that are long enough some from everywhere, else the longest."""
+    long = [ids for ids in documents if len(ids) >= _CONTEXT + _REST]
+    if len(long) >= _WINDOWS:
+        return [long[number * len(long) // _WINDOWS] for number in range(_WINDOWS)]
+    return [ids for ids in sorted(documents, key=len, reverse=True)[:_WINDOWS] if len(ids) >= _LEAST_TOKENS]
+
+
+class _Point(NamedTuple):
+    """Errors of all levels of one document, and what one of them does to the text behind it."""
+
+    names: tuple[str, ...]
+    errors: tuple[float, ...]
+    level: int
+    kl: float
+
+
 def _points(
-    engine: Engine, profile: Profile, ids: Sequence[int], ladder: Ladder | None,
+    engine: Engine, profile: Profile | CacheGenProfile, ids: Sequence[int], ladder: Ladder | None,
     compute: Callable[[Sequence[int]], KVCache] | None,
-) -> Iterator[tuple[float, float]]:  # fmt: skip
-    """Measured error and KL divergence of one document at each level."""
+) -> Iterator[_Point]:  # fmt: skip
+    """Of one document, at every other level."""
     context, rest = ids[: len(ids) * 3 // 4], ids[len(ids) * 3 // 4 :]
-    cache = compute(context) if compute else engine.prefill([context])[0]
-    rest = rest[: engine.window - cache.tokens]
+    if compute:
+        cache, front = compute(context), None
+    else:
+        (cache,), front = prefill_documents(engine, [context]), opening_of(engine, context)
+    start = cache.tokens + len(front or ())
+    rest = rest[: engine.window - start]
     if not rest:
         return
-    hidden = engine.prefix_states(context, profile.prefix_layers) if profile.prefix_layers else None
-    past_of = engine.own_past if compute else engine.past_key_values
-    exact = engine.forward(past_of(cache), rest, cache.tokens)
+    hidden = states_of(engine, context, profile.prefix_layers) if profile.prefix_layers else None
+
+    def past_of(document: KVCache) -> object:
+        if front is None:
+            return engine.own_past(document)
+        return engine.past_key_values(link_opened(engine, [document]) if front else document)
+
+    exact = engine.forward(past_of(cache), rest, start)
     blob = encode(cache, profile, ladder, hidden=hidden)
-    for index, level in enumerate(inspect(blob).levels):
+    levels = inspect(blob).levels
+    names = tuple(level.name for level in levels)
+    for index in range(len(levels))[_READ]:
+        level = levels[index]
         decoded = decode(blob, index, profile, engine.device, engine.dtype, hidden=hidden)
-        kl = mean_kl(exact, engine.forward(past_of(decoded), rest, cache.tokens))
+        kl = mean_kl(exact, engine.forward(past_of(decoded), rest, start))
         if 0 < kl < math.inf and level.measured_error > 0:
-            yield level.measured_error, kl
+            yield _Point(names, tuple(each.measured_error for each in levels), index, kl)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +181,7 @@ class Reference:
         start: Position of the question's first token.
         tokens: The question and the exact caches' greedy answer, fed to both sides.
         logits: Of all of them, ``[tokens, vocabulary]``.
-        full: The same from one full prefill of the prompt, in which documents see each other.
+        full: The same from one full prefill of the prompt, BOS included, in which documents see each other.
         linking_kl: Mean KL divergence in nats of linked exact caches against one full prefill of the prompt; not the
             codec's doing.
     """
@@ -169,7 +207,8 @@ class Reference:
         Returns:
             The reference to compare other caches of the same prompt with.
         """
-        linked = link([engine.prefill([document])[0] for document in documents])
+        caches = [prefill_documents(engine, [document])[0] for document in documents]
+        linked = link_opened(engine, caches)
         start = linked.tokens
         past = engine.past_key_values(linked)
         first = int(engine.forward(past, question, start, logits=1)[-1].argmax())
@@ -178,7 +217,7 @@ class Reference:
         tokens = (*question, *answer[:-1])
         logits = engine.forward(engine.past_key_values(linked), tokens, start)
         whole = [token for document in documents for token in document]
-        full = engine.forward(None, [*whole, *tokens], 0, logits=len(tokens))
+        full = engine.forward(None, [*engine.opening_tokens, *whole, *tokens], 0, logits=len(tokens))
         return cls(start, tokens, logits, full, mean_kl(full, logits))
 
     def from_full(self, engine: Engine, cache: KVCache) -> float:

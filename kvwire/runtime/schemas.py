@@ -32,7 +32,7 @@ class SchemaExecutor(Executor):
         """
         super().__init__(*parts)
         self._modules = modules
-        self.starts = modules.starts
+        self.starts = tuple(len(self.opening) + start for start in modules.starts)
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
         """Lay out the prompt and fill it; see ``Executor.run``.
@@ -59,7 +59,7 @@ class SchemaExecutor(Executor):
 
     def _length(self, tokens: Sequence[int]) -> int:
         self._modules.check_documents(tokens)
-        return self._modules.tokens
+        return len(self.opening) + self._modules.tokens
 
 
 def sized(schema: Schema, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None = None) -> Schema:

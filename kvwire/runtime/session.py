@@ -15,11 +15,12 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from kvwire._forks import OwnProcess
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError
 from kvwire.runtime.driver import ControllerDriver
 from kvwire.runtime.threads import DaemonThreads, Threads, look_up_here
 from kvwire.store import Store
-from kvwire.transport import open_session, open_source, read_object
+from kvwire.transport import ReadTimeouts, RejectedError, StalledError, open_session, open_source, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -44,6 +45,7 @@ class Session:
         link: The emulated link, None without one.
         lock: Held while the controller works, or what it learnt is read.
         threads: Where lanes and blocking calls run.
+        process: Where the loop and the threads are.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Session:
         self.lock = lock
         self.threads, self.link = threads, link
         self._fetch = fetch
+        self.process = OwnProcess("loaders")
         self._starting = threading.RLock()  # a loader may be collected, and closed, in whichever thread holds it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -77,7 +80,7 @@ class Session:
             Its result.
 
         Raises:
-            ArgumentError: The session is closed, or was closed meanwhile.
+            ArgumentError: The session is closed, or was closed meanwhile, or belongs to another process.
         """
         future = self._begin(work)
         look_up = look_up_here()
@@ -138,6 +141,11 @@ class Session:
 
     def _begin(self, work: Coroutine[None, None, T]) -> Future[T]:
         """Have the loop run work. Nothing begins behind the session's end, which ends all that has begun before."""
+        try:
+            self.process.check()
+        except ArgumentError:
+            work.close()
+            raise
         with self._starting:
             if self._is_closed:
                 work.close()
@@ -180,7 +188,10 @@ class Session:
             self._driver = ControllerDriver(controller(), self.lock, self.threads)
         return self._driver
 
-    async def read(self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None) -> bytes:
+    async def read(
+        self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None,
+        silence_s: float | None = None,
+    ) -> bytes:  # fmt: skip
         """Read an object over the HTTP session and a link, tried again as the fetcher does.
 
         Args:
@@ -189,36 +200,39 @@ class Session:
             start: First byte.
             end: First byte after the range; None: to the end.
             link: An emulated link; None for none.
+            silence_s: Seconds without a byte after which it is not tried again; None: as the fetcher waits.
 
         Returns:
             The bytes.
         """
         settings, failed = self._fetch, 0
+        patience = settings.patience if silence_s is None else ReadTimeouts(silence_s, silence_s)
         while True:
             source = open_source(store, key, self.http)
             try:
-                return await read_object(source, link, settings.patience, start, end)
-            except (NotFoundError, AuthError):
+                return await read_object(source, link, patience, start, end)
+            except (ArgumentError, NotFoundError, AuthError, RejectedError):
                 raise
             except KvwireError as error:
                 failed += 1
-                if failed > settings.retries:
+                if failed > settings.retries or (silence_s is not None and isinstance(error, StalledError)):
                     raise
                 await asyncio.sleep(settings.backoff(failed, random.random(), error))  # noqa: S311 - only a pause
             finally:
                 await source.close()
 
-    def view(self, store: Store, *, over_link: bool = True) -> Store:
+    def view(self, store: Store, *, over_link: bool = True, silence_s: float | None = None) -> Store:
         """A store whose reads take the session's way, for callers in other threads than the loop's.
 
         Args:
             store: The store behind it.
             over_link: Whether reads take the emulated link's time.
+            silence_s: As for ``read``.
 
         Returns:
             The view.
         """
-        return _View(self, store, self.link if over_link else None)
+        return _View(self, store, self.link if over_link else None, silence_s)
 
     def close(self, *, wait: bool = True) -> None:
         """End loads that are under way, connections and threads.
@@ -226,6 +240,8 @@ class Session:
         Args:
             wait: Until they have ended, but for what a dead store blocks.
         """
+        if not self.process.is_here:
+            return
         with self._starting:
             was_closed, self._is_closed = self._is_closed, True
             loop, thread = self._loop, self._thread
@@ -261,15 +277,15 @@ def _close_all() -> None:
 class _View(Store):
     """A store read through a session; everything else is the store's own."""
 
-    def __init__(self, session: Session, store: Store, link: EmulatedLink | None) -> None:
-        self._session, self._store, self._link = session, store, link
+    def __init__(self, session: Session, store: Store, link: EmulatedLink | None, silence_s: float | None) -> None:
+        self._session, self._store, self._how = session, store, (link, silence_s)
 
     @property
     def url(self) -> str:
         return self._store.url
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self._session.run(self._session.read(self._store, key, start, end, self._link))
+        return self._session.run(self._session.read(self._store, key, start, end, *self._how))
 
     def stat(self, key: str) -> ObjectStat:
         return self._store.stat(key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
-from kvwire.errors import KvwireError
+from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.links import AUTO, check_repair, plan_links
 from kvwire.runtime.threads import usual_threads
 from kvwire.transport import FetchSettings
@@ -30,8 +30,14 @@ class LoadSettings:
     """How prompts are loaded.
 
     Attributes:
-        quality_floor: The lowest level that may be used where there is a choice.
+        max_kl: Of each document, the coarsest level that is fetched is the first of which its blob expects no greater
+            KL divergence from exact caches, in nats; the finest lossy one where none is so good, as ``Answer.misses``
+            then says. Blobs without predictions have no such floor. Text may be computed in any case. None: any level.
+        quality_floor: The lowest level that may be used where there is a choice, in place of ``max_kl``; None: as that
+            says.
         quality_ceiling: The finest level that is worth waiting for; None for any.
+        exact: Load caches bit for bit as the engine computes them: the lossless level of documents that were encoded
+            with one, and the text of others is computed. In place of floor and ceiling.
         bandwidth_prior: Bytes per second assumed before anything was measured.
         ttfb_prior_s: Seconds to the first byte assumed likewise.
         max_in_flight: Chunks fetched at once at most; how many are, depends on the link.
@@ -76,8 +82,10 @@ class LoadSettings:
         record: Called with every event and what it led to; ``controller.replay`` takes these.
     """
 
-    quality_floor: int = 0
+    max_kl: float | None = ctl.MAX_KL
+    quality_floor: int | None = None
     quality_ceiling: int | None = None
+    exact: bool = False
     bandwidth_prior: float = 12.5e6
     ttfb_prior_s: float = 0.02
     max_in_flight: int = _IN_FLIGHT
@@ -106,12 +114,31 @@ class LoadSettings:
     record: Callable[[LogEntry], object] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a way of repairing that there is not.
+        """Refuse a way of repairing that there is not, and bounds on a quality that has none.
 
         Raises:
-            ArgumentError: There is none.
+            ArgumentError: One of the settings is of no use.
         """
+        check_max_kl(self.max_kl)
+        if self.exact and (self.quality_floor is not None or self.quality_ceiling is not None):
+            msg = "an exact load takes lossless levels alone: leave out the floor and the ceiling"
+            raise ArgumentError(msg)
         check_repair(self.repair, self.repair_floor, self.selector, self.link_bound)
+
+
+def check_max_kl(max_kl: object) -> None:
+    """Refuse what cannot be a KL divergence.
+
+    Args:
+        max_kl: As ``LoadSettings.max_kl``.
+
+    Raises:
+        ArgumentError: It is neither None nor a number from 0 on.
+    """
+    if max_kl is None or (isinstance(max_kl, int | float) and not isinstance(max_kl, bool) and max_kl >= 0):
+        return
+    msg = f"max_kl is a KL divergence in nats, 0 or more, or None for no such floor; got {max_kl!r}"
+    raise ArgumentError(msg)
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True) -> ctl.ControllerSettings:

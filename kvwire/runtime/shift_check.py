@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire.errors import MismatchError
 from kvwire.reuse import ShiftLearner
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, GAIN_SHARE
+from kvwire.runtime.opening import prefill_documents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,8 +45,8 @@ def learn_shift(
     except MismatchError:
         return None
     for number, documents in enumerate(usable):
-        (whole,) = engine.prefill([[token for ids in documents for token in ids]])
-        learner.add(engine.prefill(documents), whole)
+        (whole,) = prefill_documents(engine, [[token for ids in documents for token in ids]])
+        learner.add(prefill_documents(engine, documents), whole)
         tell(number + 1)
     return learner.finish()
 

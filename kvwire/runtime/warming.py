@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -19,6 +20,10 @@ _BEGUN: set[DaemonThreads] = set()
 """Threads that may be in a step: one that the interpreter's end cuts off inside torch takes the process down."""
 _STEP_S = 60.0
 """Longest wait for a step then."""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_BEGUN.clear)  # the child has none of these threads
 
 
 @atexit.register

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvwire._version import __version__
+from kvwire.engines.transformers.bars import quiet
 from kvwire.engines.transformers.identity import model_revision
-from kvwire.engines.transformers.opening import quiet
 from kvwire.errors import StorageError
 from kvwire.reuse import SoftTokens
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvwire._json import strict_json
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from kvwire.engines.base import Trust
     from kvwire.reuse import LinkLayout
 
 _TEXTS = (".txt", ".md")
@@ -220,7 +222,7 @@ class Mixture:
         return sample
 
 
-def read_source(path: Path, tokenize: Callable[[str], Sequence[int]], cut: TextCut) -> Samples | Text:
+def read_source(path: Path, tokenize: Callable[..., Sequence[int]], cut: TextCut) -> Samples | Text:
     """Read a file, or a folder of text files.
 
     Args:
@@ -253,11 +255,11 @@ def read_source(path: Path, tokenize: Callable[[str], Sequence[int]], cut: TextC
     return Samples(list(_samples(path, tokenize)))
 
 
-def _joined(files: Iterable[Path], tokenize: Callable[[str], Sequence[int]]) -> Ids:
+def _joined(files: Iterable[Path], tokenize: Callable[..., Sequence[int]]) -> Ids:
     return tuple(token for file in files for token in tokenize(decoded_text(read_part(str(file)), str(file))))
 
 
-def _samples(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Iterator[Sample]:
+def _samples(path: Path, tokenize: Callable[..., Sequence[int]]) -> Iterator[Sample]:
     found = False
     for number, line in enumerate(read_part(str(path)).splitlines(), 1):
         if line.strip():
@@ -275,7 +277,7 @@ def _samples(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Iterator[S
         raise NotFoundError(msg)
 
 
-def sample_of(fields: Any, tokenize: Callable[[str], Sequence[int]], place: str) -> Sample:  # noqa: ANN401 - JSON
+def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -> Sample:  # noqa: ANN401 - JSON
     """Read one line. Texts may be lists of token ids instead.
 
     - ``{passages, question, answer}``: the passages are documents; ``{passages, turns: [{question, answer}, ...]}``
@@ -301,7 +303,8 @@ def sample_of(fields: Any, tokenize: Callable[[str], Sequence[int]], place: str)
         raise ArgumentError(msg)
 
     def read(value: Any, name: str) -> Ids:  # noqa: ANN401 - JSON
-        return _ids(value, tokenize, f"{place}: {name}")
+        trust: Trust = "document" if name == "a passage" else "frame"
+        return _ids(value, partial(tokenize, trust=trust), f"{place}: {name}")
 
     named = fields.get("passages", [])
     if not isinstance(named, list):
@@ -378,7 +381,7 @@ def _objects(value: Any, place: str) -> list[dict[str, Any]]:  # noqa: ANN401 - 
     return value
 
 
-def _ids(value: Any, tokenize: Callable[[str], Sequence[int]], what: str) -> Ids:  # noqa: ANN401 - JSON
+def _ids(value: Any, tokenize: Callable[..., Sequence[int]], what: str) -> Ids:  # noqa: ANN401 - JSON
     if isinstance(value, str):
         return tuple(tokenize(value)) if value else ()
     if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):

@@ -7,6 +7,7 @@ from kvwire._lazy import lazy
 if TYPE_CHECKING:
     from kvwire.types.blob import BlobInfo, BlobPrefix, BlockDeviation, LevelInfo, SegmentInfo, SoftTokensName
     from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
+    from kvwire.types.chat import Chat, RenderedChat, Turn
     from kvwire.types.decision import ChunkId, Decision
     from kvwire.types.magic import SEALED_MAGIC, SHIFT_MAGIC, TEXT_MAGIC
     from kvwire.types.paged import PagedKVCache
@@ -21,6 +22,7 @@ __all__ = [
     "BlobPrefix",
     "BlockDeviation",
     "CacheMeta",
+    "Chat",
     "ChunkId",
     "Decision",
     "KVCache",
@@ -28,10 +30,12 @@ __all__ = [
     "LevelInfo",
     "PagedKVCache",
     "RateTrace",
+    "RenderedChat",
     "RopeRegime",
     "SegmentInfo",
     "Side",
     "SoftTokensName",
+    "Turn",
     "digest_tokens",
 ]
 
@@ -40,6 +44,7 @@ __getattr__ = lazy(
     {
         "kvwire.types.blob": ("BlobInfo", "BlobPrefix", "BlockDeviation", "LevelInfo", "SegmentInfo", "SoftTokensName"),
         "kvwire.types.cache": ("CacheMeta", "KVCache", "LayerSpec", "Side", "digest_tokens"),
+        "kvwire.types.chat": ("Chat", "RenderedChat", "Turn"),
         "kvwire.types.decision": ("ChunkId", "Decision"),
         "kvwire.types.magic": ("SEALED_MAGIC", "SHIFT_MAGIC", "TEXT_MAGIC"),
         "kvwire.types.paged": ("PagedKVCache",),

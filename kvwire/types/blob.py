@@ -23,7 +23,7 @@ class LevelInfo:
         bytes: This refinement alone.
         cumulative_bytes: Everything that a reader of this level must fetch, header and index included.
         bits_per_element: Cumulative, per element of the original tensors.
-        measured_error: Attention-weighted squared error over attention-weighted energy, measured while encoding.
+        measured_error: Squared error, measured while encoding: of what, ``kvwire.codec.error_of_method`` says.
         independent: The level is a stream of its own, which needs no level below it.
         lossless: Bit for bit what was encoded.
         predicted_kl: Mean KL divergence of the next token, in nats, that the error is expected to cause; None where the
@@ -171,6 +171,8 @@ class BlobInfo:
             is a part of a document that grew. None: the blob is a whole document.
         chunk_starts: First token of each chunk, where chunks are of several lengths, as in a document of several parts;
             empty: all but the last hold ``chunk_tokens``.
+        sinks: Which tokens are attention sinks: those are nearly exact at every level.
+        opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
     """
 
     version: tuple[int, int]
@@ -190,6 +192,8 @@ class BlobInfo:
     soft_tokens: SoftTokensName | None = None
     prefix: BlobPrefix | None = None
     chunk_starts: tuple[int, ...] = ()
+    sinks: tuple[int, ...] = ()
+    opening: int = 0
 
     @property
     def head_bytes(self) -> int:

@@ -88,6 +88,7 @@ class KvwireConnector(KVConnectorBase_V1):
         )  # fmt: skip
         settings = ConnectorSettings.read(dict(transfer.kv_connector_extra_config))
         self._corpus = settings.corpus(vllm_config.model_config.model)
+        self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
         self._scheduling: Scheduling | None = None
         self._working: Working | None = None
         self._saver: Saver | None = None
@@ -132,7 +133,7 @@ class KvwireConnector(KVConnectorBase_V1):
         prompt, params, name = request.prompt_token_ids, request.kv_transfer_params, request.request_id
         if prompt is None:
             return
-        trouble = _other_rows(request)
+        trouble = _other_rows(request) or self._changed
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
         asks = choice.save if choice is not None else False
         self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
@@ -264,6 +265,9 @@ class KvwireConnector(KVConnectorBase_V1):
             self._scheduling.close()
 
 
+_CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
+
+
 def _other_rows(request: Request) -> str:
     """Why a request's rows are not those of its token ids alone; empty where they are."""
     if request.lora_request is not None:
@@ -276,9 +280,7 @@ def _other_rows(request: Request) -> str:
 def _other_model(model: ModelConfig) -> str:
     """Why rows that are computed here are not those of the model in the store; empty where they are."""
     own = getattr(model.hf_config, "quantization_config", None)
-    if model.hf_overrides or (model.quantization and not own):
-        return "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
-    return ""
+    return _CHANGED if model.hf_overrides or (model.quantization and not own) else ""
 
 
 def _check(policy: str, groups: int, stages: int, contexts: int = 1) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvwire.store.prefix.index import after_opening, opening_of
 from kvwire.types import digest_tokens
 from kvwire.vllm.requests import entries_of, kept_of, profile_in_use, salt_of
 
@@ -22,6 +23,10 @@ _UNREPAIRED = (
     "no repair of these documents in this order is kept that fits the level: what follows the first is computed; let "
     "kvwire ask --keep-repairs compute one"
 )
+
+
+_NO_OPENING = "the store lacks the rows of the BOS in front"
+_AGAIN = "run kvwire encode again; it is computed"
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,21 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
                 f"from token {position} on the prompt is not the text of document {name!r}: send the documents' "
                 "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
             )
-            break
+            if position or digest_tokens(prompt[1 : 1 + entry.tokens]) != entry.token_digest:
+                break
+            front = _opening_piece(corpus, tuple(prompt[:1]))
+            if opening_of(corpus.read_header(entry)) != tuple(prompt[:1]):
+                trouble = after_opening(prompt[0])
+                break
+            if front is None:
+                trouble = f"{_NO_OPENING} of document {name!r}: {_AGAIN}"
+                break
+            pieces, trouble, position = [front], "", len(front.token_ids)
+            ids = tuple(prompt[position : position + entry.tokens])
         pieces.append(Piece(name, ids, len(ids)))
         position += len(ids)
-    repaired = len(kept.documents) if kept else 1
+    kept = None if pieces and pieces[0].document_id not in choice.documents else kept  # of prompts without BOS
+    repaired = len(kept.documents) if kept else 1 + (bool(pieces) and pieces[0].document_id not in choice.documents)
     if choice.repair and len(pieces) > repaired:
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[:repaired]
@@ -122,5 +138,18 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
         troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
         hit = None
     tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
-    pieces = (Piece(hit.document.document_id, hit.token_ids, tokens),) if hit is not None and tokens else ()
+    if hit is None or not tokens:
+        return Matched(salt, (), "; ".join(troubles))
+    front = _opening_piece(corpus, opening_of(hit.info))
+    if front is None and hit.opening:
+        troubles.append(f"{_NO_OPENING} of document {hit.document.document_id!r}: {_AGAIN}")
+        return Matched(salt, (), "; ".join(troubles))
+    name, ids, rest = hit.document.document_id, hit.token_ids[hit.opening :], tokens - hit.opening
+    pieces = (*([front] if front else []), *([Piece(name, ids, rest)] if rest > 0 else []))
     return Matched(salt, pieces, "; ".join(troubles))
+
+
+def _opening_piece(corpus: Corpus, opening: tuple[int, ...]) -> Piece | None:
+    """The document that holds the rows of a BOS; None where the store has none."""
+    entry = corpus.catalog.by_tokens(corpus.meta.config_digest(), digest_tokens(opening)) if opening else None
+    return None if entry is None or entry.is_text else Piece(entry.document_id, opening, len(opening))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvwire.controller import MAX_KL
 from kvwire.engines.transformers.identity import model_revision
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus_settings import CorpusSettings
-from kvwire.runtime.settings import LoadSettings
+from kvwire.runtime.settings import LoadSettings, check_max_kl
 from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
 from kvwire.vllm.loading import PageLoader
@@ -34,12 +35,14 @@ class ConnectorSettings(CorpusSettings):
     Attributes:
         link: An emulated link, such as ``50mbit,20ms``, for measurements.
         patience_s: Longest wait for the catalog.
+        max_kl: See ``LoadSettings``; null: any level. A request that names a level gets that.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
         save: Which prompts are kept that vLLM computes; see ``Saving``.
     """
 
     link: str | None = None
     patience_s: float = 5.0
+    max_kl: float | None = MAX_KL
     index: str = "kvwire"
     save: SaveMode = "off"
 
@@ -70,6 +73,7 @@ class ConnectorSettings(CorpusSettings):
         if extra.get("save", "off") not in _SAVE:
             msg = f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}"
             raise ArgumentError(msg)
+        check_max_kl(extra.get("max_kl"))
         hash_scheme(extra.get("index") or "kvwire", "")
         if not extra.get("store"):
             msg = 'name the store of the documents: "kv_connector_extra_config": {"store": "file:///folder"}'
@@ -104,4 +108,5 @@ class ConnectorSettings(CorpusSettings):
             The loader, which starts with its first load.
         """
         link: LinkSettings | None = parse_link(self.link) if self.link else None
-        return PageLoader(corpus, dtype, link=link, settings=LoadSettings(open_s=self.patience_s))
+        settings = LoadSettings(open_s=self.patience_s, max_kl=self.max_kl)
+        return PageLoader(corpus, dtype, link=link, settings=settings)

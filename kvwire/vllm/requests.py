@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.store import check_new_name, read_ahead
+from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -268,6 +269,11 @@ def profile_in_use(corpus: Corpus) -> str:
     return corpus.catalog.current_profile(corpus.meta.config_digest()) or ""
 
 
+def _opening(corpus: Corpus, documents: Sequence[CatalogEntry]) -> tuple[int, ...]:
+    """The BOS that a prompt of documents begins with: what the first one was computed behind."""
+    return () if not documents or documents[0].is_text else opening_of(corpus.read_header(documents[0]))
+
+
 def request_body(
     corpus: Corpus, choice: Choice, question: Sequence[int], *, computed: Sequence[str] = (), **more: object
 ) -> dict[str, object]:
@@ -281,8 +287,8 @@ def request_body(
         **more: Further fields: ``model``, ``max_tokens``, ``temperature`` and so on.
 
     Returns:
-        Fields for JSON: the documents' and the question's token ids as ``prompt``, ``cache_salt`` where anything may
-        be loaded, and ``kv_transfer_params``.
+        Fields for JSON: as ``prompt`` the token ids of the BOS that the first document was computed behind, of the
+        documents and of the question, ``cache_salt`` where anything may be loaded, and ``kv_transfer_params``.
 
     Raises:
         NotFoundError: A document is not in the catalog, or its text is lost.
@@ -291,7 +297,8 @@ def request_body(
     if not question:
         msg = "a question has at least one token"
         raise ArgumentError(msg)
-    prompt = [token for name in (*choice.documents, *computed) for token in corpus.text(corpus.find(name))]
+    found = [corpus.find(name) for name in (*choice.documents, *computed)]
+    prompt = [*_opening(corpus, found), *(token for entry in found for token in corpus.text(entry))]
     salted = {"cache_salt": request_salt(corpus, choice)} if choice.mode else {}
     fields: Mapping[str, object] = {"prompt": [*prompt, *question], "kv_transfer_params": {PARAMS: choice.params()}}
     return {**more, **fields, **salted}

@@ -27,9 +27,10 @@ def predict_alternatives(situation: Situation) -> list[Prediction]:
     """
     names = situation.details.level_names
     found = [situation.predict("text only", TextOnly())]
-    for level in range(situation.finest + 1):
+    bare = situation.without_floors()
+    for level in situation.levels:
         name = f"level {level}" + (f" ({names[level]})" if level < len(names) else "")
-        found.append(situation.predict(name, Fixed(level)))
+        found.append(bare.predict(name, Fixed(level)))
     if situation.details.raw_token_bytes:
         found.append(_raw(situation).predict("raw cache", Raw()))
     found.append(situation.predict("CacheGen's rule", CacheGen()))

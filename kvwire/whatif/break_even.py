@@ -55,17 +55,18 @@ def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
     yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.forecast(bandwidth=b).levels.values())
     yield from _beating_text(situation)
     goal = situation.goal
-    for level in range(goal.floor, situation.finest + 1) if goal.deadline_s is not None else ():
+    lowest = min(goal.floor, max(situation.finest, 0))
+    for level in range(lowest, situation.finest + 1) if goal.deadline_s is not None else ():
         ceiling = None if goal.ceiling is None else max(level, goal.ceiling)
-        asked = replace(situation, goal=replace(goal, floor=level, ceiling=ceiling))
+        asked = replace(situation.without_floors(), goal=replace(goal, floor=level, ceiling=ceiling))
         yield _break_even("in time", level, _InTime(asked))
 
 
 def _beating_text(situation: Situation) -> Iterator[BreakEven]:
     text = tuple((_as_text(variants[0]),) for variants in situation.documents)
-    blobs = tuple(tuple(map(_as_blob, variants)) for variants in situation.documents)
+    blobs = tuple(tuple(map(_as_blob, variants)) for variants in situation.without_floors().documents)
     text_s = replace(situation, goal=ctl.Goal(), documents=text).forecast().plan.finish_s
-    for level in range(situation.finest + 1):
+    for level in situation.levels:
         only = replace(situation, goal=ctl.Goal(floor=level), documents=blobs)
         yield _break_even("beats text", level, _Sooner(only, text_s))
 

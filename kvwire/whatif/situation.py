@@ -6,7 +6,7 @@ of it is played on the simulator's link and lanes by a real controller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
@@ -140,6 +140,16 @@ class Situation:
         """The finest level of any document."""
         return max(variant.finest for variants in self.documents for variant in variants)
 
+    @property
+    def levels(self) -> range:
+        """Levels to compare: all, or the finest alone where the floor is above it."""
+        return range(self.finest if self.goal.floor > self.finest >= 0 else 0, self.finest + 1)
+
+    def without_floors(self) -> Situation:
+        """The same with no document's own floor: for levels that are asked for by number."""
+        documents = tuple(tuple(replace(each, floor=0) for each in variants) for variants in self.documents)
+        return replace(self, documents=documents)
+
     def forecast(self, policy: Policy | None = None, bandwidth: float | None = None) -> Forecast:
         """Ask a policy for its plan when all headers are read and nothing has begun.
 
@@ -247,13 +257,13 @@ class Situation:
         return fetch_s, sum(last) + sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed
 
     def _kl(self, chunks: Sequence[PlannedChunk], inputs: Sequence[ctl.DocumentPlanInput]) -> float | None:
-        """Mean over tokens of what blobs predict; like errors, a recomputed chunk counts with its finest level's."""
+        """Mean over tokens of what blobs predict; recomputed chunks have none."""
         known, total = self.details.level_kl, 0.0
         for chunk in chunks:
             sizes = inputs[chunk.document].fetch_bytes
-            if not sizes or not sizes[chunk.chunk]:
+            if not sizes or not sizes[chunk.chunk] or chunk.level is None:
                 continue
-            level = len(sizes[chunk.chunk]) - 1 if chunk.level is None else chunk.level
+            level = chunk.level
             if chunk.document >= len(known) or level >= len(known[chunk.document]):
                 return None
             total += chunk.tokens * known[chunk.document][level]

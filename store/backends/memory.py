@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
+from kvwire._forks import lock_of_process
 from kvwire.errors import NotFoundError
 from kvwire.store.base import Listed, ObjectStat, Store, check_after
 from kvwire.store.keys import check_key
@@ -26,7 +26,7 @@ class MemoryStore(Store):
     def __init__(self) -> None:
         """Start empty."""
         self._objects: dict[str, MemorySnapshot] = {}
-        self._lock = threading.Lock()
+        self._lock = lock_of_process()
 
     @property
     def url(self) -> str:

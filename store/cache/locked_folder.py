@@ -11,6 +11,7 @@ import fcntl
 import os
 from typing import TYPE_CHECKING
 
+from kvwire._forks import in_child
 from kvwire.store.files.writer import sync_folder
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class LockedFolder:
         """
         self.folder = folder
         self._descriptor = descriptor
+        in_child(self, LockedFolder.close)  # so that the lock ends with this process, whatever its children do
 
     def close(self) -> None:
         """Let others have it; closing twice is no error."""

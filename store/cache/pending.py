@@ -1,7 +1,8 @@
 """Writes that are acknowledged but not on the remote yet: files that survive a crash, in the order of the writes.
 
 One file for each write: a header with the key, then the bytes; written under a temporary name, flushed, renamed, and
-the rename flushed too. File names count up, so the order survives as well.
+the rename flushed too. File names count up, so the order survives as well. Beside an entry that was tried once lies
+what the remote had before: who tries again, in another process too, sees whether others wrote since.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ _FIELDS = struct.Struct("<8sHQ")  # magic, length of the key, length of the byte
 _CRC = struct.Struct("<I")  # of the fields, the key and the bytes
 _HEADER_BYTES = _FIELDS.size + _CRC.size
 _NAME = re.compile(r"([0-9]{16})\.put")
+_TRIED = re.compile(r"([0-9]{16})\.tried")
 _TEMPORARY = re.compile(r"[0-9]{16}\.tmp")
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 @dataclass(eq=False)
 class PendingWrites:
-    """One write. key: None where the file's header is damaged. size: bytes of content."""
+    """One write. key: None where the file's header is damaged. size: bytes of content.
+
+    found: the remote's entity tag before the first attempt, empty where nothing lay there; None: none was made.
+    """
 
     number: int
     key: str | None
@@ -48,6 +53,7 @@ class PendingWrites:
     is_running: bool = False
     written: float = 0.0
     is_checked: bool = False
+    found: str | None = None
     is_content: bool = field(init=False)
     """Whether the bytes are known by their digest, so that nothing needs to come before them."""
 
@@ -68,15 +74,15 @@ class PendingFolder:
     def load(self) -> list[PendingWrites]:
         """What an earlier process left, in order; its temporary files are removed."""
         make_folder(self._folder)
-        found = []
+        found = self.numbers()
+        known = set(found)
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if _TEMPORARY.fullmatch(entry.name):
+                tried = _TRIED.fullmatch(entry.name)
+                if _TEMPORARY.fullmatch(entry.name) or (tried and int(tried[1]) not in known):
                     (self._folder / entry.name).unlink()
-                elif match := _NAME.fullmatch(entry.name):
-                    found.append(int(match[1]))
         self._next = max(found, default=-1) + 1
-        return [self._glance(number) for number in sorted(found)]
+        return [self._glance(number) for number in found]
 
     def adopt(self, other: Path) -> list[PendingWrites]:
         """Take over what lies in the pending folder of a process that is gone, behind what is here.
@@ -90,6 +96,8 @@ class PendingFolder:
         adopted = []
         for number in PendingFolder(other).numbers():
             own = self._number()
+            with contextlib.suppress(FileNotFoundError):
+                (other / _tried(number)).rename(self._folder / _tried(own))
             (other / _file(number)).rename(self._folder / _file(own))
             adopted.append(self._glance(own))
         if adopted:
@@ -190,7 +198,28 @@ class PendingFolder:
             pending: The write.
         """
         (self._folder / _file(pending.number)).unlink(missing_ok=True)
+        if pending.found is not None:
+            (self._folder / _tried(pending.number)).unlink(missing_ok=True)
         sync_folder(self._folder)
+
+    def note_attempt(self, pending: PendingWrites, tag: str) -> None:
+        """Keep what the remote has of a key before its first upload; a full disk does without.
+
+        Args:
+            pending: The write.
+            tag: The remote's entity tag; empty where nothing lies there.
+        """
+        pending.found = tag
+        with contextlib.suppress(OSError):
+            (self._folder / _tried(pending.number)).write_text(f"{tag}\n", encoding="utf-8")
+
+    def _found(self, number: int) -> str | None:
+        """What ``note_attempt`` kept; None where nothing was, or not to its end, and then nothing was uploaded."""
+        try:
+            tag, end, _ = (self._folder / _tried(number)).read_text(encoding="utf-8").partition("\n")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return tag if end else None
 
     def _number(self) -> int:
         with self._lock:
@@ -208,7 +237,9 @@ class PendingFolder:
             key = check_key(header[_HEADER_BYTES : _HEADER_BYTES + key_bytes].decode())
         except (struct.error, ValueError):
             return PendingWrites(number, None, size)
-        return PendingWrites(number, key, min(size, path.stat().st_size), written=path.stat().st_mtime)
+        about = path.stat()
+        size = min(size, about.st_size)
+        return PendingWrites(number, key, size, written=about.st_mtime, found=self._found(number))
 
 
 def _damaged(pending: PendingWrites) -> CorruptError:
@@ -217,3 +248,7 @@ def _damaged(pending: PendingWrites) -> CorruptError:
 
 def _file(number: int) -> str:
     return f"{number:016}.put"
+
+
+def _tried(number: int) -> str:
+    return f"{number:016}.tried"

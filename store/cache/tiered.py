@@ -6,6 +6,7 @@ import hashlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvwire._forks import OwnProcess
 from kvwire.store.base import ObjectStat, Store, clamp_range, open_object
 from kvwire.store.cache.prefetching import Prefetcher
 from kvwire.store.cache.tier_reading import RemoteObject, TierReading
@@ -38,16 +39,26 @@ class TieredStore(Store):
             cache: The tiers.
             settings: Limits and waits.
         """
-        self._remote = remote
+        self._below, self._tiers = remote, cache
         self._settings = settings
         self._prefetcher = Prefetcher(cache, settings)
-        self.cache = cache
+        self._process = OwnProcess("stores behind tiers")
+
+    @property
+    def cache(self) -> RangeCache:
         """What ``kvwire.transport`` reads through."""
+        self._process.check()
+        return self._tiers
+
+    @property
+    def _remote(self) -> Store:
+        self._process.check()
+        return self._below
 
     @property
     def url(self) -> str:
         """The remote's address."""
-        return self._remote.url
+        return self._below.url
 
     def name(self, key: str) -> bytes | None:
         """What the tiers call an object of this remote.
@@ -196,6 +207,8 @@ class TieredStore(Store):
 
     def close(self) -> None:
         """Write what only the memory holds to the disk, upload what is pending, as far as time allows; then let go."""
+        if not self._process.is_here:
+            return
         self._prefetcher.close()
         self.cache.close()
         self._remote.close()

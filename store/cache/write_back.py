@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, open_object
+from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, holds, open_object
 from kvwire.store.cache.counters import UploadCounters
 from kvwire.store.cache.upload_entry import upload_entry
 from kvwire.store.catalog.announcements import GRACE_S
@@ -174,7 +174,18 @@ class WriteBackStore(Store):
         where what is pending takes longer than ``put_s``; StorageError where the remote is away.
         """
         self.flush(self._settings.put_s)
-        return self._remote.replace(key, data, etag)
+        if self._remote.replace(key, data, etag):
+            return True
+        tag = self._uploaded_tag(key, etag)
+        return bool(tag) and self._remote.replace(key, data, tag)
+
+    def _uploaded_tag(self, key: str, etag: str) -> str:
+        """The remote's own tag of what had this one while it was pending; empty where something else lies there."""
+        try:
+            tag = self._remote.stat(key).etag
+            return tag if tag != etag and entity_tag(key, self._remote.get(key)) == etag else ""
+        except NotFoundError:
+            return ""
 
     def delete(self, key: str) -> None:
         """Call off what is pending of the key, then delete it from the remote."""
@@ -366,6 +377,8 @@ class WriteBackStore(Store):
         key = pending.key or ""
         if pending.is_content:
             self._remote.put(key, data)
+        elif self._was_replaced(pending, key, data):
+            return True
         elif not upload_entry(self._remote, key, data, partial(self._was_there, pending)):
             _log.error("the content of a pending entry is gone from the remote: encode the document again")
             return False
@@ -375,6 +388,20 @@ class WriteBackStore(Store):
                 if len(self._uploaded) > _MOST_UPLOADED:
                     self._uploaded.popitem(last=False)
         return True
+
+    def _was_replaced(self, entry: PendingWrites, key: str, data: bytes) -> bool:
+        """Whether others wrote after an earlier attempt at this entry, whose answer was lost, in a process before too.
+
+        To upload it once more would undo what they wrote.
+        """
+        try:
+            tag = self._remote.stat(key).etag
+        except NotFoundError:
+            tag = ""
+        if entry.found is None:
+            self._folder.note_attempt(entry, tag)
+            return False
+        return tag != entry.found and not holds(self._remote, key, data)
 
     def _was_there(self, entry: PendingWrites, key: str) -> bool:
         """Whether an object was on the remote when an entry was written, as far as can be known."""

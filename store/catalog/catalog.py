@@ -226,17 +226,18 @@ class Catalog(Texts, Profiles):
             return True
         if entry is None:
             return False
-        self._store.delete(key)
         for digest in {entry.token_digest, *(part.token_digest for part in entry.parts[:1])} - {""}:
-            self._remove_tokens(space, digest)
+            self._remove_tokens(space, digest, document_id)
             self.kept.drop(space, digest)
+        self._store.delete(key)  # last: where this ends early, who repeats it finds the document and ends it
         return True
 
-    def _remove_tokens(self, space: KeySpace, token_digest: str) -> None:
+    def _remove_tokens(self, space: KeySpace, token_digest: str, document_id: str) -> None:
         key = space.token_entry(token_digest)
         try:
             found = self._entry(space, key)
-            named = None if found is None else self._entry(space, space.document(found.document_id))
+            is_others = found is not None and found.document_id != document_id
+            named = self._entry(space, space.document(found.document_id)) if found and is_others else None
         except CorruptError:
             named = None
         if named is None or named.token_digest != token_digest:

@@ -37,12 +37,13 @@ class KeptRepairs(TenantObjects):
         self._store, self._tenant = catalog.store, catalog.tenant
         self._keys = catalog._keys  # noqa: SLF001 - of this class's base
 
-    def find(self, config: Config, documents: Sequence[str]) -> KeptRepair | None:
+    def find(self, config: Config, documents: Sequence[str], least: int = 2) -> KeptRepair | None:
         """What is kept of an order of documents, or of the most of its first ones.
 
         Args:
             config: The model configuration.
             documents: As in ``KeptRepair``.
+            least: How many documents have rows at least: 1 where something stands before the first one.
 
         Returns:
             What is kept; None where nothing is.
@@ -53,7 +54,7 @@ class KeptRepairs(TenantObjects):
         from kvwire.store.kept_repair import KeptRepair, order_digest
 
         space = self.keys(config)
-        keys = {space.kept_repair(order_digest(documents[:n])): n for n in range(len(documents), 1, -1)}
+        keys = {space.kept_repair(order_digest(documents[:n])): n for n in range(len(documents), least - 1, -1)}
         for key, read in self.read_each(space, keys):
             if (data := read()) is None:
                 continue
@@ -93,6 +94,7 @@ class KeptRepairs(TenantObjects):
         rows: Sequence[tuple[bytes, bytes]],
         *,
         overwrite: bool = False,
+        least: int = 2,
     ) -> list[KeptRepair]:
         """Write rows, and then an entry for each beginning of the prompt that has any.
 
@@ -106,6 +108,7 @@ class KeptRepairs(TenantObjects):
             rows: Of each document: which of its tokens, as in ``KeptRows``, and the plain blob that holds them; both
                 empty where it has none.
             overwrite: Write all of it again, which heals what is damaged.
+            least: As for ``find``.
 
         Returns:
             The entries that were written.
@@ -121,7 +124,7 @@ class KeptRepairs(TenantObjects):
             parts.append(KeptRows(digest, len(stored), tokens))
             sealed[digest] = stored
         due = []
-        for count in range(2, len(parts) + 1):
+        for count in range(least, len(parts) + 1):
             made = KeptRepair(tuple(documents[:count]), level, profile_digest, tuple(parts[:count]))
             if made.count and (overwrite or self._gives_way(space, made)):
                 due.append(made)

@@ -266,19 +266,12 @@ class TenantObjects:
         """Write an entry where it is still the one that was read."""
         key, data = space.document(entry.document_id), entry.to_json()
         sent = self._keys.seal(data, key) if self._keys else data
-        if not (self._store.replace(key, sent, etag) or self._lies_there(key, sent)):
+        if not self._store.replace(key, sent, etag):
             msg = (
-                f"document {entry.document_id!r} was changed by another writer meanwhile; its entry is as that one "
-                "left it, and nothing was appended: look at the document and append again, or to a fork (--fork)"
+                f"document {entry.document_id!r} was changed by another writer meanwhile, and its entry is as that one "
+                "left it: look at the document and append again, or to a fork (--fork)"
             )
             raise ConflictError(msg)
-
-    def _lies_there(self, key: str, data: bytes) -> bool:
-        """Whether an object is just these bytes: a write whose answer was lost is repeated, and finds itself."""
-        try:
-            return self._store.get(key, 0, len(data) + 1) == data
-        except NotFoundError:
-            return False
 
     def _write_blob(self, key: str, blob: bytes, *, overwrite: bool = False) -> None:
         """Write a blob that no entry names yet; one that lies there stays, unless it may soon be collected."""

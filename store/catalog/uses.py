@@ -5,11 +5,11 @@ Source: KVLink appendix A.7 (arXiv 2502.16002): caches for documents that are us
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvwire._forks import lock_of_process
 from kvwire.errors import CorruptError, NotFoundError
 from kvwire.store.files.sqlite import Database
 
@@ -41,7 +41,7 @@ class UseCounts:
 
     def __init__(self) -> None:
         """Start at nothing."""
-        self._lock = threading.Lock()
+        self._lock = lock_of_process()
         self._counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def add(self, scope: str, document_id: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import threading
 from collections import OrderedDict
 
+from kvwire._forks import lock_of_process
 from kvwire.errors import NotFoundError
 from kvwire.store.base import clamp_range
 from kvwire.store.files.os_errors import reading
@@ -30,7 +30,7 @@ class EtagCache:
     def __init__(self, limit: int = 1024) -> None:
         """Start empty."""
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = lock_of_process()
         self._known: OrderedDict[_Identity, str] = OrderedDict()
 
     def find(self, identity: _Identity) -> str | None:

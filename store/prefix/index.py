@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROBES = 16
 """Entries that are read at the same time while a prefix is looked for."""
-_MOST_TOKENS = 1 << 20  # of texts that are kept
+_MOST_TOKENS = 1 << 20
 _MOST_INFOS = 64
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
@@ -43,10 +43,12 @@ class PrefixHit:
     Attributes:
         document: Its entry in the catalog; it has a blob.
         info: What the blob's header says.
-        token_ids: Its whole text.
+        token_ids: Its whole text, as a prompt begins with it.
         start: First token of the chunk whose hash led here.
         stop: Behind the chunk's last token.
         tokens: How many of the prompt's first tokens are also the document's; of a look-up by hash alone, ``stop``.
+        opening: How many first tokens of ``token_ids`` are a BOS that the document was computed behind: the blob has no
+            rows of them, and they count in ``start``, ``stop`` and ``tokens``.
     """
 
     document: CatalogEntry
@@ -55,6 +57,7 @@ class PrefixHit:
     start: int
     stop: int
     tokens: int
+    opening: int = 0
 
 
 class PrefixIndex:
@@ -79,15 +82,16 @@ class PrefixIndex:
         self.scheme = hash_scheme(scheme, self._space.config) if isinstance(scheme, str) else scheme
         self._secret = catalog.naming_secret
         self._lock = Lock()
-        self._texts: OrderedDict[str, tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
+        self._texts: OrderedDict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
         self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
 
-    def write(self, document: CatalogEntry, token_ids: Sequence[int]) -> int:
+    def write(self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = ()) -> int:
         """Write the entries of a document's chunks; what leads to another document of the same prefix gives way.
 
         Args:
             document: The document's entry, which is in the catalog already.
             token_ids: Its text.
+            opening: What it was computed behind, and stands behind in prompts: BOS (``opening_of``).
 
         Returns:
             How many were written.
@@ -98,26 +102,29 @@ class PrefixIndex:
         if digest_tokens(token_ids) != document.token_digest:
             msg = f"the text is not that of {document.document_id!r}: index it with its own token ids"
             raise ArgumentError(msg)
-        hashes = self.scheme.hashes(token_ids)
+        hashes = self.scheme.hashes([*opening, *token_ids])
         self._catalog.put_entries(self._space, self._entries(document, hashes))
         return len(hashes)
 
-    def add(self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True) -> int:
+    def add(
+        self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True, opening: Sequence[int] = ()
+    ) -> int:
         """``write`` what is not there yet; of a document that is not new, one look at its last chunk tells.
 
         Args:
             document: The document's entry.
             token_ids: Its text.
             is_new: Write in any case.
+            opening: As for ``write``.
 
         Returns:
             How many entries were written.
         """
-        last = [] if is_new else self.scheme.hashes(token_ids)[-1:]
+        last = [] if is_new else self.scheme.hashes([*opening, *token_ids])[-1:]
         found = self._read(last)
         if found and isinstance(found[0], PrefixEntry) and found[0].token_digest == document.token_digest:
             return 0
-        return self.write(document, token_ids)
+        return self.write(document, token_ids, opening)
 
     def look_up(self, hashes: Sequence[bytes], on_miss: OnMiss | None = None) -> list[PrefixHit | None]:
         """Find what holds the chunks of these hashes, each on its own.
@@ -154,7 +161,6 @@ class PrefixIndex:
             StorageError: The store fails.
             AuthError: As for ``look_up``.
         """
-        hashes = self.scheme.hashes(token_ids)
         told: set[str] = set()
 
         def tell(trouble: str) -> None:
@@ -174,7 +180,13 @@ class PrefixIndex:
                     return [*hits[:at], hit, *hits[at + 1 :]]
             return [*hits]
 
-        return _agreed(search(len(hashes), probe), token_ids)
+        hashes = self.scheme.hashes(token_ids)
+        hit = search(len(hashes), probe)
+        if hit is None:
+            hashes = self.scheme.hashes(token_ids[1:])[:1]
+            if hashes and probe([0])[0] is not None:
+                tell(after_opening(token_ids[0]))
+        return _agreed(hit, token_ids)
 
     def _key(self, chunk_hash: str) -> str:
         return self._space.prefix_entry(prefix_digest(self.scheme.name, chunk_hash, self._secret))
@@ -209,9 +221,12 @@ class PrefixIndex:
         try:
             if isinstance(found, PrefixEntry):
                 document = documents.find(found)
-                token_ids, hashes = self._text(document)
+                info = self._info(document)
+                token_ids, hashes = self._text(document, opening_of(info))
                 if hashes[found.chunk : found.chunk + 1] == [chunk_hash]:
-                    return PrefixHit(document, self._info(document), token_ids, found.start, found.stop, found.stop)
+                    return PrefixHit(
+                        document, info, token_ids, found.start, found.stop, found.stop, opening=info.opening
+                    )
                 trouble = f"the tokens of {document.document_id!r} are others"
         except _DAMAGED as error:
             trouble = str(error)
@@ -231,17 +246,17 @@ class PrefixIndex:
                     self._infos.popitem(last=False)
         return info
 
-    def _text(self, document: CatalogEntry) -> tuple[tuple[int, ...], list[bytes]]:
+    def _text(self, document: CatalogEntry, opening: tuple[int, ...]) -> tuple[tuple[int, ...], list[bytes]]:
         """A document's text and its hashes; those of late are kept."""
-        token_digest = document.token_digest
+        key = document.token_digest, opening
         with self._lock:
-            if (kept := self._texts.get(token_digest)) is not None:
-                self._texts.move_to_end(token_digest)
+            if (kept := self._texts.get(key)) is not None:
+                self._texts.move_to_end(key)
                 return kept
-        ids = self._catalog.text_of(self._space, document)
+        ids = (*opening, *self._catalog.text_of(self._space, document))
         found = ids, self.scheme.hashes(ids)
         with self._lock:
-            self._texts[token_digest] = found
+            self._texts[key] = found
             while len(self._texts) > 1 and sum(len(kept[0]) for kept in self._texts.values()) > _MOST_TOKENS:
                 self._texts.popitem(last=False)
         return found
@@ -282,11 +297,23 @@ def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
     if info.meta.token_digest != document.token_digest:
         msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
         raise CorruptError(msg)
-    if info.neutral_prefix or info.soft_tokens:
-        what = "behind a neutral prefix" if info.neutral_prefix else "with soft tokens"
+    if len(info.neutral_prefix) > info.opening or info.soft_tokens:
+        what = "with soft tokens" if info.soft_tokens else "behind a neutral prefix"  # "with soft tokens"
         msg = f"{document.document_id!r} was computed {what}: its rows begin no prompt"
         raise CorruptError(msg)
     return info
+
+
+def opening_of(info: BlobInfo) -> tuple[int, ...]:
+    """The BOS that a document was computed behind, and stands behind in prompts.
+
+    Args:
+        info: What its blob's header says.
+
+    Returns:
+        Token ids; none where it was computed behind none.
+    """
+    return info.neutral_prefix[: info.opening]
 
 
 class _Documents:
@@ -370,3 +397,11 @@ def _agreed(hit: PrefixHit | None, token_ids: Sequence[int]) -> PrefixHit | None
     differ = np.asarray(token_ids[:most], dtype=np.int64) != np.asarray(hit.token_ids[:most], dtype=np.int64)
     tokens = int(differ.argmax()) if differ.any() else most
     return replace(hit, tokens=tokens) if tokens >= hit.stop else None
+
+
+def after_opening(token_id: int) -> str:
+    """Tell of a prompt that begins with a document but for one token in front, which engines add to whole texts."""
+    return (
+        f"a document follows behind the prompt's first token, {token_id}: a BOS that the tokenizer added, which it was "
+        "encoded without; encode it again with kvwire encode --index, or send token ids without BOS"
+    )

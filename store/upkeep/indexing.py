@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.prefix.index import PrefixIndex, read_header
+from kvwire.store.prefix.index import PrefixIndex, opening_of, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,14 +66,15 @@ def index_documents(
     done = Indexed()
     for document in catalog.documents(space, lambda key, error: failures.append(f"{key}: {error}")):
         try:
-            if document.is_text or read_header(catalog, document).neutral_prefix:
+            info = None if document.is_text else read_header(catalog, document)
+            if info is None or len(info.neutral_prefix) > info.opening:
                 done = replace(done, left_out=done.left_out + 1)
                 continue
             token_ids = catalog.text_of(space, document)
         except (CorruptError, FormatVersionError, NotFoundError) as error:
             failures.append(f"{document.document_id}: {error}")
             continue
-        written = sum(index.write(document, token_ids) for index in indexes)
+        written = sum(index.write(document, token_ids, opening_of(info)) for index in indexes)
         done = replace(done, documents=done.documents + 1, entries=done.entries + written)
         if on_progress:
             on_progress(len(token_ids))

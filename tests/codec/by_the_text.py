@@ -196,6 +196,37 @@ def layered(coefficients, step, ids, hidden, head, arrays, layers):
     return planes
 
 
+def read_sinks(blob, head):
+    """Section 2.8: the numbers q of each sink, by its place."""
+    found = {}
+    for (place, _), stored in zip(head.get("sinks") or [], cut.sink_frames(blob), strict=True):
+        raw = np.frombuffer(unframed(stored), np.uint8).astype(np.int64)
+        codes = raw[: len(raw) // 2] + 256 * raw[len(raw) // 2 :]
+        found[place] = np.where(codes % 2, -(codes + 1) // 2, codes // 2)
+    return found
+
+
+def put_sinks(planes, sinks, start, head, arrays, layers):
+    """Write the sinks among a chunk's tokens, the first of which is ``start``, over its un-rotated planes, in place."""
+    count = len(next(iter(planes.values()))[0])
+    for place, steps in sinks.items():
+        if not start <= place < start + count:
+            continue
+        left = steps
+        for i, planes_of_group in enumerate(head["groups"]):
+            sink, unit = arrays[f"g{i}.sink"], arrays[f"g{i}.sink_steps"]
+            own, left = left[: len(sink)], left[len(sink) :]
+            elements, sizes = sink + own * unit, abs(sink) + abs(own * unit)
+            noise = noise_of(sizes)
+            for side, layer in planes_of_group:
+                _, heads, key_dim, value_dim, *_ = layers[layer]
+                dim = key_dim if side == "key" else value_dim
+                for whole, part in zip(planes[side, layer], (elements, noise), strict=True):
+                    whole[place - start] = part[: heads * dim].reshape(heads, dim)
+                elements, noise = elements[heads * dim :], noise[heads * dim :]
+        assert not len(left)
+
+
 def turned(part, noise, rope, first, offset):
     """A plane ``[tokens, heads, dim]`` placed at offset, offset + 1, ...; its rotary part begins at ``first``."""
     frequencies = np.frombuffer(base64.b64decode(rope["inv_freq"]), "<f4").astype(np.float64)
@@ -288,7 +319,9 @@ class TextPredictor:
         coefficients = coefficients_of(segments, level, steps, count, spread, self.arrays)
         ids = None if self.ids is None else self.ids[span]
         hidden = None if self.hidden is None else self.hidden[span]
-        return layered(coefficients, steps[level][2], ids, hidden, self.profile, self.arrays, meta["layers"])
+        planes = layered(coefficients, steps[level][2], ids, hidden, self.profile, self.arrays, meta["layers"])
+        put_sinks(planes, read_sinks(self.blob, self.head), span.start, self.profile, self.arrays, meta["layers"])
+        return planes
 
     def decode_with_noise(self, level, offset):
         """Keys and values by side and layer, ``[heads, tokens, dim]``, at the positions from offset on, with noise."""

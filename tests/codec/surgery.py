@@ -96,8 +96,27 @@ def kept_bytes(blob):
     return metadata(blob)["kept_bytes"]
 
 
+def sink_sizes(blob):
+    """Bytes of each attention sink, in the order of their tokens."""
+    return [size for _, size in metadata(blob).get("sinks") or ()]
+
+
+def sinks_at(blob):
+    """Where the attention sinks begin: behind what is kept."""
+    return tail_at(blob) + get(blob, BLOB_FIELDS, "profile_bytes") + kept_bytes(blob)
+
+
+def sink_frames(blob):
+    """What is stored of each attention sink."""
+    at, frames = sinks_at(blob), []
+    for size in sink_sizes(blob):
+        frames.append(blob[at : at + size])
+        at += size
+    return frames
+
+
 def tail_at(blob):
-    """Where the profile inside begins, and what is kept after it."""
+    """Where the profile inside begins, what is kept after it, and the attention sinks at last."""
     ids = -(-get(blob, BLOB_FIELDS, "tokens") * max(8, get(blob, BLOB_FIELDS, "id_bits")) // 8)
     return index_at(blob) + 32 * cells(blob) + ids
 
@@ -106,23 +125,29 @@ def frame(raw):
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(raw)
 
 
-def with_metadata(blob, text, packed=None, raw_length=None):
-    """Another metadata part: all parts behind it move, and so do the index's offsets."""
+def with_metadata(blob, text, packed=None, raw_length=None, frames=None):
+    """Another metadata part, and other frames of sinks: all parts behind it move, and so do the index's offsets."""
     raw = text if isinstance(text, bytes) else json.dumps(text).encode()
     packed = frame(raw) if packed is None else packed
     old_head, at = get(blob, BLOB_FIELDS, "head_bytes"), index_at(blob)
     entries = [list(ENTRY.unpack_from(blob, at + 32 * cell)) for cell in range(cells(blob))]
-    ids = -(-get(blob, BLOB_FIELDS, "tokens") * max(8, get(blob, BLOB_FIELDS, "id_bits")) // 8)
-    rest_end = at + 32 * len(entries) + ids + get(blob, BLOB_FIELDS, "profile_bytes") + kept_bytes(blob)
-    used = 64 + len(packed) + rest_end - at
+    rest = blob[at + 32 * len(entries) : sinks_at(blob)] + b"".join(sink_frames(blob) if frames is None else frames)
+    used = 64 + len(packed) + 32 * len(entries) + len(rest)
     header_bytes = -(-used // 64) * 64
     index = b"".join(ENTRY.pack(offset + header_bytes - old_head, *rest) for offset, *rest in entries)
-    head = blob[:64] + packed + index + blob[at + len(index) : rest_end] + bytes(header_bytes - used)
+    head = blob[:64] + packed + index + rest + bytes(header_bytes - used)
     out = head + blob[old_head:]
     out = put(out, BLOB_FIELDS, "head_bytes", header_bytes)
     out = put(out, BLOB_FIELDS, "file_bytes", len(out))
     out = put(out, BLOB_FIELDS, "meta_stored", len(packed))
     return sealed(put(out, BLOB_FIELDS, "meta_raw", len(raw) if raw_length is None else raw_length))
+
+
+def with_sinks(blob, places, frames):
+    """Other attention sinks, listed and stored; the flag follows."""
+    sinks = [[at, len(frame)] for at, frame in zip(places, frames, strict=True)]
+    out = with_metadata(blob, metadata(blob) | {"sinks": sinks or None}, frames=frames)
+    return field(out, "incompatible", get(out, BLOB_FIELDS, "incompatible") & ~8 | (8 if sinks else 0))
 
 
 def with_segment(blob, cell, data):

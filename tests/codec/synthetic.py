@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvwire.codec import CacheMeta, KVCache, Statistics, Vocabulary, positions_off, positions_on
+from kvwire.codec import CacheMeta, KVCache, Statistics, positions_off, positions_on
 from kvwire.types import LayerSpec, RopeRegime
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def make_statistics(
 ) -> Statistics:
     """Query metrics whose weights differ a hundredfold, and value metrics with a few strong directions.
 
-    words: with the features of all tokens, and each one's own keys and values as examples.
+    words: with the features of all tokens.
     """
     rng = np.random.default_rng(11)
     queries, metrics = [], []
@@ -101,11 +101,7 @@ def make_statistics(
         queries.append(torch.from_numpy(np.einsum("hde,he,hfe->hdf", turn, weights, turn)).float())
         out = rng.standard_normal((spec.kv_heads, 3, spec.value_dim))
         metrics.append(torch.from_numpy(np.einsum("hrd,hre->hde", out, out)).float())
-    vocabulary = None
-    if words:
-        examples = make_cache(VOCABULARY, 99, layers=layers, ropes=ropes, ids=range(VOCABULARY), positions=False)
-        vocabulary = Vocabulary(make_words(), examples)
-    return Statistics(tuple(queries), tuple(metrics), vocabulary)
+    return Statistics(tuple(queries), tuple(metrics), make_words() if words else None)
 
 
 def make_hidden(cache: KVCache) -> torch.Tensor:
@@ -144,3 +140,20 @@ def in_8_bits(profile: Profile) -> Profile:
 
     groups = profile.groups
     return replace(profile, groups=tuple(replace(g, rows=rounded(g.rows), stepped=None) for g in groups))
+
+
+DEEP = (LayerSpec(1, 2, 2), *(LayerSpec(1, 8, 8, rope=0) for _ in range(7)))
+"""Eight layers: 116 numbers a token, of which the first layer's, where sinks are as other tokens, are few."""
+
+
+def with_sinks(cache: KVCache, places: Sequence[int] = (0,), *, seed: int = 0, first: int = 1) -> KVCache:
+    """The cache with attention sinks at places: the same small row, whatever the token, from the layer ``first`` on."""
+    model, document = np.random.default_rng(21), np.random.default_rng(2000 + seed)
+    plain = positions_off(cache)
+    plain = replace(plain, keys=[each.clone() for each in plain.keys], values=[each.clone() for each in plain.values])
+    for tensors in (plain.keys, plain.values):
+        for layer, tensor in enumerate(tensors):
+            row = 1.5 * model.standard_normal((len(tensor), 1, tensor.shape[2]))
+            for at in places if layer >= first and tensor.numel() else ():
+                tensor[:, at : at + 1] = torch.from_numpy(row + 0.01 * document.standard_normal(row.shape))
+    return positions_on(plain, cache.meta.offset) if cache.meta.positions == "on" else plain

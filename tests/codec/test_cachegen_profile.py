@@ -296,6 +296,16 @@ def test_stored_profiles_code_the_same(fitted):
     assert refitted.data == fit_cachegen_profile([make_cache(300, 1, layers=MIXED, ropes=MIXED_ROPES)]).data
 
 
+def test_stored_profiles_keep_their_calibration(plain):
+    profile, _ = plain
+    assert CacheGenProfile.from_bytes(profile.data).error_to_kl is None
+    calibrated = replace(profile, error_to_kl=(0.5, 1.25))
+    assert CacheGenProfile.from_bytes(calibrated.data).error_to_kl == (0.5, 1.25)
+    for wrong in ((0.0, 1.0), (1.0, 9.0), (1.0,), ("1", "2")):
+        with pytest.raises(CorruptError, match="description is damaged"):
+            CacheGenProfile.from_bytes(replace(profile, error_to_kl=wrong).data)
+
+
 def test_profiles_know_their_model(plain):
     profile, cache = plain
     profile.check_fits(replace(cache.meta, model_revision=""))

@@ -12,13 +12,13 @@ from kvwire.codec import (
     KVCache,
     Ladder,
     Profile,
-    Vocabulary,
     decode,
     encode,
     fit_profile,
     inspect,
     positions_off,
     positions_on,
+    trial_blob,
 )
 from kvwire.codec.fitting.fit import group_planes, identity_profile
 from kvwire.codec.fitting.moments import Features, MomentSums
@@ -37,7 +37,6 @@ from .synthetic import (
     make_cache,
     make_hidden,
     make_statistics,
-    stored_plainly,
 )
 
 
@@ -83,9 +82,9 @@ def test_each_thing_known_of_a_model_saves_bits(plain_profile, profile, head_pro
 
 
 def test_a_profile_survives_storage(profile, head_profile, plain_profile):
-    small = fit_profile([make_cache(128)], make_statistics(words=True), small=True)
+    few = fit_profile([make_cache(128)], make_statistics(words=True))
     calibrated = replace(profile, error_to_kl=(0.5, 1.25))
-    for made in (profile, head_profile, plain_profile, small, calibrated, identity_profile(make_cache(20), Ladder())):
+    for made in (profile, head_profile, plain_profile, few, calibrated, identity_profile(make_cache(20), Ladder())):
         again = Profile.from_bytes(made.data)
         assert again.data == made.data
         assert again.digest == made.digest
@@ -116,9 +115,10 @@ def test_what_was_pruned_teaches_nothing(heads_differ):
     plain = positions_off(pruned)
     ids = [token for token, is_left in zip(whole.token_ids, kept.tolist(), strict=True) if is_left]
     keys, values = ([each[:, kept] for each in side] for side in (plain.keys, plain.values))
-    left = KVCache.from_tensors(keys, values, plain.meta, ids)
+    left = KVCache.from_tensors(keys, values, replace(plain.meta, offset=1), ids)  # whose first token is no text's
     planes = group_planes(whole.meta.layers, 64)
-    found, wanted = (MomentSums(planes, Features([each], statistics.vocabulary, None), 64) for each in (pruned, left))
+    table = statistics.token_features
+    found, wanted = (MomentSums(planes, Features([each], table, None), 64) for each in (pruned, left))
     found.add(pruned)
     wanted.add(left)
     ours, theirs = found.arrays(), wanted.arrays()
@@ -293,12 +293,16 @@ def test_columns_start_closed(profile):
     assert state.contexts().shape == (3, 0)
 
 
-def test_a_small_profile_takes_less_and_costs_little_rate():
+def test_rounded_matrices_take_less_and_cost_little_rate(monkeypatch):
+    from kvwire.codec.fitting import rounding
+
     caches, statistics = [make_cache(400, seed) for seed in (1, 2)], make_statistics()
-    normal, small = (fit_profile(caches, statistics, small=small) for small in (False, True))
-    assert len(small.data) < 0.95 * len(normal.data) < 0.7 * len(stored_plainly(normal).data)
+    rounded = fit_profile(caches, statistics)
+    monkeypatch.setattr(rounding, "ROW_SHARE", 0.001)
+    precise = fit_profile(caches, statistics)
+    assert len(rounded.data) < 0.8 * len(precise.data)
     cache = make_cache(600, 5)
-    assert bits_at(cache, small, statistics, 0.01) < 1.05 * bits_at(cache, normal, statistics, 0.01)
+    assert bits_at(cache, rounded, statistics, 0.01) < 1.03 * bits_at(cache, precise, statistics, 0.01)
 
 
 def test_rows_of_8_bits_are_stored_as_such_and_exactly():
@@ -327,9 +331,47 @@ def test_a_profile_of_text_alone_predicts_what_text_decides():
 
     caches = [of_words(cache) for cache in caches]
     features = torch.cat([t.permute(1, 0, 2).reshape(VOCABULARY, -1) for t in (*words.keys, *words.values)], 1)
-    known = fit_profile(caches, replace(make_statistics(), vocabulary=Vocabulary(features, words)))
+    known = fit_profile(caches, replace(make_statistics(), token_features=features))
     unknown = fit_profile(caches, make_statistics())
     cache = of_words(make_cache(600, 5))
     sizes = [inspect(encode(cache, used, 2)).levels[1].bytes for used in (known, unknown)]
     bits = [inspect(encode(cache, used, 2)).levels[1].cumulative_bytes for used in (known, unknown)]
     assert bits[0] < 0.6 * bits[1], sizes
+
+
+def test_what_is_solved_is_kept_where_only_notes_change(packed_profile, monkeypatch):
+    """A fit solves its groups; the profile that it returns, and copies with other cuts, do not solve them again."""
+    packed = Profile.from_bytes(packed_profile.data)
+    solved = [group.analysis for group in packed.groups]
+    monkeypatch.setattr("kvwire.codec.profile.group.solve", None)
+    for group, known in zip(packed.groups, solved, strict=True):
+        assert replace(group, cuts=(1,)).analysis is known
+        with pytest.raises(TypeError):
+            _ = replace(group, rows=group.rows.clone()).gram
+
+
+def test_rows_that_are_nearly_orthonormal_are_solved_in_float32_as_well_as_in_float64(packed_profile, monkeypatch):
+    from kvwire.codec.profile import group as groups
+
+    for group in packed_profile.groups:
+        metric = tuple(map(torch.from_numpy, group.metric))
+        quick, gram = groups.solve(group.synthesis, metric)
+        exact = groups.solve_precisely(group.synthesis, groups.weighted(group.synthesis, metric))
+        assert float((quick - exact).norm() / exact.norm()) < 1e-5
+        assert torch.equal(gram, group.gram)
+    dependent = group.synthesis.clone()
+    dependent[-1] = dependent[0] * (1 + 1e-4) + dependent[-1] * 1e-3
+    called = []
+    monkeypatch.setattr(groups, "solve_precisely", lambda *given: called.append(given) or quick)
+    groups.solve(dependent, metric)
+    assert called, "rows that are nearly dependent take float64"
+
+
+def test_a_trial_blob_decodes_and_is_as_large_as_real_ones(packed_profile):
+    cache = make_cache(256, 7)
+    real, trial = inspect(encode(cache, packed_profile)), inspect(trial_blob(cache, packed_profile))
+    assert (trial.tokens, trial.chunks, trial.profile_digest) == (256, 1, packed_profile.digest)
+    for ours, theirs in zip(trial.levels, real.levels, strict=True):
+        assert 0.5 < ours.cumulative_bytes / theirs.cumulative_bytes < 2
+    assert decode(trial_blob(cache, packed_profile), 4, packed_profile).tokens == 256
+    assert inspect(trial_blob(cache)).profile_digest == ""

@@ -71,13 +71,13 @@ def same_bits(cache, decoded):
 
 @pytest.fixture(scope="module")
 def profiles():
-    """For each shape one that predicts, one with small rows, one of CacheGen, none."""
+    """For each shape one that predicts, one that does not, one of CacheGen, none."""
     made = {}
     for name, (layers, ropes) in SHAPES.items():
         caches = [make(name, 200, seed) for seed in (1, 2)]
         made[name] = (
             fit_profile(caches, make_statistics(layers, ropes, words=True)),
-            fit_profile(caches, make_statistics(layers, ropes), small=True),
+            fit_profile(caches, make_statistics(layers, ropes)),
             fit_cachegen_profile(caches),
             None,
         )
@@ -216,7 +216,8 @@ def test_pruned_entries_come_back_as_zeros(profiles, shape, tokens):
                     assert mask is None or not tensor[~mask].any()
             stated = inspect(blob).levels[level_index(inspect(blob), level)].measured_error
             if isinstance(profile, Profile):
-                assert measured(cache, decoded, profile) < 1.1 * stated + 1e-6
+                # Rows are rounded about as coarsely as the finest step, and stand at somewhat other than right angles.
+                assert measured(cache, decoded, profile) < 1.4 * stated + 1e-6
             else:
                 assert apart(cache, decoded) < limit(profile) + 0.1
         assert same_bits(cache, decode(blob, "lossless"))

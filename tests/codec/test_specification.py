@@ -11,10 +11,10 @@ from kvwire.codec.format.codecs import CODEC_LOSSLESS
 
 from . import surgery as cut
 from .by_the_text import TextPredictor
-from .write_golden import GOLDEN, OFFSET, SECTIONS, STEM, assert_alike, read_golden
+from .write_golden import GOLDEN, OFFSET, SECTIONS, SINKS, STEM, assert_alike, read_golden
 
 TOLD, PROFILES = read_golden(STEM)
-LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS)}
+LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS, SINKS)}
 
 
 def outcomes(name, level, offset, stem=STEM, told=TOLD, profiles=PROFILES):
@@ -40,7 +40,7 @@ def test_a_decoder_made_from_the_specification_agrees(name):
 @pytest.mark.parametrize(
     ("stem", "name"), [(stem, name) for stem, (told, _) in LATER.items() for name in told["blobs"]]
 )
-def test_so_it_does_with_packed_profiles_and_with_sections(stem, name):
+def test_so_it_does_with_packed_profiles_with_sections_and_with_sinks(stem, name):
     blob = (GOLDEN / f"{stem}-{name}.kvw").read_bytes()
     for level in range(len(inspect(blob).levels)):
         for ours, theirs in outcomes(name, level, OFFSET, stem, *LATER[stem]):
@@ -69,6 +69,12 @@ def test_the_golden_files_have_everything():
     arrays = {row[0]: row[1] for row in cut.profile_metadata((GOLDEN / f"{STEM}-small.kvp").read_bytes())["arrays"]}
     assert arrays["g0.rows"] == "|i1"
     assert arrays["points"] == "<u2"
+
+
+def test_golden_files_with_sinks_have_them_in_two_chunks():
+    for name in LATER[SINKS][0]["blobs"]:
+        info = inspect((GOLDEN / f"{SINKS}-{name}.kvw").read_bytes())
+        assert [info.chunks_of(at, at + 1)[0] for at in info.sinks] == [0, 1]
 
 
 def metadata(name):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import Ladder, Profile, encode, fit_profile, inspect
+from kvwire.codec.fitting import rounding
 from kvwire.codec.fitting.rounding import (
-    PREDICTOR_SHARE,
     Precision,
     factor_of,
     round_predictor,
@@ -57,10 +57,11 @@ def test_rounding_with_feedback_is_that_of_the_readable_twin(count, width, seed)
     assert torch.equal(found, twin)
 
 
-def test_feedback_hides_errors_where_much_is_left():
+def test_feedback_hides_errors_where_much_is_left(monkeypatch):
+    monkeypatch.setattr(rounding, "PREDICTOR_SHARE", 0.09)
     left, width = covariance(96), 96
     weights = torch.randn(40, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rounded = round_predictor(weights, torch.ones(40, dtype=torch.float64), left, Precision(0.04, 15.0))
+    rounded = round_predictor(weights, torch.ones(40, dtype=torch.float64), left)
     plain = weights + (rounded.values().double() - weights).abs().mean() * torch.randn_like(weights)
 
     def share(other):
@@ -68,7 +69,7 @@ def test_feedback_hides_errors_where_much_is_left():
         return float((error @ torch.linalg.inv(left) * error).sum()) / width
 
     assert share(rounded.values().double()) < 0.25 * share(plain)
-    assert share(rounded.values().double()) < 2 * PREDICTOR_SHARE * 15
+    assert share(rounded.values().double()) < 2 * 0.09
 
 
 def test_rows_of_wide_coefficients_are_the_most_precise():

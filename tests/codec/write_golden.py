@@ -47,6 +47,8 @@ SOFT = f"{STEM}-soft"
 """Of blobs whose documents have soft tokens inside their caches (flag 2)."""
 PART = f"{STEM}-part"
 """Of blobs that are parts of a document (flag 4)."""
+SINKS = f"{STEM}-sinks"
+"""Of blobs with attention sinks (flag 8), and profiles with a row of them."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -106,6 +108,7 @@ def facts(blob: bytes, profile, hidden) -> dict:
         **({"neutral_prefix": info.neutral_prefix} if info.neutral_prefix else {}),
         **({"soft_tokens": astuple(info.soft_tokens)} if info.soft_tokens else {}),
         **({"prefix": astuple(info.prefix)} if info.prefix else {}),
+        **({"sinks": info.sinks} if info.sinks else {}),
     }
 
 
@@ -140,7 +143,7 @@ def make() -> tuple[dict, dict, torch.Tensor]:
     caches = [make_tiny(200, seed) for seed in (1, 2)]
     told = make_statistics(TINY, TINY_ROPES, words=True)
     named = stored_plainly(fit_profile(caches, told, group_width=40))
-    small = in_8_bits(fit_profile(caches, replace(told, vocabulary=None)))
+    small = in_8_bits(fit_profile(caches, replace(told, token_features=None)))
     both, cachegen = with_hidden(named, hidden.shape[1]), fit_cachegen_profile(caches)
     names = {kind: f"{STEM}{kind}" for kind in (".kvp", "-small.kvp", "-hidden.kvp", ".kvg")}
     profiles = dict(zip(names.values(), (named, small, both, cachegen), strict=True))
@@ -169,7 +172,7 @@ def make_sections() -> tuple[dict, dict, torch.Tensor]:
     told, hidden = make_statistics(TINY, TINY_ROPES, words=True), make_hidden(tiny).half().float()
     named = fit_profile(caches, told, group_width=40)
     start = fit_profile(
-        caches, replace(told, vocabulary=None), prefix_layers=1, hidden=[make_hidden(each) for each in caches]
+        caches, replace(told, token_features=None), prefix_layers=1, hidden=[make_hidden(each) for each in caches]
     )
     profiles = {f"{SECTIONS}.kvp": named, f"{SECTIONS}-hidden.kvp": start}
     blobs = {
@@ -219,6 +222,22 @@ def make_part() -> tuple[dict, dict, torch.Tensor]:
     return {}, {"chat": (blob, None)}, make_hidden(tiny)
 
 
+def make_sinks() -> tuple[dict, dict, torch.Tensor]:
+    """Blobs with two attention sinks, whose profile lies in sections or is stored plainly; as ``make``."""
+    from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny, stored_plainly, with_sinks
+
+    tiny, caches = make_tiny(20, 5), [with_sinks(make_tiny(200, seed), seed=seed, first=0) for seed in (1, 2)]
+    sunk, told = with_sinks(tiny, (0, 13), first=0), make_statistics(TINY, TINY_ROPES, words=True)
+    named = fit_profile(caches, told, group_width=40)
+    plain = stored_plainly(fit_profile(caches, replace(told, token_features=None)))
+    profiles = {f"{SINKS}.kvp": named, f"{SINKS}-plain.kvp": plain}
+    blobs = {
+        "named": (encode(sunk, named, LADDER, chunk_tokens=8, lossless=True), f"{SINKS}.kvp"),
+        "plain": (encode(sunk, plain, LADDER, chunk_tokens=8), f"{SINKS}-plain.kvp"),
+    }
+    return profiles, blobs, make_hidden(tiny)
+
+
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -231,6 +250,7 @@ def main() -> None:
         (BEHIND, *make_behind()),
         (SOFT, *make_soft()),
         (PART, *make_part()),
+        (SINKS, *make_sinks()),
     )
     written = [_written(*each) for each in made]
     for files in written:

@@ -289,10 +289,10 @@ class Course(Checks):
         seconds = self.random.choice([0.0, self._any(0, 0.01), self._any(0, 0.1), self._any(0, 5)])
         seconds /= 1000 if self.orderly else 1
         match job:
-            case ev.Decode(chunks):
+            case ev.Decode(chunks, levels):
                 bad = () if fine else tuple(self.random.sample(chunks, self.random.randint(1, len(chunks))))
-                for chunk in chunks if chunks[0].load not in self.over else ():
-                    self._decoded(chunk, bad=chunk in bad)
+                for chunk, level in zip(chunks, levels, strict=True) if chunks[0].load not in self.over else ():
+                    self._decoded(chunk, level, bad=chunk in bad)
                 self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
             case ev.Recompute(first, last):
                 chunks = tuple(replace(first, chunk=at) for at in range(first.chunk, last.chunk + 1))
@@ -341,9 +341,9 @@ class Course(Checks):
             self.loads[number].is_unfit = True
         self._tell(ev.RecomputedTogether(passes, seconds, joined, tuple(failed), tuple(blind), unfit))
 
-    def _decoded(self, chunk, *, bad):
+    def _decoded(self, chunk, level, *, bad):
         if not bad:
-            self.valid[chunk] = self.here[chunk]
+            self.valid[chunk] = level
         elif chunk in self.valid:
             self.here[chunk] = self.valid.pop(chunk)
             self.held[chunk] = self._sizes(chunk)[self.here[chunk]]

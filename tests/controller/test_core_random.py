@@ -14,9 +14,11 @@ FIRST = int(os.environ.get("KVWIRE_EXPLORE") or 0) * 1_000_000
 PARTS = 8
 
 
-@pytest.mark.parametrize("seed", [11_000_186, 50_000_378, 50_002_203, 60_002_436])
+@pytest.mark.parametrize(
+    "seed", [11_000_186, 50_000_378, 50_002_203, 60_002_436, 996_724_830_000_074, 996_724_830_001_015]
+)
 def test_courses_that_once_broke_a_rule(seed):
-    """Chunks with fewer levels, chunks decoded more coarsely than they came, refinements that take too long."""
+    """Fewer levels, chunks decoded more coarsely than they came, slow refinements, plans twice at one instant."""
     Course(seed).play()
 
 

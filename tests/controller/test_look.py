@@ -38,10 +38,10 @@ def uneven(documents, *, seed=0):
     return tuple(tuple((row / mean).tolist()) for row in rows)
 
 
-def loaded(attention=(), goal=None, gbit=3.0, *, query=32, documents=DOCUMENTS):
+def loaded(attention=(), goal=None, gbit=5.0, *, query=32, documents=DOCUMENTS):
     scenario = Scenario(
         model=MODEL, machine=MACHINE, documents=documents, rate=RateTrace((0.0,), (gbit * 1e9 / 8,)),
-        goal=goal or quality(2.0), attention=attention, query_tokens=query,
+        goal=goal or quality(1.0), attention=attention, query_tokens=query,
     )  # fmt: skip
     (outcome,) = simulate(scenario, Adaptive())
     return outcome

@@ -59,7 +59,11 @@ def passes(chunks, most):
 def test_chunks_together_take_what_their_passes_take(request, data):
     kept = np.array(data.draw(st.lists(st.booleans(), min_size=request.chunks.count, max_size=request.chunks.count)))
     chunks = request.chunks
-    parts = {name: getattr(chunks, name)[..., kept] for name in chunks.__dataclass_fields__ if name != "layered"}
+    parts = {
+        name: getattr(chunks, name)[..., kept]
+        for name in chunks.__dataclass_fields__
+        if getattr(chunks, name) is not None
+    }
     request = replace(request, chunks=replace(chunks, **parts))
     expected = [
         request.costs.prefill.seconds(int(request.chunks.tokens[run].sum()), int(request.chunks.context[run[0]]))

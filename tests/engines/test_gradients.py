@@ -91,7 +91,7 @@ def test_draws_follow_the_distribution():
 def test_statistics_hold_a_metric_of_each_plane(family):
     engine, documents = engine_of(family), [tokens(120, seed) for seed in range(4)]
     statistics = engine.statistics(documents, tokens=False)
-    assert set(statistics.sensitivity) == set(statistics.gradients) == set(planes_of(engine.meta.layers))
+    assert set(statistics.fisher) == set(statistics.gradients) == set(planes_of(engine.meta.layers))
     for (side, layer), metric in statistics.gradients.items():
         spec = engine.meta.layers[layer]
         dim = spec.key_dim if side == "key" else spec.value_dim
@@ -108,14 +108,13 @@ def test_texts_are_read_right_behind_late_and_linked(monkeypatch):
     uses, builder = gathering._uses, StatisticsBuilder(engine.meta)
     monkeypatch.setattr(gathering, "_uses", lambda *given: seen.extend(uses(*given)) or iter(seen))
     documents = [tokens(100, seed) for seed in range(4)]
-    assert gathering.gather_gradients(engine, documents, builder) == 8
-    behind, late, linked = seen[0], seen[1], seen[3]
-    assert (behind[0].tokens, behind[1]) == (45, 45)
-    assert behind[2] == documents[0][45:70]
-    assert (late[0].tokens, late[1]) == (75, 45)
-    assert late[2] == documents[0][75:]
-    wanted = link(engine.prefill([documents[0][:22], documents[3][:22], documents[1][:22]]))
-    assert linked[1] == linked[0].tokens == wanted.tokens
+    assert gathering.gather_gradients(engine, documents, builder) == 4
+    for use, number in ((seen[0], 0), (seen[3], 3)):
+        assert (use[0].tokens, *use[1:]) == (75, (0,), 75, documents[number][75:])
+    late, linked = seen[1:3]
+    assert (late[0].tokens, *late[1:]) == (75, (0,), 45, documents[1][75:])
+    wanted = link(engine.prefill([ids[:25] for ids in documents[:3]]))
+    assert linked[1:] == ((0, 25, 50), 75, documents[2][25:50])
     assert torch.equal(linked[0].keys[0], wanted.keys[0])
 
 
@@ -123,10 +122,10 @@ def test_long_and_short_texts():
     engine = engine_of("llama")
     assert gathering._pieces(engine, [tokens(63)]) == []
     assert gathering._pieces(engine, [tokens(64)]) == [tokens(64)]
-    spread = [tokens(64, seed) for seed in range(47)]
-    assert gathering._pieces(engine, spread)[-1] == spread[45]
-    many = gathering._pieces(engine, [tokens(engine.window * 5 + 3), *([tokens(70)] * 100)])
-    assert len(many) == 24
+    spread = [tokens(64, seed) for seed in range(16)]
+    assert gathering._pieces(engine, spread) == [spread[number * 16 // 6] for number in range(6)]
+    many = gathering._pieces(engine, [tokens(engine.window * 5 + 3), *([tokens(70)] * 10)])
+    assert len(many) == 6
     assert {len(piece) for piece in many} == {engine.window, 70}
 
 
@@ -141,7 +140,8 @@ def test_a_model_without_a_way_back_goes_without_gradients(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "kvwire.engines"):
         statistics = engine.statistics(documents, tokens=False)
     assert not statistics.gradients
-    assert set(statistics.sensitivity) == set(planes_of(engine.meta.layers))
+    assert not statistics.fisher
+    assert all(metric is not None for metric in (*statistics.query_metric, *statistics.value_metric))
     assert "something is not implemented" in caplog.text
     with pytest.raises(ArgumentError, match="cannot backpropagate"):
         engine.cache_gradients(engine.prefill([tokens(9)])[0], tokens(4))
@@ -196,6 +196,98 @@ def test_one_loud_text_does_not_decide():
     alike, scaled, token = (builder.build().gradients for builder in builders)
     assert all(torch.allclose(alike[plane], scaled[plane], atol=1e-6) for plane in alike)
     assert float(token["value", 0].abs().max()) < 20 * float(alike["value", 0].abs().max())
+
+
+def test_fisher_is_the_mean_of_squares():
+    engine = engine_of("llama")
+    builder, expected = StatisticsBuilder(engine.meta), {}
+    for seed in range(2):
+        ids = tokens(40, seed)
+        gradients = engine.cache_gradients(engine.prefill([ids[:30]])[0], ids[30:])
+        builder.add_gradients(gradients)
+        off = positions_off(gradients)
+        for side, layer in planes_of(engine.meta.layers):
+            rows = (off.keys if side == "key" else off.values)[layer].double()
+            squares = torch.einsum("htd,hte->hde", rows, rows) / 30
+            expected[side, layer] = expected.get((side, layer), 0) + squares / 2
+    fisher = builder.build().fisher
+    assert set(fisher) == set(expected)
+    assert all(torch.allclose(fisher[plane].double(), wanted, rtol=1e-5) for plane, wanted in expected.items())
+
+
+def test_what_is_left_out_changes_nothing():
+    """Sinks: huge gradients there are those of no tokens at all."""
+    engine = engine_of("llama")
+    (cache,) = engine.prefill([tokens(40)])
+    quiet = some_direction(positions_off(cache), 1)
+
+    def built(gradients, **options):
+        builder = StatisticsBuilder(engine.meta)
+        builder.add_gradients(gradients, **options)
+        return builder.build()
+
+    loud = replace(quiet, keys=[part.clone() for part in quiet.keys], values=[part.clone() for part in quiet.values])
+    for part in (*loud.keys, *loud.values):
+        part[:, [0, 17]] *= 1e6
+    rest = built(loud, leave_out=(0, 17))
+    assert float(built(loud).fisher["key", 0].abs().max()) > 1e6 * float(rest.fisher["key", 0].abs().max())
+    kept = torch.tensor([place for place in range(40) if place not in (0, 17)])
+    wanted = built(
+        replace(
+            quiet,
+            keys=[part[:, kept] for part in quiet.keys],
+            values=[part[:, kept] for part in quiet.values],
+            token_ids=None,
+        )
+    )
+    for found, other in ((rest.fisher, wanted.fisher), (rest.gradients, wanted.gradients)):
+        assert set(found) == set(other)
+        assert all(torch.equal(found[plane], other[plane]) for plane in other)
+    assert not built(loud, leave_out=range(40)).fisher
+    for wrong in (-1, 40):
+        with pytest.raises(ArgumentError, match=r"tokens 0 to 39 .* got"):
+            built(loud, leave_out=(wrong,))
+
+
+def test_the_first_token_of_every_document_does_not_count():
+    class Loud(TransformersEngine):
+        """Its gradients at the first tokens of documents are huge."""
+
+        loudness, calls = 1e8, 0
+
+        def cache_gradients(self, cache, token_ids, *, seed=0):
+            found = super().cache_gradients(cache, token_ids, seed=seed)
+            for part in (*found.keys, *found.values):
+                part[:, ([0], [0], [0, 25, 50])[self.calls]] *= self.loudness
+            self.calls += 1
+            return found
+
+    loud, quiet = Loud(make_model(config_of("llama"))), engine_of("llama")
+    found = []
+    for engine in (loud, quiet):
+        builder = StatisticsBuilder(engine.meta)
+        assert gathering.gather_gradients(engine, [tokens(100, seed) for seed in range(3)], builder) == 3
+        found.append(builder.build())
+    for plane, wanted in found[1].fisher.items():
+        assert torch.allclose(found[0].fisher[plane], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_fisher_compares_planes_in_any_unit():
+    engine, documents = engine_of("llama"), [tokens(100, seed) for seed in range(4)]
+    statistics, caches = engine.statistics(documents), engine.prefill(documents)
+
+    def weight(factors):
+        """Of the key plane of layer 1, against that of layer 0."""
+        fisher = {plane: factors.get(plane, 1.0) * found for plane, found in statistics.fisher.items()}
+        fitted = fit_profile(caches, replace(statistics, fisher=fisher))
+        heads = [torch.from_numpy(block) for group in fitted.groups for block in group.metric]
+        planes = [plane for group in fitted.groups for plane in group.planes]
+        energy = {plane: float(block.abs().sum()) for plane, block in zip(planes, heads, strict=True)}
+        return energy["key", 1] / energy["key", 0]
+
+    usual = weight({})
+    assert weight(dict.fromkeys(statistics.fisher, 2.0**20)) == pytest.approx(usual)
+    assert weight({("key", 1): 64.0}) == pytest.approx(64**0.75 * usual, rel=0.05)
 
 
 def test_planes_without_gradients_have_attention_alone():

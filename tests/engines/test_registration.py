@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from kvwire.codec import positions_off
 from kvwire.engines.transformers import TransformersEngine
@@ -146,19 +146,107 @@ _STATE = {
 }
 
 
+_LINEAR = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+_OTHER_STATE = "{} of this model's {} layers, the first of them layer {}, hold state other than keys and values"
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("DeepseekV32Config", _SPARSE, "plain key-value cache"),
+        ("DeepseekV32Config", _SPARSE, "hold state other than|plain key-value cache"),
         ("Llama4TextConfig", _CHUNKED, "chunked"),
-        ("JambaConfig", _STATE, "plain key-value cache"),
-        ("MambaConfig", {"state_size": 8}, "no key-value cache"),
+        ("JambaConfig", _STATE, _OTHER_STATE.format(2, 4, 0)),
+        ("MambaConfig", {"state_size": 8}, _OTHER_STATE.format(3, 3, 0)),
+        (
+            "Mamba2Config",
+            {"num_heads": 12, "head_dim": 8, "n_groups": 1, "state_size": 8},
+            _OTHER_STATE.format(3, 3, 0),
+        ),
+        ("Qwen3NextConfig", _LINEAR, _OTHER_STATE.format(3, 4, 0)),
+        ("Qwen3_5TextConfig", _LINEAR, _OTHER_STATE.format(3, 4, 0)),
+        ("FalconH1Config", _MAMBA | {"mamba_d_ssm": 96}, _OTHER_STATE.format(3, 3, 0)),
+        ("BambaConfig", _MAMBA | {"attn_layer_indices": [0, 1]}, _OTHER_STATE.format(1, 3, 2)),
+        ("Lfm2Config", {"layer_types": ["full_attention", "conv", "full_attention"]}, _OTHER_STATE.format(1, 3, 1)),
+        ("RecurrentGemmaConfig", {"lru_width": 48, "head_dim": 8}, _OTHER_STATE.format(2, 3, 0)),
+        ("MiniMaxConfig", {"num_local_experts": 2, "head_dim": 8}, _OTHER_STATE.format(1, 3, 1)),
+        ("RwkvConfig", {"attention_hidden_size": 48}, "fills no key-value cache"),
+        ("OpenAIGPTConfig", {"n_layer": 2, "n_head": 6, "n_embd": 48, "n_positions": 160}, "fills no key-value cache"),
     ],
-    ids=["indexer-beside-attention", "chunked", "state-beside-attention", "state-alone"],
+    ids=lambda given: given if isinstance(given, str) and given.endswith("Config") else "",
 )
 def test_caches_of_another_kind_are_refused(name, options, reason):
     model = AutoModelForCausalLM.from_config(make_config(name, **options), dtype=torch.float32)
     with pytest.raises(MismatchError, match=reason):
+        TransformersEngine(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("T5", {"d_model": 48, "num_layers": 2, "num_heads": 6, "d_kv": 8, "d_ff": 64}, "an encoder with a decoder"),
+        ("ViT", {}, "names no vocabulary"),
+        (
+            "Wav2Vec2",
+            {"num_hidden_layers": 1},
+            "does not run on token ids, their positions and a plain key-value cache",
+        ),
+        ("ModernBert", {"num_hidden_layers": 2}, "fills no key-value cache"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_in_words(name, options, reason):
+    config = make_config(f"{name}Config", **options)
+    if name == "ViT":
+        del config.vocab_size
+    model = AutoModel.from_config(config)
+    with pytest.raises((MismatchError, RopeRegimeError), match=reason):
+        TransformersEngine(model)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("a"),
+        IndexError("list index out of range"),
+        KeyError("a"),
+        RuntimeError("of other shapes\nModule("),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_model_that_raises_is_refused_in_one_line(error):
+    model = make_model(config_of("llama"))
+
+    def forward(*_args, **_options):
+        raise error
+
+    model.model.layers[1].forward = forward
+    with pytest.raises(MismatchError, match=type(error).__name__) as caught:
+        TransformersEngine(model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words", ["CUDA error: unspecified launch failure", "DefaultCPUAllocator: can't allocate memory"]
+)
+def test_a_machine_that_fails_says_nothing_of_the_model(words):
+    model = make_model(config_of("llama"))
+
+    def forward(*_args, **_options):
+        raise RuntimeError(words)
+
+    model.model.layers[1].forward = forward
+    with pytest.raises(RuntimeError, match=words[:8]):
         TransformersEngine(model)
 
 
@@ -211,7 +299,7 @@ def test_layers_that_skip_attention_are_listed_without_a_cache(skipped):
     assert cache_error(moved(cache, 9), engine.extend(None, ids, offset=9)) < 1e-5
     tail = engine.extend(cache.slice(0, 7), ids[7:])
     assert cache_error(tail, cache.slice(7, len(ids))) < 1e-5
-    assert engine.statistics([ids]).vocabulary.examples.tokens == VOCABULARY
+    assert len(engine.statistics([ids]).token_features) == VOCABULARY
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

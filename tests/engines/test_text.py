@@ -147,45 +147,30 @@ def of_each_token(engine, context, ids):
 
 
 @families
-def test_examples_are_what_single_tokens_cache(family):
+def test_features_are_one_row_for_each_token(family):
     engine = engine_of(family)
-    longest = max(documents(), key=len)
-    vocabulary = engine.statistics(documents()).vocabulary
-    examples = vocabulary.examples
-    assert examples.meta.positions == "off"
-    assert examples.meta.layers == engine.meta.layers
-    assert sorted(examples.token_ids) == list(range(VOCABULARY))
-    for at in (0, 7, VOCABULARY - 1):
-        (wanted,) = of_each_token(engine, longest, [examples.token_ids[at]])
-        assert cache_error(examples.slice(at, at + 1), wanted) < 1e-4
+    features = engine.statistics(documents()).token_features
+    assert features.shape == (VOCABULARY, min(VOCABULARY, engine.meta.elements_per_token, text.ATLAS_FEATURES))
+    assert bool(torch.isfinite(features).all())
 
 
 @families
-def test_features_are_one_row_for_each_token(family):
+def test_the_atlas_keeps_what_tells_entries_apart(family, monkeypatch):
+    """Few tokens, as many components: distances are those between what single tokens cache behind the longest text."""
+    monkeypatch.setattr(text, "ATLAS_TOKENS", 40)
+    monkeypatch.setattr(text, "SMALL_VOCABULARY", 0)
     engine = engine_of(family)
-    features = engine.statistics(documents()).vocabulary.features
-    embedding = engine.model.get_input_embeddings().weight.detach()
-    size = embedding.shape[1]
-    elements = engine.meta.elements_per_token
-    assert features.shape == (VOCABULARY, size + min(VOCABULARY, elements, text.ATLAS_FEATURES))
-    assert bool(torch.isfinite(features).all())
-    scale = embedding.square().mean(-1, keepdim=True).sqrt()
-    living = scale[:, 0] > 0  # a padding token's embedding may be zeros
-    assert torch.allclose(features[living, :size], (embedding / scale)[living], rtol=1e-4, atol=1e-5)
-
-
-def test_the_atlas_keeps_what_tells_entries_apart():
-    """Few tokens, as many components: distances between atlas entries are those between scaled examples."""
-    engine = engine_of("qwen3")
-    vocabulary = engine.statistics(documents()).vocabulary
-    examples = vocabulary.examples
+    (context,) = engine.prefill([max(documents(), key=len)])
+    features = look_up(engine.model, engine.meta, context, [])
+    singles = of_each_token(engine, max(documents(), key=len), range(40))
     parts = []
-    for tensor in (*examples.keys, *examples.values):
-        rows = tensor.permute(1, 0, 2).reshape(VOCABULARY, -1)
-        parts.append((rows - rows.mean(0)) / rows.std())
+    for side in ("keys", "values"):
+        for layer in range(len(engine.meta.layers)):
+            rows = torch.stack([getattr(each, side)[layer].float().flatten() for each in singles])
+            if rows.shape[1]:
+                parts.append((rows - rows.mean(0)) / (rows.std() + 1e-6))
     wanted = torch.cdist(torch.cat(parts, 1), torch.cat(parts, 1))
-    atlas = vocabulary.features[torch.tensor(examples.token_ids), engine.model.config.hidden_size :]
-    got = torch.cdist(atlas, atlas)
+    got = torch.cdist(features[:40], features[:40])
     correlation = torch.corrcoef(torch.stack([got.flatten(), wanted.flatten()]))[0, 1]
     assert float(correlation) > 0.9999
 
@@ -193,16 +178,18 @@ def test_the_atlas_keeps_what_tells_entries_apart():
 @families
 def test_a_vocabulary_too_large_to_run_is_told_from_embeddings(family, monkeypatch):
     monkeypatch.setattr(text, "ATLAS_TOKENS", 60)
+    monkeypatch.setattr(text, "SMALL_VOCABULARY", 0)
     engine = engine_of(family)
     context, seen = engine.prefill([tokens(11)])[0], [90, 91, 90]
-    vocabulary = look_up(engine.model, engine.meta, context, seen)
-    ran = sorted(vocabulary.examples.token_ids)
-    assert ran == [*range(58), 90, 91]
-    assert len(vocabulary.features) == VOCABULARY
-    assert bool(torch.isfinite(vocabulary.features).all())
+    ran: list[int] = []
+    inner = text._entries
+    monkeypatch.setattr(text, "_entries", lambda *given: ran.extend(given[-1].tolist()) or inner(*given))
+    features = look_up(engine.model, engine.meta, context, seen)
+    assert sorted(ran) == [*range(58), 90, 91]
+    assert len(features) == VOCABULARY
+    assert bool(torch.isfinite(features).all())
     rest = [token for token in range(VOCABULARY) if token not in ran]
-    atlas = vocabulary.features[:, engine.model.get_input_embeddings().weight.shape[1] :]
-    assert bool((atlas[rest].square().sum(1) > 0).all())
+    assert bool((features[rest].square().sum(1) > 0).all())
 
 
 def test_tokens_that_were_not_run_are_guessed_by_their_embeddings(monkeypatch):
@@ -212,30 +199,20 @@ def test_tokens_that_were_not_run_are_guessed_by_their_embeddings(monkeypatch):
     weight = model.get_input_embeddings().weight
     weight.data[-8:] = weight.data[10:18]
     engine = engine_of("llama")
-    features = look_up(model, replace(engine.meta, model_revision=""), engine.prefill([tokens(11)])[0], []).features
-    size = weight.shape[1]
-    assert torch.equal(features[-8:, :size], features[10:18, :size])
-    guessed, known = features[-8:, size:], features[10:18, size:]
-    closest = torch.cdist(guessed, features[: VOCABULARY - 8, size:]).argmin(1)
+    features = look_up(model, replace(engine.meta, model_revision=""), engine.prefill([tokens(11)])[0], [])
+    guessed, known = features[-8:], features[10:18]
+    closest = torch.cdist(guessed, features[: VOCABULARY - 8]).argmin(1)
     assert closest.tolist() == list(range(10, 18))
     assert float((guessed - known).norm() / known.norm()) < 0.9
 
 
-def test_samples_and_batches_change_nothing(monkeypatch):
-    """A part of the tokens is kept whole, in batches of one: entries are the same as all at once."""
+def test_batches_change_nothing(monkeypatch):
     engine = engine_of("gemma3")
     context = engine.prefill([tokens(11)])[0]
     whole = look_up(engine.model, engine.meta, context, [])
-    monkeypatch.setattr(text, "SAMPLE_TOKENS", 40)
     monkeypatch.setattr(text, "_BATCH_BYTES", 1)
-    part = look_up(engine.model, engine.meta, context, [])
-    assert part.examples.tokens == 40
-    places = [whole.examples.token_ids.index(token) for token in part.examples.token_ids]
-    for ours, theirs in zip(part.examples.keys, whole.examples.keys, strict=True):
-        assert error_between(ours, theirs[:, places]) < 1e-4
-    size = engine.model.config.hidden_size
-    assert part.features.shape == (VOCABULARY, size + 40)
-    assert bool((part.features[:, size:].square().sum(1) > 0).all())
+    single = look_up(engine.model, engine.meta, context, [])
+    assert error_between(torch.cdist(single, single), torch.cdist(whole, whole)) < 1e-3
 
 
 def test_axes_are_found_where_float32_is_refused(monkeypatch):

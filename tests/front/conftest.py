@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvwire import controller as ctl
@@ -20,7 +23,6 @@ from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from kvwire.codec import AnyProfile, Profile
     from kvwire.engines.base import Engine
@@ -39,7 +41,8 @@ def _learnt_once() -> Iterator[None]:
 
     def fitted(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
         soft = engine.soft_tokens and engine.soft_tokens.digest
-        key = (_place(engine), soft, coding, tuple(document.token_ids for document in documents), tokens)
+        texts = tuple(document.token_ids for document in documents)
+        key = (_place(engine), engine.opening_tokens, soft, coding, texts, tokens)
         if key not in profiles:
             profiles[key] = fit(engine, coding, documents, tokens)
         return profiles[key]
@@ -103,7 +106,7 @@ class Small:
 
 @pytest.fixture(scope="session")
 def demo_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the demonstration's tokenizer and documents, small enough to be calibrated by every test."""
+    """A model with the demonstration's documents, and its tokenizer without BOS, small enough to be calibrated anew."""
     folder = tmp_path_factory.mktemp("demo") / "model"
     torch.manual_seed(5)
     config = LlamaConfig(
@@ -112,10 +115,26 @@ def demo_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / name, folder / name)
+    shutil.copy(demo_model / "tokenizer_config.json", folder)
+    rules = json.loads((demo_model / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(rules | {"post_processor": None}))
     shutil.copytree(demo_model.parent / "documents", folder.parent / "documents")
     return folder
+
+
+@pytest.fixture(scope="session")
+def bos_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a tokenizer that puts a BOS in front of whole texts."""
+    folder = Path(shutil.copytree(demo_model, tmp_path_factory.mktemp("bos") / "model"))
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bos_engine(bos_model: Path) -> TransformersEngine:
+    return open_engine(bos_model, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +152,7 @@ def documents(demo_model: Path) -> dict[str, str]:
 def small(engine: TransformersEngine, documents: dict[str, str]) -> Small:
     tokens = {name: engine.tokenize(text) for name, text in documents.items()}
     corpus = Corpus(engine, MemoryStore())
-    profile = corpus.calibrate([Document(name, tuple(ids)) for name, ids in tokens.items()])
+    profile = corpus.calibrate([Document(name, tuple(ids)) for name, ids in tokens.items()], 16384)
     assert profile is not None
     costs = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-5))
     return Small(engine, documents, tokens, profile, costs)

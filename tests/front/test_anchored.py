@@ -137,7 +137,7 @@ def test_a_load_reads_anchors(small, soft_engine, corpus, names, settings):
     wanted = wanted_of(small, soft_engine, names, system=system)
     read = read_of(small, soft_engine, corpus, names, system)
     assert mean_kl(read, answer.logits[None]) < 1e-6  # shapes round differently
-    assert mean_kl(wanted, answer.logits[None]) < 1e-4
+    assert mean_kl(wanted, answer.logits[None]) < 5e-4  # the finest level is expected to have 2e-4
     assert {each.action for each in answer.decisions} == {"fetch"}
     coarse = asked(small, soft_engine, corpus, names, quality_ceiling=0, repair="none", **settings)
     assert mean_kl(wanted, answer.logits[None]) < mean_kl(wanted, coarse.logits[None]) < 0.5
@@ -176,7 +176,7 @@ def test_a_lost_chunk_is_computed_in_the_middle_of_what_anchors_stand_for(small,
         assert float((mine - other).abs().max()) < 1e-4
     for mine, other in zip(ours.kept, theirs.kept, strict=True):
         assert torch.equal(mine, other)
-    assert mean_kl(wanted_of(small, soft_engine, names), answer.logits[None]) < 1e-4
+    assert mean_kl(wanted_of(small, soft_engine, names), answer.logits[None]) < 5e-4
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])

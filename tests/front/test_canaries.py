@@ -399,7 +399,7 @@ def partly_encoded(place):
     place.file("mixed/latin.txt", b"caf\xe9 " + TEXT.encode())
     place.file("mixed/long.txt", TEXT.encode() * 200)
     refs = find_documents([str(place.folder / "mixed")])
-    output = EncodeOutput(refs, str(place.folder / "manifest.jsonl"), as_json=False)
+    output = EncodeOutput(refs, str(place.folder / "manifest.jsonl"), as_json=False, method="kvwire")
     output.take((work.row, work.encoded) for work in encode_side_by_side(place.plain(), refs, None))
     raise output.end()
 

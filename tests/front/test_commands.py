@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -74,3 +75,12 @@ def test_the_group_knows_its_commands():
     context = click.Context(cli)
     assert cli.list_commands(context) == sorted(COMMANDS)
     assert cli.get_command(context, "nothing") is None
+
+
+def test_a_disk_that_is_full_under_the_output_is_told():
+    command = [sys.executable, "-c", "from kvwire.cli.app import main; main()", "token", "--json"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 7
+    assert done.stderr.startswith("kvwire: the system refused ([Errno 28] No space left on device); look at")
+    assert done.stderr.count("\n") == 1

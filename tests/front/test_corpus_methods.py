@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from kvwire.codec import CacheGenProfile, Ladder
+from kvwire.codec import CacheGenProfile, Ladder, error_of_method
+from kvwire.controller import DocumentPlanInput, kl_floor
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.quality import Reference
 from kvwire.store import MemoryStore
 
 
@@ -20,6 +24,41 @@ def test_a_corpus_of_the_other_method_fits_its_own_profile(small):
     own = Corpus(small.engine, corpus.catalog.store)
     with pytest.raises(MismatchError, match="another method or head start"):
         list(own.encode([Document("new", documents[0].token_ids[:70])]))
+
+
+def test_the_levels_of_the_other_method_have_a_kl_divergence_to_expect_and_a_floor_by_it(small):
+    documents = [Document(name, tuple(ids)) for name, ids in small.tokens.items()]
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding("cachegen"))
+    done = list(corpus.encode(documents))
+    scale, exponent = corpus.profile().error_to_kl
+    for encoded in done:
+        kls = [level.predicted_kl for level in encoded.info.levels]
+        assert kls == pytest.approx([scale * level.measured_error**exponent for level in encoded.info.levels])
+        assert kls[0] > kls[1] > kls[2] > 0
+        assert kl_floor(encoded.info, kls[1]) == 1
+        assert DocumentPlanInput.from_blob(encoded.info, max_kl=kls[1]).floor == 1
+    first = done[0]
+    reference = Reference.of(small.engine, [documents[0].token_ids], small.engine.tokenize("It was plain"), 64)
+    for level, told in enumerate(first.info.levels):
+        kl, _ = reference.compare(small.engine, corpus.decode(documents[0].document_id, level))
+        assert kl / 10 < told.predicted_kl < 10 * kl
+
+
+def test_commands_call_the_error_of_each_method_by_its_name(run, small, tmp_path, demo_model):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "story.txt").write_text(small.texts[next(iter(small.texts))][:1500])
+    for method in ("kvwire", "cachegen"):
+        place = ("--store", f"file://{tmp_path / method}", "--model", demo_model)
+        code, encoded, err = run("encode", texts, *place, "--method", method)
+        assert code == 0, err
+        shown = run("inspect", "story", *place)[1]
+        for out in (encoded, shown):
+            assert f"error: {error_of_method(method)}; KL:" in out
+            assert ("attention" in out) == (method == "kvwire")
+        told = json.loads(run("inspect", "story", *place, "--json")[1])
+        assert told["error_of"] == error_of_method(method)
+        assert all(level["predicted_kl"] > 0 for level in told["levels"])
 
 
 def test_a_method_that_needs_a_profile_says_so(small):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 QUESTION = "It was plain to everybody that"
 FLOOR = Fixed(0)
-FINE = 4e-4
+FINE = 1e-3
 """KL divergence that the finest level stays under."""
 
 
@@ -563,7 +563,7 @@ def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypat
     memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
     link = parse_link("8mbit,1ms")
     monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
-    loader = Loader(small.engine, corpus, link=link, memory=memory)
+    loader = Loader(small.engine, corpus, link=link, memory=memory, settings=LoadSettings(policy=Fixed(4)))
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
     loader._writing.result(10)
     monkeypatch.setattr("kvwire.runtime.loader.measure_costs", None)  # not needed any more

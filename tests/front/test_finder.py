@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvwire import controller as ctl
-from kvwire.errors import AuthError, FormatVersionError
+from kvwire.errors import AuthError, FormatVersionError, KvwireError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.documents import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile
@@ -159,7 +159,7 @@ def test_a_blob_that_is_lost_for_good_is_computed_and_told(corpus, store, loader
 def test_a_variant_whose_kept_entry_is_out_of_date_is_asked_for_again(corpus, engine, store, loader_of):
     variant = encoded(Corpus(engine, store, tenant="second"), {"doc": TEXTS["doc"]})
     loader = loader_of(corpus, Corpus(engine, store, tenant="second"))
-    session, finder, timeouts = loader._session, loader._finder, Timeouts(SOON_S, SOON_S, SOON_S)
+    session, finder, timeouts = loader._session, loader._finder, Timeouts(SOON_S, SOON_S, SOON_S, SOON_S)
 
     async def opened():
         driver = session.driver(loader._new_controller)
@@ -218,6 +218,55 @@ def test_a_profile_that_hangs_holds_no_other_one_up(corpus, engine, store, loade
         finally:
             store.open.set()
         assert not troubles(hangs.result(SOON_S).misses)
+
+
+# Deadlines, which bound what a load waits for.
+
+
+def test_an_entry_that_hangs_is_waited_for_until_the_deadline(corpus, store, loader_of):
+    store.shut = space_of(corpus).document("doc")
+    with pytest.raises(StorageError, match=r"the store did not answer within 2\.5 s"):
+        loader_of(corpus).ask(["other", "doc"], QUESTION, deadline_s=2.5)
+
+
+def test_a_short_deadline_gives_the_store_time_to_connect(corpus, store, loader_of):
+    """An answer that is late is better than none."""
+    store.shut = space_of(corpus).document("doc")
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(loader_of(corpus).ask, ["doc"], QUESTION, deadline_s=0.05)
+        assert store.asked.acquire(timeout=SOON_S)
+        time.sleep(0.2)
+        store.open.set()
+        assert late.result(SOON_S).reason.startswith("late by")
+
+
+def test_a_header_and_a_text_that_hang_are_waited_for_until_the_deadline(corpus, store, loader_of):
+    store.shut = (".kvw", ".kvt")
+    loader = loader_of(corpus)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KvwireError):
+        pool.submit(loader.ask, ["doc"], QUESTION, deadline_s=0.5).result(SOON_S)
+
+
+def test_a_profile_that_hangs_costs_half_a_deadline_and_is_read_on_for_later_loads(corpus, engine, store, loader_of):
+    loader = loader_of(Corpus(engine, store))
+    store.shut = ".kvp"
+    answer = loader.ask(["doc"], QUESTION, deadline_s=1)
+    assert "its profile did not come within 0.5 s" in troubles(answer.misses)[0]
+    assert {decision.action for decision in answer.decisions} == {"recompute"}
+    store.shut = "-"  # who asks anew is answered; who asked before still waits
+    reading = next(iter(loader._finder._profiles.values()))
+    store.open.set()
+    while not reading.done():
+        time.sleep(0.001)
+    assert not troubles(loader.ask(["doc"], QUESTION).misses)
+
+
+def test_a_loader_begins_without_a_profile_that_hangs(corpus, engine, store, loader_of):
+    store.shut = ".kvp"
+    session = loader_of(corpus)._session
+    view = corpus.over(session.view(store, over_link=False, silence_s=0.2))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(profile_in_use, view, None).result(SOON_S) is None
 
 
 def test_look_ups_that_are_left_keep_no_thread(corpus, store, loader_of):

@@ -152,6 +152,7 @@ def test_an_answer_keeps_its_lines_and_nothing_else(capsys):
     answer = SimpleNamespace(
         timing=Timing(1, 1, 1, 1, 1, 1), decisions=decisions, misses=(f"{EVIL}: lost",), bytes=0, reason=EVIL,
         text="first line\nsecond \x1b[2Jline", repair=None, link_warning="", computed=0, shifted=0,
+        document_kl=(None,), expected_kl=None,
     )  # fmt: skip
     print_answer(names, answer, as_json=False)
     out = capsys.readouterr()
@@ -212,3 +213,26 @@ def test_a_kept_text_of_such_a_name_is_not_promoted_and_holds_nobody_up():
     for name in ("good", EVIL):
         corpus.count_use(name)
     assert [one.entry.document_id for one in corpus.promote(1)] == ["good"]
+
+
+def test_two_names_that_look_alike_are_listed_apart(run, small, tmp_path):
+    names = ("caf\u00e9", "cafe\u0301")
+    corpus = Corpus(small.engine, FolderStore(tmp_path / "store"))
+    corpus.set_profile(small.profile)
+    ids = next(iter(small.tokens.values()))[:40]
+    assert len(list(corpus.encode([Document(name, (*ids, at)) for at, name in enumerate(names)]))) == 2
+    code, out, _ = run("store", "ls", "--store", f"file://{tmp_path}/store")
+    assert code == 0
+    assert {line.split()[-1] for line in out.splitlines() if "caf" in line} == {"caf\u00e9", "cafe\\u0301"}
+
+
+def test_a_miss_of_the_load_as_a_whole_is_not_called_recomputed(capsys):
+    answer = SimpleNamespace(
+        timing=Timing(1, 1, 1, 1, 1, 1), decisions=(Decision(ChunkId(0, 0), "fetch", 2, "soonest"),),
+        misses=("the report on links was not read", "doc: a level was lost"), bytes=0, reason="in time", text="",
+        repair=None, link_warning="", computed=0, shifted=0,
+        document_kl=(None,), expected_kl=None,
+    )  # fmt: skip
+    print_answer(("doc",), answer, as_json=False)
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["kvwire: the report on links was not read", "kvwire: used at level 2: doc: a level was lost"]

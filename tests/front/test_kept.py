@@ -7,6 +7,7 @@ import torch
 
 from kvwire import controller as ctl
 from kvwire.errors import ArgumentError
+from kvwire.runtime import loader as loaders
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
@@ -270,7 +271,8 @@ def test_a_store_that_cannot_be_written_costs_no_answer(small, caplog):
     assert "were not kept: this store is read-only" in caplog.text
 
 
-def test_the_command_keeps_repairs(run, small, demo_model, tmp_path):
+def test_the_command_keeps_repairs(run, small, demo_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(loaders, "measure_costs", lambda *_: COSTS)
     store = f"file://{tmp_path}/store"
     for name, ids in pieces(small, 3).items():
         (tmp_path / f"{name}.txt").write_text(small.engine.detokenize(ids))

@@ -150,8 +150,8 @@ def test_a_corpus_goes_on_and_leaves_no_file(path, small, monkeypatch):
     monkeypatch.setattr("kvwire.runtime.calibration.MomentFile", lambda path: Interrupting(path, 1))
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(resume=path))
     with pytest.raises(KeyboardInterrupt):
-        corpus.calibrate(documents)
+        corpus.calibrate(documents, 16384)
     assert path.exists()
     monkeypatch.setattr("kvwire.runtime.calibration.MomentFile", MomentFile)
-    assert corpus.calibrate(documents).data == small.profile.data
+    assert corpus.calibrate(documents, 16384).data == small.profile.data
     assert list(Path(path.parent).iterdir()) == []

@@ -97,12 +97,51 @@ def test_the_plain_layout_is_todays_load_bit_for_bit(small, corpus, names):
     assert torch.equal(before.logits, after.logits)
 
 
-def test_a_system_text_alone_makes_a_layout(small, corpus, names):
+def test_a_system_text_stands_before_the_documents(small, corpus, names):
     system = tuple(small.engine.tokenize("Tell what you know."))
-    answer, question = asked(small, corpus, names, system=system, quality_floor=4, repair_floor=0.2)
+    answer, question = asked(small, corpus, names, system=system, quality_floor=4, repair="none")
     assert answer.computed == len(system)
-    assert any("ask for a share (--repair 0.15)" in each for each in answer.misses)  # the floor is of plain links
+    assert answer.timing.front_s > 0
+    assert not answer.misses
     assert mean_kl(in_the_library(small.engine, corpus, names, PLAIN, question, system), answer.logits[None]) < 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_system_text_leaves_repair_and_its_floor_on(small, corpus, names, count):
+    """All rows of all documents, the first one's too, are what a prefill of the whole prompt computes."""
+    system = tuple(small.engine.tokenize("Tell what you know."))
+    whole = [*system, *(token for name in names[:count] for token in small.tokens[name])]
+    answer, question = asked(small, corpus, names[:count], system=system, quality_floor=4, repair="all")
+    full = small.engine.forward(None, [*whole, *question], 0, logits=1)
+    assert mean_kl(full, answer.logits[None]) < 1e-6
+    some, _ = asked(small, corpus, names[:count], system=system, quality_floor=4, repair_floor=0.3)
+    blind, _ = asked(small, corpus, names[:count], system=system, quality_floor=4, repair="none")
+    assert not some.misses
+    assert int(some.repair.rows[0]) >= len(system)
+    assert len(some.repair.rows) == pytest.approx(0.3 * (len(whole) - len(system)), abs=0.02 * len(whole))
+    assert mean_kl(full, some.logits[None]) < mean_kl(full, blind.logits[None])
+
+
+def test_a_first_document_that_is_computed_sees_the_system_text(small, corpus, names):
+    corpus.catalog.store.delete(corpus.find(names[0]).blob_key)
+    system = tuple(small.engine.tokenize("Tell what you know."))
+    answer, question = asked(small, corpus, names[:1], system=system, repair="none")
+    assert {each.action for each in answer.decisions} == {"recompute"}
+    full = small.engine.forward(None, [*system, *small.tokens[names[0]], *question], 0, logits=1)
+    assert mean_kl(full, answer.logits[None]) < 1e-6
+    assert answer.front == answer.prompt.cache.tokens
+
+
+def test_kept_repairs_belong_to_the_system_text_that_they_saw(small, names):
+    corpus = small.corpus()
+    systems = [tuple(small.engine.tokenize(text)) for text in ("Tell what you know.", "Say nothing at all.")]
+    first, again, other = (
+        asked(small, corpus, names, system=each, quality_floor=4, repair=0.3, keep_repairs=True)[0]
+        for each in (systems[0], systems[0], systems[1])
+    )
+    assert (first.repair.kept, other.repair.kept) == (0, 0)
+    assert again.repair.kept == len(first.repair.rows)
+    assert mean_kl(first.logits[None], again.logits[None]) < 1e-3
 
 
 def test_lost_documents_are_computed_in_their_places(small, corpus, names):
@@ -199,7 +238,7 @@ def test_nothing_of_a_prompt_is_stored_under_a_documents_name(small, corpus, nam
         ({"layout": kvlink(5)}, "has the token 128255, the model's vocabulary ends before"),
         ({"layout": soft_links(2)}, r"give the file of them \(--soft-tokens\)"),
         ({"layout": LINKS, "repair": 0.2, "selector": "cacheblend"}, "drops rows from layer to layer"),
-        ({"layout": LINKS, "system": (7,) * 4000}, "documents, layout and question are"),
+        ({"layout": LINKS, "system": (7,) * 4000}, "put around them and question are"),
         ({"layout": turborag([1], [2])}, "encode it with that layout"),
     ],
 )

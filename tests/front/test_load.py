@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 QUESTION = "It was plain to everybody that"
 QUICK = LoadSettings(fetch=FetchSettings(retries=1, backoff_s=0.01, patience=ReadTimeouts(1.0, 1.0)))
 """Gives up on a dead server within a second or two."""
-FINEST_KL = 2e-4
+FINEST_KL = 6e-4
 """The finest level's is 0.98e-4 to 1.01e-4 here, by how many threads multiply matrices."""
 TIE = 0.05
 """Nats between two tokens of which either may be the likeliest."""
@@ -186,7 +186,7 @@ def test_coarser_levels_cost_fewer_bytes_and_some_quality(small, reference):
     answers = [_ask(small, corpus, settings=LoadSettings(quality_floor=level)) for level in (0, 2)]
     kls = [reference.compare(small.engine, answer.prompt.cache)[0] for answer in answers]
     assert answers[0].bytes < answers[1].bytes
-    assert kls[1] < kls[0] < 0.02
+    assert kls[1] < kls[0] < 0.05
 
 
 def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
@@ -554,7 +554,7 @@ def test_an_engines_name_tells_processor_and_versions(small):
 def test_measured_costs_are_plausible(small):
     from kvwire.runtime.costs import measure_costs
 
-    costs = measure_costs(small.engine, small.profile)
+    costs = measure_costs(small.engine, small.profile, budget_s=1e6)
     assert 0 < costs.prefill.seconds(256) < 60
     assert costs.prefill.seconds(1024) > costs.prefill.seconds(64)
     assert 0 < costs.decode.seconds(256, 30_000) < costs.prefill.seconds(256) * 10
@@ -581,25 +581,70 @@ def test_costs_of_decoding_are_those_side_by_side(small, monkeypatch):
     for threads in (1, 3):
         begun.clear()
         together[1] = 0
-        measured = costs.measure_costs(small.engine, small.profile, threads=threads)
+        measured = costs.measure_costs(small.engine, small.profile, threads=threads, budget_s=1e6)
         assert together[1] == threads
-        assert {tokens for *_, tokens in begun} == {64, 256}
+        assert {tokens for *_, tokens in begun} == {16, 64, 256}
         assert {level for _, level, _ in begun} == {0, 1, 2, 3, 4}
         assert len({each for each, _, tokens in begun if tokens == 64}) == threads
         assert measured.decode.seconds(1, 0) > 0.004
 
 
+class _Clock:
+    """Time that passes with the work of an engine alone: so many seconds a token, and no more than a moment else."""
+
+    def __init__(self, monkeypatch, engine, token_s):
+        from kvwire.runtime import costs
+
+        self.now, self.passes, extend = 0.0, [], engine.extend
+
+        def slow(prefix, token_ids, **named):
+            self.passes.append((len(token_ids), prefix.tokens if prefix else 0))
+            self.now += token_s * len(token_ids)
+            return extend(prefix, token_ids, **named)
+
+        monkeypatch.setattr(engine, "extend", slow)
+        monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
 def test_what_takes_long_is_not_repeated_as_often(small, monkeypatch):
     from kvwire.runtime import costs
 
-    now = [0.0]
-    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    for first, seconds, runs in ((2.0, 2.0, 2), (0.2, 0.2, 3), (0.001, 0.001, 4), (5.0, 0.001, 4)):
+    clock = _Clock(monkeypatch, small.engine, 0.0)
+    for first, seconds, runs in ((2.0, 2.0, 1), (0.05, 0.2, 2), (0.001, 0.001, 4), (0.001, 0.5, 2)):
         ran = []
 
         def work(first=first, seconds=seconds, ran=ran):
-            now[0] += seconds if ran else first
+            clock.now += seconds if ran else first
             ran.append(seconds)
 
-        assert costs._best(work, small.engine) == pytest.approx(seconds)
+        assert costs._best(work, small.engine, costs.Budget(1.0)) == pytest.approx(min(first, seconds))
         assert len(ran) == runs
+
+
+@pytest.mark.parametrize("token_s", [1e-6, 1e-3, 0.1])
+def test_measuring_keeps_to_its_budget_and_extrapolates(small, monkeypatch, token_s):
+    """A slow engine is measured by short passes alone, and what long ones cost is right all the same."""
+    from kvwire.runtime import costs
+
+    clock = _Clock(monkeypatch, small.engine, token_s)
+    found = costs.measure_costs(small.engine, small.profile, threads=1)
+    least = 33 * token_s  # a token to warm up, and the shortest pass
+    assert clock.now <= max(2.0, 2 * least)
+    assert (256, 0) in clock.passes or token_s > 1e-5
+    assert max(clock.passes)[0] == {1e-6: 1024, 1e-3: 128, 0.1: 32}[token_s]
+    assert found.prefill.seconds(1024) == pytest.approx(1024 * token_s, rel=0.05)
+
+
+def test_warming_up_and_measuring_solve_nothing_that_only_encoders_need(small, monkeypatch):
+    from kvwire.codec import Profile
+    from kvwire.codec.profile import group
+    from kvwire.runtime.costs import measure_costs, warm_up
+
+    def refused(*_):
+        msg = "solved"
+        raise AssertionError(msg)
+
+    monkeypatch.setattr(group, "solve", refused)
+    profile = Profile.from_bytes(small.profile.data)
+    warm_up(small.engine, profile)
+    measure_costs(small.engine, profile, threads=1)

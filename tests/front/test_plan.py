@@ -206,11 +206,11 @@ def test_a_variant_is_chosen_and_counted(prompt):
         assert plan.expected_s == pytest.approx(min(alone))
 
 
-def test_recomputed_chunks_count_with_the_finest_divergence(prompt):
+def test_recomputed_chunks_count_with_no_divergence(prompt):
     kl = (0.5, 0.4, 0.3, 0.2, 0.1)
     details = Details(level_kl=(kl, kl, kl))
     plan = made(prompt, details=details)
-    expected = sum(c.tokens * (0.1 if c.level is None else kl[c.level]) for c in plan.chunks) / 7644
+    expected = sum(c.tokens * (0.0 if c.level is None else kl[c.level]) for c in plan.chunks) / 7644
     assert plan.prediction.kl == pytest.approx(expected)
     assert made(prompt, details=Details(level_kl=(kl, ()))).prediction.kl is None
 

@@ -26,7 +26,7 @@ from ..engines.families import LENGTHS, cache_error, documents, engine_of, query
 from .test_links import REPORT
 
 TEXT = tuple(token for ids in documents() for token in ids)
-SLOW = LinkSettings(1e5, 0.01)
+SLOW = LinkSettings(4e4, 0.01)
 LINK = {"max_in_flight": 2, "bandwidth_prior": 1e5}
 """Documents come one after another."""
 EVERY = ("llama", "qwen3", "mistral", "gemma3", "phi", "gpt-neox", "cohere", "glm", "deepseek-v3")

@@ -278,7 +278,7 @@ def test_a_load_that_is_cancelled_twice_leaves_no_blob_open(small, loader_of):
 
     async def twice():
         driver, begun = session.driver(loader._new_controller), []
-        settings = ExecutorSettings(fetch=FetchSettings(), backend="auto", timeouts=Timeouts(1.0, 1.0, 1.0))
+        settings = ExecutorSettings(fetch=FetchSettings(), backend="auto", timeouts=Timeouts(1.0, 1.0, 1.0, 1.0))
 
         async def load():
             async with Executor(small.engine, [], session, driver, loader._finder, settings) as executor:

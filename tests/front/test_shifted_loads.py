@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvwire.controller.policies import Fixed
-from kvwire.reuse import LinkShift, Module, Schema
+from kvwire.reuse import LinkLayout, LinkShift, Module, Schema
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.loader import Loader
@@ -190,8 +190,10 @@ def test_documents_behind_a_neutral_prefix_and_layouts_are_not_shifted(small, sh
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=8))
     list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
     assert asked(small, measured(small, shift, corpus), **PLAIN)[0].shifted == 0
-    answer, _ = asked(small, measured(small, shift), system=(1, 2, 3), repair="none")
+    answer, _ = asked(small, measured(small, shift), layout=LinkLayout(name="links", opening=(3,)), repair="none")
     assert answer.shifted == 0
+    answer, _ = asked(small, measured(small, shift), system=(1, 2, 3), repair="none")
+    assert answer.shifted  # the second document, which lacks the first as it does without a system text
 
 
 def test_modules_of_a_schema_are_not_shifted(small, shift):

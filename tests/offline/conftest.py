@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.offline import find_documents
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvwire.codec import AnyProfile
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str | int, str, str]]:
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def call(*words: object) -> tuple[str | int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvwire", *map(str, words)])
+        code: str | int = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

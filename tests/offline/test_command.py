@@ -3,27 +3,7 @@ from __future__ import annotations
 import json
 import sys
 
-import pytest
-
-from kvwire.cli.app import main
 from kvwire.offline import read_manifest
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["kvwire", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
 
 
 def test_a_manifest_tells_of_every_document(run, folder, model, tmp_path):

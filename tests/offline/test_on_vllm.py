@@ -22,7 +22,6 @@ from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.models import find_model
 from kvwire.store import FolderStore
 
-from .test_command import run  # noqa: F401 - a fixture
 from .test_pipeline import untimed
 
 VLLM = VllmSettings("model", {"store": "file:///kv"}, tensor_parallel=4)
@@ -46,7 +45,7 @@ VLLM = VllmSettings("model", {"store": "file:///kv"}, tensor_parallel=4)
         (["--engine", "vllm", "--on", "ray", "--engine-args", '{"quantization": "fp8"}'], 2, "'quantization' is set"),
     ],
 )
-def test_what_vllm_does_not_serve_is_refused(run, folder, model, tmp_path, words, code, said):  # noqa: F811
+def test_what_vllm_does_not_serve_is_refused(run, folder, model, tmp_path, words, code, said):
     found, _, err = run("encode", folder, "--model", model, "--store", f"file://{tmp_path}/store", *words)
     assert (found, said in err.splitlines()[-1]) == (code, True), err
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.offline import DocumentRef
-from kvwire.offline.sample import MOST_OF_ONE, SMALL_BYTES, sample, stratified
-from kvwire.runtime.calibration import CALIBRATION_TOKENS, HELD_OUT
-from kvwire.runtime.coding import Document
+from kvwire.offline.sample import SHARE, SMALL, sample, stratified
+from kvwire.runtime.calibration import HELD_OUT
+from kvwire.runtime.coding import CALIBRATION_TOKENS, Document
 
 
 def ref(number, source="a", size=100):
@@ -28,21 +28,34 @@ def test_every_document_comes_once_and_every_stratum_first(given_refs):
 
 
 def test_a_small_corpus_is_taken_whole_and_in_its_order():
-    refs = [ref(number, size=SMALL_BYTES // 20) for number in range(20)]
+    refs = [ref(number, size=SMALL * CALIBRATION_TOKENS // 20) for number in range(20)]
     assert [each.document_id for each in sample(refs, tokens_of)] == [str(number) for number in range(20)]
 
 
 def test_of_a_large_corpus_enough_is_taken_and_no_document_is_all_of_it():
     refs = [ref(0, "long", 1 << 22), *(ref(number, "short", 1000) for number in range(1, 1000))]
     found = sample(refs, tokens_of)
-    assert max(len(each.token_ids) for each in found) == MOST_OF_ONE
+    assert max(len(each.token_ids) for each in found) == CALIBRATION_TOKENS // SHARE
     assert "0" in {each.document_id for each in found}
     tokens = [len(each.token_ids) for each in found]
-    assert sum(tokens[:-HELD_OUT]) >= CALIBRATION_TOKENS > sum(tokens[: -HELD_OUT - 1])
+    assert sum(tokens) >= 2 * CALIBRATION_TOKENS > sum(tokens[:-1])
+    assert sum(tokens[:-HELD_OUT]) >= CALIBRATION_TOKENS
+
+
+def test_a_quick_fit_takes_less_and_few_long_documents_give_more_of_each():
+    refs = [ref(number, "short", 1000) for number in range(1000)]
+    assert sum(len(each.token_ids) for each in sample(refs, tokens_of, 2048)) < 16 * 2048
+    few = sample([ref(number, size=1 << 20) for number in range(3)], tokens_of, 2048)
+    assert len(few) == 3
+    assert 2 * 2048 <= sum(len(each.token_ids) for each in few) < 2 * 2048 + 3
 
 
 def test_what_cannot_be_read_is_passed_over():
-    refs = [ref(0, size=SMALL_BYTES), DocumentRef("bad", "bad", "text", "bad", problem="gone"), ref(2, size=400)]
+    refs = [
+        ref(0, size=SMALL * CALIBRATION_TOKENS),
+        DocumentRef("bad", "bad", "text", "bad", problem="gone"),
+        ref(2, size=400),
+    ]
     assert [each.document_id for each in sample(refs, lambda r: None if r.document_id == "0" else tokens_of(r))] == [
         "2"
     ]

@@ -375,6 +375,13 @@ def miss(index, ids=IDS):
     return " ".join(told)
 
 
+def test_a_prompt_that_begins_with_a_bos_is_told(index):
+    told = []
+    assert index.longest([7_777, *IDS], told.append) is None
+    assert len(told) == 1
+    assert "behind the prompt's first token, 7777" in told[0]
+
+
 def test_an_entry_that_names_a_missing_document_is_a_miss(catalog, index):
     for name in "ab":
         remove_document(catalog, name)

@@ -277,14 +277,6 @@ def test_a_wrong_secret_is_refused_and_never_told(strict_server, monkeypatch, ca
         assert SECRET not in repr(store) + repr(vars(store)) + store.url + caplog.text
 
 
-def test_no_credentials_are_an_auth_error(server, monkeypatch, prefix):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    with closing(S3Store(server.address(prefix))) as store:
-        for call in (lambda: store.get("k"), lambda: store.http_address("k")):
-            assert isinstance(fails(call), AuthError)
-
-
 def test_half_of_the_credentials_are_an_auth_error(server, monkeypatch):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert isinstance(fails(S3Store, server.address()), AuthError)
@@ -388,6 +380,7 @@ def clock(monkeypatch):
 
 def test_an_address_is_renewed_before_it_expires_and_on_demand(server, prefix, clock):
     with closing(S3Store(server.address(prefix), settings=S3Settings(address_s=100))) as store:
+        store.put("k", b"x")
         first = store.http_address("k")
         clock.time += 74
         assert store.http_address("k") is first
@@ -439,10 +432,10 @@ def test_addresses_trust_the_bundle_of_certificates(server, prefix, monkeypatch,
     bundle.write_bytes(certificate())
     url = f"s3://{BUCKET}/{prefix}?endpoint=https://127.0.0.1:1&region=us-east-1"
     with closing(S3Store(url)) as store:
-        assert store.http_address("k").tls is None
+        assert len(store.http_address("k").tls.get_ca_certs()) > 1  # boto3's own
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     with closing(S3Store(url)) as store:
-        assert store.http_address("k").tls.get_ca_certs()
+        assert len(store.http_address("k").tls.get_ca_certs()) == 1
         assert store.http_address("k").tls is store.http_address("j").tls
     with closing(S3Store(server.address(prefix))) as store:
         assert store.http_address("k").tls is None

@@ -12,7 +12,7 @@ from kvwire.training import Mixture, Sample, Samples, Text, TextCut, Turn, read_
 CUT = TextCut((2, 3), 5, 4)
 
 
-def letters(text):
+def letters(text, trust="document"):
     return [ord(each) - 32 for each in text]
 
 

@@ -430,12 +430,6 @@ def test_a_chunked_answer_that_breaks_off_is_told(answering):
         store.get("k")
 
 
-def test_environment_proxies_are_not_asked(answering, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    with closing(HttpStore(answering(b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\nok"))) as store:
-        assert store.get("k") == b"ok"
-
-
 def test_a_silent_server_is_given_up(answering):
     url = answering(b"HTTP/1.1 200 X\r\nContent-Le", hold=True)
     with (

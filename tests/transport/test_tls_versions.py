@@ -11,7 +11,7 @@ import pytest
 
 from kvwire.errors import StorageError
 from kvwire.store import MemoryStore
-from kvwire.store.client_tls import client_tls
+from kvwire.store.http_clients import client_tls
 from kvwire.transport import HttpSource, HttpStore, HttpStoreSettings, ServerTls, open_session
 from kvwire.transport.sources import http as http_source
 

@@ -144,6 +144,13 @@ def test_a_prompt_of_another_text_is_promised_as_far_as_it_agrees(halves, told):
     assert promised == 64
 
 
+def test_documents_behind_a_bos_are_told(halves):
+    body = halves.body("cab")
+    _, _, said, promised = halves.load(body | {"prompt": [255, *body["prompt"]]})
+    assert promised == 0
+    assert "behind the prompt's first token, 255" in said["trouble"]
+
+
 def test_a_catalog_that_fails_or_is_late_leaves_the_prompt_to_vllm(halves, told, monkeypatch):
     def broken(*_):
         msg = "the catalog is damaged"
@@ -210,6 +217,7 @@ def test_pages_come_before_loads(told):
         ({"store": 3}, "store is a text"),
         ({"store": "file:///x", "tennant": "me"}, "has no 'tennant'; it may have .*tenant"),
         ({"store": "file:///x", "patience_s": 0}, "patience_s is a number"),
+        ({"store": "file:///x", "max_kl": "much"}, "max_kl is a KL divergence in nats"),
     ],
 )
 def test_settings_that_are_wrong_are_told(extra, say):

@@ -87,3 +87,19 @@ def test_two_workers_load_and_save_their_own_heads(served, monkeypatch):
         (exact,) = place.engine.prefill([ids])
         for mine, theirs in zip([*saved.keys, *saved.values], [*exact.keys, *exact.values], strict=True):
             assert (mine - theirs).norm() < 0.2 * theirs.norm()
+
+
+def test_a_request_with_an_adapter_gets_no_documents():
+    """Its rows are not those of the model that the store names."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+    from kvwire.vllm.connector import _other_rows
+
+    plain, adapted = (
+        Request("a", [1, 2], SamplingParams(), None, lora_request=adapter)
+        for adapter in (None, LoRARequest("l", 1, "/l"))
+    )
+    assert _other_rows(plain) == ""
+    assert "adapter" in _other_rows(adapted)

@@ -98,10 +98,17 @@ def test_two_prompts_with_one_salt_do_not_share_their_ends(halves, indexed):
 
 
 def test_a_prompt_that_nobody_stored_is_computed(halves, indexed):
-    _, _, said, promised = halves.load(body(indexed, [9, *indexed.tokens["a"]]))
+    _, _, said, promised = halves.load(body(indexed, [9, 9, *indexed.tokens["a"]]))
     assert promised == 0
     assert "refused" not in said
     assert "trouble" not in said
+
+
+def test_a_prompt_with_a_bos_in_front_is_told(halves, indexed):
+    """As ``tokenizer(text)`` makes them: no document is ever found, so it says why."""
+    _, _, said, promised = halves.load(body(indexed, [9, *indexed.tokens["a"]]))
+    assert promised == 0
+    assert "behind the prompt's first token, 9" in said["trouble"]
 
 
 def test_a_damaged_chunk_costs_what_follows_it(halves, indexed):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvwire.errors import AuthError, CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.transport.errors import ReplacedError, SegmentError, StalledError, segment_error
+from kvwire.transport.errors import RejectedError, ReplacedError, SegmentError, StalledError, segment_error
 from kvwire.transport.fetch.cutter import Cutter
 from kvwire.transport.fetch.ranges import Range, WantedRange, coalesce, split
 from kvwire.transport.fetch.types import FetchedSegment
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvwire.transport.sources.base import ByteSource
     from kvwire.types import SegmentInfo
 
-FATAL = (ReplacedError, NotFoundError, AuthError)
+FATAL = (ReplacedError, RejectedError, NotFoundError, AuthError)
 _LOOK_S = 0.05  # how often running requests are looked at, at most
 
 

@@ -8,7 +8,7 @@ import logging
 
 from aiohttp import web
 
-from kvwire.errors import ArgumentError, ConflictError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, AuthError, ConflictError, KvwireError, NotFoundError
 
 _log = logging.getLogger(__name__)
 GONE = 499  # as nginx counts it: nobody reads this answer, and the server did nothing wrong
@@ -95,6 +95,9 @@ def _failure_of(error: Exception, request_id: str) -> RefusedError:
         return RefusedError(507, "no space is left: delete something or try again later", reason="disk_full")
     if isinstance(error, ConnectionError):
         return RefusedError(GONE, "the client went away", reason="gone")
+    if isinstance(error, AuthError):
+        _log.error("request %s: the store refused this server: %s", request_id, error)
+        return RefusedError(502, "the store refuses this server: its operator must look into its log", reason="store")
     if isinstance(error, KvwireError | OSError):
         _log.warning("request %s: the store failed: %s", request_id, error)
         return RefusedError(503, "the store failed: try again later", {"Retry-After": "1"}, reason="store")

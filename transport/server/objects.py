@@ -137,7 +137,8 @@ async def check_conditions(exchange: Exchange, store: Store, threads: Threads, k
         return
     etag = await threads.run(lambda: etag_of(store, key))
     if not may_write(fields, etag):
-        raise RefusedError(412, "something else lies there than the request expects", reason="precondition")
+        words = "something else lies there than the request expects"
+        raise RefusedError(412, words, {"ETag": f'"{etag}"'} if etag else None, reason="precondition")
 
 
 def etag_of(store: Store, key: str) -> str | None:

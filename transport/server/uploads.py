@@ -20,7 +20,7 @@ from kvwire.store.key_kinds import check_object, kind_of, max_bytes
 from kvwire.transport.server.http_errors import GONE, RefusedError, common_headers, refusal_of
 from kvwire.transport.server.limits import SpoolBudget
 from kvwire.transport.server.names import check_names
-from kvwire.transport.server.objects import check_conditions, conditions
+from kvwire.transport.server.objects import check_conditions, conditions, etag_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +109,7 @@ class Uploads:
             client: Whose share of the spool it takes.
 
         Returns:
-            The answer, 201 with the object's entity tag.
+            The answer, 201 with the object's entity tag where that is known.
 
         Raises:
             RefusedError: The object was not written.
@@ -121,7 +121,8 @@ class Uploads:
             self._metrics.uploads_refused.labels(refusal.reason or "other").inc()
             raise refusal from error
         self._metrics.uploads_accepted.inc()
-        headers = {**common_headers(exchange.request_id), "ETag": f'"{etag}"', "Cache-Control": "no-store"}
+        told = {"ETag": f'"{etag}"'} if etag else {}
+        headers = {**common_headers(exchange.request_id), **told, "Cache-Control": "no-store"}
         return web.Response(status=201, headers=headers)
 
     async def _put(self, exchange: Exchange, key: str, client: str) -> str:
@@ -138,8 +139,7 @@ class Uploads:
             fields = conditions(exchange.request)
             async with self._locks.of(key):
                 await check_conditions(exchange, self._store, self._threads, key)  # the body may have taken an hour
-                await self._threads.finish(lambda: self._keep(key, spool, fields))
-            return spool.sha256
+                return await self._threads.finish(lambda: self._keep(key, spool, fields))
 
     def _spool(self) -> Spool:
         folder = self._settings.spool_folder
@@ -177,7 +177,8 @@ class Uploads:
                 await self._threads.finish(partial(spool.write, batch))
                 batch, held = [], 0
 
-    def _keep(self, key: str, spool: Spool, fields: dict[str, str]) -> None:
+    def _keep(self, key: str, spool: Spool, fields: dict[str, str]) -> str:
+        """Write what was received; gives the store's entity tag of it, empty where that is not known to be of it."""
         is_content, create = content_digest(key) is not None, fields.get("If-None-Match", "").strip() == "*"
         with spool.view() as data:
             if not is_content:
@@ -191,8 +192,11 @@ class Uploads:
             else:
                 self._store.put(key, data)
                 written = True
+            etag = spool.sha256 if is_content else etag_of(self._store, key)
             if not written:
-                raise RefusedError(412, "something lies there already", reason="precondition")
+                headers = {"ETag": f'"{etag}"'} if etag else None
+                raise RefusedError(412, "something lies there already", headers, reason="precondition")
+            return spool.sha256 if etag == spool.sha256 else ""  # S3's tag may be another writer's by now
 
 
 def _version(fields: dict[str, str]) -> str | None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
-from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, ETAG
+from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, ETAG, LOCATION
 from yarl import URL
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import HttpAddress, range_header, range_told
 from kvwire.store.backends.http.semantics import retry_after_s, strong_etag, unsatisfied_size
-from kvwire.store.client_tls import client_tls
-from kvwire.transport.errors import BusyError, ReplacedError
+from kvwire.store.http_clients import (
+    MAX_REDIRECTS,
+    PERMANENT,
+    PROXY_ADVICE,
+    TRUST_ADVICE,
+    WRONG_ADDRESS,
+    client_tls,
+    is_untrusted,
+    keeps_credentials,
+    proxy_for,
+    redirected,
+    too_many_redirects,
+)
+from kvwire.transport.errors import BusyError, RejectedError, ReplacedError
 from kvwire.transport.sources.base import ByteSource
 
 if TYPE_CHECKING:
@@ -40,12 +52,14 @@ _OK, _PARTIAL, _GONE, _UNSATISFIABLE = 200, 206, 412, 416
 _REFUSED = (401, 403)
 _ABSENT = (404, 410)
 _BUSY = (429, 503)
+_PROXYS = 407
+_LATER, _FIRST_OF_SERVERS = (408, 425), 500
 
 
 def open_session(
     *, connect_s: float = _CONNECT_S, connections: int = 0, link: EmulatedLink | None = None
 ) -> aiohttp.ClientSession:
-    """A session for any number of sources; close it after them. It keeps no cookies and follows no proxy settings.
+    """A session for any number of sources; close it after them. It keeps no cookies; sources know their proxies.
 
     Args:
         connect_s: Longest wait for a connection, in seconds.
@@ -100,7 +114,17 @@ class _Target:
         if not fits:
             msg = f"{address.url.partition('?')[0].rpartition('@')[2]!r} is not an http or https address"
             raise ArgumentError(msg)
-        return cls(address, url, {"Accept-Encoding": "identity", **dict(address.headers)})
+        headers = {"Accept-Encoding": "identity", **dict(address.headers)}
+        if address.proxy and url.scheme == "http":  # which forwards the request as it is
+            headers |= address.proxy.headers
+        return cls(address, url, headers)
+
+    def led_to(self, url: str) -> _Target:
+        """What a redirect leads to; another server gets no credentials."""
+        here = self.address
+        tls = here.tls if url.startswith("https:") else None
+        headers = here.headers if keeps_credentials(here.url, url) else ()
+        return _Target.of(replace(here, url=url, headers=headers, tls=tls, proxy=proxy_for(url)))
 
     @property
     def is_fresh(self) -> bool:
@@ -110,8 +134,9 @@ class _Target:
 class HttpSource(ByteSource):
     """Reads one object by URL; the first answer's ETag becomes the condition of every later request.
 
-    The URL is used as it is (presigned URLs stay valid), redirects are not followed, and credentials go to this URL
-    alone. Where addresses expire, one that is about to, or was refused, is replaced by a fresh one, once a read.
+    The URL is used as it is (presigned URLs stay valid), and credentials go to its server alone. Redirects are followed
+    where the address allows it, and kept for later reads where they are permanent. Where addresses are found, one that
+    is about to expire, or was refused, is replaced by a fresh one, once a read.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str | Addresses, *, token: str | None = None) -> None:
@@ -127,7 +152,8 @@ class HttpSource(ByteSource):
         self._target: _Target | None = None
         if not callable(url):
             headers = (("Authorization", f"Bearer {token}"),) if token else ()
-            self._target = _Target.of(HttpAddress(url, headers))
+            target = _Target.of(HttpAddress(url, headers))
+            self._target = _Target.of(replace(target.address, proxy=proxy_for(url)))
         self._etag: str | None = None
         self._size: int | None = None
 
@@ -142,7 +168,7 @@ class HttpSource(ByteSource):
         return self._size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
-        """Give bytes of the object, as they arrive; one request, two where the address had to be renewed.
+        """Give bytes of the object, as they arrive; one request, besides redirects, two where the address was refused.
 
         Args:
             start: First byte.
@@ -162,7 +188,7 @@ class HttpSource(ByteSource):
             target = await self._renewed(refused=False)
         try:
             await self._ask(target, start, end, sink)
-        except AuthError:
+        except (AuthError, RejectedError):
             if self._find is None:
                 raise
             await self._ask(await self._renewed(refused=True), start, end, sink)
@@ -171,24 +197,49 @@ class HttpSource(ByteSource):
         if self._find is None:
             msg = f"{self.url}: the address has expired; ask for a fresh one"
             raise AuthError(msg)
-        self._target = _Target.of(await asyncio.to_thread(self._find, refused))
+        try:
+            self._target = _Target.of(await asyncio.to_thread(self._find, refused))
+        except NotFoundError as error:
+            if self._size is None:
+                raise
+            raise self._replaced() from error
         return self._target
 
     async def _ask(self, target: _Target, start: int, end: int | None, sink: Sink) -> None:
+        is_permanent = True
+        for _ in range(MAX_REDIRECTS + 1):
+            further = await self._ask_once(target, start, end, sink)
+            if further is None:
+                return
+            target, is_permanent = further[0], is_permanent and further[1]
+            if is_permanent:
+                self._target = target
+        raise too_many_redirects(self.url)
+
+    async def _ask_once(self, target: _Target, start: int, end: int | None, sink: Sink) -> tuple[_Target, bool] | None:
+        """Where the answer leads, and whether for good; None where it gave the bytes."""
         headers = dict(target.headers)
         if start or end is not None:
             headers["Range"] = range_header(start, end)
         if self._etag:
             headers["If-Match"] = self._etag
-        tls = (target.address.tls or _usual_tls()) if target.url.scheme == "https" else True
+        address, is_secure = target.address, target.url.scheme == "https"
+        way: dict[str, Any] = {"ssl": (address.tls or _usual_tls()) if is_secure else True}
+        if address.proxy:
+            way |= {"proxy": address.proxy.url, "proxy_headers": address.proxy.headers if is_secure else None}
         try:
-            async with self._session.get(target.url, headers=headers, allow_redirects=False, ssl=tls) as response:
+            async with self._session.get(target.url, headers=headers, allow_redirects=False, **way) as response:
+                if address.redirects and response.status not in (_OK, _PARTIAL):
+                    further = redirected(address.url, response.status, response.headers.get(LOCATION))
+                    if further is not None:
+                        return target.led_to(further), response.status in PERMANENT
                 await self._take(response, start, end, sink)
         except KvwireError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            msg = f"{self.url}: the connection failed ({_words(error)}); try again or check the server"
+            msg = f"{self.url}: the connection failed ({_words(error)}); {_advice(error)}"
             raise StorageError(msg) from None  # the cause holds the whole URL and the headers
+        return None
 
     async def _take(self, response: aiohttp.ClientResponse, start: int, end: int | None, sink: Sink) -> None:
         left = self._checked(response, start, end)
@@ -266,12 +317,12 @@ class HttpSource(ByteSource):
             return NotFoundError(f"{self.url} is not there; check the address")
         if status in _REFUSED:
             return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
-        words = f"{self.url}: the server answered with status {status}; try again later"
-        return (
-            BusyError(words, retry_after_s(response.headers.get("Retry-After", "")))
-            if status in _BUSY
-            else StorageError(words)
-        )
+        words = f"{self.url}: the server answered with status {status}"
+        if status in _BUSY:
+            return BusyError(f"{words}; try again later", retry_after_s(response.headers.get("Retry-After", "")))
+        is_passing = status in _LATER or status >= _FIRST_OF_SERVERS
+        advice = "try again later" if is_passing else PROXY_ADVICE if status == _PROXYS else WRONG_ADDRESS
+        return (StorageError if is_passing else RejectedError)(f"{words}; {advice}")
 
     def _lied(self) -> StorageError:
         return StorageError(f"{self.url}: the server sent another number of bytes than it announced; try again")
@@ -284,6 +335,14 @@ class HttpSource(ByteSource):
 def _usual_tls() -> ssl.SSLContext:
     """One for all sources: reading the system's certificates takes milliseconds."""
     return client_tls()
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientProxyConnectionError | aiohttp.ClientHttpProxyError):
+        return PROXY_ADVICE
+    if is_untrusted(getattr(error, "certificate_error", None)):
+        return TRUST_ADVICE
+    return "try again or check the server"
 
 
 def _words(error: Exception) -> str:

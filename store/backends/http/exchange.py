@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import urllib3
-from urllib3.exceptions import EmptyPoolError, HTTPError, NewConnectionError
+from urllib3.connection import ProxyConfig
+from urllib3.exceptions import EmptyPoolError, HTTPError, NewConnectionError, ProxyError
 from urllib3.exceptions import TimeoutError as UrllibTimeoutError
+from urllib3.util import parse_url
 
+from kvwire._forks import OwnProcess
 from kvwire.errors import StorageError
 from kvwire.store.backends.http.connection import BoundedPool, BoundedTlsPool, KeptClosedError
 from kvwire.store.backends.http.semantics import retry_after_s
-from kvwire.store.client_tls import client_tls
+from kvwire.store.http_clients import (
+    MAX_REDIRECTS,
+    PROXY_ADVICE,
+    TRUST_ADVICE,
+    client_tls,
+    is_untrusted,
+    keeps_credentials,
+    proxy_for,
+    redirected,
+    too_many_redirects,
+)
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator, Mapping
     from urllib.parse import SplitResult
 
     from kvwire.store.base import Data
+    from kvwire.store.http_clients import Proxy
 
 _PIECE_BYTES = 256 * 1024
 _TLS_PIECE_BYTES = 16 * 1024  # one record: a socket's limit of time over TLS is for one
 _MAX_WORDS = 200
 _FIRST_REFUSAL = 400
 _MAX_REFUSAL_BYTES = 4096  # of an error page
+_MOST_ORIGINS = 8  # whose connections are kept
 _PASSING = (429, 500, 502, 503, 504)
 
 
@@ -63,12 +81,14 @@ class Reply:
         fields: Headers by any-case name.
         body: The bytes, whole or up to the limit.
         cut: There was more than the limit, which was not read.
+        is_repeated: The request had been sent before, and the server may have done it then.
     """
 
     status: int
     fields: Mapping[str, str]
     body: bytes
     cut: bool
+    is_repeated: bool = False
 
 
 class _BrokenError(StorageError):
@@ -80,9 +100,13 @@ class _KeptClosedError(_BrokenError):
 
 
 class HttpExchange:
-    """Connections to one server, shared by all threads, each with its own while it asks.
+    """Connections to one server and those that it leads to, shared by all threads, each with its own while it asks.
 
-    Redirects, cookies and proxy settings are not followed, so that a token goes nowhere else.
+    The token goes to no other server than the first one. Cookies are not kept.
+
+    Attributes:
+        tls: Whom the clients of this server trust; None for plain http.
+        proxy: The proxy before it; None: it is asked directly.
     """
 
     def __init__(self, parts: SplitResult, token: str | None, settings: HttpStoreSettings) -> None:
@@ -96,9 +120,15 @@ class HttpExchange:
         self._name = parts.geturl()
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._token = token.encode() if token else b""
-        self._settings = settings
-        self._pool = _pool(parts, settings)
-        self._piece_bytes = _TLS_PIECE_BYTES if parts.scheme == "https" else _PIECE_BYTES
+        self._parts, self._settings = parts, settings
+        self._origin = f"{parts.scheme}://{parts.netloc}"
+        self.tls = client_tls() if parts.scheme == "https" else None
+        self.proxy = proxy_for(self._origin)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._process, self._lock = OwnProcess("connections"), threading.Lock()
+        self._pools = {self._origin: _Pool(self._parts, self._settings, self.tls, self.proxy)}
 
     def ask(
         self,
@@ -109,9 +139,10 @@ class HttpExchange:
         data: Data | None = None,
         limit: int | None = None,
     ) -> Reply:
-        """Send a request and read its answer.
+        """Send a request and read its answer. Redirects are followed; the request's headers travel along.
 
-        All requests of a store can be sent twice without harm.
+        All requests of a store can be sent twice without harm; a conditional write is refused then by what it wrote
+        itself (``Reply.is_repeated``).
 
         Args:
             method: HTTP method.
@@ -127,11 +158,31 @@ class HttpExchange:
             StorageError: No answer came, or not in time.
         """
         give_up_at = time.monotonic() + self._settings.total_s
+        url, sent = self._origin + target, {**self._headers, **headers}
+        for _ in range(MAX_REDIRECTS + 1):
+            reply = self._ask(method, url, sent, data, limit, give_up_at)
+            further = redirected(url, reply.status, reply.fields.get("Location"), method)
+            if further is None:
+                return reply
+            if not keeps_credentials(url, further):
+                sent.pop("Authorization", None)
+            url = further
+        raise too_many_redirects(self._name)
+
+    def _ask(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        data: Data | None,
+        limit: int | None,
+        give_up_at: float,
+    ) -> Reply:
         failed, kept_closed = 0, False
         while True:
             wait_s = 0.0
             try:
-                reply = self._ask_once(method, target, headers, data, limit)
+                reply = self._ask_once(method, url, headers, data, limit)
             except _BrokenError as error:
                 if isinstance(error, _KeptClosedError) and not kept_closed:
                     kept_closed = True
@@ -140,7 +191,7 @@ class HttpExchange:
                     raise StorageError(str(error)) from None
             else:
                 if reply.status not in _PASSING or not self._may_repeat(failed, give_up_at):
-                    return reply
+                    return replace(reply, is_repeated=failed > 0 or kept_closed)
                 wait_s = min(retry_after_s(reply.fields.get("Retry-After", "")), self._settings.max_wait_s)
             failed += 1
             spread = 0.5 + 0.5 * random.random()  # noqa: S311 - spreads retries, guards nothing
@@ -150,11 +201,11 @@ class HttpExchange:
         return failed + 1 < self._settings.attempts and time.monotonic() < give_up_at
 
     def _ask_once(
-        self, method: str, target: str, headers: Mapping[str, str], data: Data | None, limit: int | None
+        self, method: str, url: str, headers: Mapping[str, str], data: Data | None, limit: int | None
     ) -> Reply:
         give_up_at = time.monotonic() + self._settings.total_s
         try:
-            response = self._sent(method, target, {**self._headers, **headers}, data)
+            response = self._pool_of(url).send(method, url, headers, data)
             try:
                 body, cut = _body(response, limit if response.status < _FIRST_REFUSAL else _MAX_REFUSAL_BYTES)
             finally:
@@ -162,16 +213,17 @@ class HttpExchange:
                 response.release_conn()
         except (HTTPError, OSError) as error:
             # What urllib3 says may repeat what a server sent: it stays out of messages and tracebacks.
-            raise self._failure(error, is_late=time.monotonic() >= give_up_at) from None
+            raise self._failure(error, url, is_late=time.monotonic() >= give_up_at) from None
         if response.status >= _FIRST_REFUSAL and self._token:  # what it says goes into messages: it may quote the token
             body = body.replace(self._token, b"(the token)")
         return Reply(response.status, response.headers, body, cut)
 
-    def _failure(self, error: HTTPError | OSError, *, is_late: bool) -> StorageError:
+    def _failure(self, error: HTTPError | OSError, url: str, *, is_late: bool) -> StorageError:
         cause = _cause(error)
         # A connection that was refused is a timeout to urllib3, for the sake of its older callers.
         is_silent = isinstance(error, UrllibTimeoutError) and not isinstance(error, NewConnectionError)
         kind: type[StorageError] = StorageError
+        advice = "try again or check the server"
         if isinstance(error, EmptyPoolError):
             words = "all connections are busy"
         elif is_silent or isinstance(cause, TimeoutError):
@@ -180,37 +232,82 @@ class HttpExchange:
             kind = _KeptClosedError if isinstance(cause, KeptClosedError) else _BrokenError
             reason = cause.strerror if isinstance(cause, OSError) else None  # from the system, not from the server
             words = ": ".join(filter(None, (type(cause).__name__, reason)))[:_MAX_WORDS]
-        return kind(f"{self._name}: the connection failed ({words}); try again or check the server")
+            if isinstance(error, ProxyError) or (isinstance(error, NewConnectionError) and proxy_for(url)):
+                advice = PROXY_ADVICE
+            elif is_untrusted(cause):
+                advice = TRUST_ADVICE
+        return kind(f"{self._name}: the connection failed ({words}); {advice}")
 
     def close(self) -> None:
         """Close the connections."""
-        self._pool.close()
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
 
-    def _sent(
-        self, method: str, target: str, headers: Mapping[str, str], data: Data | None
-    ) -> urllib3.BaseHTTPResponse:
-        body = None if data is None else _pieces(data, self._piece_bytes)
+    def _pool_of(self, url: str) -> _Pool:
+        parts = urlsplit(url)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        if not self._process.is_here:  # the parent process goes on with the connections that it had
+            self._connect()
+        with self._lock:
+            if origin not in self._pools:
+                while len(self._pools) > _MOST_ORIGINS:  # a server may lead to any number of others
+                    self._pools.pop(next(name for name in self._pools if name != self._origin)).close()
+                tls = (self.tls or client_tls()) if parts.scheme == "https" else None
+                self._pools[origin] = _Pool(parts, self._settings, tls, proxy_for(origin))
+            return self._pools[origin]
+
+
+class _Pool:
+    """Connections to one server, through its proxy where it has one."""
+
+    def __init__(
+        self, parts: SplitResult, settings: HttpStoreSettings, tls: ssl.SSLContext | None, proxy: Proxy | None
+    ) -> None:
+        stall_s, total_s, size = settings.stall_s, settings.total_s, settings.connections
+        limits: dict[str, Any] = {"maxsize": size, "block": True, "stall_s": stall_s, "total_s": total_s}
+        limits["timeout"] = urllib3.Timeout(connect=stall_s, read=stall_s)
+        self._stall_s = stall_s
+        self._piece_bytes = _TLS_PIECE_BYTES if tls else _PIECE_BYTES
+        self._forwards = proxy is not None and not tls
+        self._proxy_headers = proxy.headers if proxy and self._forwards else {}
+        asked = parse_url(proxy.url) if proxy and self._forwards else parse_url(f"{parts.scheme}://{parts.netloc}")
+        if tls and proxy:
+            limits |= {"_proxy": parse_url(proxy.url), "_proxy_headers": proxy.headers}
+            limits["_proxy_config"] = ProxyConfig(
+                client_tls(), use_forwarding_for_https=False, assert_hostname=None, assert_fingerprint=None
+            )
+        self._pool: urllib3.HTTPConnectionPool
+        if tls or asked.scheme == "https":
+            self._pool = BoundedTlsPool(asked.host or "", asked.port, ssl_context=tls or client_tls(), **limits)
+        else:
+            self._pool = BoundedPool(asked.host or "", asked.port, **limits)
+
+    def send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
+        """Send a request; the answer's body is still to be read."""
+        parts = urlsplit(url)
+        target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+        sent = {**headers, **self._proxy_headers}
+        if self._forwards:
+            target, sent["Host"] = url, parts.netloc
+        if data is not None:
+            sent["Content-Length"] = str(memoryview(data).nbytes)
         return self._pool.urlopen(
             method,
             target,
-            body=body,  # type: ignore[arg-type]  # any buffer is sent as it is
-            headers=headers if data is None else {**headers, "Content-Length": str(memoryview(data).nbytes)},
+            body=None if data is None else _pieces(data, self._piece_bytes),  # type: ignore[arg-type]  # any buffer
+            headers=sent,
             retries=False,
             redirect=False,
-            pool_timeout=self._settings.stall_s,  # type: ignore[arg-type]  # seconds, whole or not
+            assert_same_host=False,  # a proxy is asked for other hosts' addresses
+            pool_timeout=self._stall_s,  # type: ignore[arg-type]  # seconds, whole or not
             preload_content=False,
             decode_content=False,
         )
 
-
-def _pool(parts: SplitResult, settings: HttpStoreSettings) -> urllib3.HTTPConnectionPool:
-    stall_s, total_s, size = settings.stall_s, settings.total_s, settings.connections
-    limits: dict[str, Any] = {"maxsize": size, "block": True, "stall_s": stall_s, "total_s": total_s}
-    limits["timeout"] = urllib3.Timeout(connect=stall_s, read=stall_s)
-    host, port = parts.hostname or "", parts.port
-    if parts.scheme == "http":
-        return BoundedPool(host, port, **limits)
-    return BoundedTlsPool(host, port, ssl_context=client_tls(), **limits)
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.close()
 
 
 def _pieces(data: Data, piece_bytes: int) -> Iterator[memoryview]:

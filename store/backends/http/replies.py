@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, AuthError, ConflictError, KvwireError, NotFoundError, StorageError
 from kvwire.store.base import Listed
+from kvwire.store.http_clients import PROXY_ADVICE, WRONG_ADDRESS
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -20,9 +22,29 @@ _MAX_WORDS = 200
 _MAX_SIZE = 10**18
 _FORBIDDEN, _CONFLICT, _CHANGED, _TOO_LARGE, _WRONG, _FULL = 403, 409, 412, 413, 422, 507
 _UNKNOWN, _ABSENT, _BUSY = 401, (404, 410), (429, 503)
-_MOVED = (301, 308)
+_PROXYS, _BEHIND = 407, 502
+_MOVED = (301, 302, 303, 307, 308)
+_LATER = (408, 425)
+_FIRST_OF_SERVERS = 500
+_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")  # as S3, Google's and Alibaba's storage and CDNs before them
 _WRITES = ("PUT", "DELETE")
 _NOT_FOR_FILES = (400, 403, 404, 405, 410, 501)  # how servers of plain files answer what they do not do
+
+
+def is_hidden(reply: Reply, *, is_trusted: bool) -> bool:
+    """Whether a refusal to read may mean that nothing is there.
+
+    Servers of files say 403 of what they cannot open, and buckets say it of what is absent to whoever may not list
+    them. kvwire's own server says 404.
+
+    Args:
+        reply: The answer.
+        is_trusted: Whether the server is known to take this client's credentials, or gets none.
+    """
+    if reply.status != _FORBIDDEN or _told(reply):
+        return False
+    code = _CODE.search(reply.body)
+    return code[1] == b"AccessDenied" if code else is_trusted
 
 
 def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
@@ -54,8 +76,13 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
         _CHANGED: "something else lies there than expected: look again",
         _TOO_LARGE: "the object is larger than the server takes: raise its limit",
         _FULL: "the server's disk is full: free space there",
-    } | dict.fromkeys(_BUSY, "it is busy: try again later")
-    words = advice.get(status, "try again later or check the server")
+        _PROXYS: PROXY_ADVICE,
+        _BEHIND: "what lies behind the server fails: look into its log",
+    }
+    advice |= dict.fromkeys(_BUSY, "it is busy: try again later")
+    advice |= dict.fromkeys(_MOVED, "it redirects what is written: name the address that it redirects to")
+    is_passing = status >= _FIRST_OF_SERVERS or status in _LATER
+    words = advice.get(status, "try again later or check the server" if is_passing else WRONG_ADDRESS)
     return StorageError(f"{url} answered with status {status}{told}: {words}")
 
 

@@ -5,6 +5,7 @@ Blobs are fetched in ranges by ``BlobFetcher``, from the addresses that this sto
 
 from __future__ import annotations
 
+import logging
 import re
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
@@ -12,12 +13,12 @@ from urllib.parse import urlencode, urlsplit
 
 from urllib3.util import parse_url
 
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings, Reply
-from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, page, refusal
+from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, is_hidden, page, refusal
 from kvwire.store.backends.http.semantics import strong_etag
-from kvwire.store.base import HttpAddress, ObjectStat, Store, check_after, clamp_range
-from kvwire.store.http_ranges import range_header, range_told
+from kvwire.store.base import HttpAddress, ObjectStat, Store, check_after, clamp_range, holds
+from kvwire.store.http_ranges import content_range, range_header, range_told
 from kvwire.store.key_kinds import check_place
 from kvwire.store.keys import check_key
 
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 
     from kvwire.store.base import Data, Listed
 
+_log = logging.getLogger(__name__)
 _SIZE = re.compile(r"[0-9]{1,18}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
-_OK, _PARTIAL, _CHANGED, _UNSATISFIABLE = 200, 206, 412, 416
+_OK, _PARTIAL, _FORBIDDEN, _CHANGED, _UNSATISFIABLE = 200, 206, 403, 412, 416
 _WRITTEN = (200, 201, 204)
 _ABSENT = (404, 410)
 
@@ -71,6 +73,9 @@ class HttpStore(Store):
         self._parts = _address(url)
         self._token = check_token(token) if token else None
         self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
+        self._is_trusted = token is None  # or once an object was read with it
+        self._has_warned = False
+        self._lists = False  # what it lists it shows: a collector must not take a refusal for absence
 
     @property
     def url(self) -> str:
@@ -88,10 +93,12 @@ class HttpStore(Store):
         """
         return f"{self.url}/{check_key(key)}"
 
-    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:  # noqa: ARG002 - it never expires
-        """Address of one object, with the token in its headers."""
+    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:
+        """Address of one object, with the token in its headers; asked to renew it, what the server has against it."""
+        if renew:
+            self.stat(key)
         headers = (("Authorization", f"Bearer {self._token}"),) if self._token else ()
-        return HttpAddress(self.object_url(key), headers)
+        return HttpAddress(self.object_url(key), headers, tls=self._exchange.tls, proxy=self._exchange.proxy)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of the object, clamped at its end; no more than these are read."""
@@ -114,9 +121,11 @@ class HttpStore(Store):
 
     def stat(self, key: str) -> ObjectStat:
         """Size, entity tag and time of writing, as the server tells them; the tag is empty where it is not strong."""
-        reply = self._ask("HEAD", key, {}, allowed=(_OK,))
+        reply = self._ask("HEAD", key, {}, allowed=(_OK, _PARTIAL))
         self._check_plain(key, reply)
         size = reply.fields.get("Content-Length") or ""
+        if reply.status == _PARTIAL and (told := content_range(reply.fields.get("Content-Range"))):
+            size = str(told[2])
         if not _SIZE.fullmatch(size):
             msg = f"{self.object_url(key)}: the server does not tell the object's size"
             raise StorageError(msg)
@@ -129,16 +138,16 @@ class HttpStore(Store):
 
     def create(self, key: str, data: Data) -> bool:
         """Write where there is nothing of that size yet; tells whether it wrote."""
-        headers, allowed = {"If-None-Match": "*"}, (*_WRITTEN, _CHANGED)
-        if self._ask("PUT", check_place(key), headers, data=data, allowed=allowed).status == _CHANGED:
-            return super().create(key, data)
-        return True
+        return self._put_if(key, data, {"If-None-Match": "*"}) or super().create(key, data)
 
     def replace(self, key: str, data: Data, etag: str) -> bool:
         """Write where the version is still the one with this tag; the server compares."""
-        headers = {"If-Match": f'"{etag}"'} if etag else {"If-None-Match": "*"}
-        allowed = (*_WRITTEN, _CHANGED)
-        return self._ask("PUT", check_place(key), headers, data=data, allowed=allowed).status != _CHANGED
+        return self._put_if(key, data, {"If-Match": f'"{etag}"'} if etag else {"If-None-Match": "*"})
+
+    def _put_if(self, key: str, data: Data, condition: dict[str, str]) -> bool:
+        """Whether a conditional write was done, be it by a request whose answer was lost."""
+        reply = self._ask("PUT", check_place(key), condition, data=data, allowed=(*_WRITTEN, _CHANGED))
+        return reply.status != _CHANGED or (reply.is_repeated and holds(self, key, data))
 
     def delete(self, key: str) -> None:
         """Remove the object, if there is one."""
@@ -162,6 +171,7 @@ class HttpStore(Store):
             query = urlencode({"prefix": prefix, "after": after, "limit": PAGE_KEYS})
             reply = self._exchange.ask("GET", f"{self._root}/?list&{query}", {}, limit=MAX_PAGE_BYTES)
             found, more = page(reply, prefix, after, self.url)
+            self._lists = True
             yield from found
             after = found[-1].key if found else after
 
@@ -179,10 +189,28 @@ class HttpStore(Store):
         data: Data | None = None,
         limit: int | None = None,
     ) -> Reply:
-        reply = self._exchange.ask(method, f"{self._root}/{check_key(key)}", headers, data=data, limit=limit)
-        if reply.status not in allowed:
-            raise refusal(reply, method, key, self.url)
-        return reply
+        target = f"{self._root}/{check_key(key)}"
+        reply = self._exchange.ask(method, target, headers, data=data, limit=limit)
+        if method == "HEAD" and reply.status == _FORBIDDEN:  # an answer without a body does not say why
+            reply = self._exchange.ask("GET", target, {"Range": range_header(0, 1)}, limit=1)
+        if reply.status in allowed:
+            self._is_trusted = True
+            return reply
+        is_read = data is None and method != "DELETE"
+        if is_read and not self._lists and is_hidden(reply, is_trusted=self._is_trusted):
+            raise self._hidden(key)
+        raise refusal(reply, method, key, self.url)
+
+    def _hidden(self, key: str) -> NotFoundError:
+        """What may not be read counts as absent: nothing tells the two apart, and a text can answer for either."""
+        msg = (
+            f"{key} is not in {self.url}, or may not be read there (status 403). Buckets answer so for what is absent "
+            "where listing them is not allowed; otherwise check what the server, and the token, may read"
+        )
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s. Further ones count as absent, too", msg)
+        return NotFoundError(msg)
 
     def _check_plain(self, key: str, reply: Reply) -> None:
         if reply.fields.get("Content-Encoding", "identity").lower() != "identity":

@@ -6,22 +6,26 @@ import base64
 import hashlib
 import math
 import os
+import re
 import threading
+import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
+from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.credentials import Credentials
 from botocore.exceptions import BotoCoreError
+from botocore.httpsession import get_cert_path
 from botocore.loaders import JSONFileLoader
 
-from kvwire.errors import ArgumentError, KvwireError
+from kvwire._forks import OwnProcess
+from kvwire.errors import ArgumentError, AuthError, KvwireError
 from kvwire.store.backends.s3.errors import s3_errors
-from kvwire.store.client_tls import client_tls
+from kvwire.store.http_clients import client_tls, proxy_for
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Iterator
 
     from mypy_boto3_s3 import S3Client as BotoClient
@@ -30,8 +34,23 @@ if TYPE_CHECKING:
     from kvwire.store.backends.s3.settings import S3Settings
 
 
+_REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
+_REFUSED = (400, 401, 403)
+_NOT_OLD = ("AccessDenied", "400", "403")  # of credentials that the server knows; of HEAD, which GET follows
+_ELSEWHERE = (301, 302, 307, 400)
+_JUST_S = 60.0  # requests that began before credentials were renewed are refused within this time
+
+
 class S3Client:
-    """One boto3 client for all threads, no more requests at a time than it keeps connections."""
+    """One boto3 client for all threads, no more requests at a time than it keeps connections.
+
+    Endpoint, region, credentials, proxy and trust are decided here, for boto3 and for the addresses that it signs. What
+    boto3 learns from answers, such as the bucket's region, holds for both.
+
+    Attributes:
+        tls: Whom boto3 trusts; None where the endpoint is plain http.
+        proxy: The proxy that boto3 takes; None: the endpoint is asked directly.
+    """
 
     def __init__(self, address: S3Address, settings: S3Settings) -> None:
         """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet.
@@ -40,18 +59,31 @@ class S3Client:
             address: Of the bucket.
             settings: Limits and waits.
         """
-        self._address = address
+        self._address, self._settings = address, settings
+        self._connect()
+
+    def _connect(self) -> None:
+        address, settings, self._process = self._address, self._settings, OwnProcess("connections")
         self._slots = threading.BoundedSemaphore(settings.connections)
-        with s3_errors(address.url), _arguments():
-            session = boto3.session.Session(profile_name=address.profile, region_name=address.region)
-            session._session.get_component("data_loader").file_loader = _FILES  # noqa: SLF001 - boto3 has no other way
-            config = _config(settings, path_style=address.endpoint is not None)
-            self._boto: BotoClient = session.client("s3", endpoint_url=address.endpoint, config=config)
-            self._credentials: Any = session.get_credentials()  # refreshes itself where it is temporary
-            self.tls = _tls(session, self._boto.meta.endpoint_url)
-        self._boto.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
         self._answers = threading.local()  # boto3 calls back in the thread that asks
-        self._boto.meta.events.register("before-parse.s3.GetObject", self._keep_body)
+        self._lock = threading.Lock()
+        self._left: list[BotoClient] = []  # of regions that the bucket is not in
+        self._region: str | None = None
+        self._renewed_at = -math.inf
+        with s3_errors(address.url), _arguments():
+            self._session = _session(address)
+            self._credentials: Any = self._session.get_credentials()  # refreshes itself where it is temporary
+            self._boto = self._open(address.region)
+            endpoint = self._boto.meta.endpoint_url
+            self.tls = (
+                client_tls(_bundle(self._session) or get_cert_path(True)) if endpoint.startswith("https:") else None
+            )
+            self.proxy = proxy_for(endpoint)
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether no credentials were found: requests are then not signed, as public buckets take them."""
+        return self._credentials is None
 
     @contextmanager
     def asking(self, what: str = "") -> Iterator[BotoClient]:
@@ -65,14 +97,77 @@ class S3Client:
         Yields:
             The client.
         """
-        url = self._address.url
-        with self._slots, s3_errors(f"{what} in {url}" if what else url):
-            try:
-                yield self._boto
-            finally:
-                body = self._answers.__dict__.pop("body", None)
-                if body is not None:
-                    body.close()
+        self._stay_in_process()
+        what = f"{what} in {self._address.url}" if what else self._address.url
+        try:
+            with self._slots, s3_errors(what):
+                try:
+                    yield self._here()
+                finally:
+                    body = self._answers.__dict__.pop("body", None)
+                    if body is not None:
+                        body.close()
+        except AuthError:
+            if not self.is_anonymous:
+                raise
+            msg = (
+                f"{what}: no credentials were found, and the server refuses requests without them: set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile"
+            )
+            raise AuthError(msg) from None
+
+    def _open(self, region: str | None) -> BotoClient:
+        address = self._address
+        config = _config(self._settings, path_style=address.endpoint is not None, is_anonymous=self.is_anonymous)
+        boto: BotoClient = self._session.client(
+            "s3",
+            region_name=region,
+            endpoint_url=address.endpoint,
+            config=config,
+            verify=_bundle(self._session) or None,
+        )
+        boto.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
+        boto.meta.events.register("before-parse.s3.GetObject", self._keep_body)
+        boto.meta.events.register("needs-retry.s3", self._learn)  # type: ignore[arg-type]  # it returns a pause
+        return boto
+
+    def _here(self) -> BotoClient:
+        """The client for the bucket's region, as soon as an answer has told it."""
+        with self._lock:
+            if self._region not in (None, self._boto.meta.region_name):
+                self._left.append(self._boto)
+                self._boto = self._open(self._region)
+            return self._boto
+
+    def _learn(self, response: Any, attempts: int, **_: object) -> int | None:  # noqa: ANN401 - botocore's
+        """Note where the bucket is; 0, which repeats the request, where other credentials lie ready.
+
+        boto3 finds a bucket of another region by itself, but signs addresses for its own.
+        """
+        status, error = (0, {}) if response is None else (response[0].status_code, response[1].get("Error", {}))
+        if status in _ELSEWHERE:
+            region = response[0].headers.get("x-amz-bucket-region") or error.get("Region")
+            if self._region is None and isinstance(region, str) and _REGION.fullmatch(region):
+                self._region = region
+        may_be_old = status in _REFUSED and error.get("Code") not in _NOT_OLD and attempts <= self._settings.attempts
+        return 0 if may_be_old and self._has_new_credentials() else None
+
+    def _has_new_credentials(self) -> bool:
+        """Look again where lasting credentials came from, such as a file that is written anew before they expire."""
+        held: Any = self._credentials
+        if type(held) is not Credentials:  # those that refresh themselves, or none
+            return False
+        with self._lock, s3_errors(self._address.url):
+            found = _session(self._address).get_credentials()
+            fresh: Any = found.get_frozen_credentials() if found else held.get_frozen_credentials()
+            if held.get_frozen_credentials() != fresh:
+                held.access_key, held.secret_key, held.token = fresh.access_key, fresh.secret_key, fresh.token
+                self._renewed_at = time.monotonic()
+        return time.monotonic() < self._renewed_at + _JUST_S
+
+    def _stay_in_process(self) -> None:
+        if not self._process.is_here:  # the parent process goes on with the connections that it had
+            self._connect()
 
     def _keep_body(self, response_dict: dict[str, Any], **_: object) -> None:
         body = response_dict.get("body")
@@ -88,8 +183,9 @@ class S3Client:
         Yields:
             The client.
         """
+        self._stay_in_process()
         with s3_errors(f"{what} in {self._address.url}"):
-            yield self._boto
+            yield self._here()
 
     def credentials_expire_at(self) -> float:
         """When the credentials end. Renews what is due.
@@ -98,14 +194,15 @@ class S3Client:
             Unix seconds; infinite for lasting credentials, and where their end is not known.
         """
         if self._credentials is None:
-            return math.inf  # signing tells that there are none
+            return math.inf
         self._credentials.get_frozen_credentials()
         expiry = getattr(self._credentials, "_expiry_time", None)  # botocore tells it in no other way
         return expiry.timestamp() if expiry else math.inf
 
     def close(self) -> None:
         """Close the connections."""
-        self._boto.close()
+        for boto in (self._boto, *self._left):
+            boto.close()
 
 
 class _Files(JSONFileLoader):
@@ -126,6 +223,18 @@ class _Files(JSONFileLoader):
 _FILES = _Files()
 
 
+def _session(address: S3Address) -> Any:  # noqa: ANN401 - boto3's session has no type of its own
+    session = boto3.session.Session(profile_name=address.profile, region_name=address.region)
+    session._session.get_component("data_loader").file_loader = _FILES  # noqa: SLF001 - boto3 has no other way
+    return session
+
+
+def _bundle(session: Any) -> str:  # noqa: ANN401 - as above
+    """The certificates to trust, where boto3 or OpenSSL is told; empty: boto3's own."""
+    told = session._session.get_config_variable("ca_bundle")  # noqa: SLF001 - AWS_CA_BUNDLE or the profile's
+    return str(told or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or "")
+
+
 @contextmanager
 def _arguments() -> Iterator[None]:
     try:
@@ -137,11 +246,11 @@ def _arguments() -> Iterator[None]:
         raise ArgumentError(msg) from None  # the cause quotes the endpoint, which may hold a password
 
 
-def _config(settings: S3Settings, *, path_style: bool) -> Config:
+def _config(settings: S3Settings, *, path_style: bool, is_anonymous: bool) -> Config:
     # Checksum trailers, boto3's default, fail on older servers. Path style is what servers without DNS names need;
     # boto3's own choice is the same for an endpoint that comes from the environment.
     return Config(
-        signature_version="s3v4",
+        signature_version=UNSIGNED if is_anonymous else "s3v4",
         s3={"addressing_style": "path" if path_style else "auto"},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
@@ -150,20 +259,6 @@ def _config(settings: S3Settings, *, path_style: bool) -> Config:
         read_timeout=settings.stall_s,
         retries={"mode": "standard", "total_max_attempts": settings.attempts},
     )
-
-
-def _tls(session: Any, endpoint: str) -> ssl.SSLContext | None:  # noqa: ANN401 - boto3's session has no type of its own
-    """Trust in the certificates that boto3 is told to trust; None for the system's."""
-    bundle = session._session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")  # noqa: SLF001
-    if not bundle or not endpoint.startswith("https:"):
-        return None
-    try:
-        if Path(bundle).is_dir():
-            return client_tls(capath=bundle)
-        return client_tls(cafile=bundle)
-    except OSError as error:
-        msg = "the certificates named by AWS_CA_BUNDLE (or ca_bundle in the profile) cannot be read: check the path"
-        raise ArgumentError(msg) from error
 
 
 def _add_md5(request: Any, **_: object) -> None:  # noqa: ANN401 - botocore's request

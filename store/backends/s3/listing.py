@@ -111,7 +111,7 @@ def _delete_batch(client: S3Client, bucket: str, names: list[str]) -> None:
     refused = [one for one in answer.get("Errors") or () if one.get("Code") != "NoSuchKey"]
     if refused:
         what = f"{len(refused)} of {len(names)} objects of bucket {bucket} were not deleted"
-        raise error_of(plain_code(refused[0].get("Code")), 0, what)
+        raise error_of(plain_code(refused[0].get("Code")), 0, what, "DeleteObjects")
 
 
 def delete_one(client: S3Client, bucket: str, name: str) -> None:

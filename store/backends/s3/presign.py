@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvwire._forks import lock_of_process
 from kvwire.store.base import HttpAddress
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Presigner:
         self._client = client
         self._bucket = bucket
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock = lock_of_process()
         self._known: OrderedDict[str, tuple[float, HttpAddress]] = OrderedDict()  # by key: renew at, address
 
     def address(self, name: str, *, renew: bool) -> HttpAddress:
@@ -76,7 +76,8 @@ class Presigner:
             life_s = self._life_s(now)
             wanted = {"Bucket": self._bucket, "Key": name}
             url = boto.generate_presigned_url("get_object", Params=wanted, ExpiresIn=life_s)
-        return life_s, HttpAddress(url, expires_at=math.floor(now) + life_s, tls=self._client.tls)
+        client, expires_at = self._client, math.floor(now) + life_s
+        return life_s, HttpAddress(url, (), expires_at, client.tls, client.proxy, redirects=False)
 
     def _life_s(self, now: float) -> int:
         """Whole seconds; an address dies with the temporary credentials that signed it."""

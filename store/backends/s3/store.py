@@ -6,29 +6,43 @@ signature for each object costs a tenth of a boto3 call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import NotFoundError, StorageError
+from kvwire.errors import AuthError, NotFoundError, StorageError
 from kvwire.store.backends.s3.address import S3Address
 from kvwire.store.backends.s3.client import S3Client
-from kvwire.store.backends.s3.errors import is_conflict, is_taken, status_of
+from kvwire.store.backends.s3.errors import (
+    DeniedError,
+    NoSuchUploadError,
+    is_conflict,
+    is_repeated,
+    is_taken,
+    status_of,
+)
 from kvwire.store.backends.s3.listing import delete_in_batches, delete_one, listed
 from kvwire.store.backends.s3.presign import Presigner
 from kvwire.store.backends.s3.reading import modified_at, read_answer, size_told, strong_tag
 from kvwire.store.backends.s3.settings import S3Settings
 from kvwire.store.backends.s3.upload import upload_in_parts
-from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
+from kvwire.store.base import ObjectStat, Store, check_after, clamp_range, holds
 from kvwire.store.http_ranges import range_header
 from kvwire.store.key_kinds import check_place, content_digest
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from mypy_boto3_s3 import S3Client as BotoClient
+
+    from kvwire.errors import KvwireError
     from kvwire.store.backends.s3.upload import About, Condition, Target
     from kvwire.store.base import Data, HttpAddress, Listed
 
+_log = logging.getLogger(__name__)
 _UNSATISFIABLE = 416
+_WITHOUT_WORDS = (400, 403)  # refusals whose reason only an answer with a body tells
 _IMMUTABLE = "private, max-age=31536000, immutable"  # private: shared caches must not hand out guarded objects
 _CHANGING = "private, no-cache"
 
@@ -36,11 +50,13 @@ _CHANGING = "private, no-cache"
 class S3Store(Store):
     """Objects of one bucket, below a prefix; ``open_store`` opens it by its address.
 
-    Credentials, region and certificates are found as boto3 finds them: AWS_* variables, profiles, roles. The bucket
-    must exist. Entity tags of content-addressed keys are the digests that the keys carry, as in every other store.
-    S3's own tags, which depend on how an object was uploaded, are those of other keys, and always the condition under
-    which a snapshot's ranges are read. S3 keeps no old versions for readers: a snapshot of what was replaced since
-    fails with StorageError.
+    Credentials, region, proxy and certificates are found as boto3 finds them: AWS_* variables, profiles, roles. Without
+    credentials requests are not signed, as public buckets take them. The bucket must exist. Without the permission to
+    list it, S3 refuses to read what is absent as it refuses what may not be read: such an object counts as absent, and
+    the first one is told in a warning. Entity tags of content-addressed keys are the digests that the keys carry, as in
+    every other store. S3's own tags, which depend on how an object was uploaded, are those of other keys, and always
+    the condition under which a snapshot's ranges are read. S3 keeps no old versions for readers: a snapshot of what was
+    replaced since fails with StorageError.
     """
 
     def __init__(self, url: str, *, settings: S3Settings | None = None) -> None:
@@ -52,12 +68,15 @@ class S3Store(Store):
 
         Raises:
             ArgumentError: The address is none.
-            AuthError: There are no usable credentials.
+            AuthError: The credentials are not usable.
         """
         self._address = S3Address.parse(url)
         self._settings = settings or S3Settings()
         self._client = S3Client(self._address, self._settings)
         self._presigner = Presigner(self._client, self._address.bucket, self._settings)
+        self._may_list = True  # until a listing is refused
+        self._scanned: set[str] = set()  # prefixes
+        self._has_read = False
 
     @property
     def url(self) -> str:
@@ -65,7 +84,13 @@ class S3Store(Store):
         return self._address.url
 
     def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:
-        """A presigned address for reading the object, signed here: the same for all ranges and threads for a while."""
+        """A presigned address for reading the object, signed here: the same for all ranges and threads for a while.
+
+        To renew it, the object is asked for first: boto3 finds the bucket's region and credentials that were replaced,
+        and its errors tell what is wrong.
+        """
+        if renew:
+            self.get(key, 0, 1)
         return self._presigner.address(self._name(key), renew=renew)
 
     def snapshot(self, key: str) -> S3Reader:
@@ -98,7 +123,7 @@ class S3Store(Store):
         conditions = {"IfMatch": f'"{tag}"'} if tag else {}
         if start or end is not None:
             conditions["Range"] = range_header(start, end)
-        with self._client.asking(key) as boto:
+        with self._reading(key) as boto:
             try:
                 answer = boto.get_object(**self._target(key), **conditions)  # type: ignore[arg-type]
             except boto.exceptions.ClientError as error:
@@ -121,7 +146,11 @@ class S3Store(Store):
         """Write the object, in parts where it is large. Readers see it once all of it is there."""
         check_place(key)
         if memoryview(data).nbytes > self._settings.multipart_bytes:
-            upload_in_parts(self._client, self._target(key), _about(key), data, self._settings)
+            try:
+                upload_in_parts(self._client, self._target(key), _about(key), data, self._settings)
+            except NoSuchUploadError:
+                if not holds(self, key, data):  # completed before, and the answer was lost
+                    raise
             return
         with self._client.asking(key) as boto:
             boto.put_object(**self._target(key), **_about(key), Body=_body(data))
@@ -133,16 +162,8 @@ class S3Store(Store):
         lets several writers win, only takes the same bytes again.
         """
         check_place(key)
-        if memoryview(data).nbytes <= self._settings.multipart_bytes:
-            with self._client.asking(key) as boto:
-                try:
-                    boto.put_object(**self._target(key), **_about(key), Body=_body(data), IfNoneMatch="*")
-                except boto.exceptions.ClientError as error:
-                    if not is_taken(error):
-                        raise
-                else:
-                    return True
-        return super().create(key, data)
+        is_small = memoryview(data).nbytes <= self._settings.multipart_bytes
+        return (is_small and bool(self._put_if(key, data, {"IfNoneMatch": "*"}))) or super().create(key, data)
 
     def replace(self, key: str, data: Data, etag: str) -> bool:
         """Write where the version is still the one with this tag (``If-Match``), or where nothing lies.
@@ -162,17 +183,22 @@ class S3Store(Store):
         return super().replace(key, data, etag) if wrote is None else wrote
 
     def _put_if(self, key: str, data: Data, condition: Condition) -> bool | None:
-        """Whether a conditional write was done; None where the server knows no such thing."""
+        """Whether a conditional write was done; None where the server knows no such thing.
+
+        boto3 repeats a request whose answer was lost: the condition fails then on what the first one wrote.
+        """
         with self._client.asking(key) as boto:
             try:
                 boto.put_object(**self._target(key), **_about(key), Body=_body(data), **condition)
             except boto.exceptions.ClientError as error:
-                if is_conflict(error):
-                    return False
-                if is_taken(error):
+                refused = error
+            else:
+                return True
+            if not is_conflict(refused):
+                if is_taken(refused):
                     return None
-                raise
-        return True
+                raise refused
+        return is_repeated(refused) and holds(self, key, data)
 
     def _is_tagged(self, key: str, etag: str) -> bool:
         try:
@@ -191,6 +217,7 @@ class S3Store(Store):
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """Objects whose keys start with ``prefix`` and come after ``after``, in order, asked for while iterating."""
         check_after(prefix, after)
+        self._scanned.add(prefix)
         where = self._address
         return listed(self._client, where.bucket, where.root, prefix, after, self._settings.page_keys)
 
@@ -201,10 +228,63 @@ class S3Store(Store):
 
     def _head(self, key: str) -> tuple[ObjectStat, str]:
         """What is told of the object, and S3's own tag."""
-        with self._client.asking(key) as boto:
-            answer = boto.head_object(**self._target(key))
+        answer: Mapping[str, Any]
+        with self._reading(key) as boto:
+            try:
+                answer = boto.head_object(**self._target(key))
+            except boto.exceptions.ClientError as error:
+                if status_of(error) not in _WITHOUT_WORDS:
+                    raise
+                answer = boto.get_object(**self._target(key))
         tag = strong_tag(answer)
         return ObjectStat(size_told(answer), content_digest(key) or tag, modified_at(answer)), tag
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[BotoClient]:
+        """``asking`` for an object; one that may not be read counts as absent where nothing tells the two apart."""
+        try:
+            with self._client.asking(key) as boto:
+                yield boto
+        except DeniedError as error:
+            raise self._denied(key, error) from None
+        except AuthError as error:
+            if self._client.is_anonymous and self._has_read:
+                raise self._denied(key, error) from None
+            raise
+        self._has_read = True
+
+    def _denied(self, key: str, error: AuthError) -> KvwireError:
+        is_listed = self._is_listed(key)
+        if is_listed:
+            return error
+        if is_listed is False:
+            return NotFoundError(f"{key} in {self.url}: it is not there")
+        if self._may_list:
+            self._may_list = False
+            more = "" if self._has_read else ", and s3:GetObject on its objects where nothing is found"
+            _log.warning(
+                "%s: s3:ListBucket is missing, so S3 answers 403 for what is absent, too: it counts as absent. "
+                "Allow s3:ListBucket on the bucket%s",
+                self.url,
+                more,
+            )
+        why = "" if self._has_read else ", or s3:GetObject is missing"
+        return NotFoundError(f"{key} in {self.url}: it is not there{why} (status 403, since s3:ListBucket is missing)")
+
+    def _is_listed(self, key: str) -> bool | None:
+        """Whether a listing shows the object; None where none may be made.
+
+        A policy may allow some listings only. What a collector found in one must not count as absent.
+        """
+        prefixes = [prefix for prefix in tuple(self._scanned) if key.startswith(prefix)]
+        where = self._address
+        for prefix in (key, *prefixes) if self._may_list else prefixes:
+            try:
+                found = listed(self._client, where.bucket, where.root, prefix, key[:-1], self._settings.page_keys)
+                return next((one.key == key for one in found if one.key >= key), False)
+            except AuthError:
+                continue
+        return None
 
     def _name(self, key: str) -> str:
         return self._address.root + check_key(key)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypedDict
 
 from kvwire.errors import KvwireError
+from kvwire.store.backends.s3.errors import NoSuchUploadError
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
@@ -118,5 +119,7 @@ def _abort(client: S3Client, target: Target, upload_id: str) -> None:
     try:
         with client.asking(target["Key"]) as boto:
             boto.abort_multipart_upload(**target, UploadId=upload_id)
+    except NoSuchUploadError:
+        return
     except KvwireError as error:
         _log.warning("an unfinished upload stays in the bucket until a lifecycle rule removes it: %s", error)

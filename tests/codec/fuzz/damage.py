@@ -254,6 +254,25 @@ def other_kept(rng, draft):
     draft.kept = cut.frame(raw) if rng.random() < 0.3 else raw
 
 
+def other_sinks(rng, draft):
+    """A sink's numbers or its place, one sink less, or one more of other numbers; the flag follows, mostly."""
+    rows = draft.metadata.get("sinks") or []
+    at = int(rng.integers(len(rows))) if rows else 0
+    how = rng.integers(4) if rows else 3
+    if how == 0:
+        draft.sinks[at] = cut.frame(rng.choice(BYTES)(rng, unframed(draft.sinks[at])))
+    elif how == 1:
+        rows[at][0] = int(rng.integers(-1, draft.tokens + 1))
+    elif how == 2:
+        del rows[at], draft.sinks[at]
+    else:
+        draft.sinks.append(cut.frame(rng.bytes(2 * int(rng.integers(1, 200)))))
+        rows.append([min(draft.tokens - 1, 1 + max((row[0] for row in rows), default=-1)), 0])
+    draft.metadata["sinks"] = rows or None
+    if rng.random() < 0.9:
+        draft.flags = draft.flags & ~8 | (8 if rows else 0)
+
+
 def other_layout(rng, draft):
     """Heads and dims that still multiply to the same, regimes of other layers, other frequencies."""
     meta = draft.metadata["meta"]
@@ -297,6 +316,7 @@ PARTS = (
     regroup,
     other_ids,
     other_kept,
+    other_sinks,
     other_layout,
     other_steps,
     flags,

@@ -48,8 +48,10 @@ class Draft:
     ids: bytes
     inside: bytes
     kept: bytes
+    sinks: list[bytes]
     cells: list[list[Cell | None]]
     minor: int = 0
+    flags: int = 0
     compatible: int = 0
     reserved: int = 0
     padding: int | None = None
@@ -57,10 +59,9 @@ class Draft:
     @classmethod
     def read(cls, blob):
         """Take a sound blob apart."""
-        names = ("tokens", "chunk_tokens", "levels", "id_bits", "minor", "compatible", "reserved", "profile_bytes")
-        tokens, chunk_tokens, levels, bits, minor, compatible, reserved, inside = (
-            cut.get(blob, cut.BLOB_FIELDS, name) for name in names
-        )
+        names = ("tokens", "chunk_tokens", "levels", "id_bits", "minor", "incompatible", "compatible", "reserved")
+        tokens, chunk_tokens, levels, bits, *versioned = (cut.get(blob, cut.BLOB_FIELDS, name) for name in names)
+        inside = cut.get(blob, cut.BLOB_FIELDS, "profile_bytes")
         ids_at, tail = cut.index_at(blob) + 32 * cut.cells(blob), cut.tail_at(blob)
         flat = [cls._cell(blob, number) for number in range(cut.cells(blob))]
         metadata = cut.metadata(blob)
@@ -74,10 +75,9 @@ class Draft:
             blob[ids_at:tail],
             blob[tail:kept_at],
             blob[kept_at : kept_at + metadata["kept_bytes"]],
+            cut.sink_frames(blob),
             [flat[at : at + levels] for at in range(0, len(flat), levels)],
-            minor,
-            compatible,
-            reserved,
+            *versioned,
         )
 
     @staticmethod
@@ -105,19 +105,24 @@ class Draft:
     def pack(self):
         """The blob. Whatever was changed, its lengths add up, its order is right and its checksums hold."""
         self.metadata["kept_bytes"] = len(self.kept)
+        rows = self.metadata.get("sinks")
+        if isinstance(rows, list) and len(rows) == len(self.sinks):
+            rows[:] = [[row[0], len(stored)] for row, stored in zip(rows, self.sinks, strict=True)]
         raw = json.dumps(self.metadata).encode()
         return self.pack_with(cut.frame(raw), len(raw))
 
     def pack_with(self, packed, raw_length):
         """The blob with this frame of metadata."""
         cells = sum(len(row) for row in self.cells)
-        used = 64 + len(packed) + 32 * cells + len(self.ids) + len(self.inside) + len(self.kept)
+        tail = self.ids + self.inside + self.kept + b"".join(self.sinks)
+        used = 64 + len(packed) + 32 * cells + len(tail)
         head_bytes = -(-used // 64) * 64 if self.padding is None else used + self.padding
         index, payload = self.index_and_payload(head_bytes)
-        fixed = struct.pack("<HHIIQQI", 1, self.minor, 0, self.compatible, head_bytes, head_bytes + len(payload), 0)
+        lengths = (head_bytes, head_bytes + len(payload))
+        fixed = struct.pack("<HHIIQQI", 1, self.minor, self.flags, self.compatible, *lengths, 0)
         counts = (len(packed), raw_length, self.tokens, self.chunk_tokens, self.levels, self.id_bits)
         fixed += struct.pack("<IIIIBBHI", *counts, self.reserved, len(self.inside))
-        head = b"\x89KVW\r\n\x1a\n" + fixed + packed + index + self.ids + self.inside + self.kept
+        head = b"\x89KVW\r\n\x1a\n" + fixed + packed + index + tail
         return cut.sealed(head + bytes(head_bytes - used) + payload)
 
 

@@ -147,6 +147,11 @@ def make_layered_profile(rng, layers, *, head_start=None):
         arrays["table"] = rng.integers(-128, 128, (VOCABULARY, r)).astype("|i1")
     for number, group in enumerate(groups):
         make_group(rng, arrays, number, group, layers, r + hidden)
+    if rng.random() < 0.4:
+        for number, group in enumerate(groups):
+            width = sum(plane[2] for plane in group)
+            arrays[f"g{number}.sink"] = numbers(rng, width, 1).astype("<f4")
+            arrays[f"g{number}.sink_steps"] = np.abs(numbers(rng, width, 0.1)).astype("<f4") + np.float32(1e-4)
     head = {"groups": [[[side, layer] for side, layer, _ in group] for group in groups]}
     head |= {"head_start": int(rng.integers(1, 4)) if head_start else 0, "hidden_size": hidden}
     head["error_to_kl"] = None if rng.random() < 0.5 else [0.25, 1.5]
@@ -259,7 +264,19 @@ class BlobMaker:
         packed = frame(rng, raw)
         return packed if len(packed) < len(raw) <= 256 * len(packed) else raw
 
-    def metadata(self, dtype, kept):
+    def sinks(self, kept):
+        """Section 2.8: what is stored of each attention sink, by its place; most blobs have none."""
+        rng, widths = self.rng, [len(array) for name, array in self.arrays.items() if name.endswith(".sink")]
+        if self.codec != LAYERED or not widths or kept:
+            return {}
+        places = sorted({int(at) for at in rng.integers(0, self.tokens, rng.integers(0, 4))})
+        return {at: self._sink(sum(widths)) for at in places}
+
+    def _sink(self, width):
+        codes = self.rng.integers(0, self.rng.choice([2, 60, 1 << 16]), width)
+        return frame(self.rng, bytes(code % 256 for code in codes) + bytes(code // 256 for code in codes))
+
+    def metadata(self, dtype, kept, sinks):
         """What the frame of JSON says."""
         digest = "" if self.ids is None else hashlib.sha256(self.ids.astype("<u4").tobytes()).hexdigest()
         meta = {"model_id": "m", "model_revision": self.revision, "tokenizer_digest": "", "token_digest": digest}
@@ -268,6 +285,8 @@ class BlobMaker:
         if self.rng.random() < 0.3:
             block = int(self.rng.integers(1, self.tokens + 2))
             record["deviation"] = [block, base64.b64encode(self.rng.bytes(-(-self.tokens // block))).decode()]
+        if sinks:
+            record["sinks"] = [[at, len(stored)] for at, stored in sinks.items()]
         return record | {
             "levels": self.levels,
             "profile": "" if stands_inside else hashlib.sha256(self.profile).hexdigest(),
@@ -287,8 +306,8 @@ class BlobMaker:
         if rng.random() < 0.2:
             chunks[-1] = chunks[-1][: rng.integers(1, len(self.levels) + 1)]
         kept = self.kept()
-        inside = self.profile if self.is_inside else b""
-        blob = pack_blob(rng, self, self.metadata(dtype, kept), chunks, (inside, kept))
+        sinks, inside = self.sinks(kept), self.profile if self.is_inside else b""
+        blob = pack_blob(rng, self, self.metadata(dtype, kept, sinks), chunks, (inside, kept, [*sinks.values()]))
         return Made(blob, None if self.is_inside else self.profile, self.hidden)
 
 
@@ -312,7 +331,8 @@ def pack_blob(rng, maker, metadata, chunks, parts):
             for (data, symbols), (_, codec, *_) in zip(chunk, maker.levels, strict=False)
         ]
         cells.append(row + [None] * (len(maker.levels) - len(row)))
-    draft = Draft(metadata, maker.tokens, maker.chunk_tokens, len(maker.levels), bits, ids, *parts, cells)
+    flags = 8 if "sinks" in metadata else 0
+    draft = Draft(metadata, maker.tokens, maker.chunk_tokens, len(maker.levels), bits, ids, *parts, cells, flags=flags)
     if rng.random() < 0.2:
         draft.minor, draft.compatible, draft.reserved = (int(n) for n in rng.integers(0, (2**16, 2**32, 2**16)))
     if rng.random() < 0.3:

@@ -13,7 +13,7 @@ import torch
 from kvwire.codec import encode
 
 from ..synthetic import make_hidden, make_tiny
-from ..write_golden import GOLDEN, SECTIONS, STEM
+from ..write_golden import GOLDEN, SECTIONS, SINKS, STEM
 from . import judge
 from .damage import TOO_DAMAGED, damage_blob, damage_json, damage_profile
 from .makers import BlobMaker, Made, make_blob
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
 def golden():
     """Blobs of every kind that kvwire's own encoders wrote, with what reads them."""
     out = []
-    for stem in (STEM, f"{STEM}-packed", SECTIONS):
+    for stem in (STEM, f"{STEM}-packed", SECTIONS, SINKS):
         told = json.loads((GOLDEN / f"{stem}.json").read_text(encoding="utf-8"))
         hidden = np.array(told["hidden"], np.float32)
         for name, facts in told["blobs"].items():

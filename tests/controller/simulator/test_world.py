@@ -141,7 +141,7 @@ def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_i
     assert ends[1] - ends[0] == pytest.approx(0.01 * len(passes) / 2)
 
 
-@pytest.mark.parametrize(("bytes_s", "rtt_s"), [(2e6, 0.002), (2e6, 0.05), (1.25e9, 0.0), (1.25e9, 0.02), (5e9, 0.1)])
+@pytest.mark.parametrize(("bytes_s", "rtt_s"), [(2e6, 0.002), (2e6, 0.05), (2.5e9, 0.0), (2.5e9, 0.02), (5e9, 0.1)])
 def test_as_many_requests_are_open_as_bandwidth_times_round_trip_needs(bytes_s, rtt_s):
     machine = replace(machine_named("h100"), steering=Steering())
     documents = variants_for(MODEL, [4096] * 16)

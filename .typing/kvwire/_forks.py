@@ -1,0 +1,1 @@
+../../kvwire/_forks.py

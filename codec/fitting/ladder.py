@@ -1,0 +1,136 @@
+"""The unit of a profile's coefficients, such that the default levels are as good on this model as they should be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.codec.entropy.tables import GRID_PER_LEVEL, scale_of
+from kvwire.codec.profile.group import Factor, Stepped
+from kvwire.codec.profile.profile import ERROR_NOTE
+from kvwire.codec.transform.quantiser import RATIO, Ladder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.codec.profile.group import Group, SteppedGroup
+    from kvwire.codec.profile.profile import Profile
+
+COARSEST_KL, FINEST_KL = 0.05, 2e-4
+"""KL divergences that the coarsest and the finest default level have at most: still an answer, and as good as exact.
+Each level has about a sixth of the one below."""
+MARGIN = 9
+"""How many times as narrow coefficients a fit keeps for this as the final profile: two levels."""
+_FINER, _COARSER = 2 * GRID_PER_LEVEL, 6 * GRID_PER_LEVEL
+"""Classes that the unit moves at most: what is finer than the fit has rows for would be bytes for nothing."""
+_LEAST_ERROR = 1e-30
+
+
+def errors_of(profile: Profile) -> list[float]:
+    """What the profile notes of errors at the default levels.
+
+    Args:
+        profile: Calibrated.
+
+    Returns:
+        Coarsest first; empty where a level's was not measured.
+    """
+    noted = [profile.notes.get(ERROR_NOTE + name) for name in Ladder().names]
+    return [float(each) for each in noted if each is not None] if None not in noted else []
+
+
+def with_unit(profile: Profile, errors: Sequence[float], rank_cut: float) -> Profile:
+    """Change the unit of a profile's coefficients so that the default levels end where they should.
+
+    The unit moves by whole classes of the entropy coder's tables, so those stay as they are.
+
+    Args:
+        profile: With ``error_to_kl``.
+        errors: What blobs are off by at each level of the default ladder, coarsest first.
+        rank_cut: Coefficients narrower than this many of the finest steps are left out.
+
+    Returns:
+        The profile; its unit stays where nothing was measured.
+    """
+    if profile.error_to_kl is None or not errors:
+        return moved_by(profile, 0, rank_cut)
+    level, slope = profile.error_to_kl
+    steps = np.log(Ladder().steps[: len(errors)])
+    kls = math.log(level) + slope * np.log(np.maximum(errors, _LEAST_ERROR))
+    ends = ((steps[0], COARSEST_KL), (steps[-1], FINEST_KL))
+    finer = max(step - _at(kls[::-1], steps[::-1], math.log(kl)) for step, kl in ends)
+    moved = max(-_COARSER, min(_FINER, round(GRID_PER_LEVEL * finer / math.log(RATIO))))
+    return moved_by(profile, moved, rank_cut)
+
+
+def _at(x: np.ndarray, y: np.ndarray, where: float) -> float:
+    """A line through points of ascending x, carried on beyond both ends."""
+    if len(x) == 1:
+        return float(y[0] + (where - x[0]) / 2)  # errors grow with the step's square
+    index = int(np.clip(np.searchsorted(x, where), 1, len(x) - 1))
+    rise = (y[index] - y[index - 1]) / max(x[index] - x[index - 1], 1e-9)
+    return float(y[index - 1] + rise * (where - x[index - 1]))
+
+
+def moved_by(profile: Profile, classes: int, rank_cut: float) -> Profile:
+    """Make coefficients larger by some classes, and so every level finer.
+
+    Args:
+        profile: Of ``fit_profile``.
+        classes: How many; below 0 for coarser.
+        rank_cut: See ``with_unit``.
+
+    Returns:
+        The profile. What it says of errors is said in the new unit.
+    """
+    factor = RATIO ** (classes / GRID_PER_LEVEL)
+    seen = profile.notes.get("tokens")
+    narrowest = rank_cut * Ladder().steps[-1]
+    groups = tuple(
+        _moved(group, classes, factor, narrowest if isinstance(seen, int) and seen >= group.width else 0.0)
+        for group in profile.groups
+    )
+    known = errors_of(profile)
+    notes = dict(profile.notes)
+    for level, name in enumerate(Ladder().names) if known else ():
+        at = _at(np.arange(len(known)), np.log(np.maximum(known, _LEAST_ERROR)), level + classes / GRID_PER_LEVEL)
+        notes[ERROR_NOTE + name] = factor**2 * math.exp(at)
+    told = profile.error_to_kl
+    curve = None if told is None else (told[0] / factor ** (2 * told[1]), told[1])
+    return replace(profile, groups=groups, error_to_kl=curve, notes=notes)
+
+
+def _moved(group: Group, classes: int, factor: float, narrowest: float) -> Group:
+    stepped = group.stepped
+    if stepped is None or group.rows is None:
+        return group
+    spread = np.clip(group.spread.astype(np.int64) + classes, -1000, 1000).astype(np.int16)
+    wide = np.flatnonzero(scale_of(spread.astype(np.int64)) >= narrowest)
+    rank = int(wide[-1]) + 1 if len(wide) else 1  # a fit on few tokens has not seen most directions, and keeps all
+    made = _scaled(stepped, rank, factor)
+    scale = np.float32(factor) ** 2
+    pairs = zip(made.factors, group.metric, strict=True)
+    metric = tuple(block * scale if known is None else known.metric for known, block in pairs)
+    return replace(
+        group, spread=spread[:rank], rows=made.rows.values(), metric=metric, stepped=made,
+        cuts=_cuts(group.cuts, classes, rank), solved={}, sink_steps=group.sink_steps / np.float32(factor),
+    )  # fmt: skip
+
+
+def _scaled(stepped: SteppedGroup, rank: int, factor: float) -> SteppedGroup:
+    rows, scale = stepped.rows, np.float32(factor)
+    factors = tuple(None if one is None else Factor(one.entries, one.steps * scale) for one in stepped.factors)
+    made = Stepped(rows.entries[:rank], rows.row_steps[:rank] / scale, rows.column_steps)
+    return replace(stepped, rows=made, factors=factors)
+
+
+def _cuts(cuts: tuple[int, ...], classes: int, rank: int) -> tuple[int, ...]:
+    """Rows that each level needs, told from what the levels beside it needed."""
+    if not cuts:
+        return cuts
+    known = np.arange(len(cuts), dtype=np.float64)
+    found = [_at(known, np.asarray(cuts, np.float64), level + classes / GRID_PER_LEVEL) for level in range(len(cuts))]
+    return tuple(int(np.clip(math.ceil(each), 0, rank)) for each in found)

@@ -1,0 +1,167 @@
+"""Attention sinks: tokens that take much of the attention, and whose keys and values hardly depend on the token.
+
+The first token of a text is one in most models. A few huge entries of its hidden state, the same whatever the token is,
+decide its keys and values in all but the first layers. They are small, and an error in them weighs more than in any
+other token. So a profile holds one row for all sinks, and a blob lists which of its tokens are sinks and what each of
+them differs by from that row, more finely than the finest level does: they are not coded otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import zstandard
+
+from kvwire.codec.format.limits import MAX_SINKS
+from kvwire.codec.format.metadata_json import decompress
+from kvwire.codec.profile.group import unzigzag, zigzag
+from kvwire.codec.transform.analysis import gather_planes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.prediction.text import TextPredictor
+    from kvwire.codec.profile.group import Group
+    from kvwire.codec.profile.profile import Profile
+    from kvwire.types import KVCache
+
+NEARER = 0.25
+"""A token is a sink where its squared distance to the row of sinks is below this share of that to its text's."""
+_LARGEST = 32767
+_LEAST = 1e-30
+_ROOM_BYTES = 1 << 20
+"""That the sinks of a document take in its header at most: every reader fetches it."""
+_COMPARED = 1024
+"""Tokens that are compared in all groups, at most."""
+_SPAN = 1024
+"""Tokens looked at in one step."""
+
+
+def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
+    """Find the tokens that the profile's row of sinks is nearer to than what their text predicts.
+
+    All tokens are compared in the middle group, and in the others those that pass there.
+
+    Args:
+        cache: The document's, positions on or off.
+        text: What is expected of ordinary tokens.
+
+    Returns:
+        What a blob stores of each, by place; nothing where the profile knows of no sinks, or the cache is pruned.
+    """
+    groups = text.profile.groups
+    if not text.profile.has_sinks or cache.kept is not None:
+        return {}
+    likely: list[int] = []
+    for start in range(0, cache.tokens, _SPAN):
+        stop = min(start + _SPAN, cache.tokens)
+        by_text, by_sink, _ = _distances(cache, text, len(groups) // 2, start, stop)
+        likely += (start + (by_sink < NEARER * by_text).nonzero()[0]).tolist()
+    found: dict[int, bytes] = {}
+    room = _ROOM_BYTES
+    for at in likely[:_COMPARED]:
+        share, steps = compare(cache, text, at)
+        if share < NEARER and float(np.abs(steps).max()) <= _LARGEST:
+            frame = pack_sink(np.rint(steps).astype(np.int16))
+            room -= len(frame)
+            if room < 0 or len(found) == MAX_SINKS:
+                break
+            found[at] = frame
+    return found
+
+
+def compare(cache: KVCache, text: TextPredictor, at: int) -> tuple[float, NDArray[np.float32]]:
+    """Compare a token with the profile's row of sinks.
+
+    Args:
+        cache: The document's, positions on or off.
+        text: What is expected of ordinary tokens; its profile knows of sinks.
+        at: The token.
+
+    Returns:
+        Its squared distance to that row over the one to what its text predicts, and the steps from that row, float32
+        ``[width of all groups]``.
+    """
+    parts = [_distances(cache, text, group, at, at + 1) for group in range(len(text.profile.groups))]
+    to_text, to_sink = (sum(float(part[which][0]) for part in parts) for which in (0, 1))
+    return to_sink / max(to_text, _LEAST), np.concatenate([part[2][0] for part in parts])
+
+
+def surprise(cache: KVCache, text: TextPredictor) -> NDArray[np.float32]:
+    """Measure how far all tokens are from what their text predicts, in the unit of ``compare``.
+
+    Args:
+        cache: The document's, positions on or off.
+        text: As of ``compare``.
+
+    Returns:
+        float32 ``[tokens]``, squared.
+    """
+    spans = [(start, min(start + _SPAN, cache.tokens)) for start in range(0, cache.tokens, _SPAN)]
+    groups = range(len(text.profile.groups))
+    return np.concatenate([sum(_distances(cache, text, group, *span)[0] for group in groups) for span in spans])
+
+
+def _distances(
+    cache: KVCache, text: TextPredictor, group: int, start: int, stop: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Squared distances to what the text says and to the row of sinks, in its steps, and the steps to that row."""
+    chosen = text.profile.groups[group]
+    elements = gather_planes(cache, chosen.planes, start, stop)
+    rows, index = text.expected(group, start, stop)
+    sink, unit = (torch.from_numpy(each) for each in (chosen.sink, chosen.sink_steps))
+    apart = (elements - rows[torch.from_numpy(index.astype(np.int64))].float()) / unit
+    steps = (elements - sink) / unit
+    return apart.square().sum(1).numpy(), steps.square().sum(1).numpy(), steps.numpy()
+
+
+def pack_sink(steps: NDArray[np.int16]) -> bytes:
+    """Store what a sink differs by.
+
+    Args:
+        steps: ``[width of all groups]``.
+
+    Returns:
+        A zstd frame of their zigzag numbers, all lower bytes first.
+    """
+    raw = zigzag(steps).astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
+    return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
+
+
+def unpack_sink(frame: bytes, width: int) -> NDArray[np.int16]:
+    """Read what ``pack_sink`` stored.
+
+    Args:
+        frame: As stored.
+        width: Of all groups.
+
+    Returns:
+        int16 ``[width]``.
+
+    Raises:
+        CorruptError: It is no such frame.
+    """
+    raw = decompress(frame, 2 * width, "blob's attention sink")
+    return unzigzag(np.frombuffer(raw, np.uint8).reshape(2, width).T.copy().view("<u2")[:, 0].astype(np.uint16))
+
+
+def sink_rows(profile: Profile, frame: bytes) -> list[torch.Tensor]:
+    """Turn a stored sink back into elements.
+
+    Args:
+        profile: With a row of sinks.
+        frame: As stored.
+
+    Returns:
+        float32 ``[1, width]`` of each group, un-rotated.
+    """
+    groups = profile.groups
+    steps = unpack_sink(frame, sum(group.width for group in groups))
+    parts = np.split(steps, np.cumsum([group.width for group in groups])[:-1])
+    return [torch.from_numpy(_row(group, part))[None] for group, part in zip(groups, parts, strict=True)]
+
+
+def _row(group: Group, steps: NDArray[np.int16]) -> NDArray[np.float32]:
+    return group.sink + steps.astype(np.float32) * group.sink_steps

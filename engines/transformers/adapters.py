@@ -1,0 +1,109 @@
+"""Adapters (LoRA and others of PEFT) in a model: the modules beneath them, and a digest of what they add."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_NAMES = frozenset({
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "init_weights", "peft_version",
+    "revision", "task_type", "target_modules",
+})  # fmt: skip
+"""Fields of an adapter's configuration that change no number; the modules that it is in are told anyway."""
+
+
+def base_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """A model's modules under the names that they have without adapters.
+
+    Args:
+        module: The model, or a part of it.
+        name: Of the part.
+
+    Yields:
+        Name and module; in place of a module with adapters the one beneath them.
+    """
+    while is_adapted(module):
+        module = module.base_layer  # type: ignore[assignment]
+    yield name, module
+    for part, child in module.named_children():
+        yield from base_modules(child, f"{name}.{part}" if name else part)
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Whether a module is one of PEFT's that adds something to the module beneath it."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where nothing imported PEFT, no module is of it
+    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+
+
+def revision_with_adapters(model: torch.nn.Module, revision: str) -> str:
+    """Tell a model with adapters from the same model without them, or with others.
+
+    Args:
+        model: The model.
+        revision: Of its weights without adapters.
+
+    Returns:
+        ``revision`` where no adapter is active; else a digest of it, and of every active adapter's numbers and scales.
+    """
+    configs = getattr(model, "peft_config", {})
+    told = [[name, *_added(module, configs)] for name, module in model.named_modules() if is_adapted(module)]
+    told = [row for row in told if row[1:]]
+    if not told:
+        return revision
+    return hashlib.sha256(json.dumps([revision, told], sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _added(module: Any, configs: dict[str, Any]) -> list[object]:  # noqa: ANN401 - PEFT may not be installed
+    """What the active adapters of one module add, in their order; their names do not count."""
+    if module.disable_adapters:
+        return []
+    kinds = sorted({*module.adapter_layer_names, *module.other_param_names})
+    found: list[object] = []
+    for adapter in module.active_adapters:
+        parts: dict[str, Any] = {kind: getattr(module, kind, None) for kind in kinds}
+        held = {kind: _plain(part[adapter]) for kind, part in parts.items() if _has(part, adapter)}
+        if held:
+            config = configs[adapter].to_dict() if adapter in configs else {}
+            read = {name: value for name, value in config.items() if name not in _NAMES and "dropout" not in name}
+            found.append([type(module).__name__, adapter in module.merged_adapters, held, read])
+    return found
+
+
+def _has(part: Any, adapter: str) -> bool:  # noqa: ANN401 - as PEFT has it
+    return hasattr(part, "keys") and adapter in part  # a dictionary, or one of torch's or PEFT's
+
+
+def _plain(part: object) -> object:
+    """Numbers as they are, tensors as digests."""
+    if isinstance(part, torch.nn.Module):
+        return [type(part).__name__, {name: digest_of(tensor) for name, tensor in part.state_dict().items()}]
+    if isinstance(part, set | frozenset):
+        return sorted(map(str, part))
+    return digest_of(part) if isinstance(part, torch.Tensor) else repr(part)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's numbers: floating point counts as float32, quantised tensors by what they hold.
+
+    Args:
+        tensor: Of any kind, in memory.
+
+    Returns:
+        SHA-256, hexadecimal.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return hashlib.sha256("".join(digest_of(getattr(tensor, name)) for name in names).encode()).hexdigest()
+    plain = tensor.detach().cpu().contiguous()
+    if plain.is_floating_point() and plain.element_size() > 1:
+        plain = plain.float()
+    numbers = plain.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{plain.dtype} {list(plain.shape)} ".encode() + numbers.tobytes()).hexdigest()

@@ -1,0 +1,179 @@
+"""Chat templates, rendered around documents that are cached as they are."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.types import Chat, RenderedChat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvwire.engines.base import Place
+    from kvwire.engines.transformers.tokenizing import PieceTokenizer
+
+
+def render(pieces: PieceTokenizer, chat: Chat, question: str) -> RenderedChat:
+    """Render a chat's template around documents.
+
+    Args:
+        pieces: Reads the model's tokens.
+        chat: What stands around the documents.
+        question: The user's words behind them.
+
+    Returns:
+        Token ids before and behind the documents.
+
+    Raises:
+        NotFoundError: The tokenizer has no chat template.
+        ArgumentError: The template fails on this chat, or does not leave the documents' text as it is.
+    """
+    marks = _Marks(chat, question)
+    head, tail = _around(pieces, chat, question, marks.documents)
+    front, rest = pieces(head, "first", "frame"), pieces(tail, "last", "frame")
+    if _control(pieces, front, rest) != _control(pieces, *_harmless(pieces, chat, question, marks.documents)):
+        shown = marks.shown(chat)  # somebody spells control tokens: only the template's own count
+        head, tail = _around(pieces, *shown, marks.documents)
+        front, rest = marks.read(pieces, head, "first"), marks.read(pieces, tail, "last")
+    if tuple(front[: len(pieces.opening)]) != pieces.opening:  # documents were computed behind it
+        front = [*pieces.opening, *front]
+    return RenderedChat(tuple(front), tuple(rest), _stop(pieces, chat, marks.documents))
+
+
+class _Marks:
+    """Words that stand for texts while a template is rendered: letters and digits, which templates leave alone."""
+
+    def __init__(self, chat: Chat, question: str) -> None:
+        """Draw words that none of the texts has.
+
+        Args:
+            chat: Its texts.
+            question: The question's.
+        """
+        said = [chat.system or "", chat.before, chat.after, question, *(turn.text for turn in chat.turns)]
+        while any((word := f"Xx{secrets.token_hex(12)}") in text for text in said):
+            pass
+        self._word, self._said = word, said
+        self.documents = f"{word}d"
+
+    def shown(self, chat: Chat) -> tuple[Chat, str]:
+        """The chat with a mark in place of each text, and so the question."""
+        marked = [f"{self._word}t{number}e" if text else "" for number, text in enumerate(self._said)]
+        system, before, after, asked, *others = marked
+        turns = tuple(replace(turn, text=text) for turn, text in zip(chat.turns, others, strict=True))
+        return Chat(None if chat.system is None else system, turns, before, after), asked
+
+    def read(self, pieces: PieceTokenizer, text: str, place: Place) -> list[int]:
+        """Read what the template made of marks: its own words as the frame, what was said as text."""
+        parts = re.split(rf"{self._word}t(\d+)e", text)
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            at: Place = place if number == (0 if place == "first" else len(parts) - 1) else "middle"
+            if number % 2:
+                ids += pieces(self._said[int(part)], at, "document")
+            elif part:
+                ids += pieces(part, at, "frame")
+        return ids
+
+
+def _harmless(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tuple[list[int], list[int]]:
+    """The same chat in which everybody says next to nothing."""
+
+    def said(text: str) -> str:
+        return "a" if text else ""
+
+    turns = tuple(replace(turn, text=said(turn.text)) for turn in chat.turns)
+    system = None if chat.system is None else said(chat.system)
+    quiet = Chat(system, turns, said(chat.before), said(chat.after))
+    head, tail = _around(pieces, quiet, said(question), mark)
+    return pieces(head, "first", "frame"), pieces(tail, "last", "frame")
+
+
+def _control(pieces: PieceTokenizer, *texts: Sequence[int]) -> list[list[int]]:
+    return [[token for token in ids if token in pieces.control] for ids in texts]
+
+
+def _around(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tuple[str, str]:
+    """What the template puts before and behind the documents."""
+    head, *rest = _rendered(pieces.tokenizer, chat, f"{chat.before}{mark}{question}{chat.after}").split(mark)
+    if len(rest) != 1:
+        msg = (
+            f"the model's chat template has the user's text {len(rest)} times, and documents are linked once; ask "
+            "without a chat, or with a template of its own for documents"
+        )
+        raise ArgumentError(msg)
+    return head, rest[0]
+
+
+def apart(
+    pieces: PieceTokenizer, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat
+) -> str:
+    """Where the tokens of a chat around documents are not those that its template gives the same turns at once.
+
+    Args:
+        pieces: Reads the model's tokens.
+        chat: What stands around the documents.
+        question: The user's words behind them.
+        documents: Token ids of each.
+        rendered: What ``render`` made of it.
+
+    Returns:
+        In words; empty where all tokens are the same, and where somebody spells control tokens, which stay text.
+    """
+    tokenizer = pieces.tokenizer
+    texts = [str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) for ids in documents]
+    whole = _rendered(tokenizer, chat, f"{chat.before}{''.join(texts)}{question}{chat.after}")
+    wanted = pieces(whole, "first", "frame")
+    if tuple(wanted[: len(pieces.opening)]) != pieces.opening:
+        wanted = [*pieces.opening, *wanted]
+    parts = [rendered.head, *map(tuple, documents), rendered.tail]
+    ours = [token for part in parts for token in part]
+    if ours == wanted or _control(pieces, wanted) != _control(pieces, ours):
+        return ""
+    at = next((n for n, pair in enumerate(zip(ours, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
+    names = ["the text before the documents", *(f"document {n + 1}" for n in range(len(documents))), "the question"]
+    starts = list(accumulate((len(part) for part in parts[:-1]), initial=0))
+    part = bisect_right(starts, at) - 1
+    return (
+        f"the tokens part from the chat template's at token {at - starts[part]} of {names[part]}: documents keep their "
+        "own tokens where they meet other text; end them with one line break"
+    )
+
+
+def _stop(pieces: PieceTokenizer, chat: Chat, mark: str) -> frozenset[int]:
+    """The control token that the template puts behind what the assistant says; none where it tells none."""
+    messages = [*_messages(replace(chat, turns=()), "a"), {"role": "assistant", "content": mark}]
+    try:
+        text = str(pieces.tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # noqa: BLE001 - whatever a template raises: the model's own end tokens serve
+        return frozenset()
+    ids = pieces(text.rpartition(mark)[2], "middle", "frame")
+    return frozenset(ids[:1]) & pieces.control
+
+
+def _messages(chat: Chat, content: str) -> list[dict[str, str]]:
+    system = [] if chat.system is None else [{"role": "system", "content": chat.system}]
+    turns = [{"role": turn.role, "content": turn.text} for turn in chat.turns]
+    return [*system, *turns, {"role": "user", "content": content}]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, content: str) -> str:
+    if not tokenizer.chat_template:
+        msg = (
+            "the model's tokenizer has no chat template; ask without a chat, or put the template of a model that was "
+            "trained for chats beside the weights (chat_template.jinja)"
+        )
+        raise NotFoundError(msg)
+    try:
+        return str(tokenizer.apply_chat_template(_messages(chat, content), tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template raises whatever it likes
+        msg = f"the model's chat template refuses this chat: {error}"
+        raise ArgumentError(msg) from error

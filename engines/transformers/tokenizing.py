@@ -1,0 +1,258 @@
+"""One reader of texts for all of kvwire: a text is a piece of a prompt, so where it stands and who wrote it count.
+
+A tokenizer takes what it reads for a whole text. SentencePiece puts a space in front, some strip spaces at both ends,
+and control tokens spelt in a text (``<|im_end|>``) become control tokens. Pieces are read without these habits, and
+control tokens are made of the caller's own frame alone, never of a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from kvwire.engines.transformers.tokenizer_limits import no_panics
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvwire.engines.base import Place, Trust
+
+_BOM = "\ufeff"
+_MARKUP = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+"""What control tokens look like that a tokenizer does not mark as such, but adds: ``<think>``, ``[INST]``."""
+_BARRED = re.compile(r"<\|.+\|>", re.DOTALL)
+"""What nothing but control tokens looks like."""
+_RULES = ("normalizer", "pre_tokenizer")
+_READS = (*_RULES, "model", "added_tokens")
+"""Parts of a tokenizer that turn a text into tokens; templates, truncation and decoders do not."""
+_PROBE = "a"
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a tokenizer says of itself.
+
+    Attributes:
+        digest: Of what turns texts into tokens.
+        control: Spellings of control tokens by id.
+        unknown: Id that stands for what the vocabulary lacks.
+        rules: As its JSON has them.
+    """
+
+    digest: str
+    control: dict[int, str]
+    unknown: int | None
+    rules: dict[str, Any]
+
+
+class PieceTokenizer:
+    """Reads pieces of prompts with a tokenizer of transformers. Any thread may call it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keep the tokenizer, which is not changed.
+
+        Args:
+            tokenizer: Of the model.
+        """
+        self.tokenizer = tokenizer
+        self._variants: dict[tuple[bool, bool], Tokenizer | None] = {}
+
+    def __call__(self, text: str, place: Place = "middle", trust: Trust = "document") -> list[int]:
+        """Read a piece of a prompt.
+
+        Args:
+            text: The piece; a byte order mark at its beginning is left out.
+            place: Where it stands: ``first`` in the prompt, in the ``middle``, or ``last``.
+            trust: ``document``: every character is text; ``frame``: control tokens may be spelt.
+
+        Returns:
+            Its token ids, without those that the tokenizer puts around whole texts.
+
+        Raises:
+            ArgumentError: The text is not valid Unicode, or holds what this tokenizer cannot but read as control.
+            CorruptError: The tokenizer's rules fail on this text.
+        """
+        text = text.removeprefix(_BOM)
+        check_unicode(text)
+        with no_panics():
+            if trust == "frame":
+                return self._read(text, place)[0]
+            return [token for part, at in self._cut(text, place) for token in self._without_control(part, at)]
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer puts in front of a whole text: BOS, or none."""
+        with no_panics():
+            whole, bare = (
+                list(self.tokenizer(_PROBE, add_special_tokens=special, verbose=False)["input_ids"])
+                for special in (True, False)
+            )
+        count = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+        return tuple(whole[:count])
+
+    @property
+    def control(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        return frozenset(self._facts.control)
+
+    def spells_control(self, text: str) -> bool:
+        """Whether a text spells a control token, which a document's text stays text for.
+
+        Args:
+            text: Any.
+        """
+        return self._spelt.search(text) is not None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over what turns texts into tokens: rules, vocabulary, added tokens; no template counts."""
+        return self._facts.digest
+
+    @cached_property
+    def _facts(self) -> _Facts:
+        parts = self._parts()
+        told = {part: _told(parts.get(part)) for part in _READS}
+        if self._splits:
+            told["splits"] = True
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        model = parts.get("model")
+        vocabulary = model.get("vocab", ()) if isinstance(model, dict) else ()
+        known = vocabulary if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+        control = {
+            token: entry.content
+            for token, entry in self.tokenizer.added_tokens_decoder.items()
+            if entry.special
+            or _BARRED.fullmatch(entry.content.strip())
+            or (_MARKUP.fullmatch(entry.content.strip()) and entry.content not in known)
+        }
+        word = (model.get("unk_token") if isinstance(model, dict) else None) or self.tokenizer.unk_token
+        unknown: Any = self.tokenizer.convert_tokens_to_ids(word) if word else None
+        return _Facts(digest, control, unknown, {name: parts[name] for name in _RULES if name in parts})
+
+    def _parts(self) -> dict[str, Any]:
+        """The tokenizer as its JSON has it; of one that is written in Python what can be told."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            parts: dict[str, Any] = json.loads(backend.to_str())
+            return parts
+        added = {token: str(entry) for token, entry in self.tokenizer.added_tokens_decoder.items()}
+        return {"model": [type(self.tokenizer).__name__, self.tokenizer.get_vocab()], "added_tokens": added}
+
+    @cached_property
+    def _spelt(self) -> re.Pattern[str]:
+        """Matches the spelling of any control token."""
+        words = sorted((word for word in self._facts.control.values() if len(word) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, words)) or "(?!)")
+
+    def _cut(self, text: str, place: Place) -> Iterator[tuple[str, Place]]:
+        """Parts of a text none of which spells a control token, and where each stands."""
+        start = at = 0
+        while found := self._spelt.search(text, at):
+            at = found.start() + 1
+            yield text[start:at], place if place != "last" and not start else "middle"
+            start = at
+        yield text[start:], place if place != "first" or not start else "middle"
+
+    def _without_control(self, text: str, place: Place) -> list[int]:
+        """Read text; what rules make a control token of all the same is cut in the middle and read in two parts."""
+        ids, spans = self._read(text, place)
+        unknown = self._facts.unknown
+        found = [index for index, token in enumerate(ids) if token in self._facts.control and token != unknown]
+        if not found:
+            return ids
+        cuts = [sum(spans[index]) // 2 if spans else 0 for index in found]
+        if any(not 0 < cut < len(text) for cut in cuts):
+            msg = (
+                f"the text holds {text[:40]!r}, which this tokenizer reads as the control token "
+                f"{self._facts.control[ids[found[0]]]!r}; take it out of the text"
+            )
+            raise ArgumentError(msg)
+        edges = [0, *sorted(set(cuts)), len(text)]
+        places: list[Place] = ["middle"] * (len(edges) - 1)
+        places[0 if place == "first" else -1] = place
+        parts = zip(pairwise(edges), places, strict=True)
+        return [token for (start, end), at in parts for token in self._without_control(text[start:end], at)]
+
+    def _read(self, text: str, place: Place) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and the characters of each where the tokenizer tells."""
+        key = (place == "first", place == "last")
+        if key not in self._variants:
+            self._variants[key] = self._variant(*key)
+        variant = self._variants[key]
+        if variant is not None:
+            encoded = variant.encode(text, add_special_tokens=False)
+            return encoded.ids, encoded.offsets
+        read = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return list(read["input_ids"]), read.encodings[0].offsets if read.encodings else []
+
+    def _variant(self, is_first: bool, is_last: bool) -> Tokenizer | None:  # noqa: FBT001 - a key
+        """The tokenizer without its habits at the ends of texts; None where it has none."""
+        rules = self._facts.rules
+        changed = {name: _as_piece(rule, is_first, is_last) for name, rule in rules.items()}
+        if changed == rules:
+            return None
+        variant = Tokenizer.from_str(json.dumps(self._parts() | changed | {"truncation": None, "padding": None}))
+        variant.encode_special_tokens = self._splits
+        return variant
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the tokenizer itself reads control tokens as text."""
+        return bool(getattr(self.tokenizer, "split_special_tokens", False))
+
+
+def _as_piece(rule: Any, is_first: bool, is_last: bool) -> Any:  # noqa: ANN401, FBT001 - JSON
+    """A rule of tokenizer.json that reads a piece as it stands in a longer text; None for one that does nothing."""
+    kind = rule.get("type") if isinstance(rule, dict) else None
+    if kind == "Sequence":
+        parts = next(name for name in ("normalizers", "pretokenizers") if name in rule)
+        kept = [_as_piece(each, is_first, is_last) for each in rule[parts]]
+        return rule | {parts: [each for each in kept if each is not None]}
+    if kind == "Strip":
+        return rule | {"strip_left": rule["strip_left"] and is_first, "strip_right": rule["strip_right"] and is_last}
+    if is_first:
+        return rule
+    if kind == "Prepend":
+        return None
+    if kind == "Metaspace":
+        return rule | {"prepend_scheme": "never"} | ({"add_prefix_space": False} if "add_prefix_space" in rule else {})
+    return rule | {"add_prefix_space": False} if kind == "ByteLevel" else rule
+
+
+def _told(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """JSON without what is at rest (null, false, empty), so that versions of a library that spell it out agree."""
+    if isinstance(value, dict):
+        kept = {str(name): _told(each) for name, each in value.items()}
+        return {name: each for name, each in kept.items() if each or (each == 0 and each is not False)}
+    if isinstance(value, list):
+        return [_told(each) for each in value]
+    return value
+
+
+def check_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which no file holds and no tokenizer reads.
+
+    Args:
+        text: Any text.
+
+    Raises:
+        ArgumentError: The text holds one; the message says where.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        msg = (
+            f"character {error.start} of the text is half of a surrogate pair, which is not Unicode; "
+            "decode the text as UTF-8"
+        )
+        raise ArgumentError(msg) from error

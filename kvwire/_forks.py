@@ -1,0 +1,87 @@
+"""What a fork leaves behind: a child has the memory of its parent, but none of the parent's other threads.
+
+A lock that one of them held stays locked in the child for ever, and a connection or a lease is shared by both. So locks
+of what lives long are made here, and who owns a connection or a thread looks whether it is still in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+_OWNERS: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+
+
+def in_child(owner: T, renew: Callable[[T], object]) -> T:
+    """Have something done in every child that is forked while the owner lives.
+
+    Args:
+        owner: Told apart from others by ``==``; not kept alive.
+        renew: Called with the owner; neither waits nor raises.
+
+    Returns:
+        The owner.
+    """
+    _OWNERS[owner] = renew
+    return owner
+
+
+def lock_of_process() -> threading.Lock:
+    """A lock that is free in a forked child."""
+    return in_child(threading.Lock(), _free)
+
+
+def reentrant_lock_of_process() -> threading.RLock:
+    """The same, for a thread that may hold it already."""
+    return in_child(threading.RLock(), _free)
+
+
+def _free(lock: Any) -> None:  # noqa: ANN401 - either kind
+    lock._at_fork_reinit()  # noqa: SLF001 - what Python's own modules do with their locks
+
+
+class OwnProcess:
+    """The process that something belongs to."""
+
+    def __init__(self, what: str) -> None:
+        """Belong to this one.
+
+        Args:
+            what: The thing, in the plural, for messages.
+        """
+        self._what, self._number = what, os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is still that process."""
+        return self._number == os.getpid()
+
+    def check(self) -> None:
+        """Refuse to go on in another process.
+
+        Raises:
+            ArgumentError: This is a fork of it.
+        """
+        if not self.is_here:
+            msg = (
+                f"{self._what} of process {self._number} do not work in process {os.getpid()}, which was forked from "
+                "it: their threads and connections stayed there; open another one in this process, after the fork"
+            )
+            raise ArgumentError(msg)
+
+
+def _after_fork() -> None:
+    for owner, renew in tuple(_OWNERS.items()):
+        renew(owner)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

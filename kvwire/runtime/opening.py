@@ -1,0 +1,145 @@
+"""What a tokenizer puts in front of whole texts, a BOS: documents are computed behind it, and prompts begin with it.
+
+A model that was trained behind a BOS gathers attention there, and a document computed without one has its own first
+tokens take that part. Behind a BOS, which is dropped, it stands in prompts that begin with one as it was computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.engines.base import Engine
+    from kvwire.types import BlobInfo, KVCache
+
+WITHOUT = (
+    "encoded without the BOS that its tokenizer puts in front of whole texts, and linked less exactly for it: encode "
+    "it again"
+)
+
+
+TWICE = (
+    "begins with a BOS of its own, behind the prompt's: the answer is a little off; encode the text without, by "
+    "engine.tokenize or add_special_tokens=False"
+)
+
+
+def begins_with(token_ids: Sequence[int], opening: Sequence[int]) -> bool:
+    """Whether a text begins with opening tokens of its own.
+
+    Args:
+        token_ids: The text's.
+        opening: The engine's.
+    """
+    return bool(opening) and tuple(token_ids[: len(opening)]) == tuple(opening)
+
+
+def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that a document is computed behind, and that are dropped from its cache.
+
+    Args:
+        engine: The model.
+        token_ids: The document's.
+
+    Returns:
+        The engine's opening tokens. None where the document begins with them itself, where the model's window has no
+        room for them, and where it holds soft tokens, which are computed as they were trained.
+    """
+    opening = engine.opening_tokens
+    if (
+        not opening
+        or not token_ids
+        or tuple(token_ids[: len(opening)]) == opening
+        or len(opening) + len(token_ids) > engine.window
+    ):
+        return ()
+    is_soft = min(token_ids) < 0 or max(token_ids) >= engine.vocabulary_size
+    return () if is_soft else opening
+
+
+def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+    """Compute documents, each alone behind the opening tokens.
+
+    Args:
+        engine: The model.
+        documents: Token ids of each.
+
+    Returns:
+        The caches of the documents alone, positions on, at the position behind the opening tokens.
+    """
+    openings = [opening_of(engine, ids) for ids in documents]
+    caches = engine.prefill(
+        [(*opening, *ids) if opening else ids for opening, ids in zip(openings, documents, strict=True)]
+    )
+    return [
+        cache.slice(len(opening), cache.tokens) if opening else cache
+        for opening, cache in zip(openings, caches, strict=True)
+    ]
+
+
+def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Sequence[int] | None = None) -> Tensor:
+    """``Engine.prefix_states`` of a document, computed behind the opening tokens.
+
+    Args:
+        engine: The model.
+        token_ids: The document's.
+        layers: How many layers run.
+        opening: Tokens that its cache was computed behind; None: as ``opening_of`` says.
+
+    Returns:
+        Float32 ``[tokens, (layers + 1) * hidden_size]``, of the document's own tokens.
+    """
+    opening = opening_of(engine, token_ids) if opening is None else opening
+    if not opening:
+        return engine.prefix_states(token_ids, layers)
+    return engine.prefix_states([*opening, *token_ids], layers)[len(opening) :]
+
+
+def opened(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's text with the opening tokens in front, which are never there twice.
+
+    Args:
+        engine: The model.
+        token_ids: The prompt's.
+
+    Returns:
+        The whole prompt.
+    """
+    opening = engine.opening_tokens
+    return tuple(token_ids) if tuple(token_ids[: len(opening)]) == opening else (*opening, *token_ids)
+
+
+def link_opened(engine: Engine, caches: Sequence[KVCache]) -> KVCache:
+    """Link documents behind the opening tokens.
+
+    Args:
+        engine: The model.
+        caches: The documents', in prompt order.
+
+    Returns:
+        The prompt's cache, positions on and from 0: the opening tokens come first.
+    """
+    from kvwire.reuse import link
+
+    front = engine.prefill([engine.opening_tokens]) if engine.opening_tokens else []
+    return link([*front, *caches])
+
+
+def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
+    """Whether a blob was computed without the opening tokens that its document would be computed behind now.
+
+    Args:
+        engine: The model.
+        info: What the blob's header says.
+        token_ids: The document's; None where they are not known.
+
+    Returns:
+        Whether it lacks them.
+    """
+    if info.opening or info.soft_tokens or not engine.opening_tokens:
+        return False
+    return token_ids is None or bool(opening_of(engine, token_ids))
