@@ -59,11 +59,7 @@ def uses_triton(backend: Backend, device: str | torch.device) -> bool:
 
 
 def interpreted() -> bool:
-    """Tell whether Triton kernels run in its interpreter, on the processor: slow, and meant for tests.
-
-    Returns:
-        Whether ``TRITON_INTERPRET`` is set.
-    """
+    """Tell whether Triton kernels run in its interpreter, on the processor: slow, and meant for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 
 

@@ -14,15 +14,7 @@ Plane = tuple[Side, int]
 
 
 def plane_width(layers: tuple[LayerSpec, ...], plane: Plane) -> int:
-    """Count the elements of a plane for one token.
-
-    Args:
-        layers: Of the model.
-        plane: The keys or values of one of them.
-
-    Returns:
-        Heads times dimensions; 0 for layers without a cache.
-    """
+    """Count the elements of a plane for one token."""
     side, layer = plane
     spec = layers[layer]
     return 0 if spec.kind == "none" else (spec.key_width if side == "key" else spec.value_width)

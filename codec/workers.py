@@ -29,11 +29,7 @@ _Out = TypeVar("_Out")
 
 
 def cores() -> int:
-    """Count the cores that this process may use.
-
-    Returns:
-        At least 1.
-    """
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -45,11 +41,7 @@ def _controller() -> ThreadpoolController:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep the matrix products of this thread on this thread.
-
-    Yields:
-        Nothing; the limit holds inside.
-    """
+    """Keep the matrix products of this thread on this thread."""
     torch.get_num_threads()  # makes torch set up this thread now, and not on top of the limit
     with _controller().limit(limits=1, user_api="openmp"):
         yield
@@ -59,17 +51,6 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
     """Compute ``[work(item) for item in items]``, several at a time.
 
     Where one fails, its error is raised and what has not begun is left undone.
-
-    Args:
-        work: Called from several threads.
-        items: What it is called with.
-        threads: How many; None for every core.
-
-    Returns:
-        The results, in order.
-
-    Raises:
-        ArgumentError: ``threads`` is below 1.
     """
     if threads is not None and threads < 1:
         msg = f"threads must be at least 1, or None for every core, got {threads}"
@@ -89,15 +70,7 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
 
 
 def ahead(work: Callable[[_In], _Out], items: Sequence[_In]) -> Iterator[_Out]:
-    """Compute results in order, from as many threads as there are cores, only some items ahead of what is asked for.
-
-    Args:
-        work: Called from several threads.
-        items: What it is called with.
-
-    Yields:
-        The results, in order.
-    """
+    """Compute results in order, from as many threads as there are cores, only some items ahead of what is asked for."""
     threads = max(1, min(len(items), cores()))
     with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
         running: deque[Future[_Out]] = deque()

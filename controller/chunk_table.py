@@ -120,15 +120,7 @@ class ChunkTable:
     # Documents come.
 
     def add(self, number: int, tokens: Sequence[int]) -> int:
-        """Append the chunks of a document; ``place`` tells what can be fetched of them.
-
-        Args:
-            number: Of the document in the prompt.
-            tokens: Of each chunk.
-
-        Returns:
-            The first chunk's place in the columns.
-        """
+        """Append the chunks of a document; ``place`` tells what can be fetched of them."""
         start = len(self.state)
         self._fixed = None
         if start and self.document[-1] > number:
@@ -172,13 +164,7 @@ class ChunkTable:
         self.counts[PLANNED] += 1
 
     def place(self, start: int, chosen: DocumentPlanInput, *, has_text: bool) -> None:
-        """Write what can be done about a document's chunks; before anything of it is fetched.
-
-        Args:
-            start: The first chunk's place.
-            chosen: The document.
-            has_text: Whether its text is known.
-        """
+        """Write what can be done about a document's chunks; before anything of it is fetched."""
         self._fixed = None
         self.has_floors |= chosen.floor > 0
         if len(chosen.tokens) == 1:
@@ -234,23 +220,12 @@ class ChunkTable:
         self.exact_error[at] = self.errors[-1][at]
 
     def move_back(self, start: int, stop: int, tokens: int) -> None:
-        """Have more tokens stand before a document.
-
-        Args:
-            start: Its first chunk's place.
-            stop: The place behind its last chunk.
-            tokens: How many more.
-        """
+        """Have more tokens stand before a document."""
         self._fixed = None
         self.context[start:stop] = array("q", [context + tokens for context in self.context[start:stop]])
 
     def weigh(self, start: int, weights: Sequence[float]) -> None:
-        """Have the errors of a document's chunks count more or less.
-
-        Args:
-            start: The first chunk's place.
-            weights: Factor for each chunk.
-        """
+        """Have the errors of a document's chunks count more or less."""
         self._fixed = None
         self.is_weighed = True
         part = slice(start, start + len(weights))
@@ -260,15 +235,7 @@ class ChunkTable:
     # Single chunks.
 
     def move(self, at: int, state: ChunkState) -> bool:
-        """Take a chunk to another state.
-
-        Args:
-            at: Its place.
-            state: The next one.
-
-        Returns:
-            Whether ``MOVES`` has such a move; where it has none nothing changes.
-        """
+        """Take a chunk to another state."""
         old = self.state[at]
         if not _MAY_MOVE[old][state]:
             return False
@@ -285,12 +252,7 @@ class ChunkTable:
         return more
 
     def lowest(self, at: int, floor: int) -> int:
-        """The coarsest level to use of a chunk where there is a choice; -1 where it has no level.
-
-        Args:
-            at: Its place.
-            floor: The goal's.
-        """
+        """The coarsest level to use of a chunk where there is a choice; -1 where it has no level."""
         return min(max(floor, self.floor[at]), self.finest[at])
 
     # Many chunks.
@@ -330,11 +292,7 @@ class ChunkTable:
         return counts[READY] + counts[REFINING] + counts[REFINED]
 
     def are_valid(self, count: int) -> bool:
-        """Whether all of the first chunks in the table can be used as they are.
-
-        Args:
-            count: How many.
-        """
+        """Whether all of the first chunks in the table can be used as they are."""
         return not self.state[:count].lstrip(VALID_BYTES)
 
     def arrived(self) -> tuple[int, int, int]:
@@ -367,12 +325,7 @@ class ChunkTable:
         return self.fixed()[1][1:]
 
     def fixed(self) -> tuple[Ints, NDArray[np.float64]]:
-        """Copies of what stays as it is while chunks move on, so that many columns are read in one go.
-
-        Returns:
-            Document, chunk, tokens, context, finest level, floor and sizes ``[6 + L, n]``; exact and other errors
-            ``[1 + L, n]``.
-        """
+        """Copies of what stays as it is while chunks move on, so that many columns are read in one go."""
         if self._fixed is None:
             whole = (self.document, self.chunk, self.tokens, self.context, self.finest, self.floor, *self.sizes)
             ints = np.array([np.frombuffer(each, np.int64) for each in whole])
@@ -380,14 +333,7 @@ class ChunkTable:
         return self._fixed
 
     def open(self, prefix_s: dict[int, float]) -> tuple[Columns, Ints]:
-        """Chunks that nothing was started for, in prompt order.
-
-        Args:
-            prefix_s: Seconds of computing prefix layers that documents still need, by number.
-
-        Returns:
-            The chunks as columns, and their places.
-        """
+        """Chunks that nothing was started for, in prompt order."""
         places = self._in_prompt_order(np.flatnonzero(self.look("state") == PLANNED))
         ints, floats = self.fixed()
         ints, floats = ints.take(places, axis=1), floats.take(places, axis=1)
@@ -415,12 +361,7 @@ class ChunkTable:
         return columns, places
 
     def may_refine(self, goal: Goal, state: ChunkState) -> bool:
-        """Whether any chunk in a state may become finer than what was asked for.
-
-        Args:
-            goal: Says whether that is wanted, and the ceiling.
-            state: The state.
-        """
+        """Whether any chunk in a state may become finer than what was asked for."""
         if goal.objective != "quality":
             return False
         top = self.look("top")
@@ -429,14 +370,7 @@ class ChunkTable:
         return bool(able.any())
 
     def refinable(self, ceiling: int | None) -> tuple[UpgradeCandidates, Ints]:
-        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling, in prompt order.
-
-        Args:
-            ceiling: Finest level that is worth waiting for; None: any.
-
-        Returns:
-            The candidates, and their places.
-        """
+        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling, in prompt order."""
         state, top = self.look("state"), self.look("top")
         most = top if ceiling is None else np.minimum(top, ceiling)
         able: Flags = (self.look("layered") > 0) & (self.look("held") > 0) & (self.look("level") < most)

@@ -19,19 +19,7 @@ if TYPE_CHECKING:
 def coding_options(
     table: ChunkTable, goal: Goal, decode: DecodeCost, bandwidth: float, lead_s: float
 ) -> list[tuple[float, float]]:
-    """When all chunks could be at a level, and what error they had then.
-
-    Args:
-        table: The load's chunks.
-        goal: Says the floor and the ceiling.
-        decode: Cost of decoding a chunk of many.
-        bandwidth: Bytes per second to rely on.
-        lead_s: Seconds until the link delivers again.
-
-    Returns:
-        Seconds from now and the mean error over tokens, from the goal's floor to its ceiling; text is not thought
-        of.
-    """
+    """When all chunks could be at a level, and what error they had then."""
     tokens, held, state, level = (table.look(name) for name in ("tokens", "held", "state", "valid_level"))
     valid = (state >= VALID[0]) & (state <= VALID[-1])
     text = (state == RECOMPUTING) | (valid & (level < 0))
@@ -53,14 +41,6 @@ def coding_options(
 
 
 def finest_bytes(table: ChunkTable, goal: Goal) -> int:
-    """Bytes of all chunks as finely as a goal allows, whatever of them is there.
-
-    Args:
-        table: The load's chunks.
-        goal: Says the ceiling.
-
-    Returns:
-        Bytes; those of documents without a blob are none.
-    """
+    """Bytes of all chunks as finely as a goal allows, whatever of them is there."""
     finest = len(table.sizes) - 1
     return sum(table.sizes[finest if goal.ceiling is None else min(goal.ceiling, finest)])

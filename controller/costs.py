@@ -218,15 +218,7 @@ class CostModel:
 
 
 def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:
-    """What the busiest of some threads has to do, each chunk going to whoever has least; all tokens and bytes.
-
-    Args:
-        chunks: Tokens and bytes of each.
-        threads: How many there are.
-
-    Returns:
-        Its tokens and bytes.
-    """
+    """What the busiest of some threads has to do, each chunk going to whoever has least; all tokens and bytes."""
     if threads == 1:
         return sum(tokens for tokens, _ in chunks), sum(size for _, size in chunks)
     given = [(0, 0)] * threads

@@ -298,14 +298,7 @@ class Dispatcher(DecodeLane):
     # What comes next.
 
     def may_begin(self, now: float) -> bool:
-        """Whether anything may begin now that a chunk has arrived: cheaper than finding out what.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            False only where ``act`` would do nothing, but perhaps open a fetch that others behind it can wait for.
-        """
+        """Whether anything may begin now that a chunk has arrived: cheaper than finding out what."""
         if self.lanes.is_free("decode") or self.can_fetch:
             return True
         idle = self.lanes.is_free("prefill")
@@ -319,12 +312,7 @@ class Dispatcher(DecodeLane):
         return False
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
-        """End loads that are over, then give free lanes and the link something to do.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-        """
+        """End loads that are over, then give free lanes and the link something to do."""
         self._now = now
         self._conclude_all(now, out)
         self._stop_pass(now, out)
@@ -483,13 +471,7 @@ class Dispatcher(DecodeLane):
                 self.ask(load, (doc, chunk), valid + 1, level, cut, now, out)
 
     def _leaves_time(self, load: Load, size: int, now: float) -> bool:
-        """Whether all that is open comes before a load's cut with more bytes besides: requests share the link.
-
-        Args:
-            load: Which one.
-            size: Bytes that are to be asked for.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Whether all that is open comes before a load's cut with more bytes besides: requests share the link."""
         low = max(self.link.bandwidth_low, SLOWEST)
         return now + self.link.lead_s(now) + (self.link.open_bytes + size) / low <= self._cut(load)
 
@@ -568,13 +550,7 @@ class Dispatcher(DecodeLane):
         return bool(load.refine)
 
     def end(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Take a load out: its fetches are cancelled and its bytes forgotten.
-
-        Args:
-            load: Which one.
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-        """
+        """Take a load out: its fetches are cancelled and its bytes forgotten."""
         for doc, chunk in load.having(FETCHING, REFINING):
             self.link.drop(doc.id(chunk), now)
             out.append(ev.Cancel(doc.id(chunk), "nobody waits for it any more"))

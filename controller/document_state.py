@@ -34,17 +34,7 @@ class DocumentState:
     def __init__(
         self, load: int, number: int, variants: tuple[DocumentPlanInput, ...], table: ChunkTable | None = None
     ) -> None:
-        """Append the document's chunks to a table; the first variant is the chosen one until ``choose``.
-
-        Args:
-            load: Number of the load.
-            number: Of the document in the prompt.
-            variants: The same document as blobs coded for different prefix layers; usually one.
-            table: Of the load; None: the document has one of its own.
-
-        Raises:
-            ArgumentError: There is no variant, or their chunks differ.
-        """
+        """Append the document's chunks to a table; the first variant is the chosen one until ``choose``."""
         self.load, self.number, self.variants = load, number, variants
         if not variants or (len(variants) > 1 and any(each.tokens != variants[0].tokens for each in variants)):
             msg = f"document {number} needs at least one variant, and all of them chunks of the same tokens"
@@ -119,15 +109,7 @@ class DocumentState:
         return self._ids[chunk]
 
     def move(self, chunk: int, state: ChunkState) -> None:
-        """Go to another state.
-
-        Args:
-            chunk: Number of the chunk.
-            state: The next one.
-
-        Raises:
-            ArgumentError: ``MOVES`` has no such move.
-        """
+        """Go to another state."""
         if not self.table.move(self.start + chunk, state):
             old = ChunkState(self.table.state[self.start + chunk])
             msg = f"{self.id(chunk)} is {old.name.lower()}: it cannot become {state.name.lower()}; report outcomes once"
@@ -137,11 +119,6 @@ class DocumentState:
         """Go back to planned without one of the two ways, and fail where the other is gone as well.
 
         Without its text, a chunk that was given up with its document's blob is tried after all.
-
-        Args:
-            chunk: Number of the chunk.
-            trouble: What went wrong, in words.
-            fetch: Fetching is lost; otherwise recomputing is.
         """
         self.move(chunk, PLANNED)
         table, at = self.table, self.start + chunk
@@ -156,12 +133,7 @@ class DocumentState:
             self.move(chunk, FAILED)
 
     def give_up_blob(self, trouble: str, *, all_of_it: bool = False) -> None:
-        """Fetch nothing more of this document where its text stands in, or not even where it does not.
-
-        Args:
-            trouble: What went wrong, in words.
-            all_of_it: Also for chunks without text, which fail.
-        """
+        """Fetch nothing more of this document where its text stands in, or not even where it does not."""
         table = self.table
         if all_of_it:
             self._given_up.clear()
@@ -178,11 +150,7 @@ class DocumentState:
                     self.move(chunk, FAILED)
 
     def limit(self, most_bytes: int) -> None:
-        """Leave out levels that are larger than what may be held at all; before anything is fetched.
-
-        Args:
-            most_bytes: Of a chunk.
-        """
+        """Leave out levels that are larger than what may be held at all; before anything is fetched."""
         table = self.table
         if max(table.sizes[-1][self.start : self.stop]) <= most_bytes:
             return
@@ -198,37 +166,16 @@ class DocumentState:
                     self.move(chunk, FAILED)
 
     def note(self, chunk: int, trouble: str) -> None:
-        """Remember what went wrong.
-
-        Args:
-            chunk: Number of the chunk.
-            trouble: What went wrong, in words.
-        """
+        """Remember what went wrong."""
         before = self.troubles.get(chunk)
         self.troubles[chunk] = f"{before}; {trouble}" if before else trouble
 
     def size(self, chunk: int, level: int) -> int:
-        """Bytes of a chunk up to a level; 0 below level 0.
-
-        Args:
-            chunk: Number of the chunk.
-            level: The level.
-
-        Returns:
-            Bytes.
-        """
+        """Bytes of a chunk up to a level; 0 below level 0."""
         return self.table.sizes[level][self.start + chunk] if level >= 0 else 0
 
     def prefill_span(self, first: int, last: int) -> tuple[int, int]:
-        """Measure a forward pass over chunks first..last.
-
-        Args:
-            first: First chunk.
-            last: Last chunk.
-
-        Returns:
-            Its tokens, and the tokens before them.
-        """
+        """Measure a forward pass over chunks first..last."""
         table, end = self.table, self.start + last
         start = table.context[self.start + first]
         return table.context[end] + table.tokens[end] - start, start

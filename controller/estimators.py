@@ -54,15 +54,7 @@ class Memory:
             raise ArgumentError(msg)
 
     def half_lives(self, size: int, seconds: float) -> float:
-        """Measure a sample.
-
-        Args:
-            size: Of the sample.
-            seconds: In which the link was busy for it.
-
-        Returns:
-            How many half-lives it takes up.
-        """
+        """Measure a sample."""
         return seconds / self.seconds + min(size / self.size, 1 / self.samples)
 
 
@@ -123,26 +115,14 @@ class BusyTime:
     """Seconds that transfers cover together; amortised O(1) for intervals that come about in order."""
 
     def __init__(self, memory_s: float) -> None:
-        """Start without transfers.
-
-        Args:
-            memory_s: Seconds of the past that are remembered.
-        """
+        """Start without transfers."""
         self._memory_s = memory_s
         # Disjoint intervals in order.
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def claim(self, started: float, ended: float) -> float:
-        """Mark an interval as busy.
-
-        Args:
-            started: Its beginning, in seconds of any one clock.
-            ended: Its end.
-
-        Returns:
-            Seconds of it that were not busy yet.
-        """
+        """Mark an interval as busy."""
         last = self._ends[-1] if self._ends else -inf
         if started <= last and self._starts[-1] <= started:  # the usual case
             if ended <= last:
@@ -363,12 +343,7 @@ class RecentMedian:
     """
 
     def __init__(self, prior: float, spread: float = 0.5) -> None:
-        """Start at a prior.
-
-        Args:
-            prior: Finite, at least 0.
-            spread: Relative error of the prior to expect, 1 sigma.
-        """
+        """Start at a prior."""
         if not (0 <= prior < inf and 0 <= spread < inf):
             msg = f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}"
             raise ArgumentError(msg)

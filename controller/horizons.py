@@ -35,14 +35,7 @@ class HorizonErrors:
     """Counts of ratios for each horizon, amortised O(horizons) for each sample."""
 
     def __init__(self, counts: tuple[tuple[float, ...], ...] | None = None) -> None:
-        """Start with what is known.
-
-        Args:
-            counts: Of each bin, for each horizon, as ``counts`` gives them; None: nothing is known.
-
-        Raises:
-            ArgumentError: Numbers of horizons or bins are others, or a count cannot be.
-        """
+        """Start with what is known."""
         self._counts = [[0.0] * len(EDGES) for _ in HORIZONS_S] if counts is None else [list(row) for row in counts]
         right = [len(row) == len(EDGES) and all(isfinite(c) and c >= 0 for c in row) for row in self._counts]
         if len(right) != len(HORIZONS_S) or not all(right):
@@ -58,13 +51,7 @@ class HorizonErrors:
         return tuple(tuple(row) for row in self._counts)
 
     def add(self, size: int, seconds: float, rate: float) -> None:
-        """Take in a sample.
-
-        Args:
-            size: Bytes that came.
-            seconds: In which the link was busy for them, above 0.
-            rate: Bytes per second that were predicted before they came.
-        """
+        """Take in a sample."""
         busy_s, brought = self._busy_s, self._brought
         self._busy_s, self._brought = busy_s + seconds, brought + size
         for number, horizon_s in enumerate(HORIZONS_S):
@@ -87,16 +74,7 @@ class HorizonErrors:
         return self._counts[max(0, bisect_right(HORIZONS_S, horizon_s) - 1)]
 
     def low(self, horizon_s: float, share: float, assumed: float) -> float:
-        """Tell how much of what is predicted comes at least, but for a share of all times.
-
-        Args:
-            horizon_s: Seconds for which is predicted.
-            share: Of times at which less comes.
-            assumed: The same ratio where nothing is known, above 0; fades as checks become more.
-
-        Returns:
-            A ratio, at most 1.
-        """
+        """Tell how much of what is predicted comes at least, but for a share of all times."""
         row = self._row(horizon_s)
         known = sum(row)
         if not known:
@@ -105,14 +83,7 @@ class HorizonErrors:
         return min(1.0, exp(trust * log(_quantile(row, share * known)) + (1 - trust) * log(assumed)))
 
     def risk(self, horizon_s: float) -> float:
-        """Tell how often less than half of what is predicted comes.
-
-        Args:
-            horizon_s: Seconds for which is predicted.
-
-        Returns:
-            A share, above 0 and below 1.
-        """
+        """Tell how often less than half of what is predicted comes."""
         row = self._row(horizon_s)
         return (sum(row[:_FALL_BIN]) + _TRUSTED * _USUAL_RISK) / (sum(row) + _TRUSTED)
 
@@ -128,14 +99,6 @@ def _quantile(row: list[float], wanted: float) -> float:
 
 
 def faded(counts: tuple[tuple[float, ...], ...], half_lives: float) -> tuple[tuple[float, ...], ...]:
-    """Trust what was counted less.
-
-    Args:
-        counts: As ``HorizonErrors`` has them.
-        half_lives: How often they are halved, at least 0.
-
-    Returns:
-        The counts of which less is left.
-    """
+    """Trust what was counted less."""
     left = exp2(-half_lives)
     return tuple(tuple(count * left for count in row) for row in counts)

@@ -52,12 +52,7 @@ class Link:
     """
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
-        """Start idle.
-
-        Args:
-            estimates: Of link and engine.
-            stall_s: Seconds without a byte after which the link counts as dead.
-        """
+        """Start idle."""
         self._estimates = estimates
         self._stall_s = stall_s
         self.fetches: dict[ChunkId, InflightFetch] = {}
@@ -113,23 +108,13 @@ class Link:
         self._left += fetch.left
 
     def drop(self, chunk: ChunkId, now: float) -> None:
-        """Note that a fetch brings nothing.
-
-        Args:
-            chunk: Which chunk.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Note that a fetch brings nothing."""
         if chunk in self.fetches:
             self.credit(now)
             self._left -= self.fetches.pop(chunk).left
 
     def arrived(self, chunk: ChunkId, now: float) -> None:
-        """Note that a fetch has brought what was asked for.
-
-        Args:
-            chunk: Which chunk.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Note that a fetch has brought what was asked for."""
         fetch = self.fetches.pop(chunk, None)
         if fetch is None:
             return
@@ -141,15 +126,7 @@ class Link:
             self._loose = 0
 
     def first_byte(self, seconds: float, now: float) -> bool:
-        """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before.
-
-        Args:
-            seconds: The time.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            Whether it was taken in.
-        """
+        """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before."""
         if not (isfinite(seconds) and seconds >= 0):
             msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
             raise ArgumentError(msg)
@@ -159,17 +136,7 @@ class Link:
         return counts
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
-        """Take in bytes that came.
-
-        Args:
-            size: Bytes.
-            started: When they began to come.
-            ended: When the last of them had come.
-            chunk: Whose bytes; None: nobody knows.
-
-        Raises:
-            ArgumentError: The number of bytes is not finite.
-        """
+        """Take in bytes that came."""
         if not isfinite(size):
             msg = f"a transfer needs a finite number of bytes, got {size}"
             raise ArgumentError(msg)
@@ -189,11 +156,7 @@ class Link:
         return taken
 
     def credit(self, now: float) -> None:
-        """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come."""
         size, self._loose = self._loose, 0
         if not size:
             return
@@ -218,12 +181,7 @@ class Link:
         self._flowing, self.stalled, self._stalls = True, False, 0
 
     def paused(self, seconds: float, now: float) -> None:
-        """Note that nobody has listened for a while: that is no silence.
-
-        Args:
-            seconds: How long, until now.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Note that nobody has listened for a while: that is no silence."""
         self._paused_at = now
         self._since = max(self._since, min(self._since + seconds, now))
 
@@ -232,10 +190,6 @@ class Link:
 
         It is no measurement: what ends a silence reports it with its bytes, and of a link that died nothing is learnt
         about the one that comes back.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-            until: How long silence is waited out, as an instant.
         """
         if now >= until:
             self.stalled = True
@@ -276,14 +230,7 @@ class Link:
         return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
 
     def arrivals(self, now: float) -> Iterator[tuple[ChunkId, float]]:
-        """Expect the arrivals of all open fetches.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-
-        Yields:
-            Each chunk, in the order of the requests, and seconds from now; infinite on a dead link.
-        """
+        """Expect the arrivals of all open fetches."""
         self.credit(now)
         ahead, lead_s, rate = 0, self.lead_s(now), max(self.bandwidth, _SLOWEST)
         if self.bandwidth <= 0:
@@ -293,13 +240,5 @@ class Link:
             yield fetch.chunk, lead_s + ahead / rate
 
     def arrival_s(self, chunk: ChunkId, now: float) -> float:
-        """Expect the arrival of an open fetch.
-
-        Args:
-            chunk: Which chunk.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            Seconds from now; infinite on a dead link.
-        """
+        """Expect the arrival of an open fetch."""
         return next((seconds for each, seconds in self.arrivals(now) if each == chunk), inf)

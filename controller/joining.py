@@ -52,14 +52,6 @@ def joined(passes: Sequence[WaitingPass], costs: CostModel, most: int) -> list[i
 
     Those that are chosen end together; the others follow, one after the other, in their order. Each is taken in that
     makes the sum less when it is its turn.
-
-    Args:
-        passes: That wait, in the order in which they would run one by one.
-        costs: Of joined passes.
-        most: How many may run as one.
-
-    Returns:
-        Their numbers, ascending; only the first where nothing is gained.
     """
     chosen = [0]
     least = sum_of_ends(passes, chosen, costs)
@@ -80,16 +72,7 @@ def joined(passes: Sequence[WaitingPass], costs: CostModel, most: int) -> list[i
 
 
 def sum_of_ends(passes: Sequence[WaitingPass], chosen: Sequence[int], costs: CostModel) -> float:
-    """Work out when passes end, in sum.
-
-    Args:
-        passes: All that wait, in their order.
-        chosen: Numbers of those that run first, as one where there are several.
-        costs: Of joined passes.
-
-    Returns:
-        Seconds from now, added up over all passes.
-    """
+    """Work out when passes end, in sum."""
     rows = [passes[number] for number in chosen]
     end = rows[0].seconds if len(rows) == 1 else costs.joined_s([(row.tokens, row.context) for row in rows])
     total = end * len(rows)
@@ -107,15 +90,7 @@ class Joiner(Planner):
     _vain_until = -inf
 
     def begin_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        """Begin a forward pass over neighbouring chunks of a document, together with others' where that is sooner.
-
-        Args:
-            load: Whose chunks they are.
-            doc: State of the document.
-            run: Chunks one behind the other.
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-        """
+        """Begin a forward pass over neighbouring chunks of a document, together with others' where that is sooner."""
         able = self._estimates.joined is not None and self._settings.max_joined > 1 and load.joins
         joins = able and len(self._loads) > 1 and not (self._in_vain >= _VAIN and now < self._vain_until)
         if not (joins and self._join(load, doc, run, now, out)):
@@ -164,13 +139,7 @@ class Joiner(Planner):
                 yield load, *found
 
     def _join_limit_s(self, load: Load, alone_s: float, now: float) -> float:
-        """Seconds that a joined pass may take so that a load is still handed over by its cut.
-
-        Args:
-            load: Which one.
-            alone_s: When the lane would be done with its pass, or free for it, without joining.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Seconds that a joined pass may take so that a load is still handed over by its cut."""
         doubt_s = min(self._heard_s(now), self._sure_s(load, self.costs_of(load), now), self._settings.max_pass_s)
         if load.due == inf or self._rank(load)[0] or load.plan is None:
             return max(doubt_s, alone_s)
@@ -178,15 +147,7 @@ class Joiner(Planner):
         return max(alone_s, min(doubt_s, alone_s + self._cut(load) - max(ends, now)))
 
     def recomputed_together(self, event: ev.RecomputedTogether, now: float) -> None:
-        """Take in the end of a joined pass, for each of its loads.
-
-        Args:
-            event: What was told.
-            now: The instant, in seconds of the controller's clock.
-
-        Raises:
-            ArgumentError: No such pass is running, or what failed is not of it.
-        """
+        """Take in the end of a joined pass, for each of its loads."""
         job = self.lanes.running("prefill")
         if job is None or job.kind != "joined" or tuple(map(_asked, job.passes)) != event.passes:
             msg = "no such joined pass is running; report each instruction's outcome once, with exactly its passes"

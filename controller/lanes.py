@@ -74,14 +74,7 @@ class Job:
 
 
 def check_seconds(seconds: float) -> None:
-    """Refuse what no clock measures.
-
-    Args:
-        seconds: That something took.
-
-    Raises:
-        ArgumentError: It is not finite, or below 0.
-    """
+    """Refuse what no clock measures."""
     if not (isfinite(seconds) and seconds >= 0):
         msg = f"a measured time must be a finite number of seconds, at least 0, got {seconds}"
         raise ArgumentError(msg)
@@ -95,11 +88,7 @@ class ComputeLanes:
     """
 
     def __init__(self, workers: int) -> None:
-        """Start idle.
-
-        Args:
-            workers: 1: the lanes take turns; 2: they work side by side.
-        """
+        """Start idle."""
         self._workers = workers
         self._jobs: dict[Lane, Job] = {}
         self.closings: dict[int, Job] = {}
@@ -114,11 +103,7 @@ class ComputeLanes:
         return not self._jobs and not self.closings
 
     def paused(self, seconds: float) -> None:
-        """Take jobs that run for begun later: nobody listened for a while, and they may be over.
-
-        Args:
-            seconds: How long.
-        """
+        """Take jobs that run for begun later: nobody listened for a while, and they may be over."""
         for lane, job in self._jobs.items():
             self._jobs[lane] = later = replace(job, began=job.began + seconds)
             if self._interrupted is job:
@@ -127,11 +112,7 @@ class ComputeLanes:
             self._closing_since += seconds
 
     def close(self, job: Job) -> None:
-        """Begin a load's closing, behind what runs.
-
-        Args:
-            job: The closing.
-        """
+        """Begin a load's closing, behind what runs."""
         self.closings[job.load] = job
         self._begin_closing(job.began)
 
@@ -141,15 +122,7 @@ class ComputeLanes:
             self._closing_since = now
 
     def closed(self, load: int, now: float) -> bool:
-        """End a load's closing, if there is one.
-
-        Args:
-            load: Number of the load.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            Whether there was one.
-        """
+        """End a load's closing, if there is one."""
         first = next(iter(self.closings), None) == load
         known = self.closings.pop(load, None) is not None
         if first:
@@ -158,31 +131,11 @@ class ComputeLanes:
         return known
 
     def start(self, lane: Lane, job: Job) -> None:
-        """Begin a job on a free lane.
-
-        Args:
-            lane: Which lane.
-            job: What it does.
-        """
+        """Begin a job on a free lane."""
         self._jobs[lane] = job
 
     def end(self, lane: Lane, kind: str, chunks: tuple[ChunkId, ...], load: int, document: int, now: float) -> Job:
-        """End a lane's job.
-
-        Args:
-            lane: Which lane.
-            kind: What was done.
-            chunks: Which chunks.
-            load: Number of the load.
-            document: Number of the document in the prompt.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            The job.
-
-        Raises:
-            ArgumentError: The lane does not run exactly this job.
-        """
+        """End a lane's job."""
         job = self._jobs.get(lane)
         if job is None or (job.kind, job.chunks, job.load, job.document) != (kind, chunks, load, document):
             what = chunks or f"document {document} of load {load}"
@@ -204,14 +157,7 @@ class ComputeLanes:
             self._slow_until = -inf
 
     def interrupt(self) -> Job:
-        """Ask the forward pass that runs to stop.
-
-        Returns:
-            The pass.
-
-        Raises:
-            ArgumentError: None runs.
-        """
+        """Ask the forward pass that runs to stop."""
         job = self._jobs.get("prefill")
         if job is None:
             msg = "no forward pass is running that could be stopped"
@@ -225,11 +171,7 @@ class ComputeLanes:
         return self._interrupted is not None and self._jobs.get("prefill") is self._interrupted
 
     def was_interrupted(self, now: float) -> bool:
-        """Whether a pass was stopped a short while ago, and none has kept its time since.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Whether a pass was stopped a short while ago, and none has kept its time since."""
         return now < self._slow_until
 
     def running(self, lane: Lane) -> Job | None:
@@ -237,15 +179,7 @@ class ComputeLanes:
         return self._jobs.get(lane)
 
     def left_s(self, lane: Lane, now: float) -> float:
-        """Seconds that a lane is still busy.
-
-        Args:
-            lane: Which lane.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            Seconds; 0 for an idle lane.
-        """
+        """Seconds that a lane is still busy."""
         job = self._jobs.get(lane)
         left_s = job.left_s(now) if job else 0.0
         if lane == "prefill" and self.closings:

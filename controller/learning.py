@@ -251,25 +251,13 @@ class JoinedEstimator(PrefillEstimator):
     def __init__(
         self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = DEFAULT_SPREAD, known: int = 0
     ) -> None:
-        """Start from ``prior``, as ``PrefillEstimator`` does.
-
-        Args:
-            prior: What is assumed before anything is measured.
-            alone: What passes of one load cost, from now on.
-            spread: Relative error of the prior to expect, 1 sigma.
-            known: Measurements that the prior was learnt from.
-        """
+        """Start from ``prior``, as ``PrefillEstimator`` does."""
         super().__init__(prior, spread=spread, known=known)
         self._alone, self._first_s = alone, alone.cost.seconds(_USUAL_TOKENS)
         self._speed, self._told = 1.0, prior
 
     def add_rows(self, passes: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Take in one joined pass.
-
-        Args:
-            passes: New tokens of each row, and tokens before them that were ready.
-            seconds: That it took.
-        """
+        """Take in one joined pass."""
         tokens, context = map(max, zip(*passes, strict=True))
         padded = float(len(passes) * tokens)
         self._learner.add((1.0, padded, padded * (context + tokens / 2)), seconds / self._slower())
@@ -325,21 +313,12 @@ class ClosingEstimator:
     """Seconds per prompt token of linking and handing the cache over, beyond the question's forward pass."""
 
     def __init__(self, prior: float) -> None:
-        """Start at ``prior`` seconds per token.
-
-        Args:
-            prior: Seconds for each token that are assumed.
-        """
+        """Start at ``prior`` seconds per token."""
         self._recent = RecentMedian(prior)
         self._beyond: deque[float] = deque(maxlen=_CLOSINGS)
 
     def add(self, prompt_tokens: int, seconds: float) -> None:
-        """Take in one closing, less what the question's pass should take: below 0, it cost nothing.
-
-        Args:
-            prompt_tokens: Length of all documents together.
-            seconds: That it took.
-        """
+        """Take in one closing, less what the question's pass should take: below 0, it cost nothing."""
         if prompt_tokens < 1 or not isfinite(seconds):
             msg = f"a closing has tokens and a finite number of seconds, got {prompt_tokens} and {seconds}"
             raise ArgumentError(msg)
@@ -368,20 +347,11 @@ class RepairEstimator:
     """What repairing prompts takes, over what passes of as many tokens should take."""
 
     def __init__(self, prior: float = 1.0) -> None:
-        """Start from what is assumed.
-
-        Args:
-            prior: Ratio; 1: no difference.
-        """
+        """Start from what is assumed."""
         self._recent = RecentMedian(prior)
 
     def add(self, expected_s: float, seconds: float) -> None:
-        """Take in one repair.
-
-        Args:
-            expected_s: What passes of as many tokens should take.
-            seconds: That it took.
-        """
+        """Take in one repair."""
         if expected_s > 0 and isfinite(seconds) and seconds > 0:
             self._recent.add(min(max(seconds / expected_s, 1 / _MOST_RATIO), _MOST_RATIO))
 

@@ -51,12 +51,7 @@ class Demand:
         self._averages = [_Average(half_life_s) for half_life_s in _HALF_LIVES_S]
 
     def add(self, floor_s: float, now: float) -> None:
-        """Take in a load.
-
-        Args:
-            floor_s: Seconds that it takes at its quality floor.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Take in a load."""
         for average in self._averages:
             average.add(floor_s, now)
 
@@ -65,16 +60,6 @@ class Demand:
 
         What floors take of the time, loads leave of theirs: the queue then stays short where it could not be worked
         off. And a queue grows by no more than what is spare for each load.
-
-        Args:
-            floor_s: What was taken in of the load itself, which does not compete with itself.
-            came: When it was.
-            now: The instant, in seconds of the controller's clock.
-            least_s: Seconds that it takes at its floor, behind what goes first.
-            left_s: Seconds until it is due.
-
-        Returns:
-            Seconds, at least ``least_s``; infinite where no other load came in lately.
         """
         others = [average.without(floor_s, came, now) for average in self._averages]
         loads, busy = max(rate for rate, _ in others), max(share for _, share in others)
@@ -106,14 +91,7 @@ class Limits(Resources):
     def __init__(
         self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
     ) -> None:
-        """Start idle.
-
-        Args:
-            estimates: Of link and engine.
-            settings: How loads are steered.
-            policy: Decides.
-            loads: Those under way, by number; ended ones are taken out.
-        """
+        """Start idle."""
         super().__init__(estimates, settings, loads)
         self._policy = policy
         self._demand = Demand()
@@ -281,11 +259,7 @@ class Limits(Resources):
         return False
 
     def _window_open(self, *, spare: int = 0) -> bool:
-        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late.
-
-        Args:
-            spare: Above 0: only where more than a share of one in so many is free.
-        """
+        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
         fetches, most = len(self.link.fetches), self._most_open()
         if fetches >= (most - most // spare if spare else most):
             return False
@@ -312,9 +286,6 @@ class Limits(Resources):
         """Instant at which so little is open that what a plan names may be asked for; infinite where nothing waits.
 
         Requests side by side end together. Whoever only hears of their ends leaves the link idle for a round trip.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
         """
         link, (most, size) = self.link, self._window(spare=SPARE)
         if not _FEWEST_OPEN <= len(link.fetches) < most or link.stalled:
@@ -353,13 +324,6 @@ class Limits(Resources):
         """Instant until which a load is still in time by fetching at the quality floor, however slow the engine is.
 
         Decoding that is under way goes on meanwhile and is not counted.
-
-        Args:
-            load: Which one.
-            floors_s: Seconds that what is to be fetched then takes.
-
-        Returns:
-            The instant; -inf on a dead link.
         """
         low = self.link.bandwidth_low
         if low <= SLOWEST:
@@ -401,9 +365,6 @@ class Limits(Resources):
 
         One that is overdue is waited for until the last instant at which fetching what it computes saves the deadline,
         or at which another load's closing must begin. One that nobody waits for is stopped at once.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
         """
         job = self.lanes.running("prefill") if self._settings.interrupts else None
         if job is None or job.kind != "recompute" or self.lanes.is_interrupted:
@@ -478,17 +439,7 @@ class Limits(Resources):
     # How long the link is waited for.
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> bool:
-        """Take in bytes that came.
-
-        Args:
-            size: Bytes.
-            started: When they began to come.
-            ended: When the last of them had come.
-            chunk: Whose bytes; None: nobody knows.
-
-        Returns:
-            Whether a plan should be made anew.
-        """
+        """Take in bytes that came."""
         guessed = self._estimates.bandwidth.is_guess
         self.link.progress(size, started, ended, chunk)
         if not guessed:
@@ -499,11 +450,7 @@ class Limits(Resources):
         return bool(undecided)
 
     def watch(self, now: float) -> None:
-        """Notice that the link is silent.
-
-        Args:
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Notice that the link is silent."""
         self._now = now
         self.link.watch(now, self._stalls_at(now))
 

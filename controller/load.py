@@ -83,12 +83,7 @@ class Load:
     """
 
     def __init__(self, asked: LoadRequested, now: float) -> None:
-        """Lay the load out; its documents come later.
-
-        Args:
-            asked: What was asked for.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Lay the load out; its documents come later."""
         if asked.documents < 1 or asked.query_tokens < 0:
             msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
             raise ArgumentError(msg)
@@ -140,19 +135,7 @@ class Load:
         self._open = self._refinable = np.zeros(0, np.int64)
 
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
-        """Make a document known.
-
-        Args:
-            number: Of the document in the prompt.
-            variants: The same document as blobs coded for different prefix layers; usually one.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            Its state.
-
-        Raises:
-            ArgumentError: The document is known already or is none of this load.
-        """
+        """Make a document known."""
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
             msg = f"load {self.number} has no document {number} whose index is still missing"
             raise ArgumentError(msg)
@@ -175,14 +158,7 @@ class Load:
         return doc
 
     def costs(self, base: CostModel) -> CostModel:
-        """What computing costs, the repair of this load included.
-
-        Args:
-            base: Without it.
-
-        Returns:
-            The costs; the same object as long as nothing changes.
-        """
+        """What computing costs, the repair of this load included."""
         rows = self._rows(self.repair_share)
         if not rows:
             return base
@@ -191,17 +167,7 @@ class Load:
         return self._costs[1]
 
     def checked_attention(self, attention: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Attention as ``looked`` takes it.
-
-        Args:
-            attention: See ``Looked``.
-
-        Returns:
-            The same.
-
-        Raises:
-            ArgumentError: There are not as many figures as chunks, or one cannot be.
-        """
+        """Attention as ``looked`` takes it."""
         counts = [doc.count for doc in self.docs]
         if attention and [len(row) for row in attention] != counts:
             msg = f"attention is told for each of {counts} chunks, got {[len(row) for row in attention]} figures"
@@ -212,22 +178,14 @@ class Load:
         return attention
 
     def looked(self, attention: Sequence[Sequence[float]]) -> None:
-        """Have the errors of what the question attends to count more, now that this is known.
-
-        Args:
-            attention: From ``checked_attention``; empty where nothing was to be seen.
-        """
+        """Have the errors of what the question attends to count more, now that this is known."""
         self.is_looking, self.is_stale = False, True
         self.has_looked, self._costs = bool(attention), None
         for doc, row in zip(self.docs, attention, strict=False):
             self.table.weigh(doc.start, [_UNSEEN + (1 - _UNSEEN) * each for each in row])
 
     def can_see_before(self, doc: DocumentState) -> bool:
-        """Whether a forward pass over a document can see all of those before it now.
-
-        Args:
-            doc: State of the document.
-        """
+        """Whether a forward pass over a document can see all of those before it now."""
         if not (self.sees_before and self.is_known and doc.number):
             return False
         if self.table.in_prompt_order:
@@ -260,24 +218,11 @@ class Load:
         return replace(costs, repair_rows=rows, repair_looks=looks)
 
     def closing_s(self, costs: CostModel, share: float) -> float:
-        """Seconds from the last chunk to the first token, were a share of rows repaired.
-
-        Args:
-            costs: What computing costs.
-            share: Of the prompt's rows.
-
-        Returns:
-            Seconds.
-        """
+        """Seconds from the last chunk to the first token, were a share of rows repaired."""
         return self._repairing(costs, self._rows(share)).closing_s(self.prompt_tokens)
 
     def pass_ended(self, job: Job, *, blind: bool) -> None:
-        """Take in chunks that were recomputed.
-
-        Args:
-            job: The pass, or its part in a joined one.
-            blind: It saw its own document alone.
-        """
+        """Take in chunks that were recomputed."""
         doc = self.doc(job.document)
         for chunk in job.chunks:
             doc.move(chunk.chunk, READY)
@@ -286,13 +231,7 @@ class Load:
             doc.saw_before(chunk.chunk for chunk in job.chunks)
 
     def pass_failed(self, job: Job, bad: ChunkId, reason: str) -> None:
-        """Take in that a pass failed: nothing of it is valid.
-
-        Args:
-            job: The pass, or its part in a joined one.
-            bad: The chunk that is not to be recomputed again.
-            reason: Why, in words.
-        """
+        """Take in that a pass failed: nothing of it is valid."""
         doc, self.is_stale = self.doc(job.document), True
         for chunk in job.chunks:
             if chunk == bad:
@@ -301,27 +240,13 @@ class Load:
                 doc.move(chunk.chunk, PLANNED)
 
     def pass_stopped(self, job: Job) -> None:
-        """Take in that a pass was stopped: every way is open for its chunks again.
-
-        Args:
-            job: The pass.
-        """
+        """Take in that a pass was stopped: every way is open for its chunks again."""
         doc, self.is_stale = self.doc(job.document), True
         for chunk in job.chunks:
             doc.move(chunk.chunk, PLANNED)
 
     def doc(self, document: int) -> DocumentState:
-        """A document that is known.
-
-        Args:
-            document: Number of the document in the prompt.
-
-        Returns:
-            Its state.
-
-        Raises:
-            ArgumentError: The document is not known.
-        """
+        """A document that is known."""
         doc = self._slots[document] if 0 <= document < len(self._slots) else None
         if doc is None:
             msg = f"document {document} of load {self.number} is not known"
@@ -382,15 +307,7 @@ class Load:
         return bool(counts[REFINING] or counts[REFINED] or counts[REDECODING])
 
     def request(self, base: PlanRequest, *, alone: bool = True) -> PlanRequest:
-        """What a plan for the open chunks depends on.
-
-        Args:
-            base: Knows the costs, the link and the lanes.
-            alone: No other load needs the engine, so that its time may be spent on text for the sake of links, too.
-
-        Returns:
-            The request.
-        """
+        """What a plan for the open chunks depends on."""
         costs = base.costs
         heads = {
             doc.number: doc.prefix_share_left * costs.prefill.seconds(doc.tokens)
@@ -424,13 +341,7 @@ class Load:
         return bool(self.plan and self.plan.looks) or self.table.counts[PLANNED] >= _HARDLY * len(self.table)
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
-        """Take over a plan for the request made last.
-
-        Args:
-            plan: The plan.
-            request: That it answers.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Take over a plan for the request made last."""
         self.plan, self.plan_bytes, self.planned_at = plan, plan.bytes, now
         self.spare_s = 0.0
         if self.repair and self.repair_share > self.repair.least:
@@ -466,12 +377,7 @@ class Load:
         return any(doc.input.has_blob for doc in self.docs)
 
     def fetch_instead(self, doc: DocumentState, chunk: int) -> None:
-        """Fetch what the plan would have recomputed of a document from a chunk on, which could only wait for it.
-
-        Args:
-            doc: State of the document.
-            chunk: Number of the chunk.
-        """
+        """Fetch what the plan would have recomputed of a document from a chunk on, which could only wait for it."""
         table = self.table
         for at in range(doc.start + chunk, doc.stop):
             lowest = table.lowest(at, self.goal.floor)
@@ -480,14 +386,7 @@ class Load:
                 self.waiting.append((at, lowest))
 
     def reason(self, at: int) -> str:
-        """Why the plan does with a chunk what it does.
-
-        Args:
-            at: Its place in the table.
-
-        Returns:
-            The reason, in words.
-        """
+        """Why the plan does with a chunk what it does."""
         if at in self._upgraded:
             return "upgraded: time is left"
         return self.plan.reason if self.plan else ""

@@ -38,17 +38,7 @@ _ADVICE = "the log is damaged or of another version; record the load again"
 
 
 def dump_entry(entry: ev.LogEntry) -> str:
-    """Write one line, without its end.
-
-    Args:
-        entry: Of a log.
-
-    Returns:
-        The line.
-
-    Raises:
-        ArgumentError: A number cannot be held by JSON, such as NaN, or the line exceeds MOST_CHARACTERS.
-    """
+    """Write one line, without its end."""
     line = {
         "now": entry.now,
         "event": _plain_kind(entry.event),
@@ -66,17 +56,7 @@ def dump_entry(entry: ev.LogEntry) -> str:
 
 
 def load_entry(line: str) -> ev.LogEntry:
-    """Read what ``dump_entry`` wrote.
-
-    Args:
-        line: Of a log.
-
-    Returns:
-        The entry.
-
-    Raises:
-        CorruptError: ``dump_entry`` did not write this.
-    """
+    """Read what ``dump_entry`` wrote."""
     if len(line) > MOST_CHARACTERS:
         msg = f"a line of a log has {MOST_CHARACTERS} characters at most, not {len(line)}; {_ADVICE}"
         raise CorruptError(msg)

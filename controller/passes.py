@@ -23,11 +23,7 @@ class WantedPasses:
     """Chunks that are to be recomputed, by document; true while there may be some."""
 
     def __init__(self, table: ChunkTable) -> None:
-        """Want nothing yet.
-
-        Args:
-            table: The load's chunks.
-        """
+        """Want nothing yet."""
         self._table = table
         self._wanted = bytearray()
         self._docs: deque[DocumentState] = deque()
@@ -39,16 +35,7 @@ class WantedPasses:
     def want(
         self, places: NDArray[np.int64], still_open: NDArray[np.int64], doc: Callable[[int], DocumentState]
     ) -> bool:
-        """Take over what a new plan wants.
-
-        Args:
-            places: Of the chunks to be recomputed, in the table.
-            still_open: Of all chunks that the plan decides about.
-            doc: Gives a document's state by its number.
-
-        Returns:
-            Whether the plan before wanted the same of those.
-        """
+        """Take over what a new plan wants."""
         before, self._wanted, self._docs = self._wanted, bytearray(len(self._table)), deque()
         if len(places):
             np.frombuffer(self._wanted, np.uint8)[places] = 1
@@ -62,34 +49,18 @@ class WantedPasses:
         return bool(np.array_equal(earlier, later))
 
     def wants(self, at: int) -> bool:
-        """Whether a chunk is to be recomputed.
-
-        Args:
-            at: Its place in the table.
-        """
+        """Whether a chunk is to be recomputed."""
         return bool(self._wanted[at])
 
     def give_up(self, at: int) -> None:
-        """Want a chunk no longer.
-
-        Args:
-            at: Its place in the table.
-        """
+        """Want a chunk no longer."""
         self._wanted[at] = 0
 
     def _may_want(self, doc: DocumentState) -> bool:
         return doc.has(PLANNED) and self._wanted.find(1, doc.start, doc.stop) >= 0
 
     def next(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
-        """Find the first forward pass that can run now and that the plan wants.
-
-        Args:
-            costs: What computing costs.
-            limit_s: Seconds that the pass may take, unless one chunk takes longer.
-
-        Returns:
-            Its document and chunks; None where there is none.
-        """
+        """Find the first forward pass that can run now and that the plan wants."""
         state, can_text, wanted = self._table.state, self._table.can_text, self._wanted
         while self._docs and not self._may_want(self._docs[0]):
             self._docs.popleft()

@@ -38,13 +38,7 @@ class Planner(Limits):
     """Has plans made for loads: seldom enough to cost little, and at once where something has changed."""
 
     def add(self, load: Load, doc: DocumentState, now: float) -> None:
-        """Choose a new document's variant, and leave out levels that would never fit into memory.
-
-        Args:
-            load: Whose document it is.
-            doc: State of the document.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Choose a new document's variant, and leave out levels that would never fit into memory."""
         self._now = now
         if len(doc.variants) > 1:
             self._choose(doc, min(range(len(doc.variants)), key=lambda each: self._score(load, doc, each, now)))
@@ -67,12 +61,7 @@ class Planner(Limits):
     # When.
 
     def is_due(self, load: Load, now: float) -> bool:
-        """Whether a load's plan is to be made anew by now.
-
-        Args:
-            load: Which one.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Whether a load's plan is to be made anew by now."""
         if not load.is_stale and now <= load.planned_at:
             return False  # however short the pause is: what was decided since at this instant stands
         if not load.is_stale and now < load.planned_at + self._settings.replan_s:
@@ -146,13 +135,7 @@ class Planner(Limits):
             self._admit(load, plan, now)
 
     def _admit(self, load: Load, first: Plan, now: float) -> None:
-        """Take a load in by its first plan of all documents, or refuse it where its goal says so and it would be late.
-
-        Args:
-            load: Which one.
-            first: The plan.
-            now: The instant, in seconds of the controller's clock.
-        """
+        """Admit a load with its first plan, or refuse it where its goal says so and it would be late."""
         hidden_s = self._hidden_s(load, first)
         load.first_s = now - load.asked_at + first.finish_s - hidden_s
         load.came, load.asked_floor_s = now, load.floor_s
@@ -196,12 +179,7 @@ class Planner(Limits):
         return load.request(base, alone=len(self._loads) == 1)
 
     def _awaited(self, load: Load) -> tuple[list[float], list[float], float, float, float | None]:
-        """Open fetches as a load meets them: its own, each with what the link and the decode lane do for others before.
-
-        Returns:
-            Bytes and seconds of decoding of each, both of others behind them, and what decoding the last one adds where
-            nothing comes with it; None where none is the load's.
-        """
+        """Open fetches in a load's order, each with what link and decode lane do for others before it."""
         wire, work_s, last_s = [], [], None
         size, seconds = 0.0, 0.0
         for fetch in self.link.fetches.values():
@@ -291,16 +269,7 @@ class Planner(Limits):
         return link_s - decode_s
 
     def repaired(self, event: ev.RepairDone, load: Load | None, now: float) -> None:
-        """End a job, and learn from it.
-
-        Args:
-            event: What came of it.
-            load: Whose it was; None where that is over.
-            now: The instant, in seconds of the controller's clock.
-
-        Raises:
-            ArgumentError: No such job is running, or it computed less than nothing.
-        """
+        """End a job, and learn from it."""
         if min(event.rows, event.left) < 0:
             msg = f"a repair computes 0 rows or more and leaves as many, got {event}"
             raise ArgumentError(msg)
@@ -377,17 +346,7 @@ class Planner(Limits):
 
 
 def final_documents(docs: Sequence[DocumentState], known: int, raised: Collection[int], *, looked: bool) -> int:
-    """Documents, from the prompt's beginning on, that stay as they are.
-
-    Args:
-        docs: The load's, in prompt order.
-        known: How many of them are known to.
-        raised: Places of chunks that the plan raises to finer levels.
-        looked: The plan knows what the question looks at: what it does not raise now, stays.
-
-    Returns:
-        How many; ``known`` where there are no others.
-    """
+    """Documents, from the prompt's beginning on, that stay as they are."""
     for doc in docs[known:]:
         table, part = doc.table, slice(doc.start, doc.stop)
         if table.state[part].strip(_READY):

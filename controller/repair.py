@@ -56,11 +56,7 @@ class RepairOption:
     weighs_text: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse shares and errors that cannot be.
-
-        Raises:
-            ArgumentError: One of them cannot be.
-        """
+        """Refuse shares and errors that cannot be."""
         if not (0 <= self.least <= self.most <= 1 and 0 <= self.scan <= 1):
             msg = f"the shares of rows to repair lie between 0 and 1, got {self.least} to {self.most}, {self.scan}"
             raise ArgumentError(msg)
@@ -155,17 +151,7 @@ benchmarks/reuse.py, rounded down."""
 
 
 def unmeasured(repair: Literal["none", "auto", "all"] | float) -> RepairOption | None:
-    """What repairing links takes and gives where nobody measured the model, and attention chooses the rows.
-
-    Args:
-        repair: As in ``LoadSettings``.
-
-    Returns:
-        The option; None where links stay as they are.
-
-    Raises:
-        ArgumentError: It is no share.
-    """
+    """What repairing links takes and gives where nobody measured the model, and attention chooses the rows."""
     if repair == "none":
         return None
     if repair == "auto":
@@ -176,17 +162,7 @@ def unmeasured(repair: Literal["none", "auto", "all"] | float) -> RepairOption |
 
 
 def rows_of(share: float, tokens: int, first: int, front: int = 0) -> int:
-    """Rows that a share of a prompt is.
-
-    Args:
-        share: 0 to 1; of what is left where the prompt's beginning sees all that it should.
-        tokens: Of all documents.
-        first: Of the first document, which sees all that it should; its rows are computed only where all are.
-        front: Tokens from the prompt's beginning on that do so, too, since they were computed behind it.
-
-    Returns:
-        How many.
-    """
+    """Rows that a share of a prompt is."""
     left = tokens - max(0, front - first)
     return tokens if share == 1 else min(ceil(share * left), max(0, left - first))
 
@@ -216,12 +192,7 @@ class RepairProgress:
     """
 
     def __init__(self, option: RepairOption | None, links: Sequence[int] = ()) -> None:
-        """Begin nothing.
-
-        Args:
-            option: What repairing the load's links may take; None: they stay as they are.
-            links: Tokens that are computed behind each document; empty: there are none, or all at the end.
-        """
+        """Begin nothing."""
         self._begins: Begins = option.begins if option else "closing"
         self._links = links
         self.share: float | None = None
@@ -231,12 +202,7 @@ class RepairProgress:
         self.is_running = False
 
     def may_begin(self, share: float, *, has_looked: bool) -> bool:
-        """Whether documents may be repaired before the last chunk is here.
-
-        Args:
-            share: Of the rows, those that are to be computed.
-            has_looked: The question has looked at all documents.
-        """
+        """Whether documents may be repaired before the last chunk is here."""
         begins = self._begins == "documents" or (self._begins == "looked" and has_looked)
         return bool(self._links) or (share > 0 and begins)
 
@@ -250,15 +216,7 @@ class RepairProgress:
         self._begins, self._links = "closing", ()
 
     def rows_left(self, rows: int, share: float) -> int:
-        """Rows of a share that are to be computed after the last chunk.
-
-        Args:
-            rows: All of them.
-            share: Which share.
-
-        Returns:
-            How many.
-        """
+        """Rows of a share that are to be computed after the last chunk."""
         if self.left is None or not self.share:
             return rows
         return min(rows, ceil(self.left * min(1.0, share / self.share)))
@@ -267,19 +225,7 @@ class RepairProgress:
 def expected_rows(
     share: float, tokens: Sequence[int], front: int, first: int, last: int, links: Sequence[int] = ()
 ) -> int:
-    """Rows that some documents have of a share, were they spread evenly, or of link tokens where there are some.
-
-    Args:
-        share: Of the prompt's rows.
-        tokens: Of each document.
-        front: Tokens from the prompt's beginning on that need no repair; at least the first document's.
-        first: Number of the first document.
-        last: The number behind that of the last one.
-        links: Tokens that are computed behind each document.
-
-    Returns:
-        How many; 0 where all of them are in the front.
-    """
+    """Rows that some documents have of a share, were they spread evenly, or of link tokens where there are some."""
     if links:
         return sum(links[first:last])
     ends = [0, *accumulate(tokens)]
@@ -292,17 +238,7 @@ def expected_rows(
 def beside_link(
     arrived_s: Sequence[float], decode_s: Sequence[float], job_s: Callable[[int, int], float], workers: int
 ) -> int:
-    """How many documents of a prompt would be repaired while the rest of it is on its way.
-
-    Args:
-        arrived_s: When each document is here, ascending, in seconds from now.
-        decode_s: Seconds of decoding each.
-        job_s: Seconds of repairing documents from one number to before another.
-        workers: As in ``ControllerSettings``.
-
-    Returns:
-        How many, from the first on; at most all but the last.
-    """
+    """How many documents of a prompt would be repaired while the rest of it is on its way."""
     done, lane_s, free_s = 0, 0.0, 0.0
     for number, (here_s, work_s) in enumerate(zip(arrived_s[:-1], decode_s, strict=False)):
         valid_s = lane_s = max(lane_s if workers > 1 else free_s, here_s) + work_s

@@ -33,13 +33,7 @@ class Resources:
     """
 
     def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
-        """Start idle.
-
-        Args:
-            estimates: Of link and engine.
-            settings: How loads are steered.
-            loads: Loads under way, by number; ended ones are taken out.
-        """
+        """Start idle."""
         self._estimates, self._settings, self._loads = estimates, settings, loads
         self.link = Link(estimates, settings.stall_s)
         self.lanes = ComputeLanes(settings.workers)
@@ -58,37 +52,18 @@ class Resources:
         return self.turns
 
     def hold(self, doc: DocumentState, chunk: int, size: int) -> None:
-        """Note how many bytes are held for a chunk from now on.
-
-        Args:
-            doc: State of the document.
-            chunk: Number of the chunk.
-            size: Bytes.
-        """
+        """Note how many bytes are held for a chunk from now on."""
         self.held += doc.table.hold(doc.start + chunk, size)
 
     def release(self, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a chunk's bytes.
-
-        Args:
-            doc: State of the document.
-            chunk: Number of the chunk.
-            out: Instructions are appended to it.
-        """
+        """Forget a chunk's bytes."""
         table, at = doc.table, doc.start + chunk
         if table.held[at]:
             self.held += table.hold(at, 0)
             out.append(ev.Release(doc.id(chunk)))
 
     def keep_or_release(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a decoded chunk's bytes unless a refinement may build on them.
-
-        Args:
-            load: Whose chunk it is.
-            doc: State of the document.
-            chunk: Number of the chunk.
-            out: Instructions are appended to it.
-        """
+        """Forget a decoded chunk's bytes unless a refinement may build on them."""
         goal, table, at = load.goal, doc.table, doc.start + chunk
         if goal.objective == "quality" and table.layered[at]:
             finest = table.top[at] if goal.ceiling is None else min(table.top[at], goal.ceiling)
@@ -97,28 +72,14 @@ class Resources:
         self.release(doc, chunk, out)
 
     def settle(self, doc: DocumentState, chunk: int) -> None:
-        """A chunk that was to become better stays as it is.
-
-        Args:
-            doc: State of the document.
-            chunk: Number of the chunk.
-        """
+        """A chunk that was to become better stays as it is."""
         doc.move(chunk, READY)
         table, at = doc.table, doc.start + chunk
         table.level[at] = table.top[at] = level = table.valid_level[at]
         self.hold(doc, chunk, doc.size(chunk, level))
 
     def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
-        """Forget what is only kept for refinements, as far as that is needed.
-
-        Args:
-            load: For which room is made; its own refinements stay as long as possible.
-            size: Bytes that are wanted.
-            out: Instructions are appended to it.
-
-        Returns:
-            Whether there is room now.
-        """
+        """Forget what is only kept for refinements, as far as that is needed."""
         if self.held + size <= self._settings.memory_bytes:
             return True
         others = [each for each in self._loads.values() if each is not load]
@@ -155,17 +116,7 @@ class Resources:
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
     ) -> None:
-        """Open a fetch of levels first..level of a chunk.
-
-        Args:
-            load: Whose chunk it is.
-            place: Document and chunk.
-            first: First level.
-            level: Last level.
-            until: Instant after which the bytes are of no use.
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-        """
+        """Open a fetch of levels first..level of a chunk."""
         doc, chunk = place
         table, at, name = doc.table, doc.start + chunk, doc.id(chunk)
         whole, tokens = table.sizes[level][at], table.tokens[at]
@@ -178,15 +129,7 @@ class Resources:
         out.append(ev.Fetch(name, first, level, size, doc.variant, until))
 
     def give_up(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        """Cancel the fetches of neighbouring chunks, and recompute these at once.
-
-        Args:
-            load: Whose chunks they are.
-            doc: State of the document.
-            run: Chunks one behind the other.
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-        """
+        """Cancel the fetches of neighbouring chunks, and recompute these at once."""
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
             self.link.drop(doc.id(chunk), now)
@@ -199,31 +142,13 @@ class Resources:
             doc.reasons[chunk] = "sooner than its fetch"
 
     def start_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        """Begin a forward pass over neighbouring chunks of a document.
-
-        Args:
-            load: Whose chunks they are.
-            doc: State of the document.
-            run: Chunks one behind the other.
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-        """
+        """Begin a forward pass over neighbouring chunks of a document."""
         job = self.pass_job(load, doc, run, now)
         self.lanes.start("prefill", job)
         out.append(ev.Recompute(job.chunks[0], job.chunks[-1], job.behind))
 
     def pass_job(self, load: Load, doc: DocumentState, run: list[int], now: float) -> Job:
-        """Note that neighbouring chunks of a document are being recomputed.
-
-        Args:
-            load: Whose chunks they are.
-            doc: State of the document.
-            run: Chunks one behind the other.
-            now: The instant, in seconds of the controller's clock.
-
-        Returns:
-            Their pass, for the lane.
-        """
+        """Note that neighbouring chunks of a document are being recomputed."""
         for chunk in run:
             doc.reasons[chunk] = load.reason(doc.start + chunk)
             doc.move(chunk, RECOMPUTING)
@@ -243,16 +168,7 @@ class Resources:
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction],
         to: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Begin to decode a batch, if there is any.
-
-        Args:
-            load: Whose chunks they are.
-            places: Documents and chunks.
-            then: State of the chunks while they are decoded.
-            now: The instant, in seconds of the controller's clock.
-            out: Instructions are appended to it.
-            to: Up to which levels; None: as they came.
-        """
+        """Begin to decode a batch, if there is any."""
         if not places:
             return
         table = load.table

@@ -60,14 +60,6 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
 
     The first token of each document does not count: it is most likely an attention sink, whose gradients say nothing of
     other tokens, and codecs keep sinks nearly exactly.
-
-    Args:
-        engine: Of the model; one that is no ``GradientEngine`` gives nothing.
-        documents: Token ids of calibration texts.
-        builder: What sums them.
-
-    Returns:
-        How many caches' gradients were added; with 0, attention's own metric is all that a fit has.
     """
     if not isinstance(engine, GradientEngine):
         return 0

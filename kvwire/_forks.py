@@ -21,15 +21,7 @@ _OWNERS: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakK
 
 
 def in_child(owner: T, renew: Callable[[T], object]) -> T:
-    """Have something done in every child that is forked while the owner lives.
-
-    Args:
-        owner: Told apart from others by ``==``; not kept alive.
-        renew: Called with the owner; neither waits nor raises.
-
-    Returns:
-        The owner.
-    """
+    """Have something done in every child that is forked while the owner lives."""
     _OWNERS[owner] = renew
     return owner
 
@@ -52,11 +44,7 @@ class OwnProcess:
     """The process that something belongs to."""
 
     def __init__(self, what: str) -> None:
-        """Belong to this one.
-
-        Args:
-            what: The thing, in the plural, for messages.
-        """
+        """Belong to this one."""
         self._what, self._number = what, os.getpid()
 
     @property
@@ -65,11 +53,7 @@ class OwnProcess:
         return self._number == os.getpid()
 
     def check(self) -> None:
-        """Refuse to go on in another process.
-
-        Raises:
-            ArgumentError: This is a fork of it.
-        """
+        """Refuse to go on in another process."""
         if not self.is_here:
             msg = (
                 f"{self._what} of process {self._number} do not work in process {os.getpid()}, which was forked from "

@@ -41,18 +41,7 @@ _THOUSAND = 1000
 
 
 def whole_page(title: str, header: str, main: str, footer: str, *, refresh_s: int = 0) -> str:
-    """Write a page.
-
-    Args:
-        title: Of the window, as text.
-        header: Above the content, as HTML.
-        main: The content, as HTML.
-        footer: Below it, as text.
-        refresh_s: Seconds after which a browser asks for the page again; 0: never.
-
-    Returns:
-        HTML, whole and on its own.
-    """
+    """Write a page."""
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">\n' if refresh_s else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -66,26 +55,12 @@ def whole_page(title: str, header: str, main: str, footer: str, *, refresh_s: in
 
 
 def as_text(text: str) -> str:
-    """Escape text for HTML; what cannot be printed is replaced.
-
-    Args:
-        text: Any.
-
-    Returns:
-        HTML.
-    """
+    """Escape text for HTML; what cannot be printed is replaced."""
     return escape("".join(char if char.isprintable() else "\ufffd" for char in text), quote=True)
 
 
 def in_bytes(size: float) -> str:
-    """A size as people say it.
-
-    Args:
-        size: In bytes.
-
-    Returns:
-        Such as ``1.5 MB``.
-    """
+    """A size as people say it."""
     unit = 0
     while abs(size) >= _THOUSAND and unit < len(_UNITS) - 1:
         size, unit = size / _THOUSAND, unit + 1
@@ -93,29 +68,13 @@ def in_bytes(size: float) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """A list of names and values.
-
-    Args:
-        pairs: As text.
-
-    Returns:
-        HTML.
-    """
+    """A list of names and values."""
     cells = "".join(f"<div><dt>{as_text(name)}</dt><dd>{as_text(value)}</dd></div>" for name, value in pairs)
     return f'<dl class="facts">{cells}</dl>\n'
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table, which scrolls by itself where it is too wide.
-
-    Args:
-        caption: What it tells.
-        head: Names of the columns.
-        rows: As text; the first of each names the row.
-
-    Returns:
-        HTML.
-    """
+    """A table, which scrolls by itself where it is too wide."""
     heads = "".join(f'<th scope="col">{as_text(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{as_text(first)}</th>{"".join(f"<td>{as_text(cell)}</td>" for cell in rest)}</tr>'

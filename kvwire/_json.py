@@ -33,19 +33,7 @@ def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
 
 
 def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
-    """Parse one JSON object as ``strict_json`` does.
-
-    Args:
-        data: UTF-8 bytes, or text.
-        what: What the data is, as a message begins: ``a catalog entry``.
-        most: Longest data that is parsed, in bytes or characters.
-
-    Returns:
-        The fields.
-
-    Raises:
-        CorruptError: The data is longer, or anything but one strict JSON object.
-    """
+    """Parse one JSON object as ``strict_json`` does."""
     if len(data) > most:
         msg = f"{what} is longer than {most} bytes"
         raise CorruptError(msg)
@@ -61,20 +49,7 @@ def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
 
 
 def json_field(fields: dict[str, Any], name: str, kind: type, what: str) -> Any:  # noqa: ANN401 - of the caller's type
-    """One field of a parsed object.
-
-    Args:
-        fields: The object.
-        name: The field's name.
-        kind: The type that it must be of, exactly: JSON's ``true`` is no integer.
-        what: What the object is, as a message begins.
-
-    Returns:
-        The field's value.
-
-    Raises:
-        CorruptError: The field is missing or of another type.
-    """
+    """One field of a parsed object."""
     value = fields.get(name)
     if type(value) is not kind:
         msg = f"{what}'s {name} must be of type {kind.__name__}, got {type(value).__name__}"

@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 
 
 def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Make a package's ``__getattr__`` (PEP 562).
-
-    Args:
-        package: The package's ``__name__``.
-        homes: Public names by the module that defines them.
-
-    Returns:
-        A function that imports a name when it is first asked for, and raises AttributeError for any other.
-    """
+    """Make a package's ``__getattr__`` (PEP 562)."""
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def get(name: str) -> Any:  # noqa: ANN401 - any of the names
@@ -36,16 +28,7 @@ def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], An
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Import a package that only an extra of kvwire installs, or say which one.
-
-    Args:
-        package: The name that it is imported by.
-        extra: The extra that installs it.
-        purpose: What needs it, as a message begins: ``serving``.
-
-    Raises:
-        ArgumentError: The package is not installed.
-    """
+    """Import a package that only an extra of kvwire installs, or say which one."""
     try:
         import_module(package)
     except ModuleNotFoundError as error:

@@ -48,12 +48,6 @@ def printable(text: str) -> str:
     Control characters, line ends, surrogates, marks that turn the direction of writing, and characters of no width
     become escapes such as ``\x1b``. Letters of all scripts and spaces of all widths stay. So do not marks apart from
     their letter where Unicode has one character for both: two names would look alike.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        Text that stays on its line, does nothing to a terminal, and can be encoded.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -61,26 +55,12 @@ def printable(text: str) -> str:
 
 
 def printable_text(text: str) -> str:
-    """``printable`` for running text: line ends, tabs, joiners and variation selectors stay.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        Text that does nothing to a terminal beyond its own lines, and can be encoded.
-    """
+    """``printable`` for running text: line ends, tabs, joiners and variation selectors stay."""
     return "".join(each if each in _OF_TEXT else _shown(each) for each in text)
 
 
 def name_problem(name: str) -> str:
-    """Why a name is not taken for anything new: it would deceive whoever reads it somewhere.
-
-    Args:
-        name: Of a document, a level or a model.
-
-    Returns:
-        The first such character in words; empty where there is none.
-    """
+    """Why a name is not taken for anything new: it would deceive whoever reads it somewhere."""
     for each in name:
         what = _REFUSED.get(unicodedata.category(each), "")
         if each in _MARKS or unicodedata.bidirectional(each) in _BIDI_CLASSES:

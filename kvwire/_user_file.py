@@ -18,16 +18,7 @@ _ROOT, _OTHERS_WRITE = 0, 0o022
 
 
 def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path | None:
-    """Find a file.
-
-    Args:
-        environment: Environment variables.
-        variable: The one that names the file, or says ``off``.
-        name: The file's name among the user's caches, where the variable is not set.
-
-    Returns:
-        The path; None where the variable is ``off``, or where this user has no home.
-    """
+    """Find a file."""
     named = environment.get(variable, "")
     if named.lower() == "off":
         return None
@@ -38,16 +29,7 @@ def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path 
 
 
 def check_owner(path: Path, variable: str) -> None:
-    """Refuse a file that may hold what somebody else wrote.
-
-    Args:
-        path: The file among the user's caches.
-        variable: The environment variable that may name it instead.
-
-    Raises:
-        OSError: The file is not there.
-        ValueError: It belongs to another user, or others may write it.
-    """
+    """Refuse a file that may hold what somebody else wrote."""
     about = path.stat()
     is_theirs = about.st_uid not in (os.geteuid(), _ROOT)
     if is_theirs or about.st_mode & _OTHERS_WRITE:
@@ -57,19 +39,7 @@ def check_owner(path: Path, variable: str) -> None:
 
 
 def read_at_most(path: Path, most: int) -> bytes:
-    """Read a file.
-
-    Args:
-        path: The file.
-        most: Its longest sensible length in bytes.
-
-    Returns:
-        The content; of a longer file ``most`` bytes and one.
-
-    Raises:
-        OSError: The file is not there, or cannot be read.
-        ValueError: It is no regular file: reading a pipe would make its reader wait.
-    """
+    """Read a file."""
     if path.exists() and not path.is_file():
         msg = "not a regular file"
         raise ValueError(msg)
@@ -78,33 +48,14 @@ def read_at_most(path: Path, most: int) -> bytes:
 
 
 def writable_place(path: Path) -> Path:
-    """Make the folder of a file that is to be written.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its place, symbolic links followed, so that they stay.
-
-    Raises:
-        OSError: The folder cannot be made.
-        ValueError: No file can have this name.
-    """
+    """Make the folder of a file that is to be written."""
     place = Path(os.path.realpath(path))
     place.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     return place
 
 
 def replace_unflushed(place: Path, content: bytes) -> None:
-    """Write a file whole or not at all; not flushed, since losing it costs only the work of finding out again.
-
-    Args:
-        place: From ``writable_place``.
-        content: All of its bytes.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a file whole or not at all; not flushed, since losing it costs only the work of finding out again."""
     temporary = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(8)}")
     try:
         temporary.touch(FILE_MODE, exist_ok=False)

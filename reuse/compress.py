@@ -140,15 +140,7 @@ def compute_piece(
 
 
 def passes(layout: LinkLayout, length: int) -> Iterator[tuple[int, int]]:
-    """Spans of a document's cache whose tokens see all of the span before them, and of earlier spans what is stored.
-
-    Args:
-        layout: The layout.
-        length: Of the cache, as ``LinkLayout.cache_length`` gives it.
-
-    Yields:
-        First token of each, and the one behind the last, in order.
-    """
+    """Spans of a document's cache whose tokens see all of the span before them, and of earlier spans what is stored."""
     start, stop = len(layout.before), length - len(layout.after)
     step = layout.anchors.chunk + len(layout.anchors.tokens) if layout.anchors else max(1, stop - start)
     edges = [0, *range(start, stop, step), stop, length]

@@ -58,11 +58,7 @@ class Anchors:
     tokens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse chunks of nothing.
-
-        Raises:
-            ArgumentError: A chunk has no tokens, or no anchors.
-        """
+        """Refuse chunks of nothing."""
         if self.chunk < 1 or not self.tokens:
             msg = f"anchors stand behind chunks of at least one token, got chunks of {self.chunk}: {self.tokens}"
             raise ArgumentError(msg)

@@ -38,17 +38,7 @@ _RANK = 3
 
 
 def stretch_bounds(tokens: int) -> tuple[int, ...]:
-    """Stretches of a document's tokens, coarser further in: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15, ...
-
-    Args:
-        tokens: Of the longest document, at least 1.
-
-    Returns:
-        The first token of every stretch, ascending from 0, and the one behind the last: ``tokens``.
-
-    Raises:
-        ArgumentError: There is no token, or there are more than any model takes.
-    """
+    """Stretches of a document's tokens, coarser further in: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15, ..."""
     if not 1 <= tokens <= _MOST_TOKENS:
         msg = f"a document has 1 to {_MOST_TOKENS} tokens, got {tokens}"
         raise ArgumentError(msg)
@@ -81,11 +71,7 @@ class LinkShift:
     values: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no shift.
-
-        Raises:
-            ArgumentError: Bounds do not ascend, shapes disagree, or numbers are not finite.
-        """
+        """Refuse what is no shift."""
         grows = all(0 <= low < high for low, high in pairwise(self.bounds))
         if len(self.bounds) < 2 or self.bounds[0] or not grows or self.bounds[-1] > _MOST_TOKENS:  # noqa: PLR2004
             msg = "stretches of a document ascend from token 0"
@@ -280,14 +266,7 @@ class LinkShift:
 
 
 def check_shiftable(meta: CacheMeta) -> None:
-    """Refuse models whose links no shift is learnt for.
-
-    Args:
-        meta: Of the model's caches.
-
-    Raises:
-        MismatchError: Their caches are latent: nobody has measured a shift of these.
-    """
+    """Refuse models whose links no shift is learnt for."""
     if any(spec.value_rope is not None for spec in meta.layers):
         msg = f"no {_WHAT} is learnt for models of latent attention: go without one"
         raise MismatchError(msg)

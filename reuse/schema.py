@@ -152,11 +152,7 @@ class Schema:
     _starts: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        """Lay the modules out.
-
-        Raises:
-            ArgumentError: There is none, one is named twice, they overlap, or a slot is none.
-        """
+        """Lay the modules out."""
         starts: dict[str, int] = {}
         end = 0
         for part in self.parts:

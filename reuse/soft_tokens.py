@@ -53,11 +53,7 @@ class SoftTokens:
     model_revision: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what are no embeddings.
-
-        Raises:
-            ArgumentError: They have another shape, or hold NaN or infinity; or the layout takes more than there are.
-        """
+        """Refuse what are no embeddings."""
         rows = self.embeddings
         if rows.ndim != _RANK or not rows.numel() or len(rows) > MAX_SOFT_TOKENS or not rows.is_floating_point():
             msg = f"soft tokens are floats [1 to {MAX_SOFT_TOKENS}, hidden_size], got {rows.dtype} {tuple(rows.shape)}"

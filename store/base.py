@@ -393,16 +393,7 @@ def open_object(store: Store, key: str) -> ObjectReader:
 
 
 def holds(store: Store, key: str, data: Data) -> bool:
-    """Whether an object is just these bytes: a write that is repeated, since its answer was lost, finds itself.
-
-    Args:
-        store: The store.
-        key: The object.
-        data: The bytes, of which a piece is compared at a time.
-
-    Returns:
-        Whether it is there, with these bytes and no more.
-    """
+    """Whether an object is just these bytes: a write that is repeated, since its answer was lost, finds itself."""
     view = memoryview(data).cast("B")
     try:
         if store.stat(key).size != len(view):

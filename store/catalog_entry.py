@@ -57,17 +57,7 @@ class BlobPart:
 
     @classmethod
     def from_row(cls, row: object) -> BlobPart:
-        """Read ``to_row``.
-
-        Args:
-            row: As stored.
-
-        Returns:
-            The part.
-
-        Raises:
-            CorruptError: It is none.
-        """
+        """Read ``to_row``."""
         match row:
             case [str(text), int(size), int(header_bytes), int(tokens)] if bool not in map(type, row):
                 try:
@@ -169,32 +159,12 @@ class CatalogEntry:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a catalog key.
-
-    Args:
-        data: The object's bytes, MAX_ENTRY_BYTES at most.
-
-    Returns:
-        The fields.
-
-    Raises:
-        CorruptError: The bytes are too many, or no JSON object.
-    """
+    """Parse the JSON object of a catalog key."""
     return json_object(data, _WHAT, MAX_ENTRY_BYTES)
 
 
 def outline_of(fields: dict[str, Any]) -> Outline | None:
-    """Read the outline of a profile from an entry, or from what points to the profile in use.
-
-    Args:
-        fields: Of the JSON object.
-
-    Returns:
-        Length and SHA-256; None where there is none.
-
-    Raises:
-        CorruptError: It is no such pair.
-    """
+    """Read the outline of a profile from an entry, or from what points to the profile in use."""
     match fields.get("profile_outline"):
         case None:
             return None

@@ -22,19 +22,7 @@ MAX_TEXT_BYTES = 64 << 20
 
 
 def check_blob(reader: ObjectReader, sha256: str) -> bool:
-    """Check a blob against its digest, and its segments against their checksums.
-
-    Args:
-        reader: The stored blob; read a piece at a time.
-        sha256: What its key says, in hexadecimal.
-
-    Returns:
-        Whether the segments could be looked at.
-
-    Raises:
-        CorruptError: The blob is not what was written.
-        FormatVersionError: The blob is of a version that this reader does not know.
-    """
+    """Check a blob against its digest, and its segments against their checksums."""
     digest, check = hashlib.sha256(), _SegmentCheck()
     for start in range(0, reader.size, _PIECE_BYTES):
         piece = reader.read(start, start + _PIECE_BYTES)
@@ -47,19 +35,7 @@ def check_blob(reader: ObjectReader, sha256: str) -> bool:
 
 
 def check_profile(reader: ObjectReader, sha256: str) -> bool:
-    """Check a profile against its digest, and parse it.
-
-    Args:
-        reader: The stored profile.
-        sha256: What its key says, in hexadecimal.
-
-    Returns:
-        Whether it could be looked at.
-
-    Raises:
-        CorruptError: The profile is not what was written.
-        FormatVersionError: The profile is of a version that this reader does not know.
-    """
+    """Check a profile against its digest, and parse it."""
     from kvwire.codec import read_profile
 
     data = reader.read(0, reader.size)
@@ -73,19 +49,7 @@ def check_profile(reader: ObjectReader, sha256: str) -> bool:
 
 
 def check_shift(reader: ObjectReader, sha256: str) -> bool:
-    """Check a link shift against its digest and its own checksum; whether it fits a model, its readers see.
-
-    Args:
-        reader: The stored shift.
-        sha256: What its key says, in hexadecimal.
-
-    Returns:
-        True: shifts are never sealed.
-
-    Raises:
-        CorruptError: The shift is not what was written.
-        FormatVersionError: The shift is of a version that this reader does not know.
-    """
+    """Check a link shift against its digest and its own checksum; whether it fits a model, its readers see."""
     from kvwire.codec.format.arrays import unpack_arrays
 
     data = reader.read(0, reader.size)
@@ -97,18 +61,7 @@ def check_shift(reader: ObjectReader, sha256: str) -> bool:
 
 
 def check_text(reader: ObjectReader, token_digest: str) -> bool:
-    """Check a text's token ids against their digest.
-
-    Args:
-        reader: The stored text.
-        token_digest: What its key says, in hexadecimal.
-
-    Returns:
-        Whether it could be looked at.
-
-    Raises:
-        CorruptError: The text is damaged, or another one.
-    """
+    """Check a text's token ids against their digest."""
     from kvwire.codec import read_text
     from kvwire.types import digest_tokens
 
@@ -122,18 +75,7 @@ def check_text(reader: ObjectReader, token_digest: str) -> bool:
 
 
 def check_part_text(reader: ObjectReader, sha256: str) -> bool:
-    """Check the text of a part against its own checksum; whether it is the part's, readers of the document see.
-
-    Args:
-        reader: The stored text.
-        sha256: Of the part's blob.
-
-    Returns:
-        Whether it could be looked at.
-
-    Raises:
-        CorruptError: The text is damaged.
-    """
+    """Check the text of a part against its own checksum; whether it is the part's, readers of the document see."""
     from kvwire.codec import read_text
 
     del sha256

@@ -29,18 +29,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def client_tls(cafile: str | None = None) -> ssl.SSLContext:
-    """Make a context for connections to servers. Not every Python refuses old versions by itself.
-
-    Args:
-        cafile: The certificates to trust, and no others; None: the system's, or those that SSL_CERT_FILE and
-            SSL_CERT_DIR name, and those that REQUESTS_CA_BUNDLE names.
-
-    Returns:
-        The context, from TLS 1.2 on.
-
-    Raises:
-        ArgumentError: The certificates cannot be read.
-    """
+    """Make a context for connections to servers. Not every Python refuses old versions by itself."""
     more = None if cafile else os.environ.get("REQUESTS_CA_BUNDLE")
     try:
         context = ssl.create_default_context(cafile=cafile)
@@ -76,17 +65,7 @@ class Proxy:
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """The proxy before a server: HTTP_PROXY, HTTPS_PROXY and NO_PROXY, read as boto3 and curl read them.
-
-    Args:
-        url: The server's address.
-
-    Returns:
-        The proxy; None where the server is asked directly.
-
-    Raises:
-        ArgumentError: What a variable names is no proxy that can be used. The message does not repeat it.
-    """
+    """The proxy before a server: HTTP_PROXY, HTTPS_PROXY and NO_PROXY, read as boto3 and curl read them."""
     parts = urlsplit(url)
     if proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
@@ -109,21 +88,7 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def redirected(url: str, status: int, location: str | None, method: str = "GET") -> str | None:
-    """Where an answer leads, the same for every client.
-
-    Args:
-        url: What was asked; never repeated in messages, since it may hold a signature.
-        status: Of the answer.
-        location: Its Location.
-        method: Of the request.
-
-    Returns:
-        The address to ask next; None where the answer leads nowhere: it is no redirect, one that writes do not follow,
-        or the way from a name to the folder of that name.
-
-    Raises:
-        StorageError: It leads from https to http, or to no address.
-    """
+    """Where an answer leads, the same for every client."""
     if status not in _REDIRECTS or not (method in _READS or status in _KEEP_METHOD):
         return None
     here = urlsplit(url)
@@ -144,12 +109,7 @@ def redirected(url: str, status: int, location: str | None, method: str = "GET")
 
 
 def keeps_credentials(url: str, further: str) -> bool:
-    """Whether a redirect's target may see the token: the same server, or its https.
-
-    Args:
-        url: What was asked.
-        further: Where it leads.
-    """
+    """Whether a redirect's target may see the token: the same server, or its https."""
     here, there = urlsplit(url), urlsplit(further)
     if here.hostname != there.hostname:
         return False
@@ -158,11 +118,7 @@ def keeps_credentials(url: str, further: str) -> bool:
 
 
 def too_many_redirects(where: str) -> StorageError:
-    """The error for a server that leads in circles, or too far.
-
-    Args:
-        where: What was asked for, for people.
-    """
+    """The error for a server that leads in circles, or too far."""
     return StorageError(f"{where}: more than {MAX_REDIRECTS} redirects in a row: name the address that they lead to")
 
 

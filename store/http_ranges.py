@@ -24,14 +24,7 @@ def range_header(start: int, end: int | None) -> str:
 
 
 def content_range(field: str | None) -> ContentRange | None:
-    """Read a Content-Range header.
-
-    Args:
-        field: The header's value; None where it is missing.
-
-    Returns:
-        What it tells; None where it is missing or malformed.
-    """
+    """Read a Content-Range header."""
     match = _CONTENT_RANGE.fullmatch(field or "")
     if match is None:
         return None

@@ -65,11 +65,7 @@ class KeptRepair:
     parts: tuple[KeptRows, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself.
-
-        Raises:
-            ArgumentError: It does.
-        """
+        """Refuse what contradicts itself."""
         named = all(_DOCUMENT.fullmatch(each) for each in self.documents)
         sound = bool(self.documents) and named and (not self.profile_digest or _DIGEST.fullmatch(self.profile_digest))
         parts = all(
@@ -146,14 +142,7 @@ def base_of(token_digest: str, neutral_digest: str) -> str:
 
 
 def order_digest(documents: Sequence[str]) -> str:
-    """What repaired rows depend on beside the model: the documents, in their order.
-
-    Args:
-        documents: As in ``KeptRepair``.
-
-    Returns:
-        SHA-256, hexadecimal.
-    """
+    """What repaired rows depend on beside the model: the documents, in their order."""
     return hashlib.sha256("\n".join(documents).encode()).hexdigest()
 
 

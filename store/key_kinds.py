@@ -110,38 +110,17 @@ def kind_of(key: str) -> KeyKind | None:
 
 
 def kinds(collected: Collected) -> list[KeyKind]:
-    """The kinds that a collector treats alike.
-
-    Args:
-        collected: How.
-
-    Returns:
-        Their rows.
-    """
+    """The kinds that a collector treats alike."""
     return [kind for kind in KINDS if kind.collected == collected]
 
 
 def catalog_prefixes(space: KeySpace) -> list[str]:
-    """What the keys of known kinds start with in one configuration's catalog.
-
-    Args:
-        space: The configuration.
-
-    Returns:
-        Prefixes, in the order of the table.
-    """
+    """What the keys of known kinds start with in one configuration's catalog."""
     return [kind.prefix(space) for kind in KINDS if kind.is_catalog]
 
 
 def key_digest(key: str) -> str:
-    """The digest that a key carries, whatever it is of.
-
-    Args:
-        key: A key.
-
-    Returns:
-        Hexadecimal digits; empty where the key is of an unknown kind or carries none.
-    """
+    """The digest that a key carries, whatever it is of."""
     found = _find(key)
     return found[1] if found else ""
 
@@ -173,15 +152,7 @@ def text_digest(key: str) -> str | None:
 
 
 def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
-    """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it.
-
-    Args:
-        key: A key.
-        space: The configuration; None: as the key tells.
-
-    Returns:
-        True where the kind is known and its place is another; False for what belongs to no configuration.
-    """
+    """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it."""
     found = _find(key)
     if found is None or found[0].place is None:
         return False
@@ -191,17 +162,7 @@ def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
 
 
 def check_place(key: str) -> str:
-    """Check a key that something is to be written under.
-
-    Args:
-        key: The key.
-
-    Returns:
-        ``key``, unchanged.
-
-    Raises:
-        ArgumentError: It is no key, or one where nobody would look for the object, a collector of garbage included.
-    """
+    """Check a key that something is to be written under."""
     if is_misplaced(check_key(key)):
         msg = f"{key[:200]!r} is not where an object of its kind and digest lies: make the key with KeySpace"
         raise ArgumentError(msg)
@@ -209,41 +170,17 @@ def check_place(key: str) -> str:
 
 
 def entity_tag(key: str, data: bytes) -> str:
-    """Strong entity tag of an object.
-
-    Args:
-        key: Its key.
-        data: Its bytes.
-
-    Returns:
-        The content's SHA-256, taken from the key where it is there.
-    """
+    """Strong entity tag of an object."""
     return content_digest(key) or hashlib.sha256(data).hexdigest()
 
 
 def mark(key: str) -> bytes:
-    """What a collector remembers of a key: its digest where there is one, else the key itself.
-
-    Args:
-        key: A key.
-
-    Returns:
-        A few bytes.
-    """
+    """What a collector remembers of a key: its digest where there is one, else the key itself."""
     return bytes.fromhex(key_digest(key)) or key.encode()
 
 
 def max_bytes(key: str, content_bytes: int) -> int | None:
-    """Longest object that a server takes under a key.
-
-    Args:
-        key: A key.
-        content_bytes: The server's limit of uploads.
-
-    Returns:
-        Bytes; None where the key cannot be written: a folder keeps what is in the catalog as rows of a database, and
-        nobody would find what is misplaced.
-    """
+    """Longest object that a server takes under a key."""
     if is_misplaced(key):
         return None
     kind = kind_of(key)
@@ -253,16 +190,7 @@ def max_bytes(key: str, content_bytes: int) -> int | None:
 
 
 def check_object(key: str, data: Data) -> None:
-    """Whether bytes belong under a key, as far as whoever is sent them can tell. Sealed ones are opaque.
-
-    Args:
-        key: A key.
-        data: The whole object. Where the key has its SHA-256, that is the caller's to compare.
-
-    Raises:
-        CorruptError: The bytes belong elsewhere.
-        ArgumentError: The key is of an unknown kind, or the bytes are no JSON.
-    """
+    """Whether bytes belong under a key, as far as whoever is sent them can tell. Sealed ones are opaque."""
     kind = kind_of(key)
     if kind is None:
         msg = "the catalog has no entries of this name"

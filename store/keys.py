@@ -52,17 +52,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Check the beginning of keys.
-
-    Args:
-        prefix: What keys may start with.
-
-    Returns:
-        ``prefix``, unchanged.
-
-    Raises:
-        ArgumentError: No key could start with it.
-    """
+    """Check the beginning of keys."""
     if len(prefix) > MAX_KEY_CHARS or not _PREFIX.fullmatch(prefix):
         msg = f"{prefix[:80]!r} is not the beginning of a key"
         raise ArgumentError(msg)
@@ -82,18 +72,7 @@ def is_catalog_key(key: str) -> bool:
 
 
 def check_digest(digest: str, what: str) -> str:
-    """Check a SHA-256.
-
-    Args:
-        digest: What may be one.
-        what: Its name, for the message.
-
-    Returns:
-        ``digest``, unchanged.
-
-    Raises:
-        ArgumentError: It is not a SHA-256 in lower-case hexadecimal.
-    """
+    """Check a SHA-256."""
     if not _HEX64.fullmatch(digest):
         msg = f"{what} must be 64 lower-case hexadecimal digits, got {digest[:80]!r}"
         raise ArgumentError(msg)
@@ -117,17 +96,7 @@ def tenant_hash(name: str, salt: bytes = b"") -> str:
 
 
 def check_tenant(digest: str) -> str:
-    """Check a tenant's hash.
-
-    Args:
-        digest: What may be one.
-
-    Returns:
-        ``digest``, unchanged.
-
-    Raises:
-        ArgumentError: ``tenant_hash`` could not have given it.
-    """
+    """Check a tenant's hash."""
     if not _HEX32.fullmatch(digest):
         msg = f"a tenant's hash is {TENANT_DIGITS} lower-case hexadecimal digits, got {digest[:80]!r}"
         raise ArgumentError(msg)
@@ -135,14 +104,7 @@ def check_tenant(digest: str) -> str:
 
 
 def is_tenant(name: str) -> bool:
-    """Whether a part of a key can be a tenant's hash.
-
-    Args:
-        name: The part, between two slashes.
-
-    Returns:
-        True for 32 lower-case hexadecimal digits.
-    """
+    """Whether a part of a key can be a tenant's hash."""
     return _HEX32.fullmatch(name) is not None
 
 

@@ -46,14 +46,6 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
 
     Only so many are begun that memory stays bounded, however many items there are. What a consumer leaves is cancelled,
     and threads that still work are not waited for: a generator may be ended by the garbage collector, anywhere.
-
-    Args:
-        items: What to work on.
-        work: What is done with each, beforehand.
-        threads: How many work at a time.
-
-    Yields:
-        Items in their order, each with a function that gives or raises the result.
     """
     pool = ThreadPoolExecutor(threads, "kvwire-store")
     begun: deque[tuple[T, Future[R]]] = deque()
@@ -71,15 +63,7 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
 
 
 def content(store: Store, space: KeySpace) -> Iterator[Listed]:
-    """Everything of a configuration but its catalog, which can be longer than all else.
-
-    Args:
-        store: Where it lies.
-        space: The tenant and model configuration.
-
-    Returns:
-        The objects.
-    """
+    """Everything of a configuration but its catalog, which can be longer than all else."""
     catalog, after = space.catalog, ""
     while True:
         for listed in store.scan(space.root, after):
@@ -104,15 +88,7 @@ def tenants(store: Store) -> Iterator[str]:
 
 
 def children(store: Store, prefix: str) -> Iterator[str]:
-    """First parts of the keys below a prefix, each found with one look at the listing.
-
-    Args:
-        store: The store.
-        prefix: What the keys start with, trailing slash included.
-
-    Returns:
-        The parts, up to the next slash.
-    """
+    """First parts of the keys below a prefix, each found with one look at the listing."""
     last, after = "", ""
     while (found := next(iter(store.scan(prefix, after)), None)) is not None:
         name, slash, _ = found.key.removeprefix(prefix).partition("/")

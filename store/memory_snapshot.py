@@ -17,13 +17,7 @@ class MemorySnapshot:
     """
 
     def __init__(self, key: str, data: bytes, modified: float) -> None:
-        """Keep the content.
-
-        Args:
-            key: The object.
-            data: All of its bytes.
-            modified: Time of writing in Unix seconds.
-        """
+        """Keep the content."""
         self._key = key
         self.data = data
         self.modified = modified
@@ -39,15 +33,7 @@ class MemorySnapshot:
         return entity_tag(self._key, self.data)
 
     def read(self, start: int, end: int | None) -> bytes:
-        """Read a range.
-
-        Args:
-            start: First byte.
-            end: The byte after the last; None: to the end.
-
-        Returns:
-            The bytes, clamped.
-        """
+        """Read a range."""
         start, stop = clamp_range(start, end, len(self.data))
         return self.data[start:stop]
 

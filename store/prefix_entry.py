@@ -99,14 +99,6 @@ def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:
     """What the key of a prefix entry carries.
 
     A chain of hashes can be guessed chunk by chunk, so that the names of whoever has a secret are keyed with it.
-
-    Args:
-        scheme: As of the entry.
-        chunk_hash: As of the entry.
-        secret: Of the tenant; empty where its objects are not sealed.
-
-    Returns:
-        A SHA-256, or with a secret an HMAC of that, in hexadecimal.
     """
     told = f"kvwire prefix entry\0{scheme}\0{chunk_hash}".encode()
     return hmac.new(secret, told, hashlib.sha256).hexdigest() if secret else hashlib.sha256(told).hexdigest()

@@ -64,15 +64,6 @@ class SegmentCorruptError(SegmentError, CorruptError):
 
 
 def segment_error(segment: SegmentInfo, attempts: int, cause: KvwireError) -> SegmentError:
-    """Make the error for a segment, by its cause.
-
-    Args:
-        segment: What was wanted.
-        attempts: How many failed.
-        cause: Of the last.
-
-    Returns:
-        A SegmentCorruptError or a SegmentStorageError.
-    """
+    """Make the error for a segment, by its cause."""
     kind = SegmentCorruptError if isinstance(cause, CorruptError) else SegmentStorageError
     return kind(segment, attempts, cause)

@@ -47,17 +47,6 @@ def encode(
 
     Two lanes run at a time, their states in registers: alone, each symbol would wait for the one before; from memory,
     for the store. Each pair fills its room from the end, as the first word to read is the last one written.
-
-    Args:
-        symbols: uint8 ``[tokens, columns]``.
-        classes: ``[columns]``, from 1 on.
-        symbols_of_class: Entries of a class in the tables.
-        packed: Start in the upper 16 bits, frequency in the lower ones.
-        reciprocals: uint64, floor(2^44 / f) + 1 of each.
-        room: Words of a lane, at most: one more than its symbols.
-        buffer: uint16 ``[lanes * room]``.
-        states: ``[lanes]``, written.
-        counts: ``[lanes]``, written: words of each lane.
     """
     tokens, columns, lanes = uintp(symbols.shape[0]), uintp(symbols.shape[1]), uintp(states.shape[0])
     steps, size = (columns + lanes - uintp(1)) // lanes, uintp(room)

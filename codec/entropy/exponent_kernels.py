@@ -50,15 +50,7 @@ class Fields(NamedTuple):
 
     @classmethod
     def of(cls, exponent: int, mantissa: int) -> Fields:
-        """Describe a format.
-
-        Args:
-            exponent: Its bits.
-            mantissa: Its bits.
-
-        Returns:
-            Fields of numbers of ``1 + exponent + mantissa`` bits.
-        """
+        """Describe a format."""
         return cls(1 + exponent + mantissa, exponent, mantissa, min(_MAX_DISTANCE_BITS, exponent), 0)
 
     @property
@@ -87,13 +79,6 @@ def survey(bits: Bits, fields: Fields, references: U16, negatives: U32, union: U
     """Raise each column's reference to its largest exponent, and count its negative numbers.
 
     The exponent of all ones, that of infinity and NaN in most formats, does not count.
-
-    Args:
-        bits: Unsigned ``[heads, tokens, dim]``; a column is ``h * dim + d``.
-        fields: Of the format.
-        references: ``[columns]``, raised in place.
-        negatives: ``[columns]``, counted up in place.
-        union: ``[1]``; every number is or-ed to it.
     """
     heads, tokens, dim = bits.shape
     top = (1 << fields.exponent) - 1
@@ -112,19 +97,7 @@ def survey(bits: Bits, fields: Fields, references: U16, negatives: U32, union: U
 
 @jit
 def split(bits: Bits, fields: Fields, references: U16, flips: U8, symbols: U8, column: int, raw: U64, at: int) -> None:
-    """Write each number's symbol and its raw bits.
-
-    Args:
-        bits: Unsigned ``[heads, tokens, dim]``.
-        fields: Of the block.
-        references: ``[columns]`` of the block.
-        flips: ``[columns]``, 1 where signs are flipped.
-        symbols: uint8 ``[tokens, columns]``, written from ``column`` on.
-        column: First one of the block.
-        raw: Zeros from bit ``at`` on, one word more than the bits need; its bit i is bit ``i % 64`` of word ``i //
-            64``.
-        at: First raw bit of the block.
-    """
+    """Write each number's symbol and its raw bits."""
     heads, tokens, dim = bits.shape
     high = 7 - fields.distance
     low = fields.mantissa - high
@@ -156,18 +129,7 @@ def split(bits: Bits, fields: Fields, references: U16, flips: U8, symbols: U8, c
 
 @jit
 def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, raw: U64, at: int, bits: Bits) -> None:
-    """Undo ``split``; an escape gives some exponent.
-
-    Args:
-        symbols: uint8 ``[tokens, columns]``.
-        column: First one of the block.
-        fields: Of the block.
-        references: ``[columns]`` of the block.
-        flips: ``[columns]``, 1 where signs are flipped.
-        raw: One word more than the bits need.
-        at: First raw bit of the block.
-        bits: Unsigned ``[heads, tokens, dim]``, written.
-    """
+    """Undo ``split``; an escape gives some exponent."""
     heads, tokens, dim = bits.shape
     high = 7 - fields.distance
     low = fields.mantissa - high
@@ -193,12 +155,7 @@ def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, r
 
 @jit
 def histogram(symbols: U8, counts: U32) -> None:
-    """Count the symbols of each column.
-
-    Args:
-        symbols: uint8 ``[tokens, columns]``.
-        counts: ``[columns, 256]``, counted up in place.
-    """
+    """Count the symbols of each column."""
     tokens, columns = symbols.shape
     for first in range(0, columns, _TILE):
         for t in range(tokens):

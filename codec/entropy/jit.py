@@ -34,14 +34,7 @@ _TOLD = threading.Event()
 
 
 def jit(kernel: _Kernel) -> _Kernel:
-    """Compile on first use. Arguments are declared not to alias, which doubles the speed of the decoders.
-
-    Args:
-        kernel: A function of arrays and numbers that returns nothing.
-
-    Returns:
-        The compiled function.
-    """
+    """Compile on first use. Arguments are declared not to alias, which doubles the speed of the decoders."""
     dispatcher: Any = njit(nogil=True, error_model="numpy")(kernel)
     dispatcher._cache = KernelCache(kernel)  # noqa: SLF001 - ``cache=True`` would set numba's own, which may raise
     # numba has the flag and sets it for its own parallel loops, but gives njit no option for it. Where its compiler

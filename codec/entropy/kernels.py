@@ -26,18 +26,7 @@ if TYPE_CHECKING:
 def decode_lookup(
     words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, begin: int, out: U8
 ) -> None:
-    """Decode base symbols.
-
-    Args:
-        words: uint16; a damaged stream that runs out of words reads the last one for ever.
-        limit: Index of the last word.
-        states: ``[lanes]``, advanced in place.
-        pointers: ``[lanes]``, the next word of each, advanced in place.
-        tables: ``[columns]``, the column's start in ``lookup``.
-        lookup: See ``Tables.lookup``.
-        begin: First column to decode, one of lane 0.
-        out: uint8 ``[tokens, columns]``, written from ``begin`` on.
-    """
+    """Decode base symbols."""
     tokens, columns = out.shape
     lanes = states.shape[0]
     for first in range(begin, columns, lanes):
@@ -72,15 +61,6 @@ def decode_quads(words: U16, limit: uint32, states: U32, pointers: U32, tables: 
     """Decode base symbols of few lanes, four at a time: too few for vectors, and enough to fill a core's pipeline.
 
     States stay in registers; in memory, each symbol would wait until the one before is stored.
-
-    Args:
-        words: As of ``decode_lookup``.
-        limit: Index of the last word.
-        states: ``[lanes]``, a multiple of four, advanced in place.
-        pointers: ``[lanes]``, the next word of each, advanced in place.
-        tables: ``[columns]``, the column's start in ``lookup``.
-        lookup: See ``Tables.lookup``.
-        out: uint8 ``[tokens, columns]``; written but for the last columns, where they are fewer than lanes.
     """
     tokens, columns, lanes = uintp(out.shape[0]), uintp(out.shape[1]), uintp(states.shape[0])
     for a in range(uintp(0), lanes, uintp(4)):
@@ -105,18 +85,7 @@ def decode_quads(words: U16, limit: uint32, states: U32, pointers: U32, tables: 
 def decode_ternary(
     words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, thresholds: U32, contexts: U8, out: U8
 ) -> None:
-    """Decode refinement symbols 0, 1, 2.
-
-    Args:
-        words: uint16; a damaged stream that runs out of words reads the last one for ever.
-        limit: Index of the last word.
-        states: ``[lanes]``, advanced in place.
-        pointers: ``[lanes]``, the next word of each, advanced in place.
-        tables: ``[columns]``, the column's start in ``thresholds``.
-        thresholds: Of each context the starts of symbols 1 and 2, packed.
-        contexts: uint8 ``[tokens, columns]``.
-        out: uint8 ``[tokens, columns]``, written.
-    """
+    """Decode refinement symbols 0, 1, 2."""
     tokens, columns = out.shape
     lanes = states.shape[0]
     for first in range(0, columns, lanes):
@@ -167,17 +136,7 @@ def _unfinished(counts: U16, states: U32, pointers: U32) -> uint32:
 def decode_base(
     words: U16, counts: U16, states: U32, classes: NDArray[int64], lookup: U32, out: U8, wrong: U32
 ) -> None:
-    """Decode a stream of base symbols.
-
-    Args:
-        words: uint16, one at least; lane after lane.
-        counts: ``[lanes]``, words of each.
-        states: ``[lanes]``, advanced in place.
-        classes: ``[columns]``, from 1 on.
-        lookup: See ``Tables.lookup``.
-        out: uint8 ``[tokens, columns]``, written.
-        wrong: ``[1]``, written: number of lanes that do not end as they began.
-    """
+    """Decode a stream of base symbols."""
     columns, lanes = out.shape[1], states.shape[0]
     limit, pointers, rows, begin = uint32(words.shape[0] - 1), _first_words(counts), empty(columns, uint32), 0
     for c in range(columns):
@@ -200,18 +159,7 @@ def decode_refinement(
     out: U8,
     wrong: U32,
 ) -> None:
-    """Decode a stream of refinement symbols.
-
-    Args:
-        words: uint16, one at least; lane after lane.
-        counts: ``[lanes]``, words of each.
-        states: ``[lanes]``, advanced in place.
-        classes: ``[columns]``, from 1 on.
-        thresholds: See ``Tables.thresholds``.
-        contexts: uint8 ``[tokens, columns]``.
-        out: uint8 ``[tokens, columns]``, written.
-        wrong: ``[1]``, written: number of lanes that do not end as they began.
-    """
+    """Decode a stream of refinement symbols."""
     limit, pointers, rows = uint32(words.shape[0] - 1), _first_words(counts), empty(out.shape[1], uint32)
     for c in range(out.shape[1]):
         rows[c] = uint32((classes[c] - 1) * 3)
@@ -221,13 +169,7 @@ def decode_refinement(
 
 @jit
 def contexts_of(quantised: I32, columns: U32, out: U8) -> None:
-    """Set ``out[t, i] = min(|quantised[t, columns[i]]|, 2)``.
-
-    Args:
-        quantised: int32 ``[tokens, all columns]``.
-        columns: The coded ones.
-        out: uint8 ``[tokens, coded columns]``, written.
-    """
+    """Set ``out[t, i] = min(|quantised[t, columns[i]]|, 2)``."""
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
             out[t, i] = min(abs(quantised[t, columns[i]]), 2)
@@ -235,13 +177,7 @@ def contexts_of(quantised: I32, columns: U32, out: U8) -> None:
 
 @jit
 def refine(quantised: I32, columns: U32, symbols: U8) -> None:
-    """Set ``q -> 3 q + r`` for the coded columns; symbol 2 moves away from zero where q is not zero.
-
-    Args:
-        quantised: int32 ``[tokens, all columns]``, refined in place.
-        columns: The coded ones.
-        symbols: uint8 ``[tokens, coded columns]``.
-    """
+    """Set ``q -> 3 q + r`` for the coded columns; symbol 2 moves away from zero where q is not zero."""
     for t in range(symbols.shape[0]):
         for i in range(symbols.shape[1]):
             q = quantised[t, columns[i]]
@@ -251,13 +187,7 @@ def refine(quantised: I32, columns: U32, symbols: U8) -> None:
 
 @jit
 def place(quantised: I32, columns: U32, symbols: U8) -> None:
-    """Scatter base symbols (biased by 128) into their columns.
-
-    Args:
-        quantised: int32 ``[tokens, all columns]``, written.
-        columns: The coded ones.
-        symbols: uint8 ``[tokens, coded columns]``.
-    """
+    """Scatter base symbols (biased by 128) into their columns."""
     for t in range(symbols.shape[0]):
         for i in range(symbols.shape[1]):
             quantised[t, columns[i]] = int(symbols[t, i]) - 128
@@ -268,11 +198,6 @@ def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
     """Split ``fine = 3 * coarse + r``, r in -1, 0, 1.
 
     The quotient is taken of unsigned numbers, which LLVM turns into a product: fine is below 2^28 in size.
-
-    Args:
-        fine: int32 ``[tokens, columns]``.
-        coarse: Of the same shape, written.
-        symbols: Of the same shape, written: 1 + r, or 1 - r where coarse is negative.
     """
     for t in range(fine.shape[0]):
         for c in range(fine.shape[1]):
@@ -284,13 +209,7 @@ def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
 
 @jit
 def count_base(values: I32, classes: I32, counts: NDArray[int64]) -> None:
-    """Add each value's byte (128 more, 0 beyond the alphabet) to its class's row; class 0 leaves a column out.
-
-    Args:
-        values: int32 ``[tokens, columns]``.
-        classes: ``[columns]``.
-        counts: ``[CLASSES, 256]``, counted up in place.
-    """
+    """Add each value's byte (128 more, 0 beyond the alphabet) to its class's row; class 0 leaves a column out."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
             if classes[c] > 0:
@@ -300,14 +219,7 @@ def count_base(values: I32, classes: I32, counts: NDArray[int64]) -> None:
 
 @jit
 def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64]) -> None:
-    """Add each refinement symbol to its class's and context's row; class 0 leaves a column out.
-
-    Args:
-        below: int32 ``[tokens, columns]``, values of the level below.
-        symbols: uint8 ``[tokens, columns]``.
-        classes: ``[columns]``.
-        counts: ``[CLASSES, 3, 3]``, counted up in place.
-    """
+    """Add each refinement symbol to its class's and context's row; class 0 leaves a column out."""
     for t in range(below.shape[0]):
         for c in range(below.shape[1]):
             if classes[c] > 0:
@@ -316,15 +228,7 @@ def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64])
 
 @jit
 def count_points(coefficients: F32, values: I32, classes: I32, step: float, counts: NDArray[float64]) -> None:
-    """Count the values of size 1 and 2 and how far below they lay.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        values: int32 ``[tokens, columns]``.
-        classes: ``[columns]``; 0 leaves a column out.
-        step: Of the quantiser.
-        counts: ``[CLASSES, 2, 2]`` by class and size, added to in place.
-    """
+    """Count the values of size 1 and 2 and how far below they lay."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
             size = abs(values[t, c])

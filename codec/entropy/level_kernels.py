@@ -27,15 +27,7 @@ _TILE = 512
 
 @jit
 def survey(coefficients: F32, sums: F32, peaks: F32, squares: F32, energies: NDArray[float64]) -> None:
-    """Sum up each column, row by row.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        sums: ``[columns]``, zeros; written: of sizes. Not finite where a coefficient is not.
-        peaks: ``[columns]``, zeros; written: the largest size.
-        squares: ``[columns]``, zeros; written: of squares, in float32.
-        energies: ``[columns]``, zeros; written: of the same squares, in float64.
-    """
+    """Sum up each column, row by row."""
     tokens, columns = coefficients.shape
     for first in range(0, columns, _TILE):
         width = min(_TILE, columns - first)
@@ -75,21 +67,7 @@ def enter_level(
     runs: U32,
     found: NDArray[int64],
 ) -> None:
-    """Advance columns to the next level: what ``segment.enter_level`` says in numpy, and which columns are coded then.
-
-    Args:
-        unit: ``[columns]``, the class at unit step that suits each column.
-        enters: ``[columns]``, the level from which on each is coded.
-        spread: ``[columns]``, the profile's class at unit step.
-        level: The next level.
-        shift: Classes to subtract at it.
-        classes: ``[columns]``, 0 while a column is not coded; advanced in place.
-        listed: ``[columns]``, written: the class list.
-        columns: ``[columns]``, written: the coded ones, ascending.
-        own: ``[columns]``, written: their classes.
-        runs: ``[columns, 2]``, written: the coded columns as ranges, see ``base_symbols``.
-        found: ``[3]``, written: lengths of the class list, of the coded columns, and of their ranges.
-    """
+    """Advance columns to the next level, as ``segment.enter_level`` in numpy, and find which columns it codes."""
     open_columns, coded, ranges, inside = 0, 0, 0, False
     for c in range(classes.shape[0]):
         if classes[c] > 0:
@@ -126,20 +104,7 @@ def base_symbols(
     symbols: U8,
     missed: F32,
 ) -> None:
-    """Quantise a first level.
-
-    Args:
-        coefficients: float32 ``[tokens, all columns]``.
-        runs: uint32 ``[runs, 2]``: the coded columns as ranges, each from its first one to the one behind its last.
-        inverse: One over the finest step.
-        descents: Levels from the finest down to this one.
-        base: Frequencies of all tables, one after the other.
-        classes: ``[coded columns]``, from 1 on.
-        sizes: float32 ``[classes + 1, 3]``, of values 0, 1 and 2.
-        step: Of this level.
-        symbols: uint8 ``[tokens, coded columns]``, written: value + 128, or 0 for an escape.
-        missed: ``[coded columns]``, zeros; written: squared error.
-    """
+    """Quantise a first level."""
     count = missed.shape[0]
     picked, values, rows = empty(count, float32), empty(count, int32), empty(count, uint32)
     ones, twos = _sizes_of(classes, sizes)
@@ -181,19 +146,7 @@ def refinement_codes(
     codes: U8,
     missed: F32,
 ) -> None:
-    """Quantise a level and the one below, and tell their difference.
-
-    Args:
-        coefficients: float32 ``[tokens, all columns]``.
-        runs: uint32 ``[runs, 2]``: the coded columns as ranges, each from its first one to the one behind its last.
-        inverse: One over the finest step.
-        descents: Levels from the finest down to this one.
-        classes: ``[coded columns]``, from 1 on.
-        sizes: float32 ``[classes + 1, 3]``, of values 0, 1 and 2.
-        step: Of this level.
-        codes: uint8 ``[tokens, coded columns]``, written: 3 * context + symbol.
-        missed: ``[coded columns]``, zeros; written: squared error.
-    """
+    """Quantise a level and the one below, and tell their difference."""
     count = missed.shape[0]
     picked, values = empty(count, float32), empty(count, int32)
     ones, twos = _sizes_of(classes, sizes)

@@ -28,14 +28,7 @@ _MODEL_BITS = 24
 
 
 def frequencies_of(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Turn weights into tables.
-
-    Args:
-        counts: ``[rows, symbols]``, at least 0.
-
-    Returns:
-        Of the same shape, all at least 1, each row adding up to ``TOTAL``.
-    """
+    """Turn weights into tables."""
     rows, symbols = counts.shape
     share = counts / counts.sum(1, keepdims=True)
     out: NDArray[np.int64] = 1 + np.floor(share * (TOTAL - symbols)).astype(np.int64)
@@ -44,26 +37,12 @@ def frequencies_of(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
 
 
 def sound(tables: NDArray[np.uint16]) -> bool:
-    """Check tables.
-
-    Args:
-        tables: ``[..., symbols]``.
-
-    Returns:
-        Whether every row can be coded with.
-    """
+    """Check tables."""
     return bool((tables > 0).all() and (tables.sum(-1, dtype=np.int64) == TOTAL).all())
 
 
 def encode_rows(parts: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint16]]]) -> bytes:
-    """Code parts after each other.
-
-    Args:
-        parts: Symbols ``[rows, count]``, each with tables ``[rows, symbols]``.
-
-    Returns:
-        32-bit words.
-    """
+    """Code parts after each other."""
     encoder = constriction.stream.queue.RangeEncoder()
     for symbols, tables in parts:
         if symbols.shape[1]:
@@ -73,18 +52,7 @@ def encode_rows(parts: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint16]]]) -
 
 
 def decode_rows(data: bytes, parts: Iterable[tuple[int, NDArray[np.uint16]]]) -> list[NDArray[np.uint8]]:
-    """Read ``encode_rows``.
-
-    Args:
-        data: 32-bit words.
-        parts: The count of each part, with its tables ``[rows, symbols]``.
-
-    Returns:
-        Symbols uint8 ``[rows, count]`` of each part.
-
-    Raises:
-        CorruptError: The words are none that these tables give, as far as that shows, or some are left.
-    """
+    """Read ``encode_rows``."""
     decoder = constriction.stream.queue.RangeDecoder(np.frombuffer(data, "<u4").astype(np.uint32))
     out = []
     try:

@@ -43,64 +43,25 @@ class Lanes:
 
 
 def lanes_for(symbols: int, per_lane: int = SYMBOLS_PER_LANE) -> int:
-    """Choose the number of lanes.
-
-    Args:
-        symbols: Of the stream.
-        per_lane: That a lane should have at least.
-
-    Returns:
-        A power of two, at most MAX_LANES.
-    """
+    """Choose the number of lanes."""
     wanted = max(1, symbols // per_lane, -(-symbols // _MAX_WORDS_PER_LANE))
     return int(min(MAX_LANES, 1 << (wanted - 1).bit_length()))
 
 
 def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
-    """Encode base symbols, each column with the table of its class.
-
-    Args:
-        symbols: ``[tokens, columns]``.
-        classes: ``[columns]``, from 1 on.
-        tables: Frequencies.
-        lanes: How many.
-
-    Returns:
-        The stream.
-    """
+    """Encode base symbols, each column with the table of its class."""
     return _encode(symbols, classes, tables.base, tables.base_entries, lanes)
 
 
 def encode_ternary(
     symbols: NDArray[np.uint8], contexts: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int
 ) -> Lanes:
-    """Encode refinement symbols under their contexts.
-
-    Args:
-        symbols: 0, 1 or 2, ``[tokens, columns]``.
-        contexts: 0, 1 or 2, ``[tokens, columns]``.
-        classes: ``[columns]``, from 1 on.
-        tables: Frequencies.
-        lanes: How many.
-
-    Returns:
-        The stream.
-    """
+    """Encode refinement symbols under their contexts."""
     return encode_refinement(np.uint8(3) * contexts + symbols, classes, tables, lanes)
 
 
 def encode_refinement(codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
-    """Encode refinement symbols that stand together with their contexts.
-
-    Args:
-        codes: 3 * context + symbol, ``[tokens, columns]``.
-        classes: ``[columns]``, from 1 on.
-        tables: Frequencies.
-        lanes: How many.
-
-    Returns:
-        The stream.
-    """
+    """Encode refinement symbols that stand together with their contexts."""
     return _encode(codes, classes, tables.ternary, tables.ternary_entries, lanes)
 
 
@@ -125,21 +86,7 @@ def _encode(
 def decode_base(
     lanes: Lanes, classes: NDArray[np.integer], tables: Tables, tokens: int, *, check: bool = True
 ) -> NDArray[np.uint8]:
-    """Decode base symbols.
-
-    Args:
-        lanes: The stream.
-        classes: ``[columns]``, from 1 on.
-        tables: Frequencies.
-        tokens: How many.
-        check: Whether to refuse lanes that do not end as they began.
-
-    Returns:
-        uint8 ``[tokens, columns]``.
-
-    Raises:
-        CorruptError: A lane does not end as it began.
-    """
+    """Decode base symbols."""
     out, (states, words, wrong) = np.empty((tokens, len(classes)), np.uint8), _opened(lanes)
     kernels.decode_base(words, lanes.counts, states, np.asarray(classes, np.int64), tables.lookup, out, wrong)
     _closed(wrong, check=check)
@@ -149,21 +96,7 @@ def decode_base(
 def decode_ternary(
     lanes: Lanes, contexts: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, *, check: bool = True
 ) -> NDArray[np.uint8]:
-    """Decode refinement symbols.
-
-    Args:
-        lanes: The stream.
-        contexts: 0, 1 or 2, ``[tokens, columns]``.
-        classes: ``[columns]``, from 1 on.
-        tables: Frequencies.
-        check: Whether to refuse lanes that do not end as they began.
-
-    Returns:
-        0, 1 or 2, uint8 ``[tokens, columns]``.
-
-    Raises:
-        CorruptError: A lane does not end as it began.
-    """
+    """Decode refinement symbols."""
     out, (states, words, wrong) = np.empty(contexts.shape, np.uint8), _opened(lanes)
     own = np.asarray(classes, np.int64)
     kernels.decode_refinement(words, lanes.counts, states, own, tables.thresholds, contexts, out, wrong)

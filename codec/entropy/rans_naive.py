@@ -27,17 +27,7 @@ _MASK = (1 << PROBABILITY_BITS) - 1
 def encode_lanes(
     symbols: NDArray[np.integer], tables: NDArray[np.integer], frequencies: NDArray[np.integer], lanes: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Encode ``symbols[t, c]`` with row ``tables[t, c]`` of ``frequencies``.
-
-    Args:
-        symbols: ``[tokens, columns]``.
-        tables: Of the same shape.
-        frequencies: ``[tables, alphabet]``.
-        lanes: How many.
-
-    Returns:
-        Each lane's state, and its words in the order in which they are read.
-    """
+    """Encode ``symbols[t, c]`` with row ``tables[t, c]`` of ``frequencies``."""
     tokens, columns = symbols.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies
     states: list[int] = []
@@ -64,20 +54,7 @@ def decode_lanes(
     tables: NDArray[np.integer],
     frequencies: NDArray[np.integer],
 ) -> NDArray[np.uint8]:
-    """Decode what ``encode_lanes`` wrote.
-
-    Args:
-        states: Of each lane.
-        words: Of each lane.
-        tables: ``[tokens, columns]``, the table of every symbol.
-        frequencies: ``[tables, alphabet]``.
-
-    Returns:
-        uint8 ``[tokens, columns]``.
-
-    Raises:
-        CorruptError: A lane does not end as it began.
-    """
+    """Decode what ``encode_lanes`` wrote."""
     tokens, columns = tables.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies
     out = np.zeros((tokens, columns), np.uint8)

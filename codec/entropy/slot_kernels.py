@@ -17,16 +17,7 @@ if TYPE_CHECKING:
 
 @jit
 def enter_level(codes: U8, spread: NDArray[int64], shift: int, below: U8, classes: U8) -> None:
-    """Find the classes of all columns at a level.
-
-    Args:
-        codes: Of the columns that were open: 0 for what stays open, else one more than the zigzag of what its class
-            differs by from the profile's.
-        spread: ``[columns]`` of the profile.
-        shift: Of the level.
-        below: uint8 ``[columns]``, classes at the level below, 0 while a column is not coded.
-        classes: uint8 ``[columns]``, written.
-    """
+    """Find the classes of all columns at a level."""
     at = 0
     for c in range(classes.shape[0]):
         if below[c] > 0:
@@ -41,14 +32,7 @@ def enter_level(codes: U8, spread: NDArray[int64], shift: int, below: U8, classe
 
 @jit
 def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
-    """Write what GPU kernels read of a coded column: its slot, class - 1 from bit 23 on, whether it is fresh at bit 29.
-
-    Args:
-        classes: uint8 ``[columns]``.
-        below: uint8 ``[columns]``, classes at the level below.
-        slots: ``[columns]``.
-        entries: uint32 ``[coded columns]``, written.
-    """
+    """Pack a coded column for GPU kernels: its slot, class - 1 from bit 23 on, whether it is fresh at bit 29."""
     at = 0
     for c in range(classes.shape[0]):
         if classes[c] > 0:
@@ -59,15 +43,7 @@ def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
 
 @jit
 def assign_slots(classes: U8, firsts: NDArray[int64], align: int, slots: U32, group_slots: NDArray[int32]) -> None:
-    """Give the coded columns places, group by group.
-
-    Args:
-        classes: uint8 ``[columns]``, 0 where one is not coded.
-        firsts: int64 ``[groups + 1]``, each group's first column.
-        align: What each group's first place is a multiple of.
-        slots: ``[columns]``, written.
-        group_slots: int32 ``[groups, 2]``, written: begin and end.
-    """
+    """Give the coded columns places, group by group."""
     at = 0
     for group in range(group_slots.shape[0]):
         group_slots[group, 0] = at
@@ -83,16 +59,7 @@ def assign_slots(classes: U8, firsts: NDArray[int64], align: int, slots: U32, gr
 def describe_slots(
     classes: U8, slots: U32, firsts: NDArray[int64], sizes: F32, rows: NDArray[int32], sizes_out: F32
 ) -> None:
-    """Write each slot's row of its group's basis, and the sizes of its values 1 and 2.
-
-    Args:
-        classes: uint8 ``[columns]``, 0 where one is not coded.
-        slots: ``[columns]``.
-        firsts: int64 ``[groups + 1]``, each group's first column.
-        sizes: float32 ``[classes, 3]``.
-        rows: int32 ``[slots]``, written.
-        sizes_out: float32 ``[slots, 2]``, written.
-    """
+    """Write each slot's row of its group's basis, and the sizes of its values 1 and 2."""
     for group in range(firsts.shape[0] - 1):
         for c in range(firsts[group], firsts[group + 1]):
             if classes[c] > 0:

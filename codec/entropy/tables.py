@@ -45,52 +45,24 @@ _PRIOR_COUNT = 256.0
 
 
 def class_of(scale: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Choose the class of a scale.
-
-    Args:
-        scale: Mean magnitude times sqrt 2, in steps.
-
-    Returns:
-        int64 of the same shape, not clipped; very negative where the scale is 0.
-    """
+    """Choose the class of a scale."""
     safe = np.maximum(np.asarray(scale, np.float64), 1e-30)
     steps: NDArray[np.int64] = np.rint(GRID_PER_LEVEL * np.log(safe / FINEST_SCALE) / np.log(3.0)).astype(np.int64)
     return steps + 1
 
 
 def scale_of(classes: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Undo ``class_of``, up to its rounding.
-
-    Args:
-        classes: Any, not clipped.
-
-    Returns:
-        float64 of the same shape.
-    """
+    """Undo ``class_of``, up to its rounding."""
     return FINEST_SCALE * 3.0 ** ((classes - 1) / GRID_PER_LEVEL)
 
 
 def column_classes(coefficients: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Choose the class at unit step of every column.
-
-    Args:
-        coefficients: ``[tokens, columns]``.
-
-    Returns:
-        int64 ``[columns]``, not clipped.
-    """
+    """Choose the class at unit step of every column."""
     return class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
 
 
 def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Clip to the classes that have a table.
-
-    Args:
-        classes: Any.
-
-    Returns:
-        1 to CLASSES.
-    """
+    """Clip to the classes that have a table."""
     return np.clip(classes, 1, CLASSES)
 
 
@@ -155,14 +127,7 @@ class Tables:
         return out
 
     def sizes_of(self, classes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Look up the sizes of some columns.
-
-        Args:
-            classes: ``[columns]``, 0 for no class.
-
-        Returns:
-            float32 ``[3, columns]``.
-        """
+        """Look up the sizes of some columns."""
         return np.ascontiguousarray(self.sizes[classes].T)
 
     @cached_property
@@ -185,17 +150,7 @@ class Tables:
 def fit_tables(
     base_counts: NDArray[np.number], ternary_counts: NDArray[np.number], excess: NDArray[np.float64] | None = None
 ) -> Tables:
-    """Fit tables to counted symbols, leaning on a Laplacian where counts are few.
-
-    Args:
-        base_counts: ``[CLASSES, 256]``, biased as in the stream, escapes in entry 0.
-        ternary_counts: ``[CLASSES, 3, 3]``.
-        excess: ``[CLASSES, 2, 2]``, number of values of size 1 and 2, and by how many steps they lay nearer to zero;
-            None where it was not counted.
-
-    Returns:
-        The tables; zeros give the pure Laplacian.
-    """
+    """Fit tables to counted symbols, leaning on a Laplacian where counts are few."""
     base = np.zeros((CLASSES, ALPHABET), np.uint16)
     ternary = np.zeros((CLASSES, CONTEXTS, 3), np.uint16)
     for row in range(CLASSES):

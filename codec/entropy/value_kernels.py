@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 @jit
 def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
-    """Set ``out = step * size`` with the sign of the value.
-
-    Args:
-        quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
-        step: Of the quantiser.
-        out: float32 ``[tokens, columns]``, written.
-    """
+    """Set ``out = step * size`` with the sign of the value."""
     for t in range(out.shape[0]):
         for c in range(out.shape[1]):
             q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
@@ -35,14 +28,7 @@ def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
 
 @jit
 def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
-    """Dequantise at step 1 to bfloat16 bits; exact for whole numbers up to 256.
-
-    Args:
-        quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
-        out: uint16 ``[tokens, columns]``, written.
-        widest: ``[columns]``, written: the largest size met.
-    """
+    """Dequantise at step 1 to bfloat16 bits; exact for whole numbers up to 256."""
     columns = out.shape[1]
     row = empty(columns, float32)
     bits = row.view(uint32)
@@ -78,25 +64,7 @@ def place_elements(
     shrink: bool,
     first: int,
 ) -> None:
-    """Write ``rows[of_token] + scale * product`` of one plane, rotated.
-
-    Args:
-        product: float32, or bfloat16 bits; its columns from ``begin`` on are the plane's.
-        expand: Whether the product is bfloat16 bits.
-        scale: Of the product.
-        begin: First column of the plane in the product.
-        rows: float32, or bfloat16 bits; columns from ``at`` on are the plane's.
-        expand_rows: Whether the rows are bfloat16 bits.
-        of_token: Row of each token.
-        at: First column of the plane in the rows.
-        cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
-        sines: float32 ``[tokens, pairs]``.
-        interleaved: Whether pairs are neighbours, and not two halves.
-        rotary_start: First dimension of the pairs.
-        out: float32, or bfloat16 bits, ``[heads, tokens, dim]``, written.
-        shrink: Whether the output is bfloat16 bits.
-        first: Token of the output to begin at.
-    """
+    """Write ``rows[of_token] + scale * product`` of one plane, rotated."""
     heads, tokens, dim = uintp(out.shape[0]), uintp(of_token.shape[0]), uintp(out.shape[2])
     pairs, low, first_token = uintp(cosines.shape[1]), uintp(rotary_start), uintp(first)
     high, factor = low + pairs, float32(scale)
@@ -156,22 +124,7 @@ def take_elements(
     rotary_start: int,
     out: F32,
 ) -> None:
-    """Read one plane, rotate it back and take ``rows[of_token]`` away: what ``place_elements`` undoes.
-
-    Args:
-        source: float32, or bfloat16 bits, ``[heads, tokens, dim]``.
-        expand: Whether it is bfloat16 bits.
-        first: Token of the source to begin at.
-        rows: float32, or bfloat16 bits, with the columns of the output.
-        expand_rows: Whether the rows are bfloat16 bits.
-        of_token: Row of each token.
-        at: First column of the plane.
-        cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
-        sines: float32 ``[tokens, pairs]``.
-        interleaved: Whether pairs are neighbours, and not two halves.
-        rotary_start: First dimension of the pairs.
-        out: float32 ``[tokens, width]``; the plane's columns are written.
-    """
+    """Read one plane, rotate it back and take ``rows[of_token]`` away: what ``place_elements`` undoes."""
     heads, tokens, dim = uintp(source.shape[0]), uintp(of_token.shape[0]), uintp(source.shape[2])
     pairs, low = uintp(cosines.shape[1]), uintp(rotary_start)
     high, begin_plane, begin_source = low + pairs, uintp(at), uintp(first)

@@ -224,15 +224,7 @@ def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width
 
 
 def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
-    """Derive a profile from one cache alone: per-element means, one scale for each layer, no rotation of the basis.
-
-    Args:
-        cache: At least one token.
-        ladder: The quality levels that the tables are tuned for.
-
-    Returns:
-        The profile.
-    """
+    """Derive a profile from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
     groups = tuple(_identity_group(cache, plane) for plane in planes_of(cache.meta.layers))
     draft = Profile("", "", cache.meta.layers, groups, _no_counts())
     return replace(draft, tables=count_tables([TextPredictor(draft, cache.tokens, None)], [cache], ladder))
@@ -276,16 +268,7 @@ def _no_counts() -> Tables:
 
 
 def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[Plane, ...]]:
-    """Choose the planes that are transformed together: runs of neighbouring layers.
-
-    Args:
-        layers: Of the model.
-        group_width: Elements for one token that a run adds up to at most. A wider layer stands alone; where its keys or
-            values are wider by themselves, they stand apart.
-
-    Returns:
-        The planes of each group.
-    """
+    """Choose the planes that are transformed together: runs of neighbouring layers."""
     runs: list[list[Plane]] = []
     room = 0
     for layer in range(len(layers)):
@@ -351,16 +334,7 @@ def _rounded(block: Tensor, factor: Factor | None) -> Tensor:
 
 
 def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
-    """Count the entropy coder's tables from what the quantiser makes of the calibration caches, all levels together.
-
-    Args:
-        texts: What the draft of the profile predicts from, for each cache.
-        caches: The calibration caches.
-        ladder: The quality levels.
-
-    Returns:
-        Fitted tables.
-    """
+    """Count the entropy coder's tables from what the quantiser makes of the calibration caches, all levels together."""
     return _count(texts, caches, ladder)[0]
 
 

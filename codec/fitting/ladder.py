@@ -30,14 +30,7 @@ _LEAST_ERROR = 1e-30
 
 
 def errors_of(profile: Profile) -> list[float]:
-    """What the profile notes of errors at the default levels.
-
-    Args:
-        profile: Calibrated.
-
-    Returns:
-        Coarsest first; empty where a level's was not measured.
-    """
+    """What the profile notes of errors at the default levels."""
     noted = [profile.notes.get(ERROR_NOTE + name) for name in Ladder().names]
     return [float(each) for each in noted if each is not None] if None not in noted else []
 
@@ -46,14 +39,6 @@ def with_unit(profile: Profile, errors: Sequence[float], rank_cut: float) -> Pro
     """Change the unit of a profile's coefficients so that the default levels end where they should.
 
     The unit moves by whole classes of the entropy coder's tables, so those stay as they are.
-
-    Args:
-        profile: With ``error_to_kl``.
-        errors: What blobs are off by at each level of the default ladder, coarsest first.
-        rank_cut: Coefficients narrower than this many of the finest steps are left out.
-
-    Returns:
-        The profile; its unit stays where nothing was measured.
     """
     if profile.error_to_kl is None or not errors:
         return moved_by(profile, 0, rank_cut)
@@ -76,16 +61,7 @@ def _at(x: np.ndarray, y: np.ndarray, where: float) -> float:
 
 
 def moved_by(profile: Profile, classes: int, rank_cut: float) -> Profile:
-    """Make coefficients larger by some classes, and so every level finer.
-
-    Args:
-        profile: Of ``fit_profile``.
-        classes: How many; below 0 for coarser.
-        rank_cut: See ``with_unit``.
-
-    Returns:
-        The profile. What it says of errors is said in the new unit.
-    """
+    """Make coefficients larger by some classes, and so every level finer."""
     factor = RATIO ** (classes / GRID_PER_LEVEL)
     seen = profile.notes.get("tokens")
     narrowest = rank_cut * Ladder().steps[-1]

@@ -43,19 +43,6 @@ def plane_weights(
 
     That is what errors of a given share of a plane cost the answer, if they are small. It counts by a power below 1
     (docs/ablation.md).
-
-    Args:
-        layers: Of the model.
-        statistics: Of the engine; None where nothing is known.
-        planes: Of each group.
-        moments: Of each group's elements.
-
-    Returns:
-        What each plane's energy is to be scaled by, 1 on average. Planes that are missing, or zero, count as average;
-        without gradients all are missing.
-
-    Raises:
-        ArgumentError: A plane's Fisher information has another shape than the plane, or NaN.
     """
     if statistics is None:
         return {}
@@ -81,16 +68,6 @@ def plane_metrics(
     It is attention's, or that of gradients; where both are known their mean, each scaled alike. Attention's alone does
     not know what later layers make of an error, gradients alone follow the few tokens that hold most of them. A plane
     that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
-
-    Args:
-        layers: Of the model.
-        statistics: Of the engine; None where nothing is known.
-        planes: Of one group.
-        moments: Of the group's elements.
-        weights: From ``plane_weights``.
-
-    Returns:
-        float32 ``[heads, dim, dim]`` or a diagonal ``[width]`` for each plane.
     """
     out = []
     for plane, (covariance, mean) in zip(planes, _parts(layers, planes, moments), strict=True):
@@ -182,27 +159,13 @@ class Blocks:
     blocks: list[Tensor]
 
     def left_of(self, matrix: Tensor) -> Tensor:
-        """Multiply.
-
-        Args:
-            matrix: ``[width, n]`` of any float dtype.
-
-        Returns:
-            This matrix times that one, of its dtype.
-        """
+        """Multiply."""
         parts = torch.split(matrix, [len(block) for block in self.blocks])
         return torch.cat([block.to(part.dtype) @ part for block, part in zip(self.blocks, parts, strict=True)])
 
 
 def roots(metric: list[Tensor]) -> tuple[Blocks, Blocks]:
-    """Take the square root of a block-diagonal metric.
-
-    Args:
-        metric: Blocks of every plane.
-
-    Returns:
-        The symmetric root and its inverse.
-    """
+    """Take the square root of a block-diagonal metric."""
     direct, inverses = [], []
     for block in metric:
         for matrix in block.double():

@@ -79,16 +79,7 @@ class Features:
     """
 
     def __init__(self, caches: Sequence[KVCache], table: Tensor | None, hidden: Sequence[Tensor] | None) -> None:
-        """Check that every cache has what is asked of it.
-
-        Args:
-            caches: The calibration caches.
-            table: Features of every token ``[vocabulary, n]``; None for no prediction from them.
-            hidden: Hidden states ``[tokens, size]`` for each cache; None for no prediction from them.
-
-        Raises:
-            ArgumentError: A cache lacks token ids or hidden states.
-        """
+        """Check that every cache has what is asked of it."""
         if hidden is not None and list(map(len, hidden)) != [cache.tokens for cache in caches]:
             msg = "hidden states must be one [tokens, size] tensor for each calibration cache"
             raise ArgumentError(msg)
@@ -118,17 +109,7 @@ class Features:
         return 0 if self._hidden is None else self._hidden[0].shape[1]
 
     def at(self, cache: KVCache, number: int, start: int, stop: int) -> Tensor:
-        """Collect the features of a part of a cache.
-
-        Args:
-            cache: One of the calibration caches.
-            number: Its place among them.
-            start: First token.
-            stop: The first token after the part.
-
-        Returns:
-            float32 ``[tokens, features]``.
-        """
+        """Collect the features of a part of a cache."""
         if self._hidden is not None:
             return self._hidden[number][start:stop].detach().to("cpu", torch.float32)
         if self.table is not None and cache.token_ids is not None:
@@ -141,14 +122,6 @@ class Features:
 
         Whole entries of the vocabulary, since a token that occurs twice would be known already. Without token ids it is
         every fourth token.
-
-        Args:
-            cache: One of the calibration caches.
-            start: First token.
-            stop: The first token after the part.
-
-        Returns:
-            Bool ``[tokens]``.
         """
         ids = cache.token_ids
         names = torch.arange(start, stop) if ids is None else torch.tensor(ids[start:stop])
@@ -156,39 +129,18 @@ class Features:
 
 
 def spans(tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut a cache into parts that fit in memory.
-
-    Args:
-        tokens: Of the cache.
-
-    Yields:
-        First token, first token after the part.
-    """
+    """Cut a cache into parts that fit in memory."""
     for start in range(0, tokens, _CHUNK):
         yield start, min(start + _CHUNK, tokens)
 
 
 def trials_of_a_part(lengths: Sequence[int]) -> int:
-    """Share the trials among the parts of all caches.
-
-    Args:
-        lengths: Tokens of each cache.
-
-    Returns:
-        Trials of each part, at most.
-    """
+    """Share the trials among the parts of all caches."""
     return -(-_TRIALS // max(1, sum(-(-tokens // _CHUNK) for tokens in lengths)))
 
 
 def tokens_of(cache: KVCache) -> int:
-    """Count what a cache can teach.
-
-    Args:
-        cache: A calibration cache.
-
-    Returns:
-        Its tokens; of a pruned one, those of which something is left.
-    """
+    """Count what a cache can teach."""
     left = _left(cache)
     return cache.tokens if left is None else int(left.sum())
 
@@ -212,26 +164,13 @@ class MomentSums:
     """
 
     def __init__(self, groups: Sequence[Sequence[Plane]], features: Features, trials: int) -> None:
-        """Begin with nothing.
-
-        Args:
-            groups: Planes of each group.
-            features: Of the caches' tokens.
-            trials: See ``trials_of_a_part``.
-        """
+        """Begin with nothing."""
         self.caches = self._tokens = 0
         self._groups, self._features, self._trials = groups, features, trials
         self._sums: dict[str, Tensor] = {}
 
     def add(self, cache: KVCache) -> None:
-        """Add the next cache; of a pruned one, tokens of which something is left.
-
-        Args:
-            cache: Of the same layout as the others.
-
-        Raises:
-            CacheValueError: It holds NaN or infinity.
-        """
+        """Add the next cache; of a pruned one, tokens of which something is left."""
         device, left = cache.keys[0].device, _left(cache)
         for start, stop in spans(cache.tokens):
             first = int(start == 0 and cache.tokens > 1 and begins_text(cache))  # a sink tells nothing of the others
@@ -277,33 +216,18 @@ class MomentSums:
         self._sums[f"{name}.trials"] = torch.cat([known, some])
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """All sums, to go on from later.
-
-        Returns:
-            Arrays by name.
-        """
+        """All sums, to go on from later."""
         counts = {"caches": np.array(self.caches), "tokens": np.array(self._tokens)}
         return {name: tensor.cpu().numpy() for name, tensor in self._sums.items()} | counts
 
     def go_on(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take over the sums of the first caches.
-
-        Args:
-            arrays: From ``arrays``, of the same groups, features and caches.
-        """
+        """Take over the sums of the first caches."""
         sums = dict(arrays)
         self.caches, self._tokens = int(sums.pop("caches")), int(sums.pop("tokens"))
         self._sums = {name: torch.from_numpy(np.array(array)) for name, array in sums.items()}
 
     def finish(self) -> tuple[FeatureMoments, list[Moments]]:
-        """Turn sums into moments; at least one token was added.
-
-        Returns:
-            Those of the features, and of each group.
-
-        Raises:
-            CacheValueError: Elements are too large for float32.
-        """
+        """Turn sums into moments; at least one token was added."""
         return self._of_features(), [self._of_group(number) for number in range(len(self._groups))]
 
     def _cpu(self, name: str) -> Tensor:

@@ -84,17 +84,7 @@ class Predictions:
     def of_groups(
         self, moments: Sequence[Moments], seen: FeatureMoments, metrics: Sequence[list[Tensor]], precision: Precision
     ) -> Iterator[Prediction]:
-        """Round each group's weights and find what is left; residuals are enlarged by what the fit has learnt by heart.
-
-        Args:
-            moments: Of each group.
-            seen: The features' own.
-            metrics: Of each group's planes.
-            precision: Of the stored predictors.
-
-        Yields:
-            Each group's prediction.
-        """
+        """Round each group's weights and find the residuals, enlarged by how much the fit has overfitted."""
         if not self.features:
             yield from (Prediction(None, each.mean, each.covariance) for each in moments)
             return
@@ -127,17 +117,6 @@ def predict(
     """Fit all groups' predictions.
 
     The ridge is chosen by trying fits on a part of the vocabulary that they have not seen.
-
-    Args:
-        seen: Moments of the features.
-        moments: Of each group.
-        metrics: Of each group's planes.
-        table: Raw features of every token ``[vocabulary, F]``, the first features; None without prediction from tokens.
-        hidden: Number of features, the last ones, that are of hidden states.
-        precision: Of the stored table.
-
-    Returns:
-        The table and the weights.
     """
     nothing = Predictions(None, torch.zeros(len(seen.mean), 0, dtype=torch.float64), seen.mean, (), 1.0)
     if not len(seen.mean):

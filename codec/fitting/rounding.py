@@ -46,14 +46,7 @@ class Precision(NamedTuple):
 
 
 def factor_of(block: Tensor) -> Factor:
-    """Round a metric's Cholesky factors to 8 bits, each row by itself.
-
-    Args:
-        block: ``[heads, dim, dim]``, positive definite.
-
-    Returns:
-        The factors; never singular.
-    """
+    """Round a metric's Cholesky factors to 8 bits, each row by itself."""
     lower = torch.linalg.cholesky(block.double())
     steps = (lower.abs().amax(2) / SMALL).float()
     entries = (lower / steps[:, :, None]).round().clamp(-SMALL, SMALL)
@@ -64,17 +57,7 @@ def factor_of(block: Tensor) -> Factor:
 
 
 def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precision) -> Stepped:
-    """Round synthesis rows, the more coarsely the less their coefficients spread.
-
-    Args:
-        rows: float64 ``[rank, width]``, orthonormal in the metric.
-        spread: float64 ``[rank]``, standard deviations of the coefficients.
-        metric: float64 ``[width]``, the metric's diagonal.
-        precision: Wanted.
-
-    Returns:
-        The rounded rows: each one's error, times its coefficient, adds alike to the error of every element.
-    """
+    """Round synthesis rows, the more coarsely the less their coefficients spread."""
     columns = (metric * len(metric)).rsqrt().float()
     wanted = math.sqrt(ROW_SHARE) * precision.step / spread.clamp(min=1e-12)
     scaled = rows / columns
@@ -96,32 +79,13 @@ def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> Stepped:
 
 
 def table_steps(sensitivity: Tensor, width: int) -> Tensor:
-    """Choose the steps of the token table's columns.
-
-    Args:
-        sensitivity: float64 ``[r]``, what a unit of a column adds to all elements, squared, each over what is left of
-            it; columns have a variance of 1.
-        width: Elements for one token.
-
-    Returns:
-        float64 ``[r]``.
-    """
+    """Choose the steps of the token table's columns."""
     share = TABLE_SHARE * width / max(1, len(sensitivity))
     return (12 * share / sensitivity.clamp(min=1e-30)).sqrt().clamp(max=_COARSEST)
 
 
 def round_predictor(weights: Tensor, energy: Tensor, left: Tensor) -> Stepped:
-    """Round a predictor so that what that adds hides in what is left to code.
-
-    Args:
-        weights: float64 ``[features, width]``.
-        energy: float64 ``[features]``, mean square of each feature.
-        left: float64 ``[width, width]``, covariance of what prediction leaves and the quantiser's error; positive
-            definite.
-
-    Returns:
-        The rounded predictor.
-    """
+    """Round a predictor so that what that adds hides in what is left to code."""
     lower, conditional = _factors(left)
     columns = conditional.rsqrt().float()
     wanted = (12 * PREDICTOR_SHARE / (len(weights) * energy.clamp(min=1e-30))).sqrt()
@@ -144,15 +108,6 @@ def round_with_feedback(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Te
 
     With an error e of a row, ``e L D L^T e^T`` is then a twelfth of the squared step for each column, weighted by D.
     Columns that were rounded in blocks before come in by one product of matrices.
-
-    Args:
-        matrix: float64 ``[n, width]``.
-        rows: float64 ``[n]``, steps.
-        columns: float64 ``[width]``, steps.
-        lower: float64 ``[width, width]``, unit lower triangular.
-
-    Returns:
-        Whole numbers, float64 ``[n, width]``.
     """
     errors, entries = torch.zeros_like(matrix), torch.zeros_like(matrix)
     for stop in range(matrix.shape[1], 0, -_BLOCK):
@@ -168,17 +123,7 @@ def round_with_feedback(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Te
 
 
 def round_with_feedback_naive(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Tensor) -> Tensor:
-    """Round as ``round_with_feedback`` does: its readable twin.
-
-    Args:
-        matrix: As there.
-        rows: As there.
-        columns: As there.
-        lower: As there.
-
-    Returns:
-        As there.
-    """
+    """Round as ``round_with_feedback`` does: its readable twin."""
     entries = torch.zeros_like(matrix)
     for column in reversed(range(matrix.shape[1])):
         steps = rows[:, None] * columns

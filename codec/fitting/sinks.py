@@ -27,28 +27,14 @@ SINK_STEP = 0.25
 
 
 def begins_text(cache: KVCache) -> bool:
-    """Whether nothing stood before a cache's first token, which then is most likely a sink.
-
-    Args:
-        cache: A calibration cache.
-    """
+    """Whether nothing stood before a cache's first token, which then is most likely a sink."""
     return cache.meta.offset == 0 and cache.kept is None
 
 
 def learn_sinks(
     draft: Profile, caches: Sequence[KVCache], hidden: Sequence[Tensor] | None, finest: float
 ) -> tuple[Profile, list[TextPredictor]]:
-    """Add a row of sinks to a draft where calibration texts begin with such.
-
-    Args:
-        draft: A profile without one.
-        caches: The calibration caches.
-        hidden: Hidden states of each; None for none.
-        finest: Step of the finest level.
-
-    Returns:
-        The draft, with or without, and what it expects of each cache.
-    """
+    """Add a row of sinks to a draft where calibration texts begin with such."""
     firsts = {
         number: [gather_planes(cache, group.planes, 0, 1) for group in draft.groups]
         for number, cache in enumerate(caches)  # contexts are large: one at a time is held

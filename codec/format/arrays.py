@@ -93,18 +93,7 @@ def pack_arrays(
     packed: bool = False,
     sections: Sequence[Collection[str]] = (),
 ) -> bytes:
-    """Serialise named arrays; the same input gives the same bytes.
-
-    Args:
-        magic: First eight bytes of the file.
-        head: What JSON can hold.
-        arrays: By name; zstd-compressed where that helps.
-        packed: Compress large ones, too, in planes of bytes; see ``PACKED``.
-        sections: Names of each section's arrays, all of them together; none: the file has no sections.
-
-    Returns:
-        The file.
-    """
+    """Serialise named arrays; the same input gives the same bytes."""
     names = [name for section in sections or [arrays] for name in sorted(section)]
     listed, parts, budget = [], [], MAX_PACKED_TOTAL
     for name in names:
@@ -164,21 +153,7 @@ def _smaller(raw: bytes, budget: int) -> bytes:
 
 
 def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any], Arrays]:
-    """Read ``pack_arrays``.
-
-    Args:
-        magic: First eight bytes that the file must have.
-        data: The file.
-        what: What it is called in messages.
-
-    Returns:
-        The JSON part and the arrays by name.
-
-    Raises:
-        TruncatedError: The file ends too early.
-        CorruptError: It is damaged, or of another kind.
-        FormatVersionError: A later version wrote it.
-    """
+    """Read ``pack_arrays``."""
     told = describe(magic, data, what)
     if len(data) < told.size:
         msg = f"the {what} ends after {len(data)} of {told.size} bytes; fetch it again"
@@ -200,21 +175,7 @@ def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any],
 
 
 def describe(magic: bytes, data: bytes, what: str) -> Description:
-    """Read what a file says of itself. Of a file with sections the bytes before the first one will do.
-
-    Args:
-        magic: First eight bytes that the file must have.
-        data: The file, or its first bytes.
-        what: What it is called in messages.
-
-    Returns:
-        The description, whose claims are within bounds.
-
-    Raises:
-        TruncatedError: The bytes end too early.
-        CorruptError: They are damaged, or of another kind of file.
-        FormatVersionError: A later version wrote them.
-    """
+    """Read what a file says of itself. Of a file with sections the bytes before the first one will do."""
     flags, size, meta_stored, meta_raw = _prologue(magic, data, what)
     start = _PROLOGUE.size + meta_stored
     meta = unpack_json(bytes(memoryview(data)[_PROLOGUE.size : start]), meta_raw, what)
@@ -228,20 +189,7 @@ def describe(magic: bytes, data: bytes, what: str) -> Description:
 
 
 def read_listed(listed: Listed, body: memoryview, what: str, *, packed: bool) -> Arrays:
-    """Read arrays that follow each other.
-
-    Args:
-        listed: As ``describe`` gives them.
-        body: Their bytes, exactly.
-        what: What the file is called in messages.
-        packed: Whether they lie in planes of bytes.
-
-    Returns:
-        The arrays by name.
-
-    Raises:
-        CorruptError: An array is damaged.
-    """
+    """Read arrays that follow each other."""
     out: Arrays = {}
     start = 0
     try:

@@ -69,17 +69,7 @@ def methods() -> tuple[str, ...]:
 
 
 def codec_of_method(method: str) -> SegmentCodec:
-    """The codec of a method's lossy levels.
-
-    Args:
-        method: One of ``methods()``.
-
-    Returns:
-        Its row of the registry.
-
-    Raises:
-        ArgumentError: No lossy kind has this method.
-    """
+    """The codec of a method's lossy levels."""
     found = [codec for codec in CODECS.values() if codec.method == method and not codec.lossless]
     if not found:
         msg = f"no method {method!r}; there are {', '.join(methods())}"

@@ -94,20 +94,7 @@ class _Prologue(NamedTuple):
 
 
 def parse_header(data: bytes, *, check: bool = True) -> Header:
-    """Read a blob's first bytes for the decoder.
-
-    Args:
-        data: At least the whole header.
-        check: Whether to verify the header's checksum.
-
-    Returns:
-        What ``read_header`` gives, and what the decoder alone needs.
-
-    Raises:
-        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes to bring.
-        CorruptError: The header's checksum or content is wrong.
-        FormatVersionError: The version, a flag or a codec is not known.
-    """
+    """Read a blob's first bytes for the decoder."""
     fields = _prologue(data, check=check)
     parts = _parts(data, fields)
     meta = meta_from_json(parts.metadata.get("meta"))

@@ -106,9 +106,6 @@ class Header:
         """For each layer a bool ``[kv_heads, tokens]`` of what the cache holds, None where it holds everything.
 
         None alone where nothing was pruned.
-
-        Raises:
-            CorruptError: The bits do not fit the layout.
         """
         from kvwire.codec.format.kept import unpack_kept  # brings torch, which no server of blobs needs
 

@@ -17,18 +17,7 @@ MAX_BITS = 32
 
 
 def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
-    """Pack token ids, lowest bit first.
-
-    Args:
-        ids: The token ids; None where they are not known.
-        tokens: How many.
-
-    Returns:
-        Bits of an id (0: not known) and the packed ids.
-
-    Raises:
-        ArgumentError: An id does not fit 32 bits.
-    """
+    """Pack token ids, lowest bit first."""
     if ids is None:
         return 0, bytes(tokens)
     bits = max(MIN_BITS, max(ids).bit_length())
@@ -41,29 +30,12 @@ def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
 
 
 def id_bytes(tokens: int, bits: int) -> int:
-    """Count the bytes that packed ids take.
-
-    Args:
-        tokens: How many.
-        bits: Of an id; 0 where they are not known.
-
-    Returns:
-        The length of the part.
-    """
+    """Count the bytes that packed ids take."""
     return -(-tokens * max(MIN_BITS, bits) // 8)
 
 
 def unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
-    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in.
-
-    Args:
-        data: The packed ids.
-        tokens: How many.
-        bits: Of an id.
-
-    Returns:
-        The ids; None where ``bits`` is 0.
-    """
+    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in."""
     if not bits:
         return None
     padded = np.frombuffer(data + bytes(5), np.uint8)

@@ -27,18 +27,7 @@ _ADVICE = "encode the whole document anew"
 
 
 def join_headers(headers: Sequence[Header]) -> Header:
-    """Join the parts' plain headers into one that decodes chunks of all of them.
-
-    Args:
-        headers: Of the parts, in the order of their tokens.
-
-    Returns:
-        The whole document's.
-
-    Raises:
-        CorruptError: They are not the parts of one document.
-        MismatchError: They are coded in different ways.
-    """
+    """Join the parts' plain headers into one that decodes chunks of all of them."""
     first, info = headers[0], join_infos([header.info for header in headers])
     for header in headers:
         start = 0 if header.info.prefix is None else header.info.prefix.tokens
@@ -54,18 +43,7 @@ def join_headers(headers: Sequence[Header]) -> Header:
 
 
 def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
-    """Join what the parts' blobs say of themselves.
-
-    Args:
-        infos: Of the parts, in the order of their tokens; all plain, or all as they are stored.
-
-    Returns:
-        What the whole document's blob would say, its segments behind all headers, in the order of the parts.
-
-    Raises:
-        CorruptError: They are not the parts of one document.
-        MismatchError: They are coded in different ways.
-    """
+    """Join what the parts' blobs say of themselves."""
     first = infos[0]
     ids, digest = _chained(infos)
     for info in infos:

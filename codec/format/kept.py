@@ -23,16 +23,7 @@ _MOST_PACKED = 256
 
 
 def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
-    """Pack which entries a cache holds: bits of all layers with a cache, each from a byte on.
-
-    Args:
-        kept: For each layer a bool ``[kv_heads, tokens]``, None where it holds everything.
-        layers: Of the model.
-        tokens: Of the document.
-
-    Returns:
-        The bits as they are, or a zstd frame of them.
-    """
+    """Pack which entries a cache holds: bits of all layers with a cache, each from a byte on."""
     parts = [
         np.packbits(np.ones(spec.kv_heads * tokens, bool) if mask is None else mask.cpu().numpy(), axis=None)
         for spec, mask in zip(layers, kept, strict=True)
@@ -44,19 +35,7 @@ def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
 
 
 def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[int]:
-    """Count the bytes of each layer's bits.
-
-    Args:
-        data: As stored.
-        layers: Of the model.
-        tokens: Of the document.
-
-    Returns:
-        Bytes for each layer; 0 without a cache.
-
-    Raises:
-        CorruptError: The stored bytes cannot stand for so many.
-    """
+    """Count the bytes of each layer's bits."""
     sizes = [0 if spec.kind == "none" else -(-spec.kv_heads * tokens // 8) for spec in layers]
     if not len(data) <= sum(sizes) <= _MOST_PACKED * len(data):
         msg = "the blob's list of kept entries does not fit its layout; fetch it again"
@@ -65,19 +44,7 @@ def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[
 
 
 def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
-    """Read ``pack_kept``.
-
-    Args:
-        data: As stored.
-        layers: Of the model.
-        tokens: Of the document.
-
-    Returns:
-        For each layer a bool ``[kv_heads, tokens]``, None where it holds everything.
-
-    Raises:
-        CorruptError: The bits do not fit the layout.
-    """
+    """Read ``pack_kept``."""
     sizes = kept_sizes(data, layers, tokens)
     raw = data if len(data) == sum(sizes) else decompress(data, sum(sizes), "list of kept entries")
     out: list[torch.Tensor | None] = []

@@ -37,32 +37,13 @@ _SHORT = 6
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
-    """Write canonical JSON, zstd-compressed.
-
-    Args:
-        value: What JSON can hold.
-
-    Returns:
-        The frame and its raw length.
-    """
+    """Write canonical JSON, zstd-compressed."""
     raw = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw), len(raw)
 
 
 def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
-    """Read what ``pack_json`` wrote.
-
-    Args:
-        data: The frame.
-        raw_length: That it must have.
-        what: What it belongs to, in messages.
-
-    Returns:
-        The object.
-
-    Raises:
-        CorruptError: A length is wrong, a key occurs twice, or it is no object.
-    """
+    """Read what ``pack_json`` wrote."""
     if raw_length > MAX_JSON_BYTES:
         msg = f"the {what}'s metadata claims {raw_length} bytes, more than the {MAX_JSON_BYTES} allowed"
         raise CorruptError(msg)
@@ -82,17 +63,6 @@ def decompress(data: bytes, raw_length: int, what: str) -> bytes:
     """Undo zstd into exactly so many bytes, and never allocate more.
 
     The frame's own claim is compared first, since the decompressor allocates by it.
-
-    Args:
-        data: One frame.
-        raw_length: That it must have.
-        what: What it is called in messages.
-
-    Returns:
-        ``raw_length`` bytes.
-
-    Raises:
-        CorruptError: It is another length, or damaged.
     """
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
@@ -107,39 +77,17 @@ def decompress(data: bytes, raw_length: int, what: str) -> bytes:
 
 
 def elements_per_token(layers: tuple[LayerSpec, ...]) -> int:
-    """Count the numbers cached for one token.
-
-    Args:
-        layers: Of the model.
-
-    Returns:
-        Keys and values of all layers that have a cache.
-    """
+    """Count the numbers cached for one token."""
     return sum(spec.key_width + spec.value_width for spec in layers if spec.kind != "none")
 
 
 def shapes_of(layers: tuple[LayerSpec, ...]) -> list[tuple[bool, int, int, int]]:
-    """List what must agree for one cache's coefficients to fit another's layers.
-
-    Args:
-        layers: Of the model.
-
-    Returns:
-        For each layer whether it has a cache, heads, key dimension and value dimension.
-    """
+    """List what must agree for one cache's coefficients to fit another's layers."""
     return [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in layers]
 
 
 def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]]:
-    """Write layers as they are stored.
-
-    Args:
-        layers: Of the model.
-
-    Returns:
-        One row for each layer: kind, heads, key and value dims, rope, window. The values' rope and the start of the
-        keys' rotary part follow where there are such.
-    """
+    """Write layers as they are stored."""
     rows: list[list[int | str | None]] = []
     for s in layers:
         more = [] if (s.value_rope, s.key_rope_start) == (None, 0) else [s.value_rope, s.key_rope_start]
@@ -148,18 +96,7 @@ def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]
 
 
 def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
-    """Read ``layers_to_json``.
-
-    Args:
-        rows: As stored.
-
-    Returns:
-        The layers.
-
-    Raises:
-        ValueError: A row is impossible.
-        TypeError: A row is of another type.
-    """
+    """Read ``layers_to_json``."""
     out = []
     for row in rows:
         kind, heads, key_dim, value_dim, rope, window, value_rope, start = (
@@ -181,14 +118,7 @@ def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
 
 
 def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
-    """Write a cache's meta as it is stored in a blob: positions are always off there.
-
-    Args:
-        meta: Of the cache.
-
-    Returns:
-        What JSON can hold.
-    """
+    """Write a cache's meta as it is stored in a blob: positions are always off there."""
     fields = asdict(meta)
     for name in ("positions", "offset"):
         del fields[name]
@@ -199,17 +129,7 @@ def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
 
 
 def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
-    """Read ``meta_to_json``.
-
-    Args:
-        fields: As stored.
-
-    Returns:
-        The meta, positions off.
-
-    Raises:
-        CorruptError: A field is missing or impossible.
-    """
+    """Read ``meta_to_json``."""
     try:
         ropes = tuple(_rope(raw) for raw in fields["ropes"])
         layers = layers_from_json(fields["layers"])
@@ -245,18 +165,7 @@ def _rope(raw: dict[str, Any]) -> RopeRegime:
 
 
 def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
-    """Read ``Profile.error_to_kl``.
-
-    Args:
-        raw: As stored.
-
-    Returns:
-        ``(a, b)`` of ``KL = a * error^b``; None where it was not measured.
-
-    Raises:
-        TypeError: It is of another type.
-        ValueError: A number is impossible.
-    """
+    """Read ``Profile.error_to_kl``."""
     if raw is None:
         return None
     numbers = [float(number) for number in raw if type(number) in {int, float}] if type(raw) is list else []
@@ -268,31 +177,12 @@ def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN4
 
 
 def deviation_to_json(deviation: BlockDeviation | None) -> list[Any] | None:
-    """Write deviations as they are stored.
-
-    Args:
-        deviation: Of the document; None where nobody measured.
-
-    Returns:
-        What JSON can hold.
-    """
+    """Write deviations as they are stored."""
     return None if deviation is None else [deviation.block, base64.b64encode(deviation.codes).decode()]
 
 
 def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa: ANN401 - JSON
-    """Read ``deviation_to_json``.
-
-    Args:
-        raw: As stored.
-        tokens: Of the document.
-
-    Returns:
-        The deviations; None where there are none.
-
-    Raises:
-        TypeError: They are of another type.
-        ValueError: They are not the document's.
-    """
+    """Read ``deviation_to_json``."""
     if raw is None:
         return None
     block, text = raw
@@ -307,17 +197,7 @@ def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa
 
 
 def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
-    """Read the token ids that stood before a document when it was computed.
-
-    Args:
-        raw: As stored; None where none did.
-
-    Returns:
-        The token ids.
-
-    Raises:
-        ValueError: They are none, or too many.
-    """
+    """Read the token ids that stood before a document when it was computed."""
     if raw is None:
         return ()
     sound = isinstance(raw, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in raw)
@@ -328,18 +208,7 @@ def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
 
 
 def sinks_from_json(raw: Any, tokens: int) -> dict[int, int]:  # noqa: ANN401 - JSON
-    """Read which tokens of a blob are attention sinks.
-
-    Args:
-        raw: As stored; None where none is.
-        tokens: Of the blob.
-
-    Returns:
-        The bytes that each takes in the header, by its place; in order.
-
-    Raises:
-        ValueError: They are none, or too many.
-    """
+    """Read which tokens of a blob are attention sinks."""
     if raw is None:
         return {}
     sound = isinstance(raw, list) and 0 < len(raw) <= MAX_SINKS and all(map(_is_sink, raw))
@@ -357,17 +226,7 @@ def _is_sink(raw: Any) -> bool:  # noqa: ANN401 - JSON
 
 
 def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON
-    """Read what a part of a document stands behind.
-
-    Args:
-        raw: As stored; None where the blob is a whole document.
-
-    Returns:
-        The prefix.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Read what a part of a document stands behind."""
     match raw:
         case None:
             return None
@@ -395,17 +254,7 @@ class Fitted(Protocol):
 
 
 def check_model(profile: Fitted, meta: CacheMeta, what: str, fit: str) -> None:
-    """Compare a profile's model with a cache's.
-
-    Args:
-        profile: The profile.
-        meta: Of the cache.
-        what: What the profile is, in messages.
-        fit: Public name of the function that fits such a profile.
-
-    Raises:
-        MismatchError: The cache is of another model or of another shape.
-    """
+    """Compare a profile's model with a cache's."""
     if shapes_of(meta.layers) != shapes_of(profile.layers):
         msg = f"the {what} fits another cache layout; fit one on caches of this model ({fit})"
         raise MismatchError(msg)

@@ -16,14 +16,7 @@ _STORED_AT, _RAW_AT = 8, 9
 
 
 def header_names(blob: bytes) -> Iterator[str]:
-    """Every text in a blob's metadata: of model, revision and levels among them.
-
-    Args:
-        blob: Whole, or at least to the end of its metadata.
-
-    Yields:
-        The texts; none where the bytes are no blob, or one that no reader would take.
-    """
+    """Every text in a blob's metadata: of model, revision and levels among them."""
     if not blob.startswith(MAGIC) or len(blob) < PROLOGUE.size:
         return
     fields = PROLOGUE.unpack_from(blob)

@@ -109,17 +109,7 @@ class Draft:
 
 
 def pack_blob(draft: Draft) -> bytes:
-    """Lay out a whole blob.
-
-    Args:
-        draft: Its content.
-
-    Returns:
-        The blob.
-
-    Raises:
-        ArgumentError: Its header would be longer than readers accept.
-    """
+    """Lay out a whole blob."""
     if elements_per_token(draft.meta.layers) > MAX_WIDTH:
         msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
         raise ArgumentError(msg)

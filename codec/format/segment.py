@@ -81,23 +81,14 @@ class SegmentState:
         return np.flatnonzero(self.classes).astype(np.uint32)
 
     def contexts(self) -> NDArray[np.uint8]:
-        """Compute the contexts of the next refinement.
-
-        Returns:
-            uint8 ``[tokens, coded columns]``.
-        """
+        """Compute the contexts of the next refinement."""
         columns = self.columns
         out = np.empty((self.tokens, len(columns)), np.uint8)
         kernels.contexts_of(self.values, columns, out)
         return out
 
     def enter(self, fresh: NDArray[np.intp], classes: NDArray[np.int64]) -> None:
-        """Go one level up: coded columns rise by the grid's share of a level.
-
-        Args:
-            fresh: Indices of the columns that are coded from this level on.
-            classes: Class of each of them.
-        """
+        """Go one level up: coded columns rise by the grid's share of a level."""
         self.classes = np.where(self.classes > 0, clip_class(self.classes + GRID_PER_LEVEL), 0)
         self.classes[fresh] = classes
 
@@ -109,18 +100,7 @@ def encode_segment(
     values: NDArray[np.int32],
     refinement: NDArray[np.uint8] | None,
 ) -> tuple[bytes, int]:
-    """Write the next level of a chunk and advance the state to it: the readable twin of ``transform.levels``.
-
-    Args:
-        state: After the level below.
-        shift: Classes to subtract at this level.
-        wanted: int64 ``[columns]``, the class that suits each column at this level.
-        values: int32 ``[tokens, columns]``, quantised at this level.
-        refinement: uint8 ``[tokens, columns]``, the symbols that lead there from the level below; None at level 0.
-
-    Returns:
-        The bytes and the number of symbols.
-    """
+    """Write the next level of a chunk and advance the state to it: the readable twin of ``transform.levels``."""
     entering = np.asarray(values.any(axis=0))
     codes = enter_level(state, shift, wanted, entering)
     escapes = b""
@@ -136,18 +116,7 @@ def encode_segment(
 
 
 def enter_level(state: SegmentState, shift: int, wanted: NDArray[np.int64], entering: NDArray[np.bool_]) -> bytes:
-    """Advance a state's classes to the next level, values aside.
-
-    Args:
-        state: After the level below.
-        shift: Classes to subtract at this level.
-        wanted: int64 ``[columns]``, the class that suits each column at this level.
-        entering: bool ``[columns]``, the columns that are coded from this level on; what the others say, of columns
-            that are coded already, does not matter.
-
-    Returns:
-        The class list.
-    """
+    """Advance a state's classes to the next level, values aside."""
     open_columns = np.flatnonzero(state.classes == 0)
     entering = entering[open_columns]
     fresh = open_columns[entering]
@@ -169,16 +138,7 @@ def _encode_base(state: SegmentState, values: NDArray[np.int32]) -> tuple[Lanes,
 
 
 def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
-    """Join a segment's parts; docs/format.md, section 4.
-
-    Args:
-        classes: The class list.
-        escapes: Escaped values as i4.
-        stream: The coded symbols.
-
-    Returns:
-        The segment.
-    """
+    """Join a segment's parts; docs/format.md, section 4."""
     packed_classes, packed_escapes = _compressed(classes), _compressed(escapes)
     header = _HEADER.pack(len(stream.words), len(packed_classes), len(packed_escapes), len(stream.states), 0)
     lanes = np.asarray(stream.states, "<u4"), np.asarray(stream.counts, "<u2"), np.asarray(stream.words, "<u2")
@@ -199,21 +159,7 @@ def _compressed(data: bytes) -> bytes:
 
 
 def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
-    """Advance a state by one level from a segment's bytes.
-
-    Args:
-        state: After the level below.
-        level: Of the segment.
-        shift: Classes to subtract at this level.
-        data: The segment.
-        check: Whether to refuse a stream whose lanes do not end as they began; sizes are always checked.
-
-    Returns:
-        The number of symbols.
-
-    Raises:
-        CorruptError: The bytes cannot be what was written.
-    """
+    """Advance a state by one level from a segment's bytes."""
     open_columns = np.flatnonzero(state.classes == 0)
     classes, escapes, stream = _unpack(data, len(open_columns))
     codes = np.frombuffer(classes, np.uint8).astype(np.int64)
@@ -252,18 +198,7 @@ class Parts(NamedTuple):
 
 
 def take_apart(data: bytes, open_columns: int) -> Parts:
-    """Check what does not take decoding.
-
-    Args:
-        data: The segment.
-        open_columns: Columns that no level below codes.
-
-    Returns:
-        Its parts.
-
-    Raises:
-        CorruptError: The bytes cannot be what was written.
-    """
+    """Check what does not take decoding."""
     if len(data) < _HEADER.size:
         msg = "a segment ends within its header: it is damaged, fetch it again"
         raise CorruptError(msg)
@@ -285,26 +220,12 @@ def take_apart(data: bytes, open_columns: int) -> Parts:
 
 
 def lanes_of(data: bytes) -> int:
-    """Read the number of lanes from a segment's header.
-
-    Args:
-        data: The segment.
-
-    Returns:
-        The number; 0 where there is no header.
-    """
+    """Read the number of lanes from a segment's header."""
     return int(_HEADER.unpack_from(data)[3]) if len(data) >= _HEADER.size else 0
 
 
 def escapes_in(data: bytes) -> bytes:
-    """Find the packed escapes by a segment's header.
-
-    Args:
-        data: The segment.
-
-    Returns:
-        Their bytes; none where there is no header.
-    """
+    """Find the packed escapes by a segment's header."""
     if len(data) < _HEADER.size:
         return b""
     _, class_bytes, escape_bytes, _, _ = _HEADER.unpack_from(data)
@@ -335,18 +256,7 @@ def _place_escapes(
 
 
 def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
-    """Unpack escapes.
-
-    Args:
-        packed: One zstd frame, or nothing.
-        count: How many there must be.
-
-    Returns:
-        int32 ``[count]`` in row-major order.
-
-    Raises:
-        CorruptError: There are more or fewer, or one is out of range.
-    """
+    """Unpack escapes."""
     escaped = np.frombuffer(_list(packed, 4 * count, "escape"), "<i4")
     if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
         msg = "a segment escapes to values that no encoder writes: it is damaged, fetch it again"

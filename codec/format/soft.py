@@ -14,17 +14,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def soft_to_json(soft: SoftTokensName) -> list[Any]:
-    """Write down which soft tokens a document has.
-
-    Args:
-        soft: Their name.
-
-    Returns:
-        JSON.
-
-    Raises:
-        ArgumentError: Readers would not take it.
-    """
+    """Write down which soft tokens a document has."""
     raw = [soft.digest, soft.first, soft.count]
     try:
         soft_from_json(raw)
@@ -34,17 +24,7 @@ def soft_to_json(soft: SoftTokensName) -> list[Any]:
 
 
 def soft_from_json(raw: Any) -> SoftTokensName:  # noqa: ANN401 - JSON
-    """Read which soft tokens a document has.
-
-    Args:
-        raw: As stored.
-
-    Returns:
-        Their name.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Read which soft tokens a document has."""
     sound = isinstance(raw, list) and [type(each) for each in raw] == [str, int, int]
     if not sound or not _DIGEST.fullmatch(raw[0]) or not 0 < raw[2] <= MAX_SOFT or not 0 < raw[1] <= (1 << 32) - raw[2]:
         msg = f"soft tokens are named by a SHA-256, their first id and their number, at most {MAX_SOFT}"

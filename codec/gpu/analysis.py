@@ -44,14 +44,7 @@ class Transform:
     """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
 
     def __init__(self, cache: KVCache, text: TextPredictor, known: DeviceProfile, step: float) -> None:
-        """Put the text's ids on the device.
-
-        Args:
-            cache: To encode.
-            text: What is known besides.
-            known: The profile on the device.
-            step: The finest quantiser step.
-        """
+        """Put the text's ids on the device."""
         self._cache, self._known, self._step = cache, known, step
         self._profile, self._sinks = text.profile, text.sinks
         self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
@@ -59,14 +52,7 @@ class Transform:
         self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
 
     def analyse(self, spans: Sequence[Span]) -> Analysed:
-        """Transform chunks that follow each other.
-
-        Args:
-            spans: First token of each and the first token after it.
-
-        Returns:
-            Their coefficients.
-        """
+        """Transform chunks that follow each other."""
         start, stop = spans[0][0], spans[-1][1]
         sampled, lengths = self._sampled(spans)
         out = torch.empty(stop - start, self._profile.rank, dtype=torch.float32, device=self._known.device)

@@ -28,17 +28,7 @@ class Workspace:
         self._memory: Tensor | None = None
 
     def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
-        """Cut parts off, aligned. More memory is allocated where they do not fit, on the queue that runs.
-
-        Args:
-            sizes: Bytes of each part.
-            least: Bytes to allocate at least.
-            device: Where to.
-            queues: All that will use it.
-
-        Returns:
-            uint8 tensors.
-        """
+        """Cut parts off, aligned. More memory is allocated where they do not fit, on the queue that runs."""
         rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
         if self._memory is None or self._memory.numel() < sum(rounded):
             self._memory = None
@@ -74,12 +64,5 @@ class UploadedBatch(NamedTuple):
     counts: Tensor
 
     def part(self, name: str) -> Tensor:
-        """Find a part of the staged bytes.
-
-        Args:
-            name: Its name.
-
-        Returns:
-            A view of the buffer.
-        """
+        """Find a part of the staged bytes."""
         return self.staged.of(self.buffer, name)

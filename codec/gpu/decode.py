@@ -66,18 +66,7 @@ class DeviceDecoder:
         workspace_bytes: int | None = None,
         finish: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """Put the profile on the device and describe the output.
-
-        Args:
-            header: Of the blob.
-            text: What its profile predicts from.
-            out: Tensors on the device, contiguous ``[heads, tokens, dim]`` or in pages.
-            offset: Position of the first token; None leaves positions off.
-            check: Whether to leave the output of damaged chunks alone and report them.
-            workspace_bytes: Device memory for chunks under way; None for a share of the output.
-            finish: Called with a span of tokens once they are placed, on their queue; tells whether it wrote anything.
-                None for nothing.
-        """
+        """Put the profile on the device and describe the output."""
         self._header, self._text, self._out = header, text, out
         self._offset, self._check, self._finish = offset, check, finish
         tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
@@ -145,17 +134,7 @@ class DeviceDecoder:
         return last
 
     def batches(self, pieces: Sequence[ChunkSegments]) -> Iterator[DeviceBatch]:
-        """Take pieces apart, by several threads, and lay them out, as many together as the workspace allows.
-
-        Args:
-            pieces: Chunks in the order in which they are to be decoded.
-
-        Yields:
-            Batches, ready to be copied.
-
-        Raises:
-            CorruptError: A piece cannot be taken apart; those before it come first.
-        """
+        """Take pieces apart, by several threads, and lay them out, as many together as the workspace allows."""
         chosen: list[ParsedChunk] = []
         alone = self._addition is not None  # what a head start adds is made chunk by chunk
         parsing = ahead(self._parse, pieces)
@@ -186,31 +165,11 @@ class DeviceDecoder:
         )
 
     def decode(self, pieces: Sequence[ChunkSegments]) -> Pending:
-        """Queue pieces; a GPU works on after this returns.
-
-        Args:
-            pieces: Chunks in the order in which they are to be decoded.
-
-        Returns:
-            What tells when they are there.
-
-        Raises:
-            CorruptError: The host sees that one is damaged; those before it are then complete.
-        """
+        """Queue pieces; a GPU works on after this returns."""
         return self.load(self.batches(pieces))
 
     def load(self, batches: Iterable[DeviceBatch]) -> Pending:
-        """Queue pieces that are staged already, or will be while others are under way.
-
-        Args:
-            batches: In order.
-
-        Returns:
-            What tells when they are there.
-
-        Raises:
-            CorruptError: A piece before the one that could not be staged is damaged.
-        """
+        """Queue pieces that are staged already, or will be while others are under way."""
         with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
             layers = [self._start for _ in self._header.info.meta.layers]
@@ -247,15 +206,7 @@ class DeviceDecoder:
         return flags
 
     def upload(self, staged: DeviceBatch, space: Workspace) -> UploadedBatch:
-        """Queue the copy of a batch's bytes, once its workspace is free.
-
-        Args:
-            staged: On the host.
-            space: Where to.
-
-        Returns:
-            The batch on the device.
-        """
+        """Queue the copy of a batch's bytes, once its workspace is free."""
         for queue in self._queues:
             queue.after(space.free)
         longest = max(piece.tokens for piece in staged.pieces)
@@ -269,11 +220,7 @@ class DeviceDecoder:
         return UploadedBatch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
     def entropy(self, batch: UploadedBatch) -> None:
-        """Launch the decoding of a batch's streams on the current queue.
-
-        Args:
-            batch: Uploaded; its values are written.
-        """
+        """Launch the decoding of a batch's streams on the current queue."""
         staged = batch.staged
         for zeroed in (batch.progress, batch.flags, batch.peaks):
             zeroed.zero_()
@@ -307,12 +254,7 @@ class DeviceDecoder:
         )  # fmt: skip
 
     def place(self, batch: UploadedBatch, layers: list[StreamEvent] | None = None) -> None:
-        """Launch the inverse transform of a batch on the current queue.
-
-        Args:
-            batch: With its values.
-            layers: An event for each layer; those of layers that become complete are replaced. None where nobody asks.
-        """
+        """Launch the inverse transform of a batch on the current queue."""
         angles = self._angles(batch)
         for index in self._plain:
             reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._header.info.meta, angles)

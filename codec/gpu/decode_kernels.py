@@ -83,25 +83,7 @@ def decode_streams(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode one block of lanes of one stream into ``values``.
-
-    Args:
-        streams: int64 ``[streams, STREAM_FIELDS]``; a chunk's follow each other, level by level.
-        items: int32 ``[items, 2]``, stream and block of lanes, level by level.
-        progress: int32, the tickets taken, then the blocks done of every stream; all 0 at first, and kept between the
-            launches of a batch.
-        flags: int32 for each chunk.
-        words16: The staged bytes as uint16.
-        words32: The staged bytes as uint32.
-        entries: uint32, see ``CLASS_SHIFT``.
-        lookup: See ``Tables.lookup``.
-        thresholds: Of each context the starts of symbols 1 and 2, packed.
-        values: int16 or int32, ``[tokens, slots]`` for each chunk.
-        peaks: int32, the largest size of each slot's values.
-        patience: Polls before a wait is given up.
-        CHECK: Whether to flag chunks whose lanes do not end as they began.
-        BLOCK: Lanes of a program.
-    """
+    """Decode one block of lanes of one stream into ``values``."""
     item = tl.atomic_add(progress, 1, sem="relaxed")
     stream = tl.load(items + 2 * item)
     block = tl.load(items + 2 * item + 1)
@@ -214,15 +196,7 @@ def _escaped(row, entry_at, first, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):
-    """Count the escapes in a row of base symbols; a program takes one token of one chunk that has some.
-
-    Args:
-        escapes: int64 ``[chunks, ESCAPE_FIELDS]``.
-        entries: uint32, see ``CLASS_SHIFT``.
-        values: int32.
-        counts: int32 ``[chunks, tokens of the longest]``, written.
-        BLOCK: Columns taken at a time.
-    """
+    """Count the escapes in a row of base symbols; a program takes one token of one chunk that has some."""
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)
     slots, tokens = tl.load(described + 1).to(tl.int32), tl.load(described + 2).to(tl.int32)
@@ -249,19 +223,7 @@ def place_escapes(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Put a row's escaped values where the stream has escapes; they are listed token by token, column by column.
-
-    Args:
-        escapes: int64 ``[chunks, ESCAPE_FIELDS]``.
-        entries: uint32, see ``CLASS_SHIFT``.
-        words32: The staged bytes as uint32.
-        values: int32, written.
-        peaks: int32, raised.
-        counts: int32 ``[chunks, tokens of the longest]``.
-        flags: int32 for each chunk.
-        BLOCK: Columns taken at a time.
-        TOKENS: A power of two, at least the tokens of the longest chunk.
-    """
+    """Put a row's escaped values where the stream has escapes; they are listed token by token, column by column."""
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)
     slots, tokens = tl.load(described + 1).to(tl.int32), tl.load(described + 2).to(tl.int32)
@@ -290,16 +252,7 @@ def place_escapes(
 
 @triton.jit(do_not_specialize=["most"])
 def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):
-    """Find the end of a group's slots that hold a value above ``most``; a program takes one group of one chunk.
-
-    Args:
-        group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end.
-        chunks: int64, the chunks' descriptions.
-        peaks: int32, the largest size of each slot's values.
-        wide: int32 ``[chunks, groups]``, written.
-        most: The largest size that does not count.
-        BLOCK: Slots taken at a time.
-    """
+    """Find the end of a group's slots that hold a value above ``most``; a program takes one group of one chunk."""
     chunk, group = tl.program_id(0), tl.program_id(1)
     groups = tl.num_programs(1)
     begin = tl.load(group_slots + 2 * (chunk * groups + group))

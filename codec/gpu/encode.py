@@ -56,15 +56,7 @@ class DeviceEncoder:
         device: torch.device,
         working_bytes: int | None = None,
     ) -> None:
-        """Put the profile on the device, unless it is there already.
-
-        Args:
-            cache: To encode.
-            text: What is known besides.
-            ladder: The quality levels.
-            device: Where the cache lies.
-            working_bytes: Device memory for a batch; None: WORKING_BYTES or WORKING_SHARE of the cache, what is more.
-        """
+        """Put the profile on the device, unless it is there already."""
         self._device = device
         self._cache, self._text, self._ladder = cache, text, ladder
         self._known = on_device(text.profile, self._device)
@@ -73,18 +65,7 @@ class DeviceEncoder:
         self._transform = Transform(cache, text, self._known, self._ladder.steps[-1])
 
     def encode(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
-        """Code chunks that follow each other.
-
-        Args:
-            spans: First token of each and the first token after it.
-            threads: That pack segments, None for one on every core.
-
-        Returns:
-            Segments of each chunk, level by level.
-
-        Raises:
-            CacheValueError: As on the processor.
-        """
+        """Code chunks that follow each other."""
         current: AbstractContextManager[Any] = nullcontext()
         if self._device.type == "cuda":
             current = torch.cuda.device(self._device)

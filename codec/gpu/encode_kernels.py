@@ -27,16 +27,7 @@ def _third(q):
 
 @triton.jit
 def measure(coefficients, bounds, magnitudes, squares, columns, BLOCK: tl.constexpr):
-    """Sum ``|c|`` and ``c * c`` of a block of columns of one chunk, token by token.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
-        magnitudes: float32 ``[chunks, columns]``, written.
-        squares: float32 ``[chunks, columns]``, written.
-        columns: How many.
-        BLOCK: Columns of a program.
-    """
+    """Sum ``|c|`` and ``c * c`` of a block of columns of one chunk, token by token."""
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -53,18 +44,7 @@ def measure(coefficients, bounds, magnitudes, squares, columns, BLOCK: tl.conste
 
 @triton.jit
 def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write symbols of all levels of a block of columns of one chunk, and each column's largest size.
-
-    Args:
-        values: int32 ``[tokens, columns]``, below 2^28 in size.
-        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
-        symbols: uint8 ``[tokens, LEVELS, columns]``, written; 0 at level 0 for what is too large for its alphabet.
-        widest: int32 ``[chunks, columns]``, written.
-        columns: How many.
-        LEVELS: How many.
-        ROWS: Tokens taken at a time.
-        BLOCK: Columns of a program.
-    """
+    """Write symbols of all levels of a block of columns of one chunk, and each column's largest size."""
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -89,19 +69,7 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
 
 @triton.jit
 def escape(symbols, bounds, rows, packed, escapes, columns, levels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace base symbols that their table has no slot for by 0, and count the zeros of each column.
-
-    Args:
-        symbols: uint8 ``[tokens, levels, columns]``, changed in place.
-        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
-        rows: int32 ``[chunks, columns]``, first entry of the column's table in ``packed``, -1 where it is not coded.
-        packed: See ``gpu.profile.packed_tables``.
-        escapes: int32 ``[chunks, columns]``, written.
-        columns: How many.
-        levels: How many.
-        ROWS: Tokens taken at a time.
-        BLOCK: Columns of a program.
-    """
+    """Replace base symbols that their table has no slot for by 0, and count the zeros of each column."""
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_chunk = chunk.to(tl.int64) * columns + column
@@ -134,21 +102,7 @@ def squared_errors(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum squared differences of a block of columns of one chunk from what they decode to at one level.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        values: int32 ``[tokens, columns]`` of the last level.
-        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
-        classes: uint8 ``[chunks, LEVELS, columns]``, 0 for columns that are not coded.
-        sizes: float32 ``[classes + 1, 3]``.
-        steps: float32 ``[LEVELS]``.
-        missed: float32, as classes, written.
-        columns: How many.
-        LEVELS: How many.
-        ROWS: Tokens taken at a time.
-        BLOCK: Columns of a program.
-    """
+    """Sum squared differences of a block of columns of one chunk from what they decode to at one level."""
     chunk, level = tl.program_id(0), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -189,23 +143,7 @@ def encode_lanes(
     lanes,
     BLOCK: tl.constexpr,
 ):
-    """Run the lanes of all streams, a thread each, from their last symbol to their first.
-
-    Args:
-        symbols: uint8; those of a stream's next token lie ``stride`` further on.
-        stride: See there.
-        streams: int64, ``STREAM_FIELDS`` of each.
-        stream_of: int32 ``[lanes]``.
-        columns: int32, of the streams' coded columns: which column it is.
-        rows: int32, where its table begins in ``packed``.
-        packed: Start in the upper 16 bits, frequency below.
-        words: int16; a lane fills its room from the end.
-        states: int32 ``[lanes]``, written: the final state.
-        begins: int64 ``[lanes]``, written: where the first word lies.
-        counts: int32 ``[lanes]``, written: the number of words.
-        lanes: How many.
-        BLOCK: Lanes of a program.
-    """
+    """Run the lanes of all streams, a thread each, from their last symbol to their first."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < lanes
     described = streams + tl.load(stream_of + index, mask=exists, other=0).to(tl.int64) * STREAM_FIELDS
@@ -252,16 +190,7 @@ def encode_lanes(
 
 @triton.jit
 def gather_words(words, begins, counts, targets, out, BLOCK: tl.constexpr):
-    """Copy the words of one lane.
-
-    Args:
-        words: int16, see ``encode_lanes``.
-        begins: Where the first word of each lane lies.
-        counts: Words of each lane.
-        targets: Where they begin in ``out``.
-        out: int16, written.
-        BLOCK: Words taken at a time.
-    """
+    """Copy the words of one lane."""
     lane = tl.program_id(0)
     count = tl.load(counts + lane)
     source, target = words + tl.load(begins + lane), out + tl.load(targets + lane)

@@ -28,15 +28,7 @@ _ROWS = 1024
 
 
 def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """Quantise as ``transform.quantiser.quantise`` does, without its check.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        step: Of the finest level.
-
-    Returns:
-        int32 of the same shape, and the largest size in steps; NaN where a coefficient is.
-    """
+    """Quantise as ``transform.quantiser.quantise`` does, without its check."""
     out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
     sizes = [torch.zeros((), dtype=torch.float32, device=coefficients.device)]
     for part, target in zip(torch.split(coefficients, _ROWS), torch.split(out, _ROWS), strict=True):
@@ -48,15 +40,7 @@ def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
 
 
 def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Measure every column of every chunk.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        bounds: Chunk i has rows ``bounds[i]`` to ``bounds[i + 1]``.
-
-    Returns:
-        Class at unit step, not clipped, int64 ``[chunks, columns]``, and each column's energy, float32.
-    """
+    """Measure every column of every chunk."""
     chunks, columns = len(bounds) - 1, coefficients.shape[1]
     ends = torch.tensor(bounds, device=coefficients.device)
     magnitudes, squares = torch.empty(2, chunks, columns, dtype=torch.float32, device=coefficients.device)
@@ -91,18 +75,7 @@ class Batch:
 def split_values(
     values: Tensor, unit: Tensor, bounds: tuple[int, ...], shifts: tuple[int, ...], known: DeviceProfile
 ) -> Batch:
-    """Split quantised values into levels and decide where columns enter and in which class.
-
-    Args:
-        values: int32 ``[tokens, columns]`` at the finest step.
-        unit: int64 ``[chunks, columns]``, see ``measured``.
-        bounds: Chunk i has rows ``bounds[i]`` to ``bounds[i + 1]``.
-        shifts: Of each level.
-        known: The profile on the device.
-
-    Returns:
-        The batch.
-    """
+    """Split quantised values into levels and decide where columns enter and in which class."""
     (tokens, columns), chunks, levels = values.shape, len(bounds) - 1, len(shifts)
     symbols = torch.empty(tokens, levels, columns, dtype=torch.uint8, device=values.device)
     size = torch.empty(chunks, columns, dtype=torch.int32, device=values.device)
@@ -127,17 +100,7 @@ def split_values(
 
 
 def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: DeviceProfile) -> Tensor:
-    """Measure every chunk decoded at every level.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        batch: Split from them.
-        steps: Of each level.
-        known: The profile on the device.
-
-    Returns:
-        Squared errors, float64 ``[chunks, levels]``.
-    """
+    """Measure every chunk decoded at every level."""
     chunks, levels, columns = batch.classes.shape
     missed = torch.empty(batch.classes.shape, dtype=torch.float32, device=coefficients.device)
     ends = torch.tensor(batch.bounds, device=coefficients.device)
@@ -161,25 +124,10 @@ def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...],
 
 
 def coarser(values: Tensor) -> Tensor:
-    """Go one level down.
-
-    Args:
-        values: int32.
-
-    Returns:
-        The nearest multiple of three, over three.
-    """
+    """Go one level down."""
     return torch.div(values + 1, RATIO, rounding_mode="floor")
 
 
 def block_of(usual: int, count: int) -> int:
-    """Choose the elements of a program; the interpreter takes as long for many as for few, so there one does all.
-
-    Args:
-        usual: On a GPU.
-        count: Of all programs together.
-
-    Returns:
-        A power of two.
-    """
+    """Choose the elements of a program; the interpreter takes as long for many as for few, so there one does all."""
     return 1 << max(0, count - 1).bit_length() if interpreted() else usual

@@ -28,16 +28,7 @@ _WORD_BLOCK = 128
 
 
 def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> list[list[tuple[bytes, int]]]:
-    """Code a batch. Escapes become 0 in ``batch.symbols``.
-
-    Args:
-        batch: Quantised.
-        known: The profile on the device.
-        threads: That pack segments, None for one on every core.
-
-    Returns:
-        Bytes and number of symbols of every chunk, level by level.
-    """
+    """Code a batch. Escapes become 0 in ``batch.symbols``."""
     chunks, levels, columns = batch.classes.shape
     rows = _rows(batch.classes)
     escapes = _escape(batch, rows[:, 0].contiguous(), known)
@@ -114,19 +105,7 @@ def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def encode_streams(
     symbols: Tensor, stride: int, described: NDArray[np.int64], columns: Tensor, rows: Tensor, packed: Tensor
 ) -> list[Lanes]:
-    """Run the entropy coder over many streams at once, see ``encode_kernels.encode_lanes``.
-
-    Args:
-        symbols: uint8 on the device.
-        stride: From a token's symbols to those of the next.
-        described: int64 ``[streams, STREAM_FIELDS]`` on the host.
-        columns: int32, of the streams' coded columns: which column it is.
-        rows: int32, where its table begins in ``packed``.
-        packed: See ``gpu.profile.packed_tables``.
-
-    Returns:
-        The streams.
-    """
+    """Run the entropy coder over many streams at once, see ``encode_kernels.encode_lanes``."""
     _, tokens, _, coded, of_stream, _, _ = described.T
     lanes, room = int(of_stream.sum()), int((of_stream * tokens * -(-coded // of_stream)).sum())
     device = symbols.device

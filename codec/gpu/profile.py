@@ -30,14 +30,7 @@ class DeviceGroup:
     """A group's matrices. planes, width, rank: as of the group."""
 
     def __init__(self, group: Group, features: int, extra: int, device: torch.device) -> None:
-        """Copy a group to a device.
-
-        Args:
-            group: On the host.
-            features: Rows of the predictor that are of the token.
-            extra: Rows of zeros that follow them.
-            device: Where to.
-        """
+        """Copy a group to a device."""
         self.planes, self.width, self.rank = group.planes, group.width, group.rank
         self._group, self._features, self._extra, self._device = group, features, extra, device
 
@@ -105,12 +98,7 @@ class DeviceProfile:
     """A profile's arrays. features: numbers of the table for a token, with those that align it."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
-        """Keep the profile; nothing is copied yet.
-
-        Args:
-            profile: On the host.
-            device: Where to.
-        """
+        """Keep the profile; nothing is copied yet."""
         extra = -profile.token_features % FEATURE_ALIGN
         self.device = device
         self.features = profile.token_features + extra
@@ -162,12 +150,6 @@ def packed_tables(tables: Tables) -> NDArray[np.int32]:
     """Pack frequencies as the encoder's kernel reads them.
 
     Base symbols of all classes come first, then for each class three contexts of three refinements.
-
-    Args:
-        tables: Of the profile.
-
-    Returns:
-        Of each symbol its start in the upper 16 bits and its frequency below.
     """
     base = tables.base_starts << np.uint32(16) | tables.base.ravel()
     ternary = tables.ternary_starts << np.uint32(16) | tables.ternary.ravel()
@@ -175,15 +157,7 @@ def packed_tables(tables: Tables) -> NDArray[np.int32]:
 
 
 def on_device(profile: Profile, device: torch.device) -> DeviceProfile:
-    """Find a profile's arrays on a device; they stay there as long as the profile does.
-
-    Args:
-        profile: On the host.
-        device: Where to.
-
-    Returns:
-        The profile on the device.
-    """
+    """Find a profile's arrays on a device; they stay there as long as the profile does."""
     with _LOCK:
         loaded = _LOADED.setdefault(profile, {})
         if device not in loaded:

@@ -90,34 +90,6 @@ def place(
 
     A tile is up to PAIRS pairs of dimensions of one KV head, (a + STRIDE * j, b + STRIDE * j): what rotates together,
     or simply two halves of what does not rotate.
-
-    Args:
-        tiles: int64 ``[tiles, TILE_FIELDS]``.
-        chunks: int64, the chunks' descriptions.
-        blocks: int32 ``[blocks, 2]``, chunk and first token of a block of TOKENS.
-        group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end.
-        wide: int32 ``[chunks, groups]``, slots before which values need more than one bfloat16 number.
-        flags: int32 ``[chunks]``; what is flagged is not written.
-        values: int16 or int32, ``[tokens, slots]`` for each chunk.
-        slot_rows: int32 ``[slots]``, row of the group's basis.
-        slot_sizes: float32 ``[slots, 2]``, of values 1 and 2.
-        token_ids: int32 ``[tokens]``.
-        table: int8 ``[vocabulary, features]`` of the profile.
-        cosines: float32 ``[tokens, pairs of all regimes]``.
-        sines: float32 ``[tokens, pairs of all regimes]``.
-        pages: int32, where pages of PAGE tokens lie; None for contiguous output.
-        steps: float32 ``[chunks]``.
-        groups: How many.
-        first_tile: Of this launch.
-        PAGE: Tokens of a page; 0 for contiguous output.
-        OUT: Type of the output.
-        STRIDE: Between the dimensions of a pair's side.
-        PRECISE: Whether all values need more than one bfloat16 number, and are split into three.
-        ALIGNED: Whether rows and output lie at multiples of eight elements.
-        TOKENS: Of a block.
-        PAIRS: Of a tile.
-        DEPTH: Coefficients taken at a time.
-        INTERPRET: Whether Triton's interpreter runs.
     """
     block = tl.program_id(0)
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * TILE_FIELDS

@@ -36,17 +36,7 @@ def reconstruct_reference(
     meta: CacheMeta,
     angles: tuple[Tensor, Tensor],
 ) -> None:
-    """Write a group's elements of every sound chunk of a batch.
-
-    Args:
-        batch: With its values.
-        index: Of the group.
-        hidden: float32 ``[tokens, hidden]`` of the whole document; None without.
-        loaded: The profile on the device.
-        out: To write into.
-        meta: Of the blob.
-        angles: Cosines and sines of the batch's tokens, empty where positions stay off.
-    """
+    """Write a group's elements of every sound chunk of a batch."""
     begin = first_token = 0
     flags = batch.flags.tolist()
     for piece, flag in zip(batch.staged.pieces, flags, strict=True):

@@ -92,13 +92,6 @@ def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
     """Tell whether a GPU decodes a piece soon and in little memory; what other encoders write may need a processor.
 
     A thread walks a lane from end to end, and escapes are unpacked before the stream has shown that it has so many.
-
-    Args:
-        piece: The chunk's segments.
-        symbols: Of each segment.
-
-    Returns:
-        Whether it does.
     """
     for data, count in zip(piece.segments, symbols, strict=True):
         lanes = lanes_of(data)
@@ -109,20 +102,7 @@ def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
 
 
 def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check: bool) -> ParsedChunk:
-    """Take a piece's segments apart.
-
-    Args:
-        piece: The chunk's segments.
-        header: Of the blob.
-        profile: Of the blob.
-        check: Whether to compare counts with the index.
-
-    Returns:
-        The parts, and what kernels need to know of them.
-
-    Raises:
-        CorruptError: The segments cannot be what was written.
-    """
+    """Take a piece's segments apart."""
     start, stop = header.info.chunk_span(piece.chunk)
     tokens, columns = stop - start, profile.rank
     classes = np.zeros((len(piece.segments), columns), np.uint8)
@@ -157,23 +137,7 @@ def described(
     escapes: NDArray[np.int32],
     profile: Profile,
 ) -> ParsedChunk:
-    """Describe all columns that are coded, and where their values go.
-
-    Args:
-        piece: The chunk's segments.
-        start: First token.
-        tokens: How many.
-        parts: Of each level.
-        classes: uint8 ``[levels, columns]``.
-        escapes: int32, of the base symbols.
-        profile: Of the blob.
-
-    Returns:
-        The chunk with its descriptions.
-
-    Raises:
-        ArgumentError: The chunk is beyond what GPUs decode.
-    """
+    """Describe all columns that are coded, and where their values go."""
     finest, firsts = classes[-1], profile.first_columns
     slots = np.zeros(len(finest), np.uint32)
     group_slots = np.zeros((len(profile.groups), 2), np.int32)
@@ -240,15 +204,7 @@ class DeviceBatch:
     escaping: int
 
     def of(self, buffer: Tensor, name: str) -> Tensor:
-        """Find a part.
-
-        Args:
-            buffer: The batch's own or its copy on a device.
-            name: Of the part.
-
-        Returns:
-            A view.
-        """
+        """Find a part."""
         at, length, dtype = self.parts[name]
         return buffer[at : at + length].view(dtype)
 
@@ -256,18 +212,7 @@ class DeviceBatch:
 def stage(
     parsed: Sequence[ParsedChunk], header: Header, *, rows: int, origin: int = 0, pinned: bool = False
 ) -> DeviceBatch:
-    """Lay pieces out.
-
-    Args:
-        parsed: In order.
-        header: Of the blob.
-        rows: Tokens of a block of the inverse transform.
-        origin: Output token of the document's first.
-        pinned: Whether a GPU will copy the buffer.
-
-    Returns:
-        The batch.
-    """
+    """Lay pieces out."""
     table = _Tables()
     for index, piece in enumerate(parsed):
         table.add(index, piece, header.levels[piece.piece.level].step, rows, origin)

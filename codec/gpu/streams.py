@@ -50,59 +50,32 @@ class Queue:
     """A stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open a stream; on the processor there is none.
-
-        Args:
-            device: Where.
-        """
+        """Open a stream; on the processor there is none."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def run(self) -> AbstractContextManager[object]:
-        """Enter the queue.
-
-        Returns:
-            A context: what is launched inside goes to this queue.
-        """
+        """Enter the queue."""
         if self._stream is None:
             return nullcontext()
         return cast("AbstractContextManager[object]", torch.cuda.stream(self._stream))
 
     def record(self) -> StreamEvent:
-        """Record this point.
-
-        Returns:
-            Reached once everything queued so far is done.
-        """
+        """Record this point."""
         return StreamEvent() if self._stream is None else StreamEvent(self._stream.record_event(), self._device)
 
     def after(self, event: StreamEvent) -> None:
-        """Let what follows wait for an event of another queue.
-
-        Args:
-            event: To wait for.
-        """
+        """Let what follows wait for an event of another queue."""
         event.hold(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
-        """Tell the allocator that this queue uses a tensor that was allocated for another.
-
-        Args:
-            tensor: On the device.
-        """
+        """Tell the allocator that this queue uses a tensor that was allocated for another."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
 def current_event(device: torch.device) -> StreamEvent:
-    """Record this point of the caller's own stream.
-
-    Args:
-        device: Of the stream.
-
-    Returns:
-        The event.
-    """
+    """Record this point of the caller's own stream."""
     return (
         StreamEvent(torch.cuda.current_stream(device).record_event(), device)
         if device.type == "cuda"

@@ -79,14 +79,7 @@ class _Pairs(NamedTuple):
 
 
 def angle_columns(ropes: Sequence[RopeRegime]) -> list[int]:
-    """Find where each regime's angles begin in a token's row of them.
-
-    Args:
-        ropes: The regimes.
-
-    Returns:
-        Their first columns; the last entry is the row's length.
-    """
+    """Find where each regime's angles begin in a token's row of them."""
     return [int(at) for at in np.cumsum([0, *(regime.rotary_dim // 2 for regime in ropes)])]
 
 
@@ -100,20 +93,7 @@ def tiles_of(
     launches: int,
     addition: int = 0,
 ) -> Tiles:
-    """Lay out the tiles of some groups, first layers first.
-
-    Args:
-        loaded: The profile on the device.
-        out: To write into.
-        meta: Of the blob.
-        groups: Their indices.
-        rotated: Whether positions go on.
-        launches: About how many.
-        addition: Address of what a head start adds to the group that is being written, 0 without.
-
-    Returns:
-        The tiles.
-    """
+    """Lay out the tiles of some groups, first layers first."""
     order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.groups[index].planes))
     size = max(1, -(-len(order) // launches))
     rows: list[list[int]] = []
@@ -168,15 +148,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def strides_of(out: KVCache | PagedKVCache, plane: Plane) -> tuple[Tensor, int, int, int]:
-    """Find a plane's tensor.
-
-    Args:
-        out: To write into.
-        plane: Its side and layer.
-
-    Returns:
-        The tensor and its strides by KV head, token and page, in elements.
-    """
+    """Find a plane's tensor."""
     target = (out.keys if plane[0] == "key" else out.values)[plane[1]]
     if isinstance(out, PagedKVCache):
         return target, target.stride(2), target.stride(1), target.stride(0)

@@ -48,26 +48,10 @@ class LevelEncoder(ABC):
 
     @abstractmethod
     def encode(self, start: int, stop: int) -> list[Coded]:
-        """Code one chunk.
-
-        Args:
-            start: Its first token.
-            stop: The first token after it.
-
-        Returns:
-            A segment for each of ``levels``.
-        """
+        """Code one chunk."""
 
     def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
-        """Code every chunk of the cache; equal bytes whatever ``threads`` is.
-
-        Args:
-            spans: First token of each chunk and the first token after it, in order.
-            threads: Chunks coded at a time, None for one on every core.
-
-        Returns:
-            ``encode`` of every span.
-        """
+        """Code every chunk of the cache; equal bytes whatever ``threads`` is."""
         return each(lambda span: self.encode(*span), spans, threads)
 
 
@@ -76,16 +60,7 @@ class LevelDecoder(ABC):
 
     @abstractmethod
     def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
-        """Decode one chunk on the processor; a damaged one writes nothing.
-
-        Args:
-            piece: The chunk's segments; their checksums hold.
-            out: To write into.
-            at: Token of ``out`` that the chunk's first one goes to.
-
-        Raises:
-            CorruptError: A segment cannot be what was written.
-        """
+        """Decode one chunk on the processor; a damaged one writes nothing."""
 
     def use_device(  # noqa: B027 - most kinds have no kernels
         self,
@@ -93,38 +68,14 @@ class LevelDecoder(ABC):
         workspace_bytes: int | None,
         finish: Callable[[int, int], bool] | None,
     ) -> None:
-        """Prepare to decode on the device of the output; a kind without kernels has nothing to do.
-
-        Args:
-            out: The whole output, on one device that runs Triton.
-            workspace_bytes: Device memory for chunks under way; None for the kind's own choice.
-            finish: To be called with the first token of each chunk and the one after it, on the queue that writes the
-                output, once the chunk is written; None where nothing is left to do.
-        """
+        """Prepare to decode on the device of the output; a kind without kernels has nothing to do."""
 
     def suits_device(self, piece: ChunkSegments) -> bool:  # noqa: ARG002 - for kinds with kernels
-        """Say where a chunk is decoded.
-
-        Args:
-            piece: The chunk's segments.
-
-        Returns:
-            Whether ``submit`` takes it; the processor decodes the others.
-        """
+        """Say where a chunk is decoded."""
         return False
 
     def submit(self, pieces: Sequence[ChunkSegments]) -> Pending:
-        """Queue chunks on the device.
-
-        Args:
-            pieces: Chunks that suit the device, one at least.
-
-        Returns:
-            What tells when they are written.
-
-        Raises:
-            CorruptError: The host sees that a segment is damaged.
-        """
+        """Queue chunks on the device."""
         raise NotImplementedError
 
     @property
@@ -273,14 +224,7 @@ class LevelKind(ABC):
 
 
 def kind_of(number: int) -> LevelKind:
-    """Find a level kind and import its module, unless it is there already.
-
-    Args:
-        number: A codec number of ``format.codecs.CODECS``.
-
-    Returns:
-        The ``KIND`` of the module that the registry names.
-    """
+    """Find a level kind and import its module, unless it is there already."""
     kind: LevelKind = import_module(CODECS[number].module).KIND
     return kind
 

@@ -24,15 +24,7 @@ class CacheGenEncoder(LevelEncoder):
     """Codes every level by itself."""
 
     def __init__(self, request: EncodeRequest) -> None:
-        """Check profile and levels.
-
-        Args:
-            request: What to encode, and how.
-
-        Raises:
-            ArgumentError: The profile does not have so many levels.
-            MismatchError: The profile is of another model.
-        """
+        """Check profile and levels."""
         profile, levels = cast("CacheGenProfile", request.profile), request.levels
         profile.check_fits(request.cache.meta)
         known = levels is None or (type(levels) is int and 1 <= levels <= len(profile.level_names))
@@ -61,11 +53,7 @@ class CacheGenDecoder(LevelDecoder):
     """Decodes chunks on the processor."""
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Keep the parts.
-
-        Args:
-            request: What to decode, and how.
-        """
+        """Keep the parts."""
         self._info, self._profile = request.header.info, cast("CacheGenProfile", request.profile)
         self._cos_sin = positions_for(self._info, request.offset)
 

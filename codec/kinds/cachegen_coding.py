@@ -53,17 +53,7 @@ _SHARED_COUNTS = 64.0
 
 
 def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Quantise anchors. Scales are rounded up to float16, so that nothing is clipped.
-
-    Args:
-        elements: float32 ``[tokens, width]``.
-
-    Returns:
-        Values -127 to 127, ``[groups, width]``, and a scale for each, ``[groups]``.
-
-    Raises:
-        CacheValueError: A number is beyond what the scales hold.
-    """
+    """Quantise anchors. Scales are rounded up to float16, so that nothing is clipped."""
     anchors = elements[::GROUP_TOKENS]
     exact = np.abs(anchors).max(1).astype(np.float64) / ANCHOR_LIMIT
     if (exact > np.finfo(np.float16).max).any():
@@ -76,15 +66,7 @@ def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], 
 
 
 def restore_anchors(values: NDArray[np.int32], scales: NDArray[np.float16]) -> NDArray[np.float32]:
-    """Decode anchors: exact products.
-
-    Args:
-        values: ``[groups, width]``.
-        scales: ``[groups]``.
-
-    Returns:
-        float32 ``[groups, width]``.
-    """
+    """Decode anchors: exact products."""
     return values.astype(np.float32) * scales.astype(np.float32)[:, None]
 
 
@@ -95,32 +77,13 @@ def _others(tokens: int) -> NDArray[np.intp]:
 
 
 def deltas_of(elements: NDArray[np.float32], anchors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Subtract decoded anchors from the other tokens.
-
-    Args:
-        elements: float32 ``[tokens, width]``.
-        anchors: As decoded, ``[groups, width]``.
-
-    Returns:
-        float64 ``[deltas, width]``.
-    """
+    """Subtract decoded anchors from the other tokens."""
     others = _others(len(elements))
     return elements[others].astype(np.float64) - anchors[others // GROUP_TOKENS]
 
 
 def quantise_deltas(deltas: NDArray[np.float64], width: np.float32) -> NDArray[np.int32]:
-    """Round deltas to bins.
-
-    Args:
-        deltas: float64 ``[deltas, width]``.
-        width: Of a bin.
-
-    Returns:
-        int32 of the same shape.
-
-    Raises:
-        CacheValueError: A value is beyond 2^28.
-    """
+    """Round deltas to bins."""
     values = np.rint(deltas / np.float64(width))
     if values.size and float(np.abs(values).max()) >= LARGEST:
         msg = "a cache holds numbers too large for the profile's bins; fit the profile on caches like it"
@@ -134,23 +97,7 @@ def _delta_symbols(values: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 
 def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start: int, stop: int) -> tuple[bytes, int]:
-    """Encode tokens of a cache at one level.
-
-    Args:
-        cache: The document's.
-        profile: Of its model.
-        level: One of the profile's.
-        start: First token.
-        stop: The first token after the chunk.
-
-    Returns:
-        The segment and the number of symbols in it.
-
-    Raises:
-        MismatchError: The profile is of another model.
-        ArgumentError: The level or the tokens do not exist.
-        CacheValueError: The cache holds NaN, infinity, or numbers that are too large.
-    """
+    """Encode tokens of a cache at one level."""
     profile.check_fits(cache.meta)
     _check_level(profile, level)
     if not 0 <= start < stop <= cache.tokens:
@@ -173,22 +120,7 @@ def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start:
 
 
 def decode_cachegen(data: bytes, profile: CacheGenProfile, level: int, tokens: int) -> list[Tensor]:
-    """Read a segment.
-
-    Args:
-        data: Its bytes.
-        profile: That it was encoded with.
-        level: That it was encoded at.
-        tokens: Of the chunk.
-
-    Returns:
-        float32 ``[tokens, width]`` for each of the profile's blocks, in order: every layer's keys, then every layer's
-        values, layers without a cache left out; keys have no positions.
-
-    Raises:
-        CorruptError: The bytes cannot be what was written.
-        ArgumentError: The level does not exist.
-    """
+    """Read a segment."""
     _check_level(profile, level)
     if tokens < 1:
         msg = f"a segment holds at least one token, not {tokens}"

@@ -192,14 +192,7 @@ class CacheGenProfile:
 
 
 def blocks_of(layers: tuple[LayerSpec, ...]) -> tuple[Block, ...]:
-    """List the blocks of a layout.
-
-    Args:
-        layers: Of the model.
-
-    Returns:
-        Keys, then values, of every layer with a cache.
-    """
+    """List the blocks of a layout."""
     out: list[Block] = []
     for side, layer in planes_of(layers):
         start = out[-1].rows.stop if out else 0

@@ -41,15 +41,7 @@ class LayeredEncoder(LevelEncoder):
     """Codes chunks on the processor."""
 
     def __init__(self, request: EncodeRequest) -> None:
-        """Check the profile, or derive one from the cache.
-
-        Args:
-            request: What to encode, and how.
-
-        Raises:
-            ArgumentError: A chunk would be too large, or the profile needs what was not given.
-            MismatchError: The profile is of another model.
-        """
+        """Check the profile, or derive one from the cache."""
         cache, ladder = request.cache, ladder_for(request.levels)
         profile = cast("Profile | None", request.profile)
         used = _profile_of(cache, ladder) if profile is None else profile
@@ -131,15 +123,7 @@ class LayeredDecoder(LevelDecoder):
     device: DeviceDecoder | None = None
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Check what the profile predicts from.
-
-        Args:
-            request: What to decode, and how.
-
-        Raises:
-            ArgumentError: The profile needs token ids or hidden states that were not given.
-            MismatchError: A token id is not in the profile's vocabulary.
-        """
+        """Check what the profile predicts from."""
         self._header, self._check, self._offset = request.header, request.check, request.offset
         self._info, self._profile = request.header.info, cast("Profile", request.profile)
         self._text = TextPredictor(self._profile, self._info.tokens, self._info.token_ids, request.hidden)

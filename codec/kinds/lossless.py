@@ -33,11 +33,7 @@ class LosslessEncoder(LevelEncoder):
     levels = (Level("lossless", codec=CODEC_LOSSLESS),)
 
     def __init__(self, request: EncodeRequest) -> None:
-        """Keep the cache.
-
-        Args:
-            request: What to encode; profile and levels do not matter.
-        """
+        """Keep the cache."""
         self._cache = request.cache
 
     def encode(self, start: int, stop: int) -> list[Coded]:
@@ -49,11 +45,7 @@ class LosslessDecoder(LevelDecoder):
     """Decodes chunks on the processor."""
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Keep the parts.
-
-        Args:
-            request: What to decode, and how.
-        """
+        """Keep the parts."""
         self._info, self._stood, self._offset = request.header.info, request.header.offset, request.offset
         self._cos_sin = positions_for(self._info, self._offset)
 

@@ -44,17 +44,7 @@ class ClassTables(Tables):
 
     @classmethod
     def of(cls, base: NDArray[np.uint16]) -> ClassTables:
-        """Check the tables of a segment.
-
-        Args:
-            base: uint16 ``[classes, 256]``.
-
-        Returns:
-            The tables.
-
-        Raises:
-            CorruptError: A row does not add up to 4096.
-        """
+        """Check the tables of a segment."""
         if not (base.sum(axis=1, dtype=np.int64) == _TOTAL).all():
             refuse("has frequencies that do not add up to 4096")
         return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16), np.zeros((len(base), POINTS), np.uint16))
@@ -108,16 +98,7 @@ class Grid:
 
     @classmethod
     def plain(cls, fields: Fields, shapes: list[tuple[int, int]], tokens: int) -> Grid:
-        """Make the grid with a row for each token of every block, and no bit to spare.
-
-        Args:
-            fields: Of the dtype.
-            shapes: ``(heads, dim)`` of each block.
-            tokens: How many.
-
-        Returns:
-            The grid.
-        """
+        """Make the grid with a row for each token of every block, and no bit to spare."""
         blocks = len(shapes)
         return cls(fields, shapes, np.zeros(tokens, np.int64), np.zeros(blocks, np.bool_), np.zeros(blocks, np.int64))
 
@@ -160,39 +141,20 @@ class Grid:
         return last.raw_start + self.rows[last.stream] * last.heads * last.dim * last.fields.raw
 
     def matrices(self) -> list[NDArray[np.uint8]]:
-        """Make room for the symbols of both streams.
-
-        Returns:
-            uint8 ``[rows, columns]`` for each stream.
-        """
+        """Make room for the symbols of both streams."""
         return [
             np.empty((rows, int((self.stream_of == stream).sum())), np.uint8) for stream, rows in enumerate(self.rows)
         ]
 
 
 def block_shapes(layers: tuple[LayerSpec, ...]) -> list[tuple[int, int]]:
-    """List the blocks of a layout.
-
-    Args:
-        layers: Of the model.
-
-    Returns:
-        Heads and dim of keys, then of values, of each layer that has a cache.
-    """
+    """List the blocks of a layout."""
     cached = [spec for spec in layers if spec.kind != "none"]
     return [(spec.kv_heads, dim) for spec in cached for dim in (spec.key_dim, spec.value_dim)]
 
 
 def escaped_in(symbols: NDArray[np.uint8], fields: Fields) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Find the numbers whose symbol's distance is the escape.
-
-    Args:
-        symbols: ``[rows, columns]``.
-        fields: Of the dtype.
-
-    Returns:
-        Their rows and columns, by row, then by column.
-    """
+    """Find the numbers whose symbol's distance is the escape."""
     if fields.exponent <= fields.distance:
         return np.zeros(0, np.intp), np.zeros(0, np.intp)
     escape = np.uint8(fields.escape << 7 - fields.distance)
@@ -201,13 +163,6 @@ def escaped_in(symbols: NDArray[np.uint8], fields: Fields) -> tuple[NDArray[np.i
 
 
 def refuse(what: str) -> NoReturn:
-    """Report a damaged segment.
-
-    Args:
-        what: What is wrong with it, from the verb on.
-
-    Raises:
-        CorruptError: Always.
-    """
+    """Report a damaged segment."""
     msg = f"a lossless segment {what}: it is damaged, fetch it again"
     raise CorruptError(msg)

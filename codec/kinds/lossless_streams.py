@@ -56,20 +56,7 @@ _SIGNED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def encode_lossless(cache: KVCache, start: int, stop: int) -> tuple[bytes, int]:
-    """Write tokens of a cache as they are.
-
-    Args:
-        cache: Of one dtype among FORMATS.
-        start: First token.
-        stop: The first token after the chunk.
-
-    Returns:
-        The bytes and the number of coded symbols.
-
-    Raises:
-        ArgumentError: The range is not within the cache or is too large for a segment, or dtypes differ or are not
-            known.
-    """
+    """Write tokens of a cache as they are."""
     fields, tensors = _stored(cache, start, stop)
     shapes = block_shapes(cache.meta.layers)
     if not _numbers(stop - start, shapes):
@@ -101,22 +88,7 @@ def encode_lossless(cache: KVCache, start: int, stop: int) -> tuple[bytes, int]:
 def decode_lossless(
     data: bytes, tokens: int, layers: tuple[LayerSpec, ...], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Read a segment. Memory: the output, a byte for each number, and the segment.
-
-    Args:
-        data: Its bytes.
-        tokens: Of what was encoded.
-        layers: Of what was encoded.
-        dtype: Of what was encoded.
-
-    Returns:
-        Keys and values of every layer, ``[heads, tokens, dim]`` of ``dtype`` on the CPU, bit for bit; tensors of no
-        tokens for a layer without a cache.
-
-    Raises:
-        CorruptError: The bytes cannot be what was written; nothing is given then.
-        ArgumentError: A segment cannot hold the shape or dtype.
-    """
+    """Read a segment. Memory: the output, a byte for each number, and the segment."""
     fields, shapes = _fields(dtype), block_shapes(layers)
     if _numbers(tokens, shapes):
         blocks = _decode(data, Grid.plain(fields, shapes, tokens), dtype)

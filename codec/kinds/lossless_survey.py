@@ -30,13 +30,6 @@ def find_repeats(blocks: list[Bits], grid: Grid) -> Grid:
     """Find the rows that repeat in the first layer, and all blocks in which the same rows repeat.
 
     A hash proposes which rows are equal; the comparison decides.
-
-    Args:
-        blocks: Unsigned ``[heads, tokens, dim]`` each.
-        grid: The plain one.
-
-    Returns:
-        The grid with codes and shared blocks.
     """
     for bits in blocks[:2]:
         codes = _codes(bits)
@@ -67,15 +60,7 @@ def _codes(bits: Bits) -> NDArray[np.int64]:
 
 
 def survey(blocks: list[Bits], grid: Grid) -> tuple[Grid, NDArray[np.uint16], NDArray[np.uint8]]:
-    """Find what a segment says once for each block or column.
-
-    Args:
-        blocks: The rows that are stored.
-        grid: Theirs.
-
-    Returns:
-        The grid with spare bits; each column's reference exponent, and 1 where its signs are flipped.
-    """
+    """Find what a segment says once for each block or column."""
     columns = len(grid.stream_of)
     references, negatives = np.zeros(columns, np.uint16), np.zeros(columns, np.uint32)
     spares = []
@@ -91,17 +76,7 @@ def survey(blocks: list[Bits], grid: Grid) -> tuple[Grid, NDArray[np.uint16], ND
 def split(
     blocks: list[Bits], grid: Grid, references: NDArray[np.uint16], flips: NDArray[np.uint8]
 ) -> tuple[list[NDArray[np.uint8]], bytes, NDArray[np.uint16]]:
-    """Split numbers into symbols, raw bits and escapes.
-
-    Args:
-        blocks: The rows that are stored.
-        grid: With spare bits.
-        references: Exponent of each column.
-        flips: 1 where a column's signs are flipped.
-
-    Returns:
-        Symbols of both streams, the raw bits, and the exponents that no symbol could tell.
-    """
+    """Split numbers into symbols, raw bits and escapes."""
     symbols, escapes = grid.matrices(), []
     raw = np.zeros(grid.raw_bits // 64 + 2, np.uint64)
     for bits, block in zip(blocks, grid.blocks, strict=True):
@@ -118,12 +93,6 @@ def cluster(symbols: list[NDArray[np.uint8]]) -> tuple[list[NDArray[np.int64]], 
     """Choose classes of columns: k-means over histograms, by the bits that a table costs.
 
     Classes begin as columns of like mean symbol, are fitted on some of the columns, then all columns choose.
-
-    Args:
-        symbols: uint8 ``[rows, columns]`` of each stream.
-
-    Returns:
-        Class of each stream's columns, and the classes' tables.
     """
     columns = sum(matrix.shape[1] for matrix in symbols)
     sample = np.concatenate([_histograms(matrix[:, :: -(-columns // _BATCH)]) for matrix in symbols])

@@ -39,28 +39,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 
 
 def device_of(cache: KVCache) -> torch.device:
-    """Find where a cache lies.
-
-    Args:
-        cache: At least one token.
-
-    Returns:
-        The device of the first layer that holds something.
-    """
+    """Find where a cache lies."""
     return next(tensor.device for tensor in (*cache.keys, *cache.values) if tensor.numel())
 
 
 def positions_for(info: BlobInfo, offset: int | None) -> Callable[[int, int], CosSin]:
-    """Prepare to put positions on.
-
-    Args:
-        info: Of the blob.
-        offset: Position of the document's first token; None leaves positions off.
-
-    Returns:
-        A function of a span of tokens, the first and the one after the last, that gives each regime's cosines and
-        sines; nothing where positions stay off.
-    """
+    """Prepare to put positions on."""
 
     def cos_sin(start: int, stop: int) -> CosSin:
         if offset is None:
@@ -71,15 +55,7 @@ def positions_for(info: BlobInfo, offset: int | None) -> Callable[[int, int], Co
 
 
 def check_positions(info: BlobInfo, offset: int | None) -> None:
-    """Fail before anything is decoded, and not in the middle.
-
-    Args:
-        info: Of the blob.
-        offset: Position of the document's first token; None leaves positions off.
-
-    Raises:
-        RopeRegimeError: A position lies beyond a regime's reach.
-    """
+    """Fail before anything is decoded, and not in the middle."""
     if offset is None:
         return
     for regime in _regimes(info):
@@ -93,15 +69,7 @@ def _regimes(info: BlobInfo) -> list[int]:
 
 
 def drop_pruned(out: KVCache | PagedKVCache, kept: Kept | None, start: int, stop: int) -> None:
-    """Zero the entries that the cache never held, whatever was decoded there.
-
-    Args:
-        out: The whole output.
-        kept: For each layer a bool ``[kv_heads, tokens]`` of the document, None for layers that hold all; None alone
-            where nothing was pruned.
-        start: First token of the span.
-        stop: The first token after it.
-    """
+    """Zero the entries that the cache never held, whatever was decoded there."""
     for layer, mask in enumerate(kept or ()):
         if mask is None:
             continue
@@ -116,29 +84,13 @@ def drop_pruned(out: KVCache | PagedKVCache, kept: Kept | None, start: int, stop
 
 
 def without(tensor: Tensor, gone: Tensor) -> Tensor:
-    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled.
-
-    Args:
-        tensor: Of any float dtype.
-        gone: A bool mask that broadcasts to its shape.
-
-    Returns:
-        ``tensor``.
-    """
+    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled."""
     (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).masked_fill_(gone, 0)
     return tensor
 
 
 def chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
-    """Make room for what will go into pages.
-
-    Args:
-        out: The pages.
-        tokens: How many.
-
-    Returns:
-        A cache of zeros with the layout, dtypes and devices of the pages.
-    """
+    """Make room for what will go into pages."""
     pairs: list[list[Tensor]] = [[], []]
     for spec, *tensors in zip(out.meta.layers, out.keys, out.values, strict=True):
         for made, dim, tensor in zip(pairs, (spec.key_dim, spec.value_dim), tensors, strict=True):
@@ -148,32 +100,14 @@ def chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
 
 
 def check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
-    """Compare an output with a blob.
-
-    Args:
-        out: What the caller gave.
-        info: Of the blob.
-
-    Raises:
-        ArgumentError: The output does not take the blob's cache.
-    """
+    """Compare an output with a blob."""
     if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
         msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
         raise ArgumentError(msg)
 
 
 def check_claim(info: BlobInfo, dtype: torch.dtype, max_tokens: int | None, max_bytes: int | None) -> None:
-    """Compare what a header claims with what the caller is ready to hold, before anything is allocated.
-
-    Args:
-        info: Of the blob.
-        dtype: Of the output.
-        max_tokens: Most tokens, None for any number.
-        max_bytes: Most bytes of the output, None for any number.
-
-    Raises:
-        ArgumentError: The blob claims more.
-    """
+    """Compare what a header claims with what the caller is ready to hold, before anything is allocated."""
     size = info.tokens * elements_per_token(info.meta.layers) * dtype.itemsize
     limits = (("max_tokens", info.tokens, max_tokens), ("max_bytes", size, max_bytes))
     passed = [f"{name}={most}" for name, claimed, most in limits if most is not None and claimed > most]
@@ -190,18 +124,6 @@ def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, of
 
     On the processor it takes memory page by page as chunks are written: a header that claims much, and whose segments
     are no good, costs next to nothing.
-
-    Args:
-        header: Of the blob.
-        device: Where to.
-        dtype: Of all its tensors.
-        offset: Position of the document's first token; None leaves positions off.
-
-    Returns:
-        The cache.
-
-    Raises:
-        KvwireError: There is no room.
     """
     info, keys, values = header.info, [], []
     try:

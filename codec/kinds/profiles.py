@@ -33,19 +33,7 @@ def read_profile(data: bytes) -> AnyProfile:
 
 
 def profile_for(header: Header, profile: AnyProfile | None) -> AnyProfile | None:
-    """Choose what a blob's lossy levels are decoded with, and check it.
-
-    Args:
-        header: Of the blob.
-        profile: What the caller gave.
-
-    Returns:
-        That one, or the one inside the blob; None where all levels are lossless.
-
-    Raises:
-        MismatchError: The profile is not the one that the blob names, or of another model.
-        CorruptError: The profile inside is damaged, or the blob's levels are not of its profile.
-    """
+    """Choose what a blob's lossy levels are decoded with, and check it."""
     wanted, codec = header.info.profile_digest, header.lossy_codec
     if codec is None:
         return None

@@ -20,17 +20,7 @@ class SinkPlacer:
     """Knows the sinks of one blob, at the positions of one output."""
 
     def __init__(self, header: Header, profile: Profile, out: KVCache | PagedKVCache, offset: int | None) -> None:
-        """Compute the sinks' keys and values.
-
-        Args:
-            header: Of the blob.
-            profile: That it was encoded with.
-            out: The whole output.
-            offset: Position of the document's first token; None leaves positions off.
-
-        Raises:
-            CorruptError: What the blob stores of them does not fit the profile.
-        """
+        """Compute the sinks' keys and values."""
         info = header.info
         cos_sin = positions_for(info, offset)
         self._out, self._sinks = out, {}
@@ -45,15 +35,7 @@ class SinkPlacer:
             self._sinks[at] = made
 
     def place(self, start: int, stop: int) -> bool:
-        """Write the sinks of a span of tokens; on a GPU, on the current queue.
-
-        Args:
-            start: First token.
-            stop: The first token after it.
-
-        Returns:
-            Whether there are any.
-        """
+        """Write the sinks of a span of tokens; on a GPU, on the current queue."""
         chosen = [at for at in self._sinks if start <= at < stop]
         for at in chosen:
             for layer, spec in enumerate(self._out.meta.layers):

@@ -46,19 +46,7 @@ class TextPredictor:
     def __init__(
         self, profile: Profile, tokens: int, token_ids: tuple[int, ...] | None, hidden: Tensor | None = None
     ) -> None:
-        """Check what the profile needs.
-
-        Args:
-            profile: That predicts.
-            tokens: Of the document.
-            token_ids: Its ids; None where they are not known.
-            hidden: ``[tokens, hidden_size]`` of the prefix layers; None where there is none.
-
-        Raises:
-            ArgumentError: The profile needs what is not there.
-            MismatchError: A token id is not in the profile's vocabulary.
-            CacheValueError: The hidden states hold NaN or infinity.
-        """
+        """Check what the profile needs."""
         self.profile = profile
         self.token_ids = None if profile.table is None else _known_ids(profile.table, tokens, token_ids)
         self.hidden = _known_hidden(profile, tokens, hidden)
@@ -67,15 +55,6 @@ class TextPredictor:
         """Predict a group's elements.
 
         Rows are bfloat16 numbers, so that encoder and decoder agree even where products are summed in another order.
-
-        Args:
-            group: Its index in the profile.
-            start: First token.
-            stop: The first token after the span.
-
-        Returns:
-            Rows ``[n, width]``, float32 or bfloat16, which are only to be read, and uint32 ``[tokens]``, the row of
-            each token.
         """
         tokens = stop - start
         chosen = self.profile.groups[group]
@@ -104,12 +83,6 @@ def expect_all(profile: Profile) -> Iterator[None]:
     """Compute what every token of the vocabulary lets expect, some at a time, so that no document waits for it.
 
     Where there is no room to keep all of it, nothing is computed: which tokens are frequent, documents must show.
-
-    Args:
-        profile: Whose expectations are computed.
-
-    Yields:
-        Nothing, after some milliseconds of work each time.
     """
     if profile.table is None:
         return
@@ -119,15 +92,7 @@ def expect_all(profile: Profile) -> Iterator[None]:
 
 
 def expect(profile: Profile, token_ids: Sequence[int] | NDArray[np.int64]) -> Iterator[None]:
-    """Compute what a text's tokens let expect, as far as there is room to keep it, so that decoding need not.
-
-    Args:
-        profile: Whose expectations are computed.
-        token_ids: The text; ids that are not in the vocabulary are left out.
-
-    Yields:
-        Nothing, after some milliseconds of work each time; not at all where nothing is left to compute.
-    """
+    """Compute what a text's tokens let expect, as far as there is room to keep it, so that decoding need not."""
     if profile.table is None:
         return
     ids, first_at = np.unique(np.asarray(token_ids, np.int64), return_index=True)
@@ -142,17 +107,7 @@ def expect(profile: Profile, token_ids: Sequence[int] | NDArray[np.int64]) -> It
 
 
 def expected_naive(text: TextPredictor, group: int, start: int, stop: int) -> Tensor:
-    """Predict as ``TextPredictor.expected`` does, up to bfloat16 rounding: its readable twin.
-
-    Args:
-        text: What is known.
-        group: Its index in the profile.
-        start: First token.
-        stop: The first token after the span.
-
-    Returns:
-        float32 ``[tokens, width]``.
-    """
+    """Predict as ``TextPredictor.expected`` does, up to bfloat16 rounding: its readable twin."""
     chosen = text.profile.groups[group]
     out = torch.from_numpy(chosen.mean).repeat(stop - start, 1)
     parts = []

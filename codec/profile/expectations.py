@@ -30,13 +30,7 @@ class Expectations:
     """
 
     def __init__(self, group: Group, table: NDArray[np.int8], room_bytes: int) -> None:
-        """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups.
-
-        Args:
-            group: With a predictor.
-            table: int8 ``[vocabulary, features]`` of the profile.
-            room_bytes: Memory for rows and slots together.
-        """
+        """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups."""
         self._table = table
         self._mean = torch.from_numpy(group.mean).double()
         predictor = cast("Tensor", group.predictor)  # a group without one expects its mean
@@ -49,14 +43,7 @@ class Expectations:
         self._lock = lock_of_process()
 
     def rows(self, token_ids: NDArray[np.int64]) -> Tensor:
-        """Look up or compute the rows of some tokens.
-
-        Args:
-            token_ids: ``[n]``, distinct, each within the table.
-
-        Returns:
-            float32 ``[n, width]``, of bfloat16 numbers.
-        """
+        """Look up or compute the rows of some tokens."""
         if not len(self._slots):
             return self._compute(token_ids).float()
         with self._lock:
@@ -72,15 +59,7 @@ class Expectations:
         return out
 
     def kept(self, token_ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint32]] | None:
-        """Show the rows of some tokens where they are kept: nothing is copied.
-
-        Args:
-            token_ids: ``[n]``, each within the table.
-
-        Returns:
-            bfloat16 rows ``[m, width]``, which are only to be read, and uint32 ``[n]``, the row of each token; None
-            where one has no place.
-        """
+        """Show the rows of some tokens where they are kept: nothing is copied."""
         if not len(self._slots):
             return None
         with self._lock:
@@ -92,14 +71,7 @@ class Expectations:
         return None if slots.min(initial=0) < 0 else (self._kept, slots.astype(np.uint32))
 
     def missing(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tell which rows there is still room to compute and keep.
-
-        Args:
-            token_ids: ``[n]``, distinct, each within the table.
-
-        Returns:
-            Those of the tokens, the first ones where there is no room for all.
-        """
+        """Tell which rows there is still room to compute and keep."""
         if not len(self._slots):
             return token_ids[:0]
         with self._lock:

@@ -46,11 +46,7 @@ class Stepped:
     column_steps: NDArray[np.float32]
 
     def values(self) -> torch.Tensor:
-        """The matrix as the codec uses it.
-
-        Returns:
-            bfloat16 ``[rows, columns]``: the products in float32, from left to right, then rounded once.
-        """
+        """The matrix as the codec uses it."""
         out = torch.from_numpy(self.entries).float()
         out *= torch.from_numpy(self.row_steps)[:, None]
         out *= torch.from_numpy(self.column_steps)
@@ -58,65 +54,29 @@ class Stepped:
 
 
 def wide_rows(entries: NDArray[np.int16]) -> int:
-    """Count the rows up to the last one with an entry that needs two bytes.
-
-    Args:
-        entries: ``[rows, columns]``.
-
-    Returns:
-        How many.
-    """
+    """Count the rows up to the last one with an entry that needs two bytes."""
     wide = np.flatnonzero((np.abs(entries.astype(np.int32)) > SMALL).any(axis=1))
     return int(wide[-1]) + 1 if len(wide) else 0
 
 
 def pieces(cuts: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
-    """Cut a group's rows into pieces: one for each level, and one for what no level needs, as far as there are rows.
-
-    Args:
-        cuts: See ``Group.cuts``.
-        rank: How many rows there are.
-
-    Returns:
-        First row and the row after the last, of each piece, one at least; some may be empty.
-    """
+    """Cut a group's rows into pieces: one for each level, and one for what no level needs, as far as there are rows."""
     ends = [cut for cut in itertools.accumulate(cuts[: MOST_PIECES - 1], max) if cut < rank]
     return list(itertools.pairwise([0, *ends, rank]))
 
 
 def zigzag(entries: NDArray[np.int16]) -> NDArray[np.uint16]:
-    """Number whole numbers by size, 0, -1, 1, -2, 2, ...: upper bytes of small ones are then zeros, whatever the sign.
-
-    Args:
-        entries: Any.
-
-    Returns:
-        Their numbers.
-    """
+    """Zigzag: number integers 0, -1, 1, -2, 2, ..., so that the upper bytes of small ones are 0."""
     return ((entries << 1) ^ (entries >> 15)).view(np.uint16)
 
 
 def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
-    """Undo ``zigzag``.
-
-    Args:
-        numbers: Any.
-
-    Returns:
-        What they number.
-    """
+    """Undo ``zigzag``."""
     return ((numbers >> 1) ^ -(numbers & 1)).view(np.int16)
 
 
 def values_naive(matrix: Stepped) -> torch.Tensor:
-    """Compute ``Stepped.values`` entry by entry: its readable twin.
-
-    Args:
-        matrix: Few entries.
-
-    Returns:
-        bfloat16 of the same shape.
-    """
+    """Compute ``Stepped.values`` entry by entry: its readable twin."""
     rows = [
         [np.float32(entry) * row * column for entry, column in zip(line, matrix.column_steps, strict=True)]
         for line, row in zip(matrix.entries, matrix.row_steps, strict=True)
@@ -138,11 +98,7 @@ class Factor:
 
     @cached_property
     def metric(self) -> NDArray[np.float32]:
-        """Multiplied out: float32 ``[heads, dim, dim]``, symmetric and never indefinite.
-
-        Raises:
-            CorruptError: Entries and steps do not belong together.
-        """
+        """Multiplied out: float32 ``[heads, dim, dim]``, symmetric and never indefinite."""
         heads, dim = self.steps.shape
         if self.entries.shape != (heads, dim * (dim + 1) // 2):
             msg = "a metric's factor in the profile has another shape than its steps; fetch the profile again"
@@ -258,25 +214,11 @@ class Group:
         return self.rank
 
     def first_rows(self, count: int) -> torch.Tensor:
-        """The synthesis of the first coefficients; needs a basis.
-
-        Args:
-            count: How many.
-
-        Returns:
-            bfloat16 ``[count, width]``.
-        """
+        """The synthesis of the first coefficients; needs a basis."""
         return cast("torch.Tensor", self.rows)[:count]
 
     def first_synthesis(self, count: int) -> torch.Tensor:
-        """The same in float32.
-
-        Args:
-            count: How many.
-
-        Returns:
-            float32 ``[count, width]``.
-        """
+        """The same in float32."""
         return cast("torch.Tensor", self.synthesis)[:count]
 
     @cached_property
@@ -323,18 +265,7 @@ class Group:
 
 
 def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Compute ``Group.analysis`` on the device of its input.
-
-    Args:
-        synthesis: float32 ``[rank, width]``.
-        metric: Of each plane.
-
-    Returns:
-        float32 ``[width, rank]``.
-
-    Raises:
-        CorruptError: The rows are not independent in the metric.
-    """
+    """Compute ``Group.analysis`` on the device of its input."""
     return solve(synthesis, metric)[0]
 
 
@@ -343,16 +274,6 @@ def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[to
 
     Rows that a fit rounded stay nearly orthonormal: float32 then loses no more than storing the result does, in half
     the time. Others take float64.
-
-    Args:
-        synthesis: float32 ``[rank, width]``.
-        metric: Of each plane.
-
-    Returns:
-        float32 ``[width, rank]``, and float32 ``[rank, rank]``.
-
-    Raises:
-        CorruptError: The rows are not independent in the metric.
     """
     dual = weighted(synthesis, metric)
     gram = synthesis @ dual
@@ -364,18 +285,7 @@ def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 def solve_precisely(synthesis: torch.Tensor, dual: torch.Tensor) -> torch.Tensor:
-    """Compute ``Group.analysis`` in float64.
-
-    Args:
-        synthesis: float32 ``[rank, width]``.
-        dual: See ``weighted``.
-
-    Returns:
-        float32 ``[width, rank]``.
-
-    Raises:
-        CorruptError: The rows are not independent in the metric.
-    """
+    """Compute ``Group.analysis`` in float64."""
     wide = dual.double()
     factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ wide)
     if int(failed_at):
@@ -385,15 +295,7 @@ def solve_precisely(synthesis: torch.Tensor, dual: torch.Tensor) -> torch.Tensor
 
 
 def weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Multiply rows by the metric.
-
-    Args:
-        synthesis: float32 ``[rank, width]``.
-        metric: Of each plane.
-
-    Returns:
-        float32 ``[width, rank]``, transposed.
-    """
+    """Multiply rows by the metric."""
     out = synthesis.new_empty(synthesis.shape[::-1])
     start = 0
     for block in metric:

@@ -135,12 +135,7 @@ class Sections:
     """
 
     def __init__(self, told: Description, fetch: Fetch) -> None:
-        """Read nothing yet.
-
-        Args:
-            told: What the file says of itself.
-            fetch: Reads sections.
-        """
+        """Read nothing yet."""
         self._told, self._fetch, self.head = told, fetch, told.head
         self._lock = reentrant_lock_of_process()
         self._taken = 0
@@ -158,17 +153,7 @@ class Sections:
         return self.pieces > 0 and all(f"{name.partition('.')[0]}.rows_steps" in names for name in names if "." in name)
 
     def ends_of(self, index: int) -> list[int]:
-        """Tell where a group's pieces end, by the shapes of their arrays alone.
-
-        Args:
-            index: The group's number.
-
-        Returns:
-            For each piece the row after its last.
-
-        Raises:
-            ValueError: They have no shape of matrices.
-        """
+        """Tell where a group's pieces end, by the shapes of their arrays alone."""
         counts = [0] * self.pieces
         for name, _, shape, _ in self._told.listed:
             piece = _PIECE.fullmatch(name)
@@ -180,27 +165,13 @@ class Sections:
         return list(itertools.accumulate(counts))
 
     def read(self, numbers: range) -> list[Arrays]:
-        """Fetch some sections that follow each other.
-
-        Args:
-            numbers: Which.
-
-        Returns:
-            The arrays of each.
-        """
+        """Fetch some sections that follow each other."""
         sections = self._told.sections[numbers.start : numbers.stop]
         parts = zip(sections, self._fetch(sections), strict=True)
         return [read_listed(each.listed, memoryview(data), "profile", packed=self._told.packed) for each, data in parts]
 
     def take(self, arrays: Arrays) -> None:
-        """Give the groups the rows of the next section.
-
-        Args:
-            arrays: Of the section.
-
-        Raises:
-            CorruptError: They are no rows.
-        """
+        """Give the groups the rows of the next section."""
         try:
             made = [group.made(self._taken, own_arrays(index, arrays)) for index, group in enumerate(self.groups)]
         except _BAD as error:
@@ -210,12 +181,7 @@ class Sections:
         self._taken += 1
 
     def need(self, group: LazyGroup, count: int) -> None:
-        """Fetch what a group's first rows lie in; several threads may ask for the same.
-
-        Args:
-            group: Which.
-            count: How many rows, at most as many as there are.
-        """
+        """Fetch what a group's first rows lie in; several threads may ask for the same."""
         while group.ready < count:
             with self._lock:
                 if group.ready < count:
@@ -260,19 +226,7 @@ class LazyGroup(Group):
         *,
         layers: tuple[LayerSpec, ...],
     ) -> None:
-        """Read what does not lie in pieces.
-
-        Args:
-            sections: Where the rest lies.
-            first: Arrays of the first section.
-            index: The group's number.
-            raw: Its planes, as the profile's head has them.
-            layers: Of the profile.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array is of the wrong type or shape.
-        """
+        """Read what does not lie in pieces."""
         own, planes = own_arrays(index, first), planes_of_json(raw)
         told, ends = predictor_of(own), sections.ends_of(index)
         mean, spread = typed(own["mean"], "f2", "f4").astype(np.float32), typed(own["spread"], "i2")
@@ -289,19 +243,7 @@ class LazyGroup(Group):
         return self._ends[-1] == self.rank == len(self._steps) and len(self._columns) == self.width
 
     def made(self, piece: int, own: Arrays) -> Tensor:
-        """Make the rows of a piece.
-
-        Args:
-            piece: Its number.
-            own: The group's arrays in it.
-
-        Returns:
-            bfloat16 ``[rows, width]``.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array is of the wrong type or shape, or an entry out of range.
-        """
+        """Make the rows of a piece."""
         first, last = self._ends[piece - 1] if piece else 0, self._ends[piece]
         if first == last:
             return torch.empty(0, self.width, dtype=torch.bfloat16)
@@ -316,12 +258,7 @@ class LazyGroup(Group):
         return rows
 
     def take(self, piece: int, rows: Tensor) -> None:
-        """Take in the rows of a piece; once more, where whoever did so before was interrupted.
-
-        Args:
-            piece: Its number; those before it are here.
-            rows: bfloat16 ``[n, width]``.
-        """
+        """Take in the rows of a piece; once more, where whoever did so before was interrupted."""
         end = self._ends[piece]
         self._buffer[end - len(rows) : end] = rows
         self.__dict__["ready"] = end

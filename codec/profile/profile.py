@@ -295,16 +295,7 @@ def _sound(group: Group, profile: Profile) -> bool:
 def has_sound_metric(
     planes: tuple[Plane, ...], metric: tuple[NDArray[np.float32], ...], layers: tuple[LayerSpec, ...]
 ) -> bool:
-    """Compare a metric with the layout.
-
-    Args:
-        planes: Of the group.
-        metric: Of each plane.
-        layers: Of the profile.
-
-    Returns:
-        Whether each plane's has its shape, and finite numbers.
-    """
+    """Compare a metric with the layout."""
     shapes = [(plane_width(layers, plane), layers[plane[1]].kv_heads) for plane in planes]
     return len(metric) == len(planes) and all(
         block.shape in ((width,), (heads, width // heads, width // heads)) and bool(np.isfinite(block).all())
@@ -313,14 +304,7 @@ def has_sound_metric(
 
 
 def has_sound_sink(group: Group) -> bool:
-    """Compare a group's row of sinks with its width.
-
-    Args:
-        group: To check.
-
-    Returns:
-        Whether there is none, or one of finite numbers, with steps above 0.
-    """
+    """Compare a group's row of sinks with its width."""
     sink, steps = group.sink, group.sink_steps
     if sink.shape == steps.shape == (0,):
         return True
@@ -329,15 +313,7 @@ def has_sound_sink(group: Group) -> bool:
 
 
 def has_sound_outline(group: Group, profile: Profile) -> bool:
-    """Compare a group with the layout, but for its rows and its metric.
-
-    Args:
-        group: To check.
-        profile: Its own.
-
-    Returns:
-        Whether mean, classes and predictor have the shapes that the layout says, and finite numbers.
-    """
+    """Compare a group with the layout, but for its rows and its metric."""
     width = sum(plane_width(profile.layers, plane) for plane in group.planes)
     features = profile.token_features + profile.hidden_size
     if group.spread.ndim != 1 or group.mean.shape != (width,) or group.rank > group.width:

@@ -37,15 +37,7 @@ LARGEST_HEAD = 4096
 
 
 def arrays_of(group: Group) -> Arrays:
-    """Name a group's arrays.
-
-    Args:
-        group: To store.
-
-    Returns:
-        Arrays by name. A mean that float16 holds exactly is stored so; matrices as whole numbers and steps where they
-        were rounded to such, see ``Group.stepped``.
-    """
+    """Name a group's arrays."""
     small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
     half = group.mean.astype(np.float16) if small else None
     exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
@@ -65,14 +57,7 @@ def arrays_of(group: Group) -> Arrays:
 
 
 def is_stepped(group: Group) -> bool:
-    """Compare a group's matrices with what they were rounded to.
-
-    Args:
-        group: Any.
-
-    Returns:
-        Whether they are just that; not so where a matrix was replaced since.
-    """
+    """Compare a group's matrices with what they were rounded to."""
     known = group.stepped
     if known is None or group.rows is None or (known.predictor is None) != (group.predictor is None):
         return False
@@ -121,31 +106,13 @@ def _stored_rows(rows: torch.Tensor) -> Arrays:
 
 
 def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
-    """View a tensor's bits.
-
-    Args:
-        tensor: bfloat16.
-
-    Returns:
-        uint16 of the same shape.
-    """
+    """View a tensor's bits."""
     bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
     return bits
 
 
 def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
-    """Check an array's type.
-
-    Args:
-        array: As read.
-        kinds: Types that will do, as numpy names them, without the byte order.
-
-    Returns:
-        A writable copy in native order.
-
-    Raises:
-        ValueError: The array is of another type.
-    """
+    """Check an array's type."""
     if array.dtype.str[1:] not in kinds:
         msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
         raise ValueError(msg)
@@ -153,21 +120,7 @@ def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an 
 
 
 def group_of(index: int, raw: Any, arrays: Arrays, *, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON
-    """Read a group.
-
-    Args:
-        index: Its number in the profile.
-        raw: Its planes, as the profile's head has them.
-        arrays: Of the profile.
-        layers: Of the profile: what is multiplied out has their shape before it takes memory.
-
-    Returns:
-        The group; shapes and ranges are checked by the caller.
-
-    Raises:
-        KeyError: An array is missing.
-        ValueError: An array is of the wrong type or length.
-    """
+    """Read a group."""
     own, planes = own_arrays(index, arrays), planes_of_json(raw)
     try:
         return _group(index, planes, own, layers)
@@ -176,15 +129,7 @@ def group_of(index: int, raw: Any, arrays: Arrays, *, layers: tuple[LayerSpec, .
 
 
 def own_arrays(index: int, arrays: Arrays) -> Arrays:
-    """Choose a group's arrays.
-
-    Args:
-        index: The group's number.
-        arrays: Of a profile.
-
-    Returns:
-        The group's, by their names within it.
-    """
+    """Choose a group's arrays."""
     prefix = f"g{index}."
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
@@ -223,18 +168,7 @@ def _stepped_group(
 
 
 def sink_of(own: Arrays) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Read the row of attention sinks, and its steps.
-
-    Args:
-        own: The group's arrays.
-
-    Returns:
-        Both; empty where there is none.
-
-    Raises:
-        KeyError: One of them is missing.
-        ValueError: An array is of the wrong type, or has no elements.
-    """
+    """Read the row of attention sinks, and its steps."""
     if "sink" not in own and "sink_steps" not in own:
         return np.empty(0, np.float32), np.empty(0, np.float32)
     sink, steps = typed(own["sink"], "f4"), typed(own["sink_steps"], "f4")
@@ -247,20 +181,7 @@ def sink_of(own: Arrays) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 def metric_of(
     planes: tuple[Plane, ...], own: Arrays, layers: tuple[LayerSpec, ...]
 ) -> tuple[tuple[Factor | None, ...], tuple[NDArray[np.float32], ...]]:
-    """Read the metric of a group whose matrices are whole numbers and steps.
-
-    Args:
-        planes: Of the group.
-        own: Its arrays.
-        layers: Of the profile.
-
-    Returns:
-        Of each plane the factor, or None for a diagonal; and the metric itself.
-
-    Raises:
-        KeyError: An array is missing.
-        ValueError: An array is of the wrong type or shape.
-    """
+    """Read the metric of a group whose matrices are whole numbers and steps."""
     factors: list[Factor | None] = []
     metric: list[NDArray[np.float32]] = []
     for number, plane in enumerate(planes):
@@ -272,18 +193,7 @@ def metric_of(
 
 
 def predictor_of(own: Arrays) -> Stepped | None:
-    """Read the predictor of a group whose matrices are whole numbers and steps.
-
-    Args:
-        own: The group's arrays.
-
-    Returns:
-        The predictor; None where there is none.
-
-    Raises:
-        KeyError: An array is missing.
-        ValueError: An array is of the wrong type or shape.
-    """
+    """Read the predictor of a group whose matrices are whole numbers and steps."""
     return _stepped("predictor", own) if "predictor" in own else None
 
 
@@ -299,14 +209,7 @@ def _rows_in_pieces(own: Arrays) -> tuple[Stepped, list[int]]:
 
 
 def count_pieces(names: Collection[str]) -> int:
-    """Count the pieces that a group's rows lie in.
-
-    Args:
-        names: Of the group's arrays.
-
-    Returns:
-        How many.
-    """
+    """Count the pieces that a group's rows lie in."""
     return next(number for number in range(MOST_PIECES + 1) if f"rows{number}" not in names)
 
 
@@ -327,19 +230,7 @@ def _stepped(name: str, own: Arrays) -> Stepped:
 
 
 def entries_of(name: str, own: Arrays) -> NDArray[np.int16]:
-    """Read the entries of some rows.
-
-    Args:
-        name: Of their array.
-        own: The group's arrays.
-
-    Returns:
-        Those of wide rows, which come first, and the others.
-
-    Raises:
-        KeyError: The array is missing.
-        ValueError: An array is of the wrong type or shape.
-    """
+    """Read the entries of some rows."""
     entries: NDArray[np.int16] = typed(own[name], "i1").astype(np.int16)
     if (wide := own.get(f"{name}_wide")) is None:
         return entries
@@ -356,18 +247,7 @@ def _with_steps(name: str, entries: NDArray[np.int16], own: Arrays) -> Stepped:
 
 
 def steps_of(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
-    """Read the steps of a matrix.
-
-    Args:
-        array: As read.
-        ndim: Dimensions that they must have.
-
-    Returns:
-        The steps, finite and above 0.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """Read the steps of a matrix."""
     steps: NDArray[np.float32] = typed(array, "f4")
     if steps.ndim != ndim or not bool((np.isfinite(steps) & (steps > 0)).all()):
         msg = "steps that are none"
@@ -376,18 +256,7 @@ def steps_of(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
 
 
 def planes_of_json(raw: Any) -> tuple[Plane, ...]:  # noqa: ANN401 - JSON
-    """Read a group's planes.
-
-    Args:
-        raw: As the profile's head has them.
-
-    Returns:
-        The planes.
-
-    Raises:
-        TypeError: They are no list.
-        ValueError: One is none.
-    """
+    """Read a group's planes."""
     return tuple(_plane(each) for each in raw)
 
 

@@ -39,39 +39,12 @@ MANY_TOKENS = 64
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Collect tokens of some layers, positions taken off.
-
-    Args:
-        cache: Positions on or off.
-        side: Keys or values.
-        layers: Which.
-        start: First token.
-        stop: The first token after the span.
-
-    Returns:
-        float32 ``[tokens, width]`` on the CPU.
-
-    Raises:
-        CacheValueError: A layer, which the message names, holds NaN or infinity.
-    """
+    """Collect tokens of some layers, positions taken off."""
     return gather_planes(cache, tuple((side, layer) for layer in layers), start, stop)
 
 
 def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> Tensor:
-    """Collect tokens of any planes, in their order, positions taken off.
-
-    Args:
-        cache: Positions on or off.
-        planes: Which.
-        start: First token.
-        stop: The first token after the span.
-
-    Returns:
-        float32 ``[tokens, width]`` on the CPU.
-
-    Raises:
-        CacheValueError: A layer, which the message names, holds NaN or infinity.
-    """
+    """Collect tokens of any planes, in their order, positions taken off."""
     parts = []
     cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
     for side, layer in planes:
@@ -98,21 +71,7 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
 def centre_planes(
     cache: KVCache, planes: Sequence[Plane], start: int, stop: int, expected: tuple[Tensor, NDArray[np.uint32]]
 ) -> Tensor:
-    """Collect tokens as ``gather_planes`` does and take what is expected away, in one pass where the kernel can read.
-
-    Args:
-        cache: Positions on or off.
-        planes: Which.
-        start: First token.
-        stop: The first token after the span.
-        expected: See ``TextPredictor.expected``.
-
-    Returns:
-        float32 ``[tokens, width]`` on the CPU.
-
-    Raises:
-        CacheValueError: A layer, which the message names, holds NaN or infinity.
-    """
+    """Gather tokens as ``gather_planes`` does and subtract the prediction, in one pass where the kernel can read."""
     rows, of_token = expected
     sources = [(cache.keys if side == "key" else cache.values)[layer].detach() for side, layer in planes]
     if all(map(plain, sources)):
@@ -153,52 +112,20 @@ def _taken(
 
 
 def bits_of(tensor: Tensor) -> tuple[NDArray[Any], bool]:
-    """Show a tensor to the kernels.
-
-    Args:
-        tensor: A plain one.
-
-    Returns:
-        The same memory, and whether its numbers are bits of bfloat16 and not float32.
-    """
+    """Show a tensor to the kernels."""
     halved = tensor.dtype == torch.bfloat16
     return (tensor.view(torch.uint16) if halved else tensor).numpy(), halved
 
 
 def plain(tensor: Tensor) -> bool:
-    """Ask whether the kernels can read and write a tensor.
-
-    Args:
-        tensor: Of a cache.
-
-    Returns:
-        Whether its numbers lie in the processor's memory, in a dtype that they know.
-    """
+    """Ask whether the kernels can read and write a tensor."""
     return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.stride(-1) == 1
 
 
 def analyse(
     cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0, *, weighs: bool = True
 ) -> tuple[NDArray[np.float32], float]:
-    """Transform tokens to coefficients.
-
-    Args:
-        cache: Positions on or off.
-        text: What is known besides.
-        start: First token.
-        stop: The first token after the span.
-        step: The finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on
-            processors that are faster so.
-        weighs: Whether to weigh what the profile has no coefficients for.
-
-    Returns:
-        float32 ``[tokens, profile.rank]``, groups in order. And the energy, in the attention metric, of the directions
-        that the profile has no coefficients for: of every eighth token, times eight, but for the beginning of a text,
-        where single tokens stand out.
-
-    Raises:
-        CacheValueError: The cache holds NaN or infinity.
-    """
+    """Transform tokens to coefficients."""
     parts, dropped = [], 0.0
     sampled = slice(None, None, sampling_step(start, stop))
     halved = step >= HALVED_STEP and fast_bfloat16()
@@ -217,24 +144,12 @@ def analyse(
 
 
 def sampling_step(start: int, stop: int) -> int:
-    """Choose the tokens whose energies are weighed.
-
-    Args:
-        start: First token of a chunk.
-        stop: The first token after it.
-
-    Returns:
-        The distance from one to the next.
-    """
+    """Choose the tokens whose energies are weighed."""
     return 8 if start and stop - start >= MANY_TOKENS else 1
 
 
 def fast_bfloat16() -> bool:
-    """Ask the processor.
-
-    Returns:
-        Whether it multiplies bfloat16 matrices faster than float32 ones.
-    """
+    """Ask the processor."""
     known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return any(bool(ask()) for ask in known if ask is not None)
 
@@ -270,14 +185,7 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
 
 
 def energy_of(coefficients: NDArray[np.floating]) -> float:
-    """Sum the squares of coefficients: the metric makes them orthonormal.
-
-    Args:
-        coefficients: Any shape.
-
-    Returns:
-        Their squared length.
-    """
+    """Sum the squares of coefficients: the metric makes them orthonormal."""
     return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
 
 
@@ -286,13 +194,6 @@ def kept_energy(coefficients: Tensor, group: Group) -> float:
 
     That is not quite the sum of their squares: the rows are no longer orthonormal. What is left out is a ten-thousandth
     of the whole, and would be lost in the difference.
-
-    Args:
-        coefficients: float32 ``[tokens, rank]``.
-        group: With a metric.
-
-    Returns:
-        Their sum.
     """
     if group.is_identity:
         return energy_of(coefficients.numpy())
@@ -300,15 +201,7 @@ def kept_energy(coefficients: Tensor, group: Group) -> float:
 
 
 def metric_energy(centred: Tensor, group: Group) -> float:
-    """Sum up the squared lengths of some tokens in a group's metric.
-
-    Args:
-        centred: float32 ``[tokens, width]``, the expectation taken off.
-        group: With a metric.
-
-    Returns:
-        Their sum.
-    """
+    """Sum up the squared lengths of some tokens in a group's metric."""
     total, start = 0.0, 0
     for metric in group.metric_runs:
         width = len(metric) if metric.ndim == 1 else metric.shape[0] * metric.shape[1]
@@ -327,15 +220,6 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
     """Transform the first coefficients of a group back, all others being zero, and add what is expected.
 
     Only the coefficients given cost anything: the product runs over those rows of the synthesis matrix.
-
-    Args:
-        coefficients: float32 ``[tokens, n]``.
-        group: Theirs.
-        rows: Expected elements, see ``TextPredictor.expected``.
-        of_token: Row of each token.
-
-    Returns:
-        float32 ``[tokens, width]``.
     """
     out = rows[torch.from_numpy(of_token.astype(np.int64))].float()
     given = coefficients.shape[1]
@@ -353,17 +237,7 @@ def scatter_planes(
     start: int,
     cos_sin: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
-    """Write planes' elements into a cache.
-
-    Args:
-        elements: float32 ``[tokens, width]``, un-rotated.
-        planes: Theirs, in order.
-        out: To write into.
-        meta: Of the blob: how layers are laid out and rotate.
-        start: Token of ``out`` to begin at.
-        cos_sin: For each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated;
-            empty where positions stay off.
-    """
+    """Write planes' elements into a cache."""
     tokens, at = len(elements), 0
     for side, layer in planes:
         spec = meta.layers[layer]

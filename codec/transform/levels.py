@@ -51,17 +51,7 @@ class ChunkLevels:
     def __init__(
         self, coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
     ) -> None:
-        """Look at every column once.
-
-        Args:
-            coefficients: float32 ``[tokens, columns]``.
-            ladder: The levels.
-            spread: int64 ``[columns]``, class of each column at unit step, from the profile.
-            tables: The entropy coder's.
-
-        Raises:
-            CacheValueError: A value would exceed 28 bits.
-        """
+        """Look at every column once."""
         tokens, columns = coefficients.shape
         sums, peaks, self._squares = np.zeros((3, columns), np.float32)
         energies = np.zeros(columns, np.float64)
@@ -76,14 +66,7 @@ class ChunkLevels:
         self._spread, self._tables, self._classes = spread, tables, np.zeros(columns, np.int64)
 
     def encode(self, level: int) -> CodedLevel:
-        """Write the next level.
-
-        Args:
-            level: Its index; each in turn.
-
-        Returns:
-            The segment, its number of symbols, and the level's squared error.
-        """
+        """Write the next level."""
         listed, coded = self._enter(level)
         missed = np.zeros(len(coded.columns), np.float32)
         symbols = np.empty((len(self._coefficients), len(coded.columns)), np.uint8)
@@ -145,17 +128,7 @@ def _first_levels(peaks: NDArray[np.float32], levels: int) -> NDArray[np.int64]:
 def chunk_levels_naive(
     coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
 ) -> list[CodedLevel]:
-    """Code a chunk as ``ChunkLevels`` does, level after level of all values: its readable twin.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        ladder: The levels.
-        spread: int64 ``[columns]``, from the profile.
-        tables: The entropy coder's.
-
-    Returns:
-        What ``ChunkLevels.encode`` gives for each level.
-    """
+    """Code a chunk as ``ChunkLevels`` does, level after level of all values: its readable twin."""
     values, refinements = split_levels_naive(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
     unit = column_classes(coefficients)
     state = SegmentState(len(coefficients), spread, tables)
@@ -170,17 +143,7 @@ def chunk_levels_naive(
 def squared_error(
     coefficients: NDArray[np.float32], values: NDArray[np.int32], sizes: NDArray[np.float32], step: float
 ) -> float:
-    """Sum the squares of what quantised values miss.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        values: int32 ``[tokens, columns]``.
-        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
-        step: Of the quantiser.
-
-    Returns:
-        The sum, within a column in float32.
-    """
+    """Sum the squares of what quantised values miss."""
     size = abs(values).astype(np.float32)
     for small in (1, 2):
         size = np.where(abs(values) == small, sizes[small], size)

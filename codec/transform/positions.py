@@ -98,13 +98,6 @@ def within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to a float dtype; what is beyond its range becomes its largest number.
 
     Rotation lengthens an element by up to 1.42 and so may leave a narrow range, where float8_e4m3fn knows but NaN.
-
-    Args:
-        tensor: Any float dtype.
-        dtype: To convert to.
-
-    Returns:
-        A tensor of that dtype.
     """
     if tensor.dtype == dtype:
         return tensor

@@ -58,17 +58,7 @@ class Ladder:
 
 
 def ladder_for(levels: Ladder | int | None) -> Ladder:
-    """Read ``encode``'s ``levels``.
-
-    Args:
-        levels: A ladder, the number of the default's first levels, or None for all of them.
-
-    Returns:
-        The ladder.
-
-    Raises:
-        ArgumentError: It is neither.
-    """
+    """Read ``encode``'s ``levels``."""
     if isinstance(levels, Ladder):
         return levels
     default = Ladder()
@@ -82,18 +72,7 @@ def ladder_for(levels: Ladder | int | None) -> Ladder:
 
 
 def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32]:
-    """Round to the nearest multiples of a step, ties to even.
-
-    Args:
-        coefficients: float32, any shape.
-        step: Above 0.
-
-    Returns:
-        int32 of the same shape, in steps.
-
-    Raises:
-        CacheValueError: A value would exceed 28 bits.
-    """
+    """Round to the nearest multiples of a step, ties to even."""
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = coefficients * np.float32(1.0 / step)
         check_largest(float(np.abs(scaled).max(initial=0.0)))
@@ -102,29 +81,14 @@ def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32
 
 
 def check_largest(steps: float) -> None:
-    """Refuse what cannot be quantised.
-
-    Args:
-        steps: The largest size among some coefficients, in steps; not a number where one of them is none.
-
-    Raises:
-        CacheValueError: The value would exceed 28 bits.
-    """
+    """Refuse what cannot be quantised."""
     if not steps < LARGEST:
         msg = "the cache holds values too large to quantise; check the model's dtype and the profile it was fitted with"
         raise CacheValueError(msg)
 
 
 def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """Split quantised values into levels.
-
-    Args:
-        finest: int32 ``[tokens, columns]`` at the finest step.
-        levels: How many.
-
-    Returns:
-        Values of every level, coarsest first, and uint8 symbols that lead from each to the next.
-    """
+    """Split quantised values into levels."""
     values: list[NDArray[np.int32]] = [finest]
     symbols: list[NDArray[np.uint8]] = []
     for _ in range(levels - 1):
@@ -138,15 +102,7 @@ def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[n
 def split_levels_naive(
     finest: NDArray[np.int32], levels: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """Split as ``split_levels`` does: its readable twin.
-
-    Args:
-        finest: int32 ``[tokens, columns]`` at the finest step.
-        levels: How many.
-
-    Returns:
-        As of ``split_levels``.
-    """
+    """Split as ``split_levels`` does: its readable twin."""
     values = [finest]
     for _ in range(levels - 1):
         values.insert(0, np.rint(values[0] / RATIO).astype(np.int32))

@@ -48,19 +48,7 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     start: int,
     cos_sin: CosSin,
 ) -> None:
-    """Write a group's keys and values of one chunk into a cache.
-
-    Args:
-        state: The chunk's quantised values.
-        group: To write.
-        columns: The group's among the chunk's coefficients.
-        step: Of the quantiser.
-        expected: See ``TextPredictor.expected``.
-        out: To write into.
-        meta: Of the blob.
-        start: Token of ``out`` that the chunk's first one goes to.
-        cos_sin: Of exactly these tokens; empty where positions stay off.
-    """
+    """Write a group's keys and values of one chunk into a cache."""
     coded = state.classes[columns].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
     columns = slice(columns.start, columns.start + last)
@@ -80,16 +68,7 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
 
 
 def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
-    """Dequantise coefficients.
-
-    Args:
-        state: The chunk's quantised values.
-        columns: Which.
-        step: Of the quantiser.
-
-    Returns:
-        float32 ``[tokens, columns]``.
-    """
+    """Dequantise coefficients."""
     values = state.values[:, columns]
     out = torch.empty(values.shape, dtype=torch.float32)
     value_kernels.dequantise(values, state.tables.sizes_of(state.classes[columns]), step, out.numpy())

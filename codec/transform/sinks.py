@@ -43,13 +43,6 @@ def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
     """Find the tokens that the profile's row of sinks is nearer to than what their text predicts.
 
     All tokens are compared in the middle group, and in the others those that pass there.
-
-    Args:
-        cache: The document's, positions on or off.
-        text: What is expected of ordinary tokens.
-
-    Returns:
-        What a blob stores of each, by place; nothing where the profile knows of no sinks, or the cache is pruned.
     """
     groups = text.profile.groups
     if not text.profile.has_sinks or cache.kept is not None:
@@ -73,32 +66,14 @@ def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
 
 
 def compare(cache: KVCache, text: TextPredictor, at: int) -> tuple[float, NDArray[np.float32]]:
-    """Compare a token with the profile's row of sinks.
-
-    Args:
-        cache: The document's, positions on or off.
-        text: What is expected of ordinary tokens; its profile knows of sinks.
-        at: The token.
-
-    Returns:
-        Its squared distance to that row over the one to what its text predicts, and the steps from that row, float32
-        ``[width of all groups]``.
-    """
+    """Compare a token with the profile's row of sinks."""
     parts = [_distances(cache, text, group, at, at + 1) for group in range(len(text.profile.groups))]
     to_text, to_sink = (sum(float(part[which][0]) for part in parts) for which in (0, 1))
     return to_sink / max(to_text, _LEAST), np.concatenate([part[2][0] for part in parts])
 
 
 def surprise(cache: KVCache, text: TextPredictor) -> NDArray[np.float32]:
-    """Measure how far all tokens are from what their text predicts, in the unit of ``compare``.
-
-    Args:
-        cache: The document's, positions on or off.
-        text: As of ``compare``.
-
-    Returns:
-        float32 ``[tokens]``, squared.
-    """
+    """Measure how far all tokens are from what their text predicts, in the unit of ``compare``."""
     spans = [(start, min(start + _SPAN, cache.tokens)) for start in range(0, cache.tokens, _SPAN)]
     groups = range(len(text.profile.groups))
     return np.concatenate([sum(_distances(cache, text, group, *span)[0] for group in groups) for span in spans])
@@ -118,45 +93,19 @@ def _distances(
 
 
 def pack_sink(steps: NDArray[np.int16]) -> bytes:
-    """Store what a sink differs by.
-
-    Args:
-        steps: ``[width of all groups]``.
-
-    Returns:
-        A zstd frame of their zigzag numbers, all lower bytes first.
-    """
+    """Store what a sink differs by."""
     raw = zigzag(steps).astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
     return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
 
 
 def unpack_sink(frame: bytes, width: int) -> NDArray[np.int16]:
-    """Read what ``pack_sink`` stored.
-
-    Args:
-        frame: As stored.
-        width: Of all groups.
-
-    Returns:
-        int16 ``[width]``.
-
-    Raises:
-        CorruptError: It is no such frame.
-    """
+    """Read what ``pack_sink`` stored."""
     raw = decompress(frame, 2 * width, "blob's attention sink")
     return unzigzag(np.frombuffer(raw, np.uint8).reshape(2, width).T.copy().view("<u2")[:, 0].astype(np.uint16))
 
 
 def sink_rows(profile: Profile, frame: bytes) -> list[torch.Tensor]:
-    """Turn a stored sink back into elements.
-
-    Args:
-        profile: With a row of sinks.
-        frame: As stored.
-
-    Returns:
-        float32 ``[1, width]`` of each group, un-rotated.
-    """
+    """Turn a stored sink back into elements."""
     groups = profile.groups
     steps = unpack_sink(frame, sum(group.width for group in groups))
     parts = np.split(steps, np.cumsum([group.width for group in groups])[:-1])

@@ -245,16 +245,7 @@ class PlanRequest:
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
-    """Seconds for which a fetch of some bytes holds up the next one.
-
-    Args:
-        request: What the plan depends on.
-        sizes: Bytes, 0 for no fetch ``[...]``.
-        bandwidth: Bytes per second.
-
-    Returns:
-        Seconds ``[...]``.
-    """
+    """Seconds for which a fetch of some bytes holds up the next one."""
     # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
     # ``at_once_s`` takes that off again for those that are open together at first.
     seconds = sizes / max(bandwidth, SLOWEST)
@@ -263,47 +254,19 @@ def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
 
 
 def at_once_s(request: PlanRequest, count: Ints) -> Floats:
-    """Seconds by which the next requests hold the link up less than ``wire_s`` says: it never idles for the first ones.
-
-    Args:
-        request: What the plan depends on.
-        count: How many requests follow those that are open ``[...]``.
-
-    Returns:
-        Seconds ``[...]``; none before a deadline, for which that time is kept.
-    """
+    """Seconds that ``wire_s`` counts too many for the next requests: the link never idles for the first ones."""
     free = max(0, request.parallel - len(request.committed.wire)) if request.left_s is None else 0
     return np.minimum(count, free) * (request.ttfb_s / request.parallel)
 
 
 def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
-    """Work out how long chunks of some bytes keep a decode lane busy.
-
-    Args:
-        request: What the plan depends on.
-        tokens: Of each chunk ``[n]``.
-        sizes: Bytes, 0 for no fetch ``[..., n]``.
-
-    Returns:
-        Seconds, 0 where nothing is fetched ``[..., n]``.
-    """
+    """Work out how long chunks of some bytes keep a decode lane busy."""
     cost = request.costs.decode
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
 
 def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Floats:
-    """Work out what decoding a chunk adds where it comes last, so that nothing shares its batch.
-
-    Args:
-        request: What the plan depends on.
-        tokens: Of each chunk ``[...]``.
-        sizes: Bytes, 0 for no fetch ``[...]``.
-        work: What ``decode_s`` gives for these ``[...]``.
-
-    Returns:
-        Seconds, 0 where nothing is fetched ``[...]``: with one worker those beyond ``decode_s``, for they add to its
-        work; with two all of them, for they begin once it is here.
-    """
+    """Work out what decoding a chunk adds where it comes last, so that nothing shares its batch."""
     cost = request.last_decode
     seconds = np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
     return seconds if request.workers == 1 else seconds + work

@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
-    """Order the chunks that a level can be fetched of.
-
-    Args:
-        request: What the plan depends on.
-        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
-
-    Returns:
-        Columns: those that must be fetched first, then the others, each from the back.
-    """
+    """Order the chunks that a level can be fetched of."""
     chunks = request.chunks
     columns = [column for column in range(chunks.count - 1, -1, -1) if levels[column] != RECOMPUTE]
     forced = [column for column in columns if not chunks.can_text[column]]
@@ -32,15 +24,7 @@ def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
 
 
 def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
-    """Count the chunks that may be fetched.
-
-    Args:
-        request: What the plan depends on.
-        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
-
-    Returns:
-        Numbers from those that must be to all that can be.
-    """
+    """Count the chunks that may be fetched."""
     order = fetch_order(request, levels)
     forced = sum(not request.chunks.can_text[column] for column in order)
     yield from range(forced, len(order) + 1)
@@ -49,19 +33,7 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
 def finish_naive(
     request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float, *, coarse: Flags | None = None
 ) -> float:
-    """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
-
-    Args:
-        request: What the plan depends on.
-        target: To which chunks under way are raised in the end.
-        levels: Of each chunk for that target.
-        split: How many chunks are fetched.
-        bandwidth: Bytes per second.
-        coarse: Chunks that are fetched at the floor before they are raised.
-
-    Returns:
-        Seconds to the first token.
-    """
+    """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed."""
     chunks = request.chunks
     order = fetch_order(request, levels)
     tail = order[:split]

@@ -30,12 +30,7 @@ class Refining:
     """
 
     def __init__(self, request: PlanRequest, some: UpgradeCandidates) -> None:
-        """Work out what must be done anyway.
-
-        Args:
-            request: What the plan depends on; what it still fetches is not counted.
-            some: The candidates.
-        """
+        """Work out what must be done anyway."""
         self._request, self._some = request, some
         committed = request.committed
         self.ready_s = unfetched_s(request, request.bandwidth_low)
@@ -49,39 +44,17 @@ class Refining:
         self._link_s = request.lead_s + first / max(request.bandwidth_low, SLOWEST)
 
     def raised_to(self, level: int) -> Ints:
-        """Levels where all that are below one are raised to it, as far as they go.
-
-        Args:
-            level: The level.
-
-        Returns:
-            Levels ``[m]``.
-        """
+        """Levels where all that are below one are raised to it, as far as they go."""
         return np.maximum(self._some.level, np.minimum(level, self._some.top))
 
     def upgraded(self, levels: Ints, chosen: Ints) -> Ints:
-        """Levels with some of them one higher.
-
-        Args:
-            levels: Levels before ``[m]``.
-            chosen: Which ones.
-
-        Returns:
-            Levels ``[m]``.
-        """
+        """Levels with some of them one higher."""
         out = levels.copy()
         out[chosen] += 1
         return out
 
     def steps(self, levels: Ints) -> Ints:
-        """Candidates that can go one level higher still, most error removed per byte first.
-
-        Args:
-            levels: Levels before ``[m]``.
-
-        Returns:
-            Which ones.
-        """
+        """Candidates that can go one level higher still, most error removed per byte first."""
         able = np.flatnonzero(levels < self._some.top)
         before = levels[able]
         return able[self._by_gain(able, before, before + 1).argsort(kind="stable")]
@@ -90,12 +63,6 @@ class Refining:
         """Levels that remove most error for their bytes, as far as the time goes: of all steps the best ones first.
 
         A chunk's step counts no more than the one before it, so that none is taken without that.
-
-        Args:
-            left_s: Seconds until the first token is due.
-
-        Returns:
-            Levels in the end ``[m]``.
         """
         some = self._some
         steps, gains = [], []
@@ -119,14 +86,7 @@ class Refining:
         )
 
     def order(self, levels: Ints) -> Ints:
-        """Candidates that these levels make better, most error removed per byte first.
-
-        Args:
-            levels: Levels in the end ``[m]``.
-
-        Returns:
-            Which ones.
-        """
+        """Candidates that these levels make better, most error removed per byte first."""
         able = np.flatnonzero(levels > self._some.level)
         return able[self._by_gain(able, self._some.level[able], levels[able]).argsort(kind="stable")]
 
@@ -146,14 +106,7 @@ class Refining:
         return wire, decode_s(request, some.tokens, some.sizes)
 
     def end_s(self, levels: Ints) -> float:
-        """Expect the first token where candidates are raised to some levels.
-
-        Args:
-            levels: Levels in the end ``[m]``.
-
-        Returns:
-            Seconds from now.
-        """
+        """Expect the first token where candidates are raised to some levels."""
         some, request = self._some, self._request
         (raised,) = (levels > some.level).nonzero()
         if not len(raised):
@@ -173,16 +126,7 @@ class Refining:
 
 
 def raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> Ints:
-    """Levels where all are raised alike, as far as the time goes, and then single ones.
-
-    Args:
-        finer: What raising them takes.
-        some: The candidates, ``m`` of them.
-        left_s: Seconds until they must be valid.
-
-    Returns:
-        A level for each candidate ``[m]``.
-    """
+    """Levels where all are raised alike, as far as the time goes, and then single ones."""
     # What is raised further ends later, so that the last one in time is found by halving.
     most = int(some.top.max(initial=0)) + 1
     fitting = bisect_right(range(most), left_s, key=lambda level: finer.end_s(finer.raised_to(level)))
@@ -209,19 +153,6 @@ def decodable(
 
     Of all steps from what is valid to what came, those that remove most error per second go first; a chunk's next step
     never removes more per second than the one before it (so that this is the greedy way of a multiple-choice knapsack).
-
-    Args:
-        left_s: Seconds of decoding that there are, fixed costs apart.
-        valid: Levels before ``[m]``.
-        level: Levels that came, no lower ``[m]``.
-        tokens: Of each ``[m]``.
-        sizes: Bytes up to each level ``[L, m]``.
-        errors: Once decoded up to each level ``[L, m]``.
-        cost: Of decoding.
-        threads: That decode chunks side by side.
-
-    Returns:
-        Levels in the end; ``valid`` where nothing is to be decoded ``[m]``.
     """
     column = np.arange(len(valid))
     takes_s = tokens * cost.token_s + sizes * cost.byte_s
@@ -247,18 +178,6 @@ def lowered(
     """Choose what chunks that nobody may do without are decoded to where not all of what came can be valid in time.
 
     All have their floor; what is left goes to the steps that remove most error per second, see ``decodable``.
-
-    Args:
-        left_s: Seconds of decoding that there are.
-        level: Levels that came, or will ``[m]``.
-        floor: Levels that they must have, no finer ``[m]``.
-        tokens: Of each ``[m]``.
-        sizes: Bytes up to each level ``[L, m]``.
-        errors: Once decoded up to each level ``[L, m]``.
-        cost: Of decoding a chunk among many.
-
-    Returns:
-        Levels in the end; ``level`` where there is time for all ``[m]``.
     """
     at_floor = sizes[floor, np.arange(len(floor))]
     floor_s = cost.apart(len(floor), float(tokens.sum()), float(at_floor.sum()))

@@ -15,18 +15,7 @@ if TYPE_CHECKING:
 
 
 def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:
-    """Write down a plan of these levels.
-
-    Args:
-        request: What the plan depends on.
-        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
-        order: Columns to fetch, first one first.
-        reason: For all chunks.
-
-    Returns:
-        The plan; it ends when link, decoding and recomputing have done their sums, each beside the others, and what
-        comes last is decoded.
-    """
+    """Write down a plan of these levels."""
     chunks, committed = request.chunks, request.committed
     sizes = chunks.bytes_at(levels)
     bandwidth = max(request.bandwidth, SLOWEST)

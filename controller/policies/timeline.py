@@ -32,43 +32,19 @@ if TYPE_CHECKING:
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:
-    """Choose the level of each chunk for each uniform target.
-
-    Args:
-        request: What the plan depends on.
-        targets: Uniform levels ``[targets]``.
-
-    Returns:
-        Levels, RECOMPUTE where none can be fetched ``[targets, n]``.
-    """
+    """Choose the level of each chunk for each uniform target."""
     return request.chunks.level_for(targets[:, None])
 
 
 def first_levels(request: PlanRequest, levels: Ints, coarse: Flags) -> Ints:
-    """Choose what is fetched first where coarse levels go before finer ones: the floor, where blobs are layered.
-
-    Args:
-        request: What the plan depends on.
-        levels: Of each chunk in the end, RECOMPUTE where it is not fetched ``[..., n]``.
-        coarse: Chunks that are fetched so ``[n]``.
-
-    Returns:
-        Levels, RECOMPUTE in the same places ``[..., n]``.
-    """
+    """Choose what is fetched first where coarse levels go before finer ones: the floor, where blobs are layered."""
     chunks = request.chunks
     lowest = np.minimum(levels, np.maximum(chunks.level_for(request.goal.floor), 0))
     return np.where(coarse if chunks.layered is None else coarse & chunks.layered, lowest, levels)
 
 
 def floor_s(request: PlanRequest) -> float:
-    """Work out how long the open chunks take at the quality floor, fetched as far as they can be.
-
-    Args:
-        request: That a plan answers.
-
-    Returns:
-        Seconds of the link or of the decode lane, whichever is busy for longer; 0 on a dead link.
-    """
+    """Work out how long the open chunks take at the quality floor, fetched as far as they can be."""
     chunks = request.chunks
     if request.bandwidth_low <= SLOWEST or not chunks.count:
         return 0.0
@@ -79,15 +55,7 @@ def floor_s(request: PlanRequest) -> float:
 
 
 def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
-    """Seconds to the first token where nothing more is fetched: what a ``Timeline`` without refinements has first.
-
-    Args:
-        request: What the plan depends on.
-        bandwidth: Bytes per second.
-
-    Returns:
-        Seconds; infinite where a chunk must be fetched.
-    """
+    """Seconds to the first token where nothing more is fetched: what a ``Timeline`` without refinements has first."""
     chunks, committed = request.chunks, request.committed
     if not chunks.can_text.all() and (chunks.level_for(request.goal.floor) >= 0)[~chunks.can_text].any():
         return inf
@@ -118,15 +86,7 @@ class Timeline:
     def __init__(
         self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None, plain: bool = True
     ) -> None:
-        """Evaluate.
-
-        Args:
-            request: What the plan depends on.
-            targets: Uniform levels ``[targets]``.
-            bandwidth: Bytes per second.
-            coarse: Chunks that are fetched at the floor first and raised to the target when all is fetched ``[n]``.
-            plain: Whether to take the short cut that gives the same, where it is open.
-        """
+        """Evaluate."""
         chunks = request.chunks
         self._request, self._targets, self._bandwidth = request, targets, bandwidth
         # The usual case, and much quicker: every chunk can be fetched at every target, and recomputed.
@@ -336,12 +296,7 @@ class Timeline:
         return self._cumulated(self._sorted(self.sizes))
 
     def fetched_bytes(self, row: int, split: int) -> int:
-        """What ``bytes`` has for one candidate.
-
-        Args:
-            row: Of its target.
-            split: Number of chunks that are fetched.
-        """
+        """What ``bytes`` has for one candidate."""
         return int(self.sizes[row][self.order[row, :split]].sum())
 
 
@@ -360,13 +315,7 @@ class Raised:
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
-        """Add up; all zero where nothing can be raised.
-
-        Args:
-            request: What the plan depends on.
-            targets: Uniform levels ``[targets]``.
-            bandwidth: Bytes per second.
-        """
+        """Add up; all zero where nothing can be raised."""
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
         self.last_s: Floats = np.zeros((len(targets), 1))

@@ -36,13 +36,7 @@ class Savings:
     """
 
     def __init__(self, cost: Floats, saved: Floats, most: float) -> None:
-        """Prepare budgets from 0 to ``most``.
-
-        Args:
-            cost: ``[items]``, above 0.
-            saved: ``[items, kinds]``, at least 0.
-            most: The largest budget.
-        """
+        """Prepare budgets from 0 to ``most``."""
         self._cells = _cells(len(cost))
         self._cell = max(most, 1e-12) / self._cells
         # Costs are rounded down: every true choice stays possible, at no less than it saves.
@@ -90,13 +84,7 @@ class Choices:
     """
 
     def __init__(self, value: Floats, uses: Floats, budgets: Floats) -> None:
-        """Leave out what cannot be chosen.
-
-        Args:
-            value: ``[items, options]``, infinite where an option is not there.
-            uses: ``[resources, items, options]``.
-            budgets: ``[resources]``, raised to the least that can be used.
-        """
+        """Leave out what cannot be chosen."""
         least = np.where(np.isfinite(value), uses, inf).min(axis=2).sum(axis=1)
         self.fits = bool((least <= budgets * (1 + _SLACK)).all())
         budgets = np.maximum(budgets, least) * (1 + _SLACK)
@@ -115,12 +103,7 @@ class Choices:
         return self._priced[1] if len(self._parts) else float(self._value.min(axis=1).sum())
 
     def least(self) -> tuple[float, NDArray[np.int64]]:
-        """Bound the least sum of values.
-
-        Returns:
-            The bound, and the choice ``[items]`` that dynamic programming ends with: it keeps to the prices' mix of the
-            budgets, not always to each of them.
-        """
+        """Bound the least sum of values."""
         if not len(self._parts):
             return self.bound, self._value.argmin(axis=1)
         # Counted above each item's least use: only the rest of a budget is there to choose about.
@@ -131,14 +114,7 @@ class Choices:
 
 
 def least_value(ways: Iterable[Choices]) -> tuple[float, NDArray[np.int64]]:
-    """Bound the least sum of values over all choices of several kinds.
-
-    Args:
-        ways: Kinds of choices, at least one.
-
-    Returns:
-        The bound and a choice, see ``Choices.least``.
-    """
+    """Bound the least sum of values over all choices of several kinds."""
     first, *others = sorted(ways, key=attrgetter("bound"))
     best = first.least()
     for each in others:

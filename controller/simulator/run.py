@@ -59,48 +59,26 @@ class Run:
     _all: int = 0
 
     def seen(self, first: ChunkId, *, behind: bool) -> list[ChunkId]:
-        """Chunks that a pass sees.
-
-        Args:
-            first: That it begins with.
-            behind: It sees the documents before its own, too.
-        """
+        """Chunks that a pass sees."""
         documents = range(first.document + 1) if behind else (first.document,)
         counts = {number: len(self.arrival.documents[number][0].tokens) for number in documents}
         counts[first.document] = first.chunk
         return [ChunkId(number, chunk, self.number) for number in documents for chunk in range(counts[number])]
 
     def size(self, chunk: ChunkId, level: int) -> tuple[int, int]:
-        """Tokens of a chunk, and bytes of a level of it.
-
-        Args:
-            chunk: Which.
-            level: Number of the level.
-        """
+        """Tokens of a chunk, and bytes of a level of it."""
         given = self.given(chunk.document)
         return given.tokens[chunk.chunk], given.fetch_bytes[chunk.chunk][level]
 
     def are_valid(self, documents: int) -> bool:
-        """Whether all chunks of the first documents are in the prompt.
-
-        Args:
-            documents: How many.
-        """
+        """Whether all chunks of the first documents are in the prompt."""
         counts = [len(given.tokens) for given in self.inputs[:documents]]
         return all(
             ChunkId(at, each, self.number) in self.valid for at, count in enumerate(counts) for each in range(count)
         )
 
     def begin_repair(self, costs: CostModel, asked: Repair) -> float:
-        """Compute rows of documents, of which each has as many of the share as it has of the tokens.
-
-        Args:
-            costs: Of any load.
-            asked: What is to be done.
-
-        Returns:
-            Seconds.
-        """
+        """Compute rows of documents, of which each has as many of the share as it has of the tokens."""
         tokens = [sum(given.tokens) for given in self.inputs]
         links = self.links
         rows = expected_rows(asked.share, tokens, asked.front, self.repaired, asked.documents, links)
@@ -125,11 +103,7 @@ class Run:
         return [self.given(document) for document in range(len(self.arrival.documents))]
 
     def given(self, document: int) -> DocumentPlanInput:
-        """A document, as the blob that it is fetched from.
-
-        Args:
-            document: Its number.
-        """
+        """A document, as the blob that it is fetched from."""
         return self.arrival.documents[document][self.variants.get(document, 0)]
 
     @property
@@ -138,15 +112,7 @@ class Run:
         return sum(sum(given.tokens) for given in self.inputs)
 
     def closing_costs(self, costs: CostModel, last: Finish) -> CostModel:
-        """What computing costs, the repair and the question of this load included.
-
-        Args:
-            costs: Of any load.
-            last: Says what share of rows is repaired.
-
-        Returns:
-            The costs.
-        """
+        """What computing costs, the repair and the question of this load included."""
         repair, first, links = self.repair, sum(self.inputs[0].tokens), self.links
         rows = repair.work(last.repair, self.prompt_tokens, first, last.front) if repair else 0
         return replace(
@@ -167,10 +133,6 @@ class Run:
         return self.arrival.repair if len(self.arrival.documents) > 1 else None
 
     def link_error(self, last: Finish) -> float:
-        """Error that its links are left with.
-
-        Args:
-            last: Says what share of rows was repaired.
-        """
+        """Error that its links are left with."""
         blind = 1 - max(0, last.front - sum(self.inputs[0].tokens)) / self.prompt_tokens
         return blind * self.repair.error_left(last.repair) if self.repair else 0.0

@@ -79,33 +79,15 @@ class Inbox:
         return len(self._waiting)
 
     def put(self, event: ev.Event, now: float, flow: Flow | None) -> None:
-        """Add an event.
-
-        Args:
-            event: What happened.
-            now: When it happened.
-            flow: Of which it is the end; None for none.
-        """
+        """Add an event."""
         self._waiting.append((event, now, flow))
 
     def drop(self, chunk: ChunkId) -> None:
-        """Forget the end of a fetch that was cancelled before the driver heard of it.
-
-        Args:
-            chunk: That it was of.
-        """
+        """Forget the end of a fetch that was cancelled before the driver heard of it."""
         self._waiting = deque(each for each in self._waiting if each[2] is None or each[2].fetch.chunk != chunk)
 
     def take(self, now: float, header_s: float = 0.0) -> tuple[ev.Event, Flow | None] | None:
-        """Take the next event out; to whom decodes report, their lanes are busy until then.
-
-        Args:
-            now: The instant.
-            header_s: See ``Steering``: so long the driver is busy before an index is known.
-
-        Returns:
-            The event, and of which flow it is the end; None where nothing waits or the driver is busy.
-        """
+        """Take the next event out; to whom decodes report, their lanes are busy until then."""
         if not self._waiting or now < self.free_at:
             return None
         if header_s and isinstance(self._waiting[0][0], ev.IndexKnown) and not self._is_opened:

@@ -21,15 +21,7 @@ _NAMES = frozenset({
 
 
 def base_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """A model's modules under the names that they have without adapters.
-
-    Args:
-        module: The model, or a part of it.
-        name: Of the part.
-
-    Yields:
-        Name and module; in place of a module with adapters the one beneath them.
-    """
+    """A model's modules under the names that they have without adapters."""
     while is_adapted(module):
         module = module.base_layer  # type: ignore[assignment]
     yield name, module
@@ -44,15 +36,7 @@ def is_adapted(module: torch.nn.Module) -> bool:
 
 
 def revision_with_adapters(model: torch.nn.Module, revision: str) -> str:
-    """Tell a model with adapters from the same model without them, or with others.
-
-    Args:
-        model: The model.
-        revision: Of its weights without adapters.
-
-    Returns:
-        ``revision`` where no adapter is active; else a digest of it, and of every active adapter's numbers and scales.
-    """
+    """Tell a model with adapters from the same model without them, or with others."""
     configs = getattr(model, "peft_config", {})
     told = [[name, *_added(module, configs)] for name, module in model.named_modules() if is_adapted(module)]
     told = [row for row in told if row[1:]]
@@ -91,14 +75,7 @@ def _plain(part: object) -> object:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's numbers: floating point counts as float32, quantised tensors by what they hold.
-
-    Args:
-        tensor: Of any kind, in memory.
-
-    Returns:
-        SHA-256, hexadecimal.
-    """
+    """Digest of a tensor's numbers: floating point counts as float32, quantised tensors by what they hold."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return hashlib.sha256("".join(digest_of(getattr(tensor, name)) for name in names).encode()).hexdigest()

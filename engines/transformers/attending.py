@@ -23,45 +23,18 @@ _HARMLESS = frozenset({
 
 
 def is_plain_attention(options: dict[str, Any]) -> bool:
-    """Whether attention is softmax over scaled products and nothing else: no cap on scores, no sinks.
-
-    Args:
-        options: What an attention function was given by name.
-
-    Returns:
-        False where one of them is not known to be harmless.
-    """
+    """Whether attention is softmax over scaled products and nothing else: no cap on scores, no sinks."""
     return all(name in _HARMLESS or value is None for name, value in options.items())
 
 
 def scale_of(query: Tensor, options: dict[str, Any]) -> float:
-    """What products of queries and keys are multiplied by.
-
-    Args:
-        query: ``[1, heads, rows, dim]``.
-        options: Of the attention function.
-
-    Returns:
-        The factor.
-    """
+    """What products of queries and keys are multiplied by."""
     scaling = options.get("scaling")
     return float(scaling) if isinstance(scaling, (int, float)) else query.shape[-1] ** -0.5
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ends: list[int], scale: float) -> Tensor:
-    """Attention under a mask; equals one ``scaled_dot_product_attention`` with keys repeated for each head.
-
-    Args:
-        query: ``[1, heads, rows, dim]``.
-        key: ``[1, kv_heads, columns, dim]``.
-        value: ``[1, kv_heads, columns, value_dim]``.
-        mask: ``[1, 1 or heads, rows, columns]``: bool, True where a row sees a column, or to be added.
-        ends: For each row the column behind the last one that it may see; never falls.
-        scale: See ``scale_of``.
-
-    Returns:
-        ``[1, rows, heads, value_dim]``, in the dtype of ``query``.
-    """
+    """Attention under a mask; equals one ``scaled_dot_product_attention`` with keys repeated for each head."""
     heads, rows, dim = query.shape[1:]
     kv_heads = key.shape[1]
     alike = 1 if mask.shape[1] == 1 else kv_heads  # one mask for all heads, or one for each

@@ -36,22 +36,7 @@ def look(
     token_ids: Sequence[int],
     layers: Sequence[int],
 ) -> Seen:
-    """Run tokens behind a prompt, up to the attention of the last layer, and sum what they see of each of its tokens.
-
-    Args:
-        model: The model.
-        meta: Of its caches.
-        tensors: The prompt's, positions on and from 0; see ``TransformersEngine.tensors_for``.
-        start: Length of the prompt.
-        token_ids: What follows it.
-        layers: Numbers of the layers to look at; empty for all.
-
-    Returns:
-        What they see; tokens that were pruned get none.
-
-    Raises:
-        MismatchError: The cache is of another model, or attention never showed itself.
-    """
+    """Run tokens behind a prompt, up to the last layer's attention, and sum what they see of each of its tokens."""
     pairs, kept = tensors
     past = Cache(layers=_layers(pairs, len(token_ids)))
     device = input_device(model)
@@ -128,19 +113,7 @@ class _Recorder:
     def record(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **options: object
     ) -> Tensor | None:
-        """Add a layer, and compute its attention, which takes its probabilities anyway.
-
-        Args:
-            module: The layer's attention.
-            query: ``[1, heads, tokens, dim]``.
-            key: ``[1, kv_heads, columns, dim]``.
-            value: ``[1, kv_heads, columns, value_dim]``.
-            options: Of the attention function; ``scaling`` is used.
-
-        Returns:
-            What the tokens attend to, ``[1, tokens, heads, value_dim]``; None where it is not plain attention, or that
-            of another model.
-        """
+        """Add a layer, and compute its attention, which takes its probabilities anyway."""
         layer = getattr(module, "layer_idx", None)
         if threading.get_ident() != self._thread or id(module) not in self._modules or not isinstance(layer, int):
             return None

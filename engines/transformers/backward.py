@@ -23,22 +23,7 @@ _HALF_SCALE = 2.0**16
 def backpropagated(
     model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], token_ids: Sequence[int], start: int, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Draw a token behind each of some tokens, and take the gradients of their log-probabilities.
-
-    Args:
-        model: A decoder.
-        pairs: Keys and values ``[1, kv_heads, tokens, dim]`` of each layer, as the model takes them.
-        token_ids: What is read on top of them.
-        start: Position of the first.
-        seed: Of the draw.
-
-    Returns:
-        Gradients in the shapes of ``pairs``, float32, of the sum over the square root of the number of tokens; zeros
-        where a layer does not reach the answer.
-
-    Raises:
-        ArgumentError: The model cannot backpropagate.
-    """
+    """Draw a token behind each of some tokens, and take the gradients of their log-probabilities."""
     scale = _HALF_SCALE if model.dtype == torch.float16 else 1.0
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

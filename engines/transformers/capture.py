@@ -77,15 +77,7 @@ class QueryRecorder:
         self.modules: dict[int, torch.nn.Module] = {}
 
     def record(self, module: torch.nn.Module, query: Tensor, *_: object, **__: object) -> Tensor | None:
-        """Add a layer's queries.
-
-        Args:
-            module: The layer's attention.
-            query: ``[1, heads, tokens, query_dim]``.
-
-        Returns:
-            None: the attention goes on as it would.
-        """
+        """Add a layer's queries."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer >= len(self._meta.layers):
             return None
@@ -106,25 +98,14 @@ class QueryRecorder:
         return None
 
     def record_cache(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add what a document cached: latents serve two purposes.
-
-        Args:
-            pairs: Keys and values, ``[1, kv_heads, tokens, dim]`` for each layer.
-        """
+        """Add what a document cached: latents serve two purposes."""
         for layer, expansion in self._expansions.items():
             if expansion is not None:
                 scatter = self._latents.setdefault(layer, Scatter(self._meta.layers[layer].key_dim))
                 scatter.add(pairs[layer][0][0, 0].float().cpu())
 
     def statistics(self, token_features: Tensor | None = None) -> Statistics:
-        """What was seen.
-
-        Args:
-            token_features: To go with it.
-
-        Returns:
-            The statistics, with None for layers that attention never showed.
-        """
+        """What was seen."""
         for layer in self.modules:
             spec = self._meta.layers[layer]
             weight = self._output_weight(layer, spec.value_dim)
@@ -163,12 +144,7 @@ class QueryRecorder:
 
 @contextmanager
 def recording(recorder: Recorder, model: PreTrainedModel) -> Iterator[None]:
-    """Show the recorder every query that the model's attention receives while the block runs.
-
-    Args:
-        recorder: What looks at them.
-        model: The model that is run in the block.
-    """
+    """Show the recorder every query that the model's attention receives while the block runs."""
     with _LOCK, ExitStack() as stack:
         if uses_sdpa(model):
             stack.enter_context(_watching_table(recorder))

@@ -22,20 +22,7 @@ if TYPE_CHECKING:
 
 
 def render(pieces: PieceTokenizer, chat: Chat, question: str) -> RenderedChat:
-    """Render a chat's template around documents.
-
-    Args:
-        pieces: Reads the model's tokens.
-        chat: What stands around the documents.
-        question: The user's words behind them.
-
-    Returns:
-        Token ids before and behind the documents.
-
-    Raises:
-        NotFoundError: The tokenizer has no chat template.
-        ArgumentError: The template fails on this chat, or does not leave the documents' text as it is.
-    """
+    """Render a chat's template around documents."""
     marks = _Marks(chat, question)
     head, tail = _around(pieces, chat, question, marks.documents)
     front, rest = pieces(head, "first", "frame"), pieces(tail, "last", "frame")
@@ -52,12 +39,7 @@ class _Marks:
     """Words that stand for texts while a template is rendered: letters and digits, which templates leave alone."""
 
     def __init__(self, chat: Chat, question: str) -> None:
-        """Draw words that none of the texts has.
-
-        Args:
-            chat: Its texts.
-            question: The question's.
-        """
+        """Draw words that none of the texts has."""
         said = [chat.system or "", chat.before, chat.after, question, *(turn.text for turn in chat.turns)]
         while any((word := f"Xx{secrets.token_hex(12)}") in text for text in said):
             pass
@@ -116,18 +98,7 @@ def _around(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tup
 def apart(
     pieces: PieceTokenizer, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat
 ) -> str:
-    """Where the tokens of a chat around documents are not those that its template gives the same turns at once.
-
-    Args:
-        pieces: Reads the model's tokens.
-        chat: What stands around the documents.
-        question: The user's words behind them.
-        documents: Token ids of each.
-        rendered: What ``render`` made of it.
-
-    Returns:
-        In words; empty where all tokens are the same, and where somebody spells control tokens, which stay text.
-    """
+    """Where the tokens of a chat around documents are not those that its template gives the same turns at once."""
     tokenizer = pieces.tokenizer
     texts = [str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) for ids in documents]
     whole = _rendered(tokenizer, chat, f"{chat.before}{''.join(texts)}{question}{chat.after}")

@@ -28,14 +28,7 @@ class Devices:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Devices:
-        """Look where a model lies; one that is spread is run on one token, and its cache shows where layers compute.
-
-        Args:
-            model: As it was loaded, with or without a device map.
-
-        Returns:
-            Its devices.
-        """
+        """Look where a model lies; one that is spread is run on one token, and its cache shows where layers compute."""
         inputs = input_device(model)
         if not is_spread(model):
             return cls(inputs)
@@ -47,48 +40,23 @@ class Devices:
         return cls(inputs, () if set(layers) == {inputs} else layers)
 
     def layer(self, number: int) -> torch.device:
-        """Where a layer's keys and values go.
-
-        Args:
-            number: Of the layer.
-
-        Returns:
-            The device.
-        """
+        """Where a layer's keys and values go."""
         return self.layers[number] if self.layers else self.inputs
 
     def check_single(self) -> None:
-        """Refuse a model whose layers compute on several devices.
-
-        Raises:
-            MismatchError: They do.
-        """
+        """Refuse a model whose layers compute on several devices."""
         if self.layers:
             msg = "repair does not run on a model that is spread over devices; load with repair none, or open it on one"
             raise MismatchError(msg)
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """Whether a device map put parts of a model into several places.
-
-    Args:
-        model: As it was loaded.
-
-    Returns:
-        True where there are several, memory and disk that weights are brought from included.
-    """
+    """Whether a device map put parts of a model into several places."""
     return len({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}) > 1
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes token ids.
-
-    Args:
-        model: As it was loaded.
-
-    Returns:
-        The model's device; where its first weights wait elsewhere, the one that they are brought to.
-    """
+    """Where a model takes token ids."""
     device = torch.device(model.device)
     if device.type != "meta":
         return device

@@ -23,15 +23,6 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
     """Tokens that every layer and head of a pruned cache keeps.
 
     A sliding layer need only keep what its window still sees.
-
-    Args:
-        cache: The cache.
-
-    Returns:
-        Their numbers, int64; None where none that counts was pruned.
-
-    Raises:
-        MismatchError: Layers or heads keep different tokens, or a sliding layer would see further back.
     """
     layers = zip(cache.meta.layers, cache.kept or (), strict=False)
     counted = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
@@ -58,14 +49,7 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
 
 
 def gaps_of(cache: KVCache) -> Tensor | None:
-    """What all layers and heads of a cache hold alike, where some layers see a window, so that gaps have to stay.
-
-    Args:
-        cache: The cache.
-
-    Returns:
-        Bool ``[tokens]``; None where nothing is missing, where layers or heads differ, or where none sees a window.
-    """
+    """What all layers and heads of a cache hold alike, where some layers see a window, so that gaps have to stay."""
     attending = [spec.kind != "none" for spec in cache.meta.layers]
     masks = [mask for mask, counts in zip(cache.kept or (), attending, strict=False) if counts]
     first = masks[0] if masks else None
@@ -80,15 +64,7 @@ def _seen(spec: LayerSpec, tokens: int) -> int:
 
 
 def check_fits(theirs: CacheMeta, ours: CacheMeta) -> None:
-    """Refuse a cache of another model.
-
-    Args:
-        theirs: What the cache says of itself.
-        ours: What the engine's caches say of themselves.
-
-    Raises:
-        MismatchError: It comes from another model, or its text was read by another tokenizer.
-    """
+    """Refuse a cache of another model."""
     shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
     same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
     digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
@@ -128,20 +104,7 @@ def _regimes_alike(theirs: RopeRegime, ours: RopeRegime) -> bool:
 def tensors_for(
     cache: KVCache, dtype: torch.dtype, devices: Devices
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """A cache's tensors for one model.
-
-    Args:
-        cache: Of this model.
-        dtype: Of the model.
-        devices: Of the model.
-
-    Returns:
-        Keys and values ``[1, kv_heads, tokens, dim]`` of every layer, and the positions of their tokens, int64; None
-        for the positions where nothing was pruned.
-
-    Raises:
-        MismatchError: The cache is pruned, and its layers and heads keep different tokens.
-    """
+    """A cache's tensors for one model."""
     kept = kept_by_all(cache)
     placed = replace(cache, keys=_there(cache, "key", dtype, devices), values=_there(cache, "value", dtype, devices))
     if cache.meta.positions == "off":

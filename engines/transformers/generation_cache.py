@@ -48,14 +48,7 @@ class Watch:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Watch:
-        """Have caches look at what a model is given.
-
-        Args:
-            model: The engine's.
-
-        Returns:
-            Its only watch.
-        """
+        """Have caches look at what a model is given."""
         found = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
         with cls._lock:
             watch = cls._alive.get(id(found))
@@ -101,16 +94,7 @@ class _Linked:
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     def admit(self, model: torch.nn.Module, named: dict[str, Any]) -> None:
-        """Look at what a forward pass is given, and make rows for beams and for sequences that are sampled.
-
-        Args:
-            model: Who is run.
-            named: The pass's arguments.
-
-        Raises:
-            MismatchError: It is not the model that the cache is for.
-            ArgumentError: Ids, mask or positions do not continue the cache, or it is full.
-        """
+        """Look at what a forward pass is given, and make rows for beams and for sequences that are sampled."""
         use = self.use
         if use is None:
             return

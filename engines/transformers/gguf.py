@@ -47,18 +47,6 @@ def converted(file: Path) -> Path:
 
     Weights become bfloat16. Folders lie in ``~/.cache/kvwire/models``, or where ``KVWIRE_MODELS`` says, named
     by the file and its content; a folder is there whole or not at all.
-
-    Args:
-        file: The GGUF file.
-
-    Returns:
-        The model's folder.
-
-    Raises:
-        ArgumentError: A package is missing, or there is no place for the folder.
-        CorruptError: The file is damaged, or no GGUF file.
-        MismatchError: transformers cannot read its architecture or quantisation.
-        StorageError: It cannot be read, or the folder cannot be written.
     """
     if _PART.search(file.name.lower()):
         msg = f"{file} is one part of a model; merge the parts first (llama-gguf-split --merge), and name the whole"

@@ -50,20 +50,7 @@ _NOT_COMPUTED = frozenset({
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, str]:
-    """Find the folder of a model.
-
-    Args:
-        path: A folder, a GGUF file, or an id on the Hub such as ``organisation/model``.
-        revision: Of an id: branch, tag or commit; None: the main branch as it was when it was downloaded.
-
-    Returns:
-        The folder, and the model's name.
-
-    Raises:
-        NotFoundError: There is no such folder, and the cache has no such snapshot.
-        ArgumentError: A folder was given a revision.
-        KvwireError: A GGUF file cannot be converted.
-    """
+    """Find the folder of a model."""
     folder = Path(path).expanduser()
     if folder.exists() or isinstance(path, Path):
         if revision is not None:
@@ -90,37 +77,14 @@ def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, st
 
 
 def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
-    """Digest of a folder's weights and of the configuration that runs them; adapters are told apart from it.
-
-    Args:
-        folder: Holds config.json and the weights.
-        revisions: Where digests of large weights are remembered; None: where ``KVWIRE_REVISIONS`` says.
-
-    Returns:
-        SHA-256, hexadecimal.
-
-    Raises:
-        OSError: A file cannot be read.
-        CorruptError: config.json or a file of weights is damaged.
-    """
+    """Digest of a folder's weights and of the configuration that runs them; adapters are told apart from it."""
     fields = _whole_numbers(computed_fields(read_config(folder)))
     told = {"configuration": fields, "weights": weights_digest(folder, revisions)}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_config(folder: Path) -> PreTrainedConfig | dict[str, Any]:
-    """A model's configuration.
-
-    Args:
-        folder: Holds config.json.
-
-    Returns:
-        As transformers reads it, so that old and new spellings are one; as it is written where transformers cannot.
-
-    Raises:
-        OSError: The file cannot be read.
-        CorruptError: It holds no configuration.
-    """
+    """A model's configuration."""
     path = folder / "config.json"
     try:
         written = json.loads(path.read_bytes())
@@ -141,14 +105,7 @@ def read_config(folder: Path) -> PreTrainedConfig | dict[str, Any]:
 
 
 def computed_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that the computation of a cache reads, but for those left at their defaults.
-
-    Args:
-        config: Of a model, or the dictionary of one.
-
-    Returns:
-        Values by name, plain enough for JSON.
-    """
+    """The fields of a configuration that the computation of a cache reads, but for those left at their defaults."""
     if isinstance(config, dict):
         return {name: value for name, value in config.items() if _is_computed(name)}
     text = config.get_text_config(decoder=True)
@@ -178,12 +135,5 @@ def _is_computed(name: str) -> bool:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer's files.
-
-    Args:
-        folder: Holds the files.
-
-    Returns:
-        Those that are there.
-    """
+    """The tokenizer's files."""
     return [folder / name for name in _TOKENIZER if (folder / name).is_file()]

@@ -38,16 +38,7 @@ class Expansion:
 
 @torch.no_grad()
 def expansion_of(module: torch.nn.Module, spec: LayerSpec, like: Tensor) -> Expansion | None:
-    """The expansion of an attention module that caches a latent.
-
-    Args:
-        module: The layer's attention.
-        spec: What the layer caches.
-        like: Any activation, for its dtype and device.
-
-    Returns:
-        The expansion; None where the module has none that can be asked.
-    """
+    """The expansion of an attention module that caches a latent."""
     expand = getattr(module, _EXPANSION, None)
     if spec.value_rope is None or spec.kv_heads != 1 or expand is None:
         return None
@@ -71,11 +62,7 @@ class Scatter:
         self._products = torch.zeros(dim, dim, dtype=torch.float64)
 
     def add(self, rows: Tensor) -> None:
-        """Add vectors.
-
-        Args:
-            rows: Float32 ``[n, dim]``.
-        """
+        """Add vectors."""
         self._count += len(rows)
         self._sum += rows.sum(0)
         self._products += (rows.T @ rows).double()

@@ -50,23 +50,7 @@ _MAKES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.ra
 
 
 def revision_of(model: Module, folder: Path, revision: str, *, is_quantised: bool) -> str:
-    """Tell which weights a model runs that was loaded from a folder, adapters aside.
-
-    Args:
-        model: As it was loaded.
-        folder: With weights in safetensors.
-        revision: Of the folder.
-        is_quantised: The folder's weights are.
-
-    Returns:
-        The folder's revision; where the model was quantised as it was loaded, so that its caches are others, a digest
-        of that, the settings and the quantised weights.
-
-    Raises:
-        MismatchError: A weight, a module or a configuration field differs, there are hooks, or a weight cannot be
-            compared.
-        CorruptError: The folder's weights cannot be read.
-    """
+    """Tell which weights a model runs that was loaded from a folder, adapters aside."""
     if not isinstance(model, PreTrainedModel):
         msg = f"the model is a {type(model).__name__}, not a model of transformers; pass the model inside it"
         raise MismatchError(msg)

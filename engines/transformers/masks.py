@@ -21,21 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def attention_mask(
     model: PreTrainedModel, meta: CacheMeta, visible: Tensor, rows: Tensor | None = None
 ) -> Tensor | dict[str, Tensor]:
-    """A mask as a model takes it: one, or one for each kind of layer in hybrids.
-
-    Args:
-        model: The model that will be run.
-        meta: Of its caches.
-        visible: Bool ``[rows, columns]``, ``[heads, rows, columns]`` or ``[batch, heads, rows, columns]``: what a row
-            sees in layers without a window.
-        rows: int64 ``[rows]``, positions of the rows; columns stand at positions 0, 1, ... None: the last ones.
-
-    Returns:
-        ``[1 or batch, 1 or heads, rows, columns]``, or such by the names of kinds of layers.
-
-    Raises:
-        MismatchError: A 4-D mask cannot say what the model's layers need.
-    """
+    """A mask as a model takes it: one, or one for each kind of layer in hybrids."""
     windows = {spec.window for spec in meta.layers if spec.kind != "none"}
     formats = {window: in_format(model, within(visible, window, rows)) for window in windows}
     sliding = [window for window in windows if window is not None]
@@ -49,16 +35,7 @@ def attention_mask(
 
 
 def within(visible: Tensor, window: int | None, rows: Tensor | None = None) -> Tensor:
-    """What is left to see in a layer with a window.
-
-    Args:
-        visible: Bool ``[..., rows, columns]``.
-        window: Tokens that the layer sees, the row's own included; None for all.
-        rows: As in ``attention_mask``.
-
-    Returns:
-        Bool of the shape of ``visible``.
-    """
+    """What is left to see in a layer with a window."""
     if window is None:
         return visible
     queries, keys = visible.shape[-2:]
@@ -68,18 +45,7 @@ def within(visible: Tensor, window: int | None, rows: Tensor | None = None) -> T
 
 
 def in_format(model: PreTrainedModel, visible: Tensor) -> Tensor:
-    """One mask in the type that the model's attention takes.
-
-    Args:
-        model: The model.
-        visible: Bool ``[rows, columns]``, ``[heads, rows, columns]`` or ``[batch, heads, rows, columns]``.
-
-    Returns:
-        ``[1 or batch, 1 or heads, rows, columns]``: bool for sdpa, to be added for eager attention.
-
-    Raises:
-        MismatchError: The model's attention takes no masks of this kind.
-    """
+    """One mask in the type that the model's attention takes."""
     shaped = visible[(None,) * (4 - visible.ndim)]
     if uses_sdpa(model):
         return shaped

@@ -27,17 +27,7 @@ _QUERIED, _LONGEST = 3, 512
 def observed_statistics(
     engine: DescribedModel, documents: Sequence[Sequence[int]], *, tokens: bool, sensitivity: bool
 ) -> Statistics | None:
-    """Run documents and see what their caches are used for; see ``TransformersEngine.statistics``.
-
-    Args:
-        engine: Runs the model, and backpropagates where it can.
-        documents: Token ids of each, one document at least.
-        tokens: Whether to look the vocabulary up.
-        sensitivity: Whether to gather gradients.
-
-    Returns:
-        The statistics; None where nothing is known.
-    """
+    """Run documents and see what their caches are used for; see ``TransformersEngine.statistics``."""
     recorder = QueryRecorder(engine.meta, engine.model)
     with recording(recorder, engine.model):
         for ids in _queried(documents):

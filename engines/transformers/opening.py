@@ -130,18 +130,7 @@ def _placed(
 
 
 def open_tokenizer(path: str | Path) -> PieceTokenizer:
-    """Open a model folder's tokenizer alone; no weights are read.
-
-    Args:
-        path: The folder, or an id on the Hub that was downloaded before.
-
-    Returns:
-        What reads a piece of a prompt into token ids, as the model's engine does.
-
-    Raises:
-        NotFoundError: The folder has no tokenizer.
-        CorruptError: It cannot be read.
-    """
+    """Open a model folder's tokenizer alone; no weights are read."""
     folder, _ = find_folder(path)
     if not tokenizer_files(folder):
         msg = f"{folder} holds no tokenizer; name the model's folder, or pass token ids to kvwire.vllm.request_body"

@@ -20,15 +20,7 @@ _LEAST_ROOM, _ROOM_SHARE = 64, 8  # tokens, and the part of all, that memory is 
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
-    """Make a cache that holds some keys and values.
-
-    Args:
-        pairs: Keys and values ``[batch, kv_heads, tokens, dim]``; empty ones stand for layers without any.
-        config: The model's, so that sliding layers keep only what they see; None: every layer keeps every token.
-
-    Returns:
-        The cache.
-    """
+    """Make a cache that holds some keys and values."""
     cache = DynamicCache(config=config)
     for layer, (keys, values) in enumerate(pairs):
         fill(cache, layer, keys, values)
@@ -36,33 +28,14 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
 
 
 def runs_as_it_is(cache: KVCache, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a model can read a cache's very tensors.
-
-    Args:
-        cache: The cache.
-        device: Of the model.
-        dtype: Of the model.
-
-    Returns:
-        False where its positions are off, it is pruned, or it is of another dtype or elsewhere.
-    """
+    """Whether a model can read a cache's very tensors."""
     tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
     at_home = all(tensor.device == device and tensor.dtype == dtype for tensor in tensors)
     return at_home and cache.meta.positions == "on" and cache.kept is None
 
 
 def referring(cache: KVCache, model: PreTrainedModel, room: KVCache | None = None) -> DynamicCache | None:
-    """A past whose layers are a cache's very tensors, which nothing has read yet.
-
-    Args:
-        cache: As ``check_runs_unready`` wants it.
-        model: The model that will read them.
-        room: A longer cache that begins with ``cache``'s tensors: the past grows into its other rows. None: it moves
-            as soon as it grows.
-
-    Returns:
-        The past; None where the model has layers that keep another form of what they are given.
-    """
+    """A past whose layers are a cache's very tensors, which nothing has read yet."""
     past = DynamicCache(config=model.config)
     plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     if len(past.layers) != len(cache.keys) or len(plain) != len(cache.keys):
@@ -92,26 +65,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, keys: Tensor, values: Tensor, taken: int) -> None:
-        """Take memory; the first rows of it are what the layer will be given.
-
-        Args:
-            keys: ``[kv_heads, tokens, dim]``.
-            values: Likewise.
-            taken: How many of the first rows are somebody else's, too, and never written.
-        """
+        """Take memory; the first rows of it are what the layer will be given."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._room, self._taken = (keys[None], values[None]), taken
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append rows.
-
-        Args:
-            key_states: ``[batch, kv_heads, tokens, dim]``.
-            value_states: Likewise.
-
-        Returns:
-            All keys and values.
-        """
+        """Append rows."""
         if not self.is_initialized or torch.compiler.is_compiling() or key_states.requires_grad:
             return super().update(key_states, value_states)
         held = self.get_seq_length()
@@ -148,42 +107,19 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Put keys and values into a layer of a cache, which copies them.
-
-    Args:
-        cache: A cache of any kind.
-        layer: Number of the layer.
-        keys: ``[batch, kv_heads, tokens, dim]``; empty for a layer without any.
-        values: Likewise.
-    """
+    """Put keys and values into a layer of a cache, which copies them."""
     if keys.numel():
         cache.update(keys, values, layer)
 
 
 def with_gaps(cache: DynamicCache, held: Tensor) -> DynamicCache:
-    """Note which positions of a cache hold something; the others stay in it, and nobody sees them.
-
-    Args:
-        cache: Filled with all positions.
-        held: Bool ``[tokens]``.
-
-    Returns:
-        The same cache.
-    """
+    """Note which positions of a cache hold something; the others stay in it, and nobody sees them."""
     cache.held_positions = held  # type: ignore[attr-defined]
     return cache
 
 
 def past_mask(cache: DynamicCache | None, tokens: int) -> Tensor | None:
-    """What is to be seen of a cache and the tokens that are run on top of it, for ``attention_mask``.
-
-    Args:
-        cache: What comes before the tokens; None where nothing does.
-        tokens: Of both.
-
-    Returns:
-        Int64 ``[1, tokens]``, 0 at gaps; None where there are none.
-    """
+    """What is to be seen of a cache and the tokens that are run on top of it, for ``attention_mask``."""
     held = getattr(cache, "held_positions", None)
     if held is None:
         return None
@@ -193,14 +129,7 @@ def past_mask(cache: DynamicCache | None, tokens: int) -> Tensor | None:
 
 
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer; learning the layout saw that they exist.
-
-    Args:
-        cache: Filled by the model.
-
-    Returns:
-        ``[batch, kv_heads, tokens, dim]``, twice for each layer.
-    """
+    """Keys and values of each layer; learning the layout saw that they exist."""
     first = next(keys for keys, *_ in cache if keys is not None)
     batch, _, tokens, _ = first.shape
     none = first.new_zeros(batch, 0, tokens, 0)
@@ -208,40 +137,18 @@ def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
 
 
 def empty_layer(tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer that stores nothing.
-
-    Args:
-        tokens: Length of the cache.
-
-    Returns:
-        ``[0, tokens, 0]``, twice.
-    """
+    """Keys and values of a layer that stores nothing."""
     return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0)
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether a weight's numbers are what it multiplies by: neither quantised nor offloaded.
-
-    Args:
-        weight: Of a model, in whichever form it was loaded.
-
-    Returns:
-        True for floating point in memory.
-    """
+    """Whether a weight's numbers are what it multiplies by: neither quantised nor offloaded."""
     is_number = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
     return is_number and type(weight) in {torch.Tensor, torch.nn.Parameter}
 
 
 def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Put documents of like lengths together.
-
-    Args:
-        lengths: Of the documents, in tokens.
-        batch_tokens: Most tokens of a batch, padding included; a longer document has a batch of its own.
-
-    Yields:
-        Numbers of documents, the shortest first.
-    """
+    """Put documents of like lengths together."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
@@ -255,16 +162,7 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]
 def prefill_batch(
     model: PreTrainedModel, device: torch.device, documents: Sequence[Sequence[int]]
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """Run documents in one batch, padded on the right, where causal attention never looks.
-
-    Args:
-        model: The model.
-        device: Where it takes token ids.
-        documents: Token ids of each.
-
-    Returns:
-        For each document, keys and values ``[kv_heads, tokens, dim]`` of every layer, which own their memory.
-    """
+    """Run documents in one batch, padded on the right, where causal attention never looks."""
     ids = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.long)
     for row, document in enumerate(documents):
         ids[row, : len(document)] = torch.tensor(document)

@@ -52,19 +52,6 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
 
     Layers that skip attention are listed as kind ``none``; layers after the last that store nothing, which borrow the
     cache of earlier ones, are not listed.
-
-    Args:
-        model: The model, which is run on a few tokens.
-        devices: Where it lies.
-
-    Returns:
-        The specs, and the distinct regimes that they use.
-
-    Raises:
-        RopeRegimeError: Keys depend on position in a way that no known rotation explains (learned or additive
-            positions), or not at all (ALiBi).
-        MismatchError: A layer stores something other than keys and values, or attends in fixed blocks.
-        CacheValueError: The model computes NaN or infinity.
     """
     _check_kind(model)
     windows = _windows(model)
@@ -140,21 +127,7 @@ def _token_ids(model: PreTrainedModel, count: int) -> list[int]:
 
 @torch.no_grad()
 def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, past: Layers | None = None) -> Layers:
-    """Run tokens at ``start``, ``start + 1``, ... on top of ``past``.
-
-    Args:
-        model: The model.
-        devices: Where it lies.
-        ids: The tokens.
-        start: Position of the first.
-        past: Keys and values of what comes before them; None where there is nothing.
-
-    Returns:
-        The tokens' keys and values ``[heads, tokens, dim]``, for each storing layer.
-
-    Raises:
-        MismatchError: The model raised something over a cache or arguments that it does not take.
-    """
+    """Run tokens at ``start``, ``start + 1``, ... on top of ``past``."""
     places = [devices.layer(layer) for layer in range(len(past or ()))]
     data = [(key[None].to(at), value[None].to(at)) for (key, value), at in zip(past or (), places, strict=True)]
     cache = filled(data)
@@ -175,18 +148,7 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
 
 
 def stored(cache: DynamicCache, tokens: int) -> Layers:
-    """A batch-of-one cache as keys and values of each layer.
-
-    Args:
-        cache: Filled by the model.
-        tokens: Length of the cache.
-
-    Returns:
-        Keys and values, empty where a layer was skipped.
-
-    Raises:
-        MismatchError: A layer holds anything else, or no layer holds anything.
-    """
+    """A batch-of-one cache as keys and values of each layer."""
     out = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -30,45 +30,20 @@ class RevisionsFile:
     """Model revisions by what the file system says of a model's files. No method raises for what is wrong with it."""
 
     def __init__(self, path: Path | None, *, is_named: bool = True) -> None:
-        """Keep them in a file.
-
-        Args:
-            path: The file; None: remember nothing.
-            is_named: Somebody named it. Otherwise it counts only where nobody else may have written it: who forges a
-                revision has another model's caches taken for this one's.
-        """
+        """Keep them in a file."""
         self._path, self._is_named = path, is_named
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> RevisionsFile:
-        """Find the file.
-
-        Args:
-            environment: Environment variables.
-
-        Returns:
-            What ``KVWIRE_REVISIONS`` names, or ``kvwire/revisions.json`` among the user's caches.
-        """
+        """Find the file."""
         return cls(user_file(environment, VARIABLE, "revisions.json"), is_named=bool(environment.get(VARIABLE)))
 
     def recall(self, key: str) -> str | None:
-        """Look a revision up.
-
-        Args:
-            key: From ``fingerprint``.
-
-        Returns:
-            The revision of the files with this key; None where nothing is known.
-        """
+        """Look a revision up."""
         return self._read().get(key)
 
     def remember(self, key: str, revision: str) -> None:
-        """Write down a revision; the oldest go where there are too many.
-
-        Args:
-            key: From ``fingerprint``.
-            revision: Hexadecimal SHA-256.
-        """
+        """Write down a revision; the oldest go where there are too many."""
         if self._path is None or (self._path.exists() and not self._path.is_file()):
             return
         entries = {name: value for name, value in self._read().items() if name != key} | {key: revision}
@@ -101,14 +76,7 @@ class RevisionsFile:
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Digest of what the file system says of files, which changes when any of them is written.
-
-    Args:
-        paths: The files; symbolic links are followed.
-
-    Returns:
-        SHA-256, hexadecimal, over each file's name, real path, size, times of change, inode and device.
-    """
+    """Digest of what the file system says of files, which changes when any of them is written."""
     facts = []
     for path in paths:
         found = path.stat()

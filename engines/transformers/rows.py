@@ -38,21 +38,7 @@ _SHOWN = frozenset({"sdpa", "eager"})
 def update_rows(
     model: PreTrainedModel, cache: KVCache, token_ids: Tensor, rows: Tensor, narrow: Narrowing | None
 ) -> Tensor:
-    """Compute rows of a prompt anew, in place; see ``RowsEngine.update_rows``.
-
-    Args:
-        model: The model.
-        cache: The prompt's, positions on and from 0, of the model's dtype and on its device.
-        token_ids: int64 ``[n]``, tokens of the rows.
-        rows: int64 ``[n]``, their positions in ascending order.
-        narrow: Drops rows on the way; None drops none.
-
-    Returns:
-        The rows that were computed to the end, on the processor.
-
-    Raises:
-        MismatchError: The model's attention takes no masks, or its layers are not to be found.
-    """
+    """Compute rows of a prompt anew, in place; see ``RowsEngine.update_rows``."""
     done, device = [], input_device(model)
     step = len(rows) if narrow else _BLOCK
     for start in range(0, len(rows), max(1, step)):
@@ -62,17 +48,7 @@ def update_rows(
 
 
 def check_own(cache: KVCache, devices: Devices, dtype: torch.dtype) -> None:
-    """Refuse what cannot be written in place.
-
-    Args:
-        cache: Of the model.
-        devices: Of the model.
-        dtype: Of the model.
-
-    Raises:
-        ArgumentError: The cache is not the model's own memory.
-        MismatchError: The model is spread over several devices, so that no prompt's cache is in its own memory.
-    """
+    """Refuse what cannot be written in place."""
     devices.check_single()
     tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
     at_home = all(tensor.device == devices.inputs and tensor.dtype == dtype for tensor in tensors)

@@ -21,15 +21,7 @@ class SoftEmbedding:
     """
 
     def __init__(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Put the hooks there.
-
-        Args:
-            model: A decoder that knows of its tokens from its embedding layer alone.
-            rows: Float ``[count, hidden_size]``, as that layer would give them; gradients flow into them.
-
-        Raises:
-            MismatchError: The model's layers read token ids, too, or it has no such layer.
-        """
+        """Put the hooks there."""
         layer, text = model.get_input_embeddings(), model.config.get_text_config(decoder=True)
         if layer is None or getattr(text, "hidden_size_per_layer_input", None):
             msg = "the layers of this model read token ids themselves, which soft tokens have not; do without them"

@@ -22,16 +22,6 @@ def stoppable(layers: Iterable[torch.nn.Module], stop: threading.Event) -> Itera
     """Have passes that this thread runs through some layers end soon after an event is set.
 
     A GPU is given no more than two layers ahead meanwhile: what it was given cannot be taken back.
-
-    Args:
-        layers: Of the model.
-        stop: Set by any thread.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        PassStoppedError: Out of the pass, before a layer that comes after the event was set.
     """
     gate = _Gate(stop)
     hooks = [layer.register_forward_pre_hook(gate.before, with_kwargs=True) for layer in layers]

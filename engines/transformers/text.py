@@ -50,18 +50,6 @@ def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int)
 
     Each is scaled to unit root mean square, which is what the next layer sees of them; no other layer runs. Other
     threads may run the model meanwhile.
-
-    Args:
-        model: The model.
-        token_ids: The text's.
-        layers: How many layers to run.
-
-    Returns:
-        Float32 ``[tokens, (layers + 1) * hidden_size]`` on the CPU.
-
-    Raises:
-        ArgumentError: The model has not so many layers.
-        MismatchError: The layers are not to be found.
     """
     stack = layers_of(model)
     if not 1 <= layers <= len(stack):
@@ -112,17 +100,7 @@ def _normalised(states: Tensor) -> Tensor:
 
 
 def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder's layers: its own longest list of modules.
-
-    Args:
-        model: A decoder.
-
-    Returns:
-        Its layers in order.
-
-    Raises:
-        MismatchError: There is no such list.
-    """
+    """The decoder's layers: its own longest list of modules."""
     lists = [module for module in _decoder_of(model).children() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
         msg = "this model's layers are not to be found; use no prefix layers, and no selector that looks at layers"
@@ -140,21 +118,7 @@ def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 def look_up(
     model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int], soft: Tensor | None = None
 ) -> Tensor:
-    """What is known of every token of the vocabulary.
-
-    Args:
-        model: The model.
-        meta: What its caches say of themselves.
-        context: The cache of some ordinary tokens at positions from 0, positions on.
-        seen: Tokens to look at first, should the vocabulary be larger than SMALL_VOCABULARY.
-        soft: Embeddings of soft tokens that the model takes, ``[count, hidden_size]``; they follow the vocabulary.
-
-    Returns:
-        Features of tokens, float32 ``[vocabulary, n]``.
-
-    Raises:
-        MismatchError: The embeddings are not in memory.
-    """
+    """What is known of every token of the vocabulary."""
     weight = torch.as_tensor(model.get_input_embeddings().weight)
     if weight.is_meta:
         msg = "the model's embeddings are offloaded and cannot be looked up; encode with a model that fits in memory"

@@ -34,12 +34,7 @@ class ExtendsTogether(DescribedModel):
     _together: MismatchError | bool | None = None  # what the probe said
 
     def check_together(self) -> None:
-        """Refuse where one pass over several caches would not give what passes alone give; probed once.
-
-        Raises:
-            MismatchError: The model is spread over devices, its attention takes no masks, or padding changes what it
-                computes.
-        """
+        """Refuse where one pass over several caches would not give what passes alone give; probed once."""
         if self._together is None:
             try:
                 self._probe()
@@ -62,18 +57,6 @@ class ExtendsTogether(DescribedModel):
 
         Prefixes are padded on the left and new tokens on the right, so that in every row a token's distance from what
         it sees is its distance in the batch, windows included.
-
-        Args:
-            prefixes: What stands before each row's tokens, positions on; None where nothing does.
-            token_ids: The new tokens of each row.
-            offsets: Position of each row's first new token where it has no prefix.
-
-        Returns:
-            The caches of the new tokens alone, which own their memory.
-
-        Raises:
-            ArgumentError: A row lacks something, has no tokens, or reaches beyond the window.
-            MismatchError: See ``check_together``; or a cache is of another model, or pruned.
         """
         if not len(prefixes) == len(token_ids) == len(offsets) > 0:
             msg = (

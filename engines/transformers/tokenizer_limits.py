@@ -29,15 +29,7 @@ _PARTS = ("normalizers", "decoders")
 
 
 def check_tokenizer(paths: Iterable[Path]) -> None:
-    """Refuse a tokenizer that would take memory without end.
-
-    Args:
-        paths: Its files.
-
-    Raises:
-        CorruptError: A file is too large, is not what it says, or its rules make more than 64 characters of one.
-        StorageError: A file cannot be read.
-    """
+    """Refuse a tokenizer that would take memory without end."""
     for path in paths:
         try:
             size = path.stat().st_size
@@ -69,14 +61,7 @@ def _check_rules(path: Path, data: bytes) -> None:
 
 @contextmanager
 def no_panics() -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is no ``Exception``, into an error.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        CorruptError: The rules fail, such as a regular expression that would search for ever.
-    """
+    """Turn a panic of the tokenizers library, which is no ``Exception``, into an error."""
     try:
         yield
     except BaseException as error:
@@ -87,19 +72,7 @@ def no_panics() -> Iterator[None]:
 
 
 def growth(rules: Any) -> float:  # noqa: ANN401 - JSON
-    """How many characters rules may make of one, at most.
-
-    Args:
-        rules: Of a normaliser or a decoder, as tokenizer.json has them.
-
-    Returns:
-        The factor, at least 1; rules of other kinds than these do not count.
-
-    Raises:
-        AttributeError: The rules are none.
-        TypeError: Likewise.
-        ValueError: Likewise.
-    """
+    """How many characters rules may make of one, at most."""
     if rules is None:
         return 1.0
     kind = rules.get("type")

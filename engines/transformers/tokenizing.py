@@ -59,29 +59,12 @@ class PieceTokenizer:
     """Reads pieces of prompts with a tokenizer of transformers. Any thread may call it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep the tokenizer, which is not changed.
-
-        Args:
-            tokenizer: Of the model.
-        """
+        """Keep the tokenizer, which is not changed."""
         self.tokenizer = tokenizer
         self._variants: dict[tuple[bool, bool], Tokenizer | None] = {}
 
     def __call__(self, text: str, place: Place = "middle", trust: Trust = "document") -> list[int]:
-        """Read a piece of a prompt.
-
-        Args:
-            text: The piece; a byte order mark at its beginning is left out.
-            place: Where it stands: ``first`` in the prompt, in the ``middle``, or ``last``.
-            trust: ``document``: every character is text; ``frame``: control tokens may be spelt.
-
-        Returns:
-            Its token ids, without those that the tokenizer puts around whole texts.
-
-        Raises:
-            ArgumentError: The text is not valid Unicode, or holds what this tokenizer cannot but read as control.
-            CorruptError: The tokenizer's rules fail on this text.
-        """
+        """Read a piece of a prompt."""
         text = text.removeprefix(_BOM)
         check_unicode(text)
         with no_panics():
@@ -106,11 +89,7 @@ class PieceTokenizer:
         return frozenset(self._facts.control)
 
     def spells_control(self, text: str) -> bool:
-        """Whether a text spells a control token, which a document's text stays text for.
-
-        Args:
-            text: Any.
-        """
+        """Whether a text spells a control token, which a document's text stays text for."""
         return self._spelt.search(text) is not None
 
     @property
@@ -240,14 +219,7 @@ def _told(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def check_unicode(text: str) -> None:
-    """Refuse half of a surrogate pair, which no file holds and no tokenizer reads.
-
-    Args:
-        text: Any text.
-
-    Raises:
-        ArgumentError: The text holds one; the message says where.
-    """
+    """Refuse half of a surrogate pair, which no file holds and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -25,16 +25,7 @@ class Ready(Protocol):
 
 
 def check_runs_unready(cache: KVCache, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a cache that would have to be changed before it is run.
-
-    Args:
-        cache: The cache.
-        device: Of the model.
-        dtype: Of the model.
-
-    Raises:
-        ArgumentError: Its positions are off, it is pruned, or it is of another dtype or elsewhere.
-    """
+    """Refuse a cache that would have to be changed before it is run."""
     if not runs_as_it_is(cache, device, dtype):
         msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
         raise ArgumentError(msg)
@@ -45,10 +36,6 @@ def held(model: PreTrainedModel, layers: Sequence[Ready]) -> Iterator[None]:
     """While inside, everything in the model that belongs to a layer waits for it.
 
     Layers that no module says it belongs to are waited for at once.
-
-    Args:
-        model: The model that is run inside.
-        layers: What to wait for, by number of the layer.
     """
     hooks, hooked = [], set()
     for module in model.modules():

@@ -33,14 +33,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a folder's weights are read from.
-
-    Args:
-        folder: Of a model.
-
-    Returns:
-        ``model.safetensors``, or the shards that the index names; where there is neither, all files of weights.
-    """
+    """The files that a folder's weights are read from."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -60,17 +53,6 @@ def weights_digest(folder: Path, revisions: RevisionsFile | None = None) -> str:
     Weights are read whole once. After that the digest of large ones is remembered for files that have the same names,
     real paths, sizes, times of change, inodes and devices: what the file system says of them is trusted, and so is the
     file of revisions, which only this user may write.
-
-    Args:
-        folder: Of a model.
-        revisions: Where digests are remembered; None: where ``KVWIRE_REVISIONS`` says.
-
-    Returns:
-        Hexadecimal digest.
-
-    Raises:
-        OSError: A file cannot be read.
-        CorruptError: A file in safetensors is damaged.
     """
     return files_digest(weight_files(folder), revisions)
 

@@ -130,15 +130,7 @@ class PackedPages:
 
 
 def check_views(views: Sequence[Tensor], key_dims: Sequence[int]) -> None:
-    """Refuse what are no pages.
-
-    Args:
-        views: Of each layer.
-        key_dims: Of each layer.
-
-    Raises:
-        MismatchError: A view is of another shape or dtype than kvwire can write.
-    """
+    """Refuse what are no pages."""
     if not views or len(views) != len(key_dims):
         msg = f"{len(views)} layers of pages for {len(key_dims)} layers of a cache"
         raise MismatchError(msg)

@@ -178,15 +178,7 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
 
 
 def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
-    """Open the engine and the store that options name; also called in the actors of a run on many machines.
-
-    Args:
-        place: Store and tenant.
-        options: Of the command.
-
-    Returns:
-        The corpus.
-    """
+    """Open the engine and the store that options name; also called in the actors of a run on many machines."""
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus import Corpus
 

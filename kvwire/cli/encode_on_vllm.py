@@ -26,14 +26,7 @@ _USUAL = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that vLLM does not serve.
-
-    Args:
-        options: Of the command.
-
-    Raises:
-        ArgumentError: One is given, or ``--on ray`` is not.
-    """
+    """Refuse options that vLLM does not serve."""
     if options["on"] != "ray":
         msg = "vLLM encodes on Ray, which needs no cluster of its own: add --on ray"
         raise ArgumentError(msg)
@@ -48,19 +41,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def vllm_settings(place: StoreOptions, options: Mapping[str, Any]) -> VllmSettings:
-    """What options mean to vLLM.
-
-    Args:
-        place: Store and tenant.
-        options: Of the command.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ArgumentError: No store is named, or the arguments for the engine are no JSON object.
-        NotFoundError: There is no such model.
-    """
+    """What options mean to vLLM."""
     from kvwire.engines.transformers.identity import find_folder
     from kvwire.offline import VllmSettings
 
@@ -77,19 +58,7 @@ def vllm_settings(place: StoreOptions, options: Mapping[str, Any]) -> VllmSettin
 
 
 def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
-    """Open the store for a model that runs elsewhere; also called in actors.
-
-    Args:
-        place: Store and tenant.
-        model: Folder of the model.
-        uses: File of counted uses.
-
-    Returns:
-        A corpus whose engine reads texts alone.
-
-    Raises:
-        NotFoundError: The store has no record of the model.
-    """
+    """Open the store for a model that runs elsewhere; also called in actors."""
     from kvwire.cli.engines import open_tokenizer
     from kvwire.offline.reading import ReadingEngine
     from kvwire.runtime.corpus import Corpus

@@ -30,14 +30,7 @@ class EncodeOutput:
     """Takes rows as they come: a line each, the manifest, and at the end the levels, the failures and the error."""
 
     def __init__(self, refs: Sequence[DocumentRef], manifest: str | None, *, method: str, as_json: bool) -> None:
-        """Print nothing yet.
-
-        Args:
-            refs: The documents that will come, in their order.
-            manifest: File that gets a row of each; None: none is written.
-            method: That documents are coded with.
-            as_json: Print one JSON object at the end, and no lines.
-        """
+        """Print nothing yet."""
         self._refs, self._manifest, self._as_json = refs, manifest, as_json
         self._totals = LevelTotals(method)
         self._failures: dict[str, str] = {}
@@ -45,11 +38,7 @@ class EncodeOutput:
         self._done = 0
 
     def take(self, rows: Iterable[tuple[Row, Encoded | None]]) -> None:
-        """Print and keep rows until they end.
-
-        Args:
-            rows: What became of each document; with what the store holds, where this process knows.
-        """
+        """Print and keep rows until they end."""
         from tqdm import tqdm
 
         from kvwire.offline import writing
@@ -69,11 +58,7 @@ class EncodeOutput:
                     self._tell(row, encoded)
 
     def fail_all(self, rows: Iterable[Row]) -> None:
-        """Write a manifest of documents of which none was tried; where some were, there is none.
-
-        Args:
-            rows: With what went wrong.
-        """
+        """Write a manifest of documents of which none was tried; where some were, there is none."""
         from kvwire.offline import writing
 
         if self._manifest and not (self._done or self._failures):
@@ -82,11 +67,7 @@ class EncodeOutput:
                     writer.add(row)
 
     def end(self) -> PartialError | None:
-        """Print levels and failures.
-
-        Returns:
-            What the command ends with, where documents failed.
-        """
+        """Print levels and failures."""
         error = None
         if self._failures:
             failed = len(self._failures)

@@ -13,20 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
-    """Open the engine that options name.
-
-    Args:
-        model: Folder of the model, or its id on the Hugging Face Hub where it was downloaded before.
-        device: Where it runs, as torch names devices.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; ``auto``: float32 on the CPU, elsewhere as the weights are
-            stored.
-
-    Returns:
-        The engine, ready to run.
-
-    Raises:
-        KvwireError: There is no model that can be run, see ``kvwire.open_engine``.
-    """
+    """Open the engine that options name."""
     import torch
 
     from kvwire.engines import transformers
@@ -39,17 +26,7 @@ def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
 
 
 def model_name(model: str) -> str:
-    """What a store's record knows a model by.
-
-    Args:
-        model: Folder of the model, its id on the Hub, or any other name of it.
-
-    Returns:
-        Of a model that is here the revision, for which the weights are hashed but not loaded; else the name as it is.
-
-    Raises:
-        StorageError: The folder cannot be read.
-    """
+    """What a store's record knows a model by."""
     from kvwire.engines.transformers.identity import find_folder, model_revision
 
     try:
@@ -66,18 +43,7 @@ def model_name(model: str) -> str:
 
 
 def open_tokenizer(model: str) -> PieceTokenizer:
-    """Open a model's tokenizer alone.
-
-    Args:
-        model: Folder of the model.
-
-    Returns:
-        What reads a piece of a prompt.
-
-    Raises:
-        NotFoundError: The folder has none.
-        CorruptError: It cannot be read.
-    """
+    """Open a model's tokenizer alone."""
     from kvwire.engines.transformers.opening import open_tokenizer
 
     return open_tokenizer(model)

@@ -17,13 +17,6 @@ def error_as_data(error: KvwireError | None) -> dict[str, Any]:
 
 
 def leave(error: KvwireError) -> NoReturn:
-    """Print an error and exit.
-
-    Args:
-        error: Whose exit code is taken.
-
-    Raises:
-        SystemExit: Always.
-    """
+    """Print an error and exit."""
     say(f"kvwire: {error}", err=True)
     sys.exit(error.exit_code)

@@ -21,21 +21,7 @@ _MOST_NAMED = 40  # characters of what somebody wrote that errors repeat
 
 
 def read_file_header(path: Path) -> BlobInfo:
-    """Read the header of a blob file, and no more of it.
-
-    Args:
-        path: Of a blob.
-
-    Returns:
-        What it says of itself.
-
-    Raises:
-        NotFoundError: The file is not there.
-        StorageError: The file cannot be read.
-        CorruptError: It is no blob.
-        TruncatedError: It ends within its header.
-        FormatVersionError: It is of another format version.
-    """
+    """Read the header of a blob file, and no more of it."""
     from kvwire.codec import inspect
 
     if not path.is_file():
@@ -61,19 +47,7 @@ def read_file_header(path: Path) -> BlobInfo:
 
 
 def read_file(path: Path, advice: str) -> bytes:
-    """Read a whole file.
-
-    Args:
-        path: Of the file.
-        advice: What the option or argument is to name, for the error.
-
-    Returns:
-        Its bytes.
-
-    Raises:
-        NotFoundError: The file is not there.
-        StorageError: The file cannot be read.
-    """
+    """Read a whole file."""
     if not path.is_file():
         msg = f"{path} is not a file; {advice}"
         raise NotFoundError(msg)
@@ -85,18 +59,7 @@ def read_file(path: Path, advice: str) -> bytes:
 
 
 def read_tokens(text: str, most: int) -> int:
-    """Read a number of tokens such as 4000 or 32k, which is 32768.
-
-    Args:
-        text: As it was typed.
-        most: The largest number allowed.
-
-    Returns:
-        The number.
-
-    Raises:
-        ArgumentError: The number is below 1 or above ``most``.
-    """
+    """Read a number of tokens such as 4000 or 32k, which is 32768."""
     found = _TOKENS.fullmatch(text.strip().lower())
     tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
     if not 0 < tokens <= most:
@@ -107,17 +70,7 @@ def read_tokens(text: str, most: int) -> int:
 
 
 def read_link(text: str) -> LinkSettings:
-    """Read a link such as ``1gbit`` or ``1gbit,2ms``.
-
-    Args:
-        text: As it was typed.
-
-    Returns:
-        Bandwidth and round trip.
-
-    Raises:
-        ArgumentError: This is no link.
-    """
+    """Read a link such as ``1gbit`` or ``1gbit,2ms``."""
     from kvwire.transport import parse_link
 
     try:
@@ -129,17 +82,7 @@ def read_link(text: str) -> LinkSettings:
 
 
 def read_machine(name: str) -> Machine:
-    """Look up a machine.
-
-    Args:
-        name: As it was typed.
-
-    Returns:
-        The machine.
-
-    Raises:
-        NotFoundError: No machine is called so.
-    """
+    """Look up a machine."""
     from kvwire.controller.simulator import MACHINES
 
     _check_name("machine", name, MACHINES)
@@ -147,17 +90,7 @@ def read_machine(name: str) -> Machine:
 
 
 def read_shape(name: str) -> Model:
-    """Look up a model's shape.
-
-    Args:
-        name: As it was typed.
-
-    Returns:
-        The shape.
-
-    Raises:
-        NotFoundError: No model is called so.
-    """
+    """Look up a model's shape."""
     from kvwire.controller.simulator import MODELS
 
     _check_name("model shape", name, MODELS)

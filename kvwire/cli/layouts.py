@@ -14,20 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_soft_tokens(path: Path) -> SoftTokens:
-    """Read a file of soft tokens.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The soft tokens.
-
-    Raises:
-        NotFoundError: It is not there.
-        StorageError: It cannot be read.
-        CorruptError: It is no such file, or it is damaged.
-        FormatVersionError: It is of a newer format.
-    """
+    """Read a file of soft tokens."""
     from kvwire._user_file import read_at_most
     from kvwire.reuse import SoftTokens
     from kvwire.reuse.soft_tokens import MAX_FILE_BYTES
@@ -47,21 +34,7 @@ def read_soft_tokens(path: Path) -> SoftTokens:
 
 
 def use_layout(engine: Engine, links: str | None, soft_tokens: Path | None) -> LinkLayout:
-    """The layout that options name; soft tokens are put into the engine.
-
-    Args:
-        engine: Runs the model.
-        links: What ``--links`` says.
-        soft_tokens: What ``--soft-tokens`` names.
-
-    Returns:
-        The layout.
-
-    Raises:
-        ArgumentError: There is no such layout, or it takes more soft tokens than the file has.
-        MismatchError: The soft tokens are of another model.
-        KvwireError: See ``read_soft_tokens``.
-    """
+    """The layout that options name; soft tokens are put into the engine."""
     from kvwire.reuse import PLAIN, read_layout
 
     layout = read_layout(links) if links else PLAIN

@@ -39,13 +39,7 @@ class LazyGroup(click.Group):
     """A group whose commands are in a table; ``--help`` lists them without importing any."""
 
     def __init__(self, *args: Any, table: Mapping[str, LazyCommand], **settings: Any) -> None:  # noqa: ANN401
-        """Keep the table.
-
-        Args:
-            *args: As ``click.Group`` takes them.
-            table: Commands by their names on the command line.
-            **settings: As ``click.Group`` takes them.
-        """
+        """Keep the table."""
         super().__init__(*args, **settings)
         self._table = table
 
@@ -54,24 +48,11 @@ class LazyGroup(click.Group):
         return sorted(self._table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
-        """Import a command.
-
-        Args:
-            ctx: Of the call.
-            cmd_name: What was typed.
-
-        Returns:
-            The command; None for a name that is not in the table.
-        """
+        """Import a command."""
         found = self._table.get(cmd_name)
         return None if found is None else found.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands from the table.
-
-        Args:
-            ctx: Of the call.
-            formatter: Written to.
-        """
+        """Write the list of commands from the table."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self._table[name].help) for name in self.list_commands(ctx)])

@@ -49,37 +49,13 @@ class NamedLink:
 
 
 def steady_link(text: str) -> NamedLink:
-    """Make a link of a constant rate, with a round trip if it is told.
-
-    Args:
-        text: ``1gbit`` or ``1gbit,5ms``.
-
-    Returns:
-        The link.
-
-    Raises:
-        ArgumentError: This is no link.
-    """
+    """Make a link of a constant rate, with a round trip if it is told."""
     link = read_link(text)
     return NamedLink(text, constant(link.bandwidth_bytes_s), link.rtt_s if "," in text else None)
 
 
 def recorded_link(path: str, mean_bytes_s: float | None, stretch: float) -> NamedLink:
-    """Read a recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s.
-
-    Args:
-        path: Of the recording.
-        mean_bytes_s: Rates are scaled to this mean; None: as recorded.
-        stretch: Factor of all times.
-
-    Returns:
-        The link, which repeats.
-
-    Raises:
-        NotFoundError: The file is not there.
-        CorruptError: It is no recording.
-        ArgumentError: It cannot be scaled or stretched so.
-    """
+    """Read a recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s."""
     file = Path(path)
     if not file.is_file():
         msg = f"{path} is not a file; --trace takes recorded links, .json or lines of seconds and Mbit/s"
@@ -110,16 +86,6 @@ def made_link(text: str, seed: int) -> NamedLink:
 
     ``ar1:MEAN,SIGMA,CORRELATION``: a wandering rate, see ``ar1``. ``steps:0=RATE,SECOND=RATE,...``: the load begins at
     second 0, and the last rate lasts. ``bucket:PEAK,SUSTAINED,SIZE``: a full token bucket.
-
-    Args:
-        text: The formula.
-        seed: Of a wandering rate.
-
-    Returns:
-        The link.
-
-    Raises:
-        ArgumentError: This is no formula.
     """
     kind, _, rest = text.partition(":")
     parts = rest.split(",")
@@ -142,18 +108,7 @@ def made_link(text: str, seed: int) -> NamedLink:
 
 
 def with_outage(link: NamedLink, text: str) -> NamedLink:
-    """Add an outage to a link.
-
-    Args:
-        link: Any.
-        text: ``START,LENGTH`` in seconds.
-
-    Returns:
-        The link with the outage, in every period where it repeats.
-
-    Raises:
-        ArgumentError: The outage lies outside.
-    """
+    """Add an outage to a link."""
     start, comma, length = text.partition(",")
     if not comma:
         msg = f"{text!r} is no outage: write its start and its length in seconds, such as 0.3,0.5"
@@ -169,17 +124,7 @@ def with_outage(link: NamedLink, text: str) -> NamedLink:
 
 
 def number(text: str) -> float:
-    """Read a number of at least 0.
-
-    Args:
-        text: Such as 0.25 or 1e-3.
-
-    Returns:
-        The number.
-
-    Raises:
-        ArgumentError: This is no number of at least 0.
-    """
+    """Read a number of at least 0."""
     if not _NUMBER.fullmatch(text.strip()):
         msg = f"{text[:40]!r} is not a number of at least 0, such as 0.25"
         raise ArgumentError(msg)

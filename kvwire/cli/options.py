@@ -154,14 +154,7 @@ class StoreOptions:
     memory_size: str | None = None
 
     def open(self) -> Store:
-        """Open the store, behind its tiers where some were asked for.
-
-        Returns:
-            The store, which the caller closes.
-
-        Raises:
-            ArgumentError: No store is named, or its address is none.
-        """
+        """Open the store, behind its tiers where some were asked for."""
         from kvwire.store.schemes import open_store
 
         if self.store is None:
@@ -172,18 +165,7 @@ class StoreOptions:
         )
 
     def open_lasting(self, *, exists: bool = False) -> Store:
-        """Open a store that outlives this process.
-
-        Args:
-            exists: The store's folder must be there already.
-
-        Returns:
-            The store, which the caller closes.
-
-        Raises:
-            ArgumentError: No store is named, or one in memory.
-            NotFoundError: The store's folder is not there.
-        """
+        """Open a store that outlives this process."""
         from kvwire.store import FolderStore, MemoryStore
 
         opened = self.open()
@@ -200,11 +182,7 @@ class StoreOptions:
         return {"tenant": self.tenant, "salt": self.salt.encode(), "keyring": self.keyring()}
 
     def catalog(self, store: Store) -> Catalog:
-        """The tenant's catalog in a store.
-
-        Args:
-            store: From ``open`` or ``open_lasting``.
-        """
+        """The tenant's catalog in a store."""
         from kvwire.store import Catalog
 
         return Catalog(store, **self.whose())
@@ -283,14 +261,7 @@ def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> 
 
 
 def repair_of(text: str) -> RepairMode | float:
-    """``--repair`` as settings take it.
-
-    Args:
-        text: What the user gave.
-
-    Raises:
-        ArgumentError: It is none of these.
-    """
+    """``--repair`` as settings take it."""
     modes: dict[str, RepairMode] = {"none": "none", "auto": "auto", "all": "all"}
     if text in modes:
         return modes[text]

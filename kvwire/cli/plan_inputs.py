@@ -86,13 +86,7 @@ class PlanOptions:
 
     @classmethod
     def of_document(cls, name: str, config: str, **given: Any) -> Self:  # noqa: ANN401 - options' values
-        """Options for one document of a store, as the command line's defaults are.
-
-        Args:
-            name: The document's id.
-            config: Its model configuration.
-            **given: Options that are other than by default.
-        """
+        """Options for one document of a store, as the command line's defaults are."""
         from kvwire.controller import MAX_KL
 
         usual: dict[str, Any] = {
@@ -184,13 +178,7 @@ class Sources:
     """Where documents and costs come from. With an engine there is a corpus, otherwise costs are modelled."""
 
     def __init__(self, options: PlanOptions, place: StoreOptions, store: Store | None) -> None:
-        """Open the model where its costs are wanted.
-
-        Args:
-            options: Of the command.
-            place: The store's options.
-            store: Where documents are; None: no store is named.
-        """
+        """Open the model where its costs are wanted."""
         from kvwire.runtime.corpus import Corpus
         from kvwire.store import MemoryStore
 

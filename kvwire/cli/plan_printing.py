@@ -41,17 +41,7 @@ def print_plan(
     prompt: Prompt, plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
     error: KvwireError | None = None, priced: Priced | None = None,
 ) -> None:  # fmt: skip
-    """Show a plan.
-
-    Args:
-        prompt: The documents.
-        plan: The plan.
-        estimates: That it was made with.
-        settings: That it was made with.
-        as_json: Print JSON.
-        error: What the command ends with; None: it is done.
-        priced: The plan in money; None: that was not asked for.
-    """
+    """Show a plan."""
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
@@ -75,15 +65,7 @@ def print_plan(
 
 
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
-    """Turn a plan into plain data.
-
-    Args:
-        names: Of the documents, in prompt order.
-        plan: The plan.
-
-    Returns:
-        Seconds, bytes, bytes per second.
-    """
+    """Turn a plan into plain data."""
     below, above = plan.unchanged
     return {
         "documents": list(names),

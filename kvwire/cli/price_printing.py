@@ -15,27 +15,12 @@ _FEWEST = 0.5  # uses that are told as one
 
 
 def describe_price(priced: Priced) -> dict[str, Any]:
-    """Turn money into plain data.
-
-    Args:
-        priced: The plan in money.
-
-    Returns:
-        As ``Priced``, with the total of each way.
-    """
+    """Turn money into plain data."""
     return {**asdict(priced), "ways": [{**asdict(way), "total": way.total} for way in priced.ways]}
 
 
 def price_lines(priced: Priced, plan: str) -> Iterator[str]:
-    """Show money.
-
-    Args:
-        priced: The plan in money.
-        plan: Name of the plan itself among the ways.
-
-    Yields:
-        Lines of a table, and what is paid beside it.
-    """
+    """Show money."""
     yield ""
     yield f"{'a million such requests':<{_NAME}}{'engine':>10}{'money':>10}{'egress':>10}{'total':>10}  pays from"
     for way in priced.ways:

@@ -57,24 +57,14 @@ class LevelTotals:
     """The levels of blobs added up, one blob after another."""
 
     def __init__(self, method: str = DEFAULT_METHOD) -> None:
-        """Begin with none.
-
-        Args:
-            method: That the blobs are coded with.
-        """
+        """Begin with none."""
         self._method = method
         self._tokens = self._elements = 0
         self._names: list[str] = []
         self._sums: list[tuple[int, float, float | None]] = []
 
     def add(self, tokens: int, elements: int, levels: Sequence[tuple[str, int, float, float | None]]) -> None:
-        """Add one blob.
-
-        Args:
-            tokens: That it holds.
-            elements: Numbers of the cache that it is of.
-            levels: Of each level name, bytes that a reader fetches, measured error, and expected KL or None.
-        """
+        """Add one blob."""
         found = [(size, error * tokens, None if kl is None else kl * tokens) for _, size, error, kl in levels]
         if not self._tokens:
             self._names, self._sums = [name for name, *_ in levels], found
@@ -112,14 +102,7 @@ def print_levels(infos: Sequence[BlobInfo]) -> None:
 
 
 def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:
-    """Decisions, misses, where the time went, and the text.
-
-    Args:
-        names: Of the documents, in prompt order.
-        answer: Of a load.
-        as_json: Print JSON.
-        error: What the command ends with; None: it is done.
-    """
+    """Decisions, misses, where the time went, and the text."""
     timing = answer.timing
     if as_json:
         say(json.dumps(_described_answer(names, answer) | error_as_data(error)))

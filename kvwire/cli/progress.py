@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
-    """Progress on stderr, where that is a terminal.
-
-    Args:
-        what: Is done.
-        unit: Of what is counted.
-
-    Yields:
-        What is called with how many more there are.
-    """
+    """Progress on stderr, where that is a terminal."""
     from tqdm import tqdm
 
     with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
@@ -48,14 +40,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def stages(*, is_told: bool = True) -> Iterator[None]:
-    """Tell on stderr, in a line each, which stages of work begin inside.
-
-    Args:
-        is_told: False tells nothing.
-
-    Yields:
-        Nothing.
-    """
+    """Tell on stderr, in a line each, which stages of work begin inside."""
     if not is_told:
         yield
         return

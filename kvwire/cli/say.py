@@ -12,23 +12,13 @@ from kvwire._printable import PrintableLines, printable, printable_text
 
 
 def say(*lines: str, err: bool = False) -> None:
-    """Print lines, each on its own line whatever is in it. JSON passes unchanged, since it is printable ASCII.
-
-    Args:
-        *lines: Without line ends.
-        err: Print on stderr.
-    """
+    """Print lines, each on its own line whatever is in it. JSON passes unchanged, since it is printable ASCII."""
     for line in lines:
         click.echo(printable(line), err=err)
 
 
 def say_text(text: str, *, err: bool = False) -> None:
-    """Print running text with its line ends, such as a model's answer.
-
-    Args:
-        text: Any text.
-        err: Print on stderr.
-    """
+    """Print running text with its line ends, such as a model's answer."""
     click.echo(printable_text(text), err=err)
 
 

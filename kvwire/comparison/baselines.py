@@ -31,16 +31,7 @@ class _Prompt(Protocol):
 
 
 def text_ttft(engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
-    """Measure one prefill of documents and question, whose token ids are at hand.
-
-    Args:
-        engine: Runs the model.
-        documents: Token ids of each.
-        question: Token ids.
-
-    Returns:
-        Seconds to the first token.
-    """
+    """Measure one prefill of documents and question, whose token ids are at hand."""
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
     int(engine.forward(None, [*engine.opening_tokens, *ids, *question], 0, logits=1)[-1].argmax())
@@ -61,16 +52,7 @@ class RawCaches:
 
     @classmethod
     def write(cls, store: Store, engine: Engine, documents: Mapping[str, Sequence[int]]) -> RawCaches:
-        """Prefill every document and store its tensors.
-
-        Args:
-            store: The store.
-            engine: Runs the model.
-            documents: Token ids by id.
-
-        Returns:
-            Where they lie.
-        """
+        """Prefill every document and store its tensors."""
         keys = {}
         for number, (name, ids) in enumerate(documents.items()):
             (cache,) = prefill_documents(engine, [ids])
@@ -81,17 +63,7 @@ class RawCaches:
         return cls(keys, {name: len(ids) for name, ids in documents.items()})
 
     def ttft(self, engine: Engine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
-        """Fetch all documents at once, shift, concatenate and run the question.
-
-        Args:
-            engine: Runs the model.
-            store: The store.
-            prompt: Documents and question.
-            link: Emulated before the store.
-
-        Returns:
-            Seconds to the first token, and bytes.
-        """
+        """Fetch all documents at once, shift, concatenate and run the question."""
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
         linked = link_opened(engine, caches)

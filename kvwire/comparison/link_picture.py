@@ -24,12 +24,7 @@ _LEAST = 1e-7
 
 
 def draw_links(report: LinkReport, path: Path) -> None:
-    """Write a PNG: KL divergence from a full prefill against the share of rows that are computed anew.
-
-    Args:
-        report: What was measured.
-        path: Where the file goes.
-    """
+    """Write a PNG: KL divergence from a full prefill against the share of rows that are computed anew."""
     report = report.with_shift()  # as loads link
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)

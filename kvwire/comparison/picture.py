@@ -17,12 +17,7 @@ _WAYS = (("kvwire", "kvwire", "#1b7f79"), ("raw", "raw KV cache", "#e0a458"), ("
 
 
 def draw_demo(report: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG with one panel for each link: three bars, seconds on them, what was gained and what it cost.
-
-    Args:
-        report: What ``run_demo`` returns.
-        path: Where the file goes.
-    """
+    """Write a PNG with one panel for each link: three bars, seconds on them, what was gained and what it cost."""
     rows = report["links"]
     figure = Figure(figsize=(4.1 * len(rows), 2.9), layout="constrained")
     FigureCanvasAgg(figure)

@@ -75,20 +75,7 @@ def run_demo(
     links: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``.
-
-    Args:
-        engine: Runs the model.
-        texts: By document's id.
-        questions: JSON file, a list of ``{"documents": [id, ...], "question": text}``; the first one is timed, all
-            count for quality.
-        out: Folder for ``demo.json`` and ``demo.png``.
-        links: ``name=50mbit,20ms``.
-        say: Told every line.
-
-    Returns:
-        What demo.json holds.
-    """
+    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``."""
     named = [_named_link(link) for link in (links or LINKS)]
     tokens = _fitting(engine, texts, say)
     prompts = _prompts(engine, tokens, questions)

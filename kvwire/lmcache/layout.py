@@ -39,21 +39,7 @@ class ObjectLayout:
 
     @classmethod
     def of(cls, meta: CacheMeta, tokens: int, kv_rank: int, cpu_block: int = 0) -> ObjectLayout:
-        """The layout of one worker.
-
-        Args:
-            meta: Of the model's caches.
-            tokens: Of a chunk.
-            kv_rank: As keys carry it: workers in the highest byte, this one's number in the next; 0 stands for all.
-            cpu_block: See the class.
-
-        Returns:
-            The layout.
-
-        Raises:
-            MismatchError: The model's layers are not all alike.
-            ArgumentError: The heads cannot be divided so, or the chunk has no whole number of blocks.
-        """
+        """The layout of one worker."""
         heads, dim = uniform(meta)
         workers = max(1, kv_rank >> 24 & 0xFF)
         if cpu_block and tokens % cpu_block:
@@ -71,15 +57,7 @@ class ObjectLayout:
         return {(2, self.layers, self.tokens, width): False, fused: True, (1, *fused): True}
 
     def check(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
-        """Refuse objects that hold something else.
-
-        Args:
-            shapes: Of the tensors that an object holds.
-            dtypes: Of each.
-
-        Raises:
-            MismatchError: They are not those of a chunk of the model.
-        """
+        """Refuse objects that hold something else."""
         known = DTYPES[:1] if self.cpu_block else DTYPES
         if len(shapes) == 1 and tuple(shapes[0]) in self.shapes and dtypes[0] in known:
             return
@@ -93,15 +71,7 @@ class ObjectLayout:
         raise MismatchError(msg)
 
     def write(self, target: Tensor, cache: KVCache) -> None:
-        """Copy a chunk into an object.
-
-        Args:
-            target: The object's tensor, of one of ``shapes``.
-            cache: The chunk, of all heads of the model.
-
-        Raises:
-            ArgumentError: The cache has another number of tokens.
-        """
+        """Copy a chunk into an object."""
         if cache.tokens != self.tokens:
             msg = f"a chunk of {cache.tokens} tokens for an object of {self.tokens}"
             raise ArgumentError(msg)
@@ -131,13 +101,7 @@ class ObjectLayout:
 
 
 def write_reference(layout: ObjectLayout, target: Tensor, cache: KVCache) -> None:
-    """What ``ObjectLayout.write`` writes, element by element.
-
-    Args:
-        layout: Of the objects.
-        target: As there.
-        cache: As there.
-    """
+    """What ``ObjectLayout.write`` writes, element by element."""
     fused = layout.shapes[tuple(target.shape)]
     rows = target.view(-1, layout.layers, layout.tokens, target.shape[-1])
     for side, tensors in enumerate((cache.keys, cache.values)):

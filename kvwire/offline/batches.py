@@ -26,23 +26,12 @@ class Batches:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Try nothing yet.
-
-        Args:
-            engine: The model.
-        """
+        """Try nothing yet."""
         self._engine = engine
         self._is_equal: dict[tuple[int, int], bool] = {}
 
     def caches(self, documents: Sequence[Sequence[int]]) -> Sequence[KVCache | None]:
-        """Compute documents of one length together, where that changes no bit.
-
-        Args:
-            documents: Token ids of each, all of one length.
-
-        Returns:
-            The caches; None for each that is to be computed alone.
-        """
+        """Compute documents of one length together, where that changes no bit."""
         shape = (len(documents), len(documents[0]) if documents else 0)
         if len(documents) < 2:  # noqa: PLR2004 - a batch
             return [None] * len(documents)

@@ -18,15 +18,7 @@ class Bucket:
     """What lies below ``s3://bucket/prefix?endpoint=...``; credentials come from where boto3 finds them."""
 
     def __init__(self, address: str) -> None:
-        """Parse the address and find credentials; the server is not asked yet.
-
-        Args:
-            address: Of the bucket.
-
-        Raises:
-            ArgumentError: The address is none.
-            AuthError: There are no usable credentials.
-        """
+        """Parse the address and find credentials; the server is not asked yet."""
         self._address, self._settings = S3Address.parse(address), S3Settings()
         self._client = S3Client(self._address, self._settings)
 
@@ -36,11 +28,7 @@ class Bucket:
         return self._address.url
 
     def objects(self) -> Iterator[tuple[str, int]]:
-        """List the objects.
-
-        Yields:
-            Name below the prefix, and bytes, of each, in the server's order.
-        """
+        """List the objects."""
         where, more = self._address, ""
         while True:
             following: dict[str, Any] = {"ContinuationToken": more} if more else {}
@@ -53,20 +41,7 @@ class Bucket:
                 return
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read an object, or a part of it.
-
-        Args:
-            name: Below the prefix.
-            start: First byte.
-            end: The byte after the last; None: to its end.
-
-        Returns:
-            The bytes, up to the object's end.
-
-        Raises:
-            NotFoundError: There is no such object.
-            StorageError: It cannot be read.
-        """
+        """Read an object, or a part of it."""
         wanted: dict[str, Any] = {"Range": range_header(start, end)} if start else {}  # an empty object has no range
         with self._client.asking(name) as boto:
             answer = boto.get_object(Bucket=self._address.bucket, Key=self._address.root + name, **wanted)

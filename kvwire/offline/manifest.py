@@ -180,17 +180,7 @@ def _encodable(name: str) -> str:
 
 
 def check_manifest_name(path: str) -> Path:
-    """Refuse a manifest that could not be written, before anything is encoded.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        The path.
-
-    Raises:
-        ArgumentError: The name ends otherwise than in .parquet or .jsonl, or pyarrow is not installed.
-    """
+    """Refuse a manifest that could not be written, before anything is encoded."""
     target = Path(path).expanduser()
     if target.suffix not in (".parquet", *_LINES):
         msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither: name it so"

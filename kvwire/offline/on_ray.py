@@ -109,11 +109,7 @@ def _rows(
 
 
 def start_ray(spread: RaySettings) -> None:
-    """Join the cluster, unless this process is in one.
-
-    Args:
-        spread: Names it.
-    """
+    """Join the cluster, unless this process is in one."""
     import ray
 
     if not ray.is_initialized():
@@ -121,12 +117,7 @@ def start_ray(spread: RaySettings) -> None:
 
 
 def blocks_of(lines: Sequence[str], spread: RaySettings) -> int:
-    """How many blocks Ray plans with.
-
-    Args:
-        lines: A document each.
-        spread: How many are a batch.
-    """
+    """How many blocks Ray plans with."""
     return min(-(-len(lines) // spread.batch), _MOST_BLOCKS)
 
 
@@ -150,13 +141,7 @@ class Encoder:
     """What an actor runs: batches of documents through the steps, side by side."""
 
     def __init__(self, open_corpus: Callable[[], Corpus], fitted: Mapping[str, str], options: RunOptions) -> None:
-        """Open engine and store, and read the profile.
-
-        Args:
-            open_corpus: Opens them.
-            fitted: Digests of ``profile`` and ``config``, as the process that fitted has them.
-            options: What is encoded.
-        """
+        """Open engine and store, and read the profile."""
         self._options = options
         self._error: KvwireError | None = None
         try:
@@ -170,14 +155,7 @@ class Encoder:
             self._error = error
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """Encode documents.
-
-        Args:
-            batch: Under ``ref`` the documents, as ``DocumentRef.to_json`` writes them.
-
-        Returns:
-            Under ``row`` what became of each, as ``Row.to_json`` writes it.
-        """
+        """Encode documents."""
         refs = [DocumentRef.from_json(str(line)) for line in batch["ref"]]
         if (error := self._error) is not None:
             return {"row": [failed_row(Row(ref.document_id, ref.source), error).to_json() for ref in refs]}

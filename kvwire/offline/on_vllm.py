@@ -154,19 +154,7 @@ def encode_on_vllm(
 
 
 def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any:  # noqa: ANN401 - Ray's
-    """Ray's processor, whose stage of vLLM tells what became of each document.
-
-    Args:
-        vllm: How vLLM runs the model.
-        spread: How work is spread.
-        engines: How many vLLMs there are.
-
-    Returns:
-        The processor.
-
-    Raises:
-        ArgumentError: Ray has another interface, or refuses the settings.
-    """
+    """Ray's processor, whose stage of vLLM tells what became of each document."""
     try:
         from ray.data.llm import build_processor, vLLMEngineProcessorConfig
     except ImportError as error:
@@ -278,13 +266,7 @@ class _Member:
     """An actor beside the model: it opens the store, and says of each document where it cannot."""
 
     def __init__(self, open_corpus: Callable[[], Corpus], profile: str, options: RunOptions) -> None:
-        """Open store and tokenizer.
-
-        Args:
-            open_corpus: Opens them.
-            profile: Digest of the one in use.
-            options: What is encoded.
-        """
+        """Open store and tokenizer."""
         self._error: KvwireError | None = None
         try:
             self._corpus = open_corpus()
@@ -300,14 +282,7 @@ class Reader(_Member):
     """What an actor runs before the model: documents are read, tokenised and looked up."""
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-        """Read documents.
-
-        Args:
-            batch: Under ``ref`` the documents.
-
-        Returns:
-            Of each the ``row``, whether it ``is_due``, and its token ``ids``: 64 bits each.
-        """
+        """Read documents."""
         rows, ids = [], []
         for line in batch["ref"]:
             ref = DocumentRef.from_json(str(line))
@@ -328,14 +303,7 @@ class Teller(_Member):
     """What an actor runs behind the model: it reads from the catalog what became of documents."""
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Tell.
-
-        Args:
-            batch: Under ``row`` and ``ids`` what ``Reader`` said, under ``OUTCOME`` what vLLM's workers did.
-
-        Returns:
-            Under ``row`` what became of each document.
-        """
+        """Tell."""
         rows = []
         for line, ids, outcome in zip(batch["row"], batch["ids"], batch[OUTCOME], strict=True):
             row, said = Row.from_dict(json.loads(line)), json.loads(outcome)
@@ -361,15 +329,7 @@ class Teller(_Member):
 
 
 def error_of(kind: str, message: str) -> KvwireError:
-    """The error that a worker met.
-
-    Args:
-        kind: Name of its class.
-        message: Its words.
-
-    Returns:
-        The same error where it is one of kvwire's, else one that says where to look.
-    """
+    """The error that a worker met."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, KvwireError):
         return found(message)

@@ -136,16 +136,7 @@ def _steps(
 
 
 def ahead(step: Callable[[T], R], items: Iterable[T], depth: int = AHEAD) -> Generator[R]:
-    """As ``map``, in a thread that runs ahead of whoever takes the results.
-
-    Args:
-        step: Called in the thread, item by item; what it raises is raised where its result would come.
-        items: Taken in the thread.
-        depth: Results that wait, at most.
-
-    Yields:
-        The results, in order.
-    """
+    """As ``map``, in a thread that runs ahead of whoever takes the results."""
     queue: Queue[tuple[list[R], BaseException | None]] = Queue(depth)
     stopped = threading.Event()
 

@@ -23,12 +23,7 @@ class ReadingEngine(Engine):
     """A model as its store's record and its tokenizer tell it; no weights are opened."""
 
     def __init__(self, record: ModelRecord, tokenize: Callable[[str, Place, Trust], list[int]]) -> None:
-        """Keep both.
-
-        Args:
-            record: What the store says of the model.
-            tokenize: Reads a piece of a prompt.
-        """
+        """Keep both."""
         self._record, self._tokenize = record, tokenize
 
     @property

@@ -63,19 +63,7 @@ class TextReader:
     """Reads the texts of documents, one after another; files of rows stay open in between."""
 
     def read(self, ref: DocumentRef) -> str:
-        """Read one text.
-
-        Args:
-            ref: The document.
-
-        Returns:
-            Its text, with line ends as in Unix.
-
-        Raises:
-            ArgumentError: It cannot be a document: its problem, no UTF-8, or too large.
-            StorageError: It cannot be read.
-            NotFoundError: It is gone.
-        """
+        """Read one text."""
         if ref.problem:
             raise ArgumentError(ref.problem)
         if ref.kind in ("text", "lines"):
@@ -99,17 +87,7 @@ def _open_bucket(address: str) -> Bucket:
 
 
 def object_of_line(line: bytes) -> dict[str, Any]:
-    """Read a line of JSON.
-
-    Args:
-        line: With or without its end.
-
-    Returns:
-        The object.
-
-    Raises:
-        ArgumentError: It is none.
-    """
+    """Read a line of JSON."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -122,19 +100,7 @@ def object_of_line(line: bytes) -> dict[str, Any]:
 
 
 def text_of_line(line: bytes, column: str) -> str:
-    """The text of a line of JSON.
-
-    Args:
-        line: The line.
-        column: The text's field.
-
-    Returns:
-        The text.
-
-    Raises:
-        ArgumentError: There is no text in that field.
-        NotFoundError: The line is not there any more.
-    """
+    """The text of a line of JSON."""
     if not line:
         msg = "the line is gone; run again, so that the file is listed anew"
         raise NotFoundError(msg)

@@ -26,12 +26,6 @@ def stratified(refs: Sequence[DocumentRef]) -> list[DocumentRef]:
 
     A stratum is a source's folder, file or bucket and a power of two of bytes. Documents of each are taken evenly over
     its order: the middle first, then the quarters, and so on. The same documents give the same order.
-
-    Args:
-        refs: The documents.
-
-    Returns:
-        All of them: of each stratum one, then of each another one.
     """
     strata: dict[tuple[str, int], list[DocumentRef]] = {}
     for ref in refs:
@@ -52,16 +46,7 @@ def sample(
     read: Callable[[DocumentRef], Document | None],
     tokens: int = CALIBRATION_TOKENS,
 ) -> list[Document]:
-    """Choose text to fit a profile on.
-
-    Args:
-        refs: The documents of the corpus.
-        read: Gives a document's tokens, which may be cut anywhere; None where it cannot be encoded.
-        tokens: To fit on at most.
-
-    Returns:
-        All documents of a small corpus; else twice the tokens to fit on, the texts among them to measure errors on.
-    """
+    """Choose text to fit a profile on."""
     whole = [ref for ref in refs if not ref.problem]
     if sum(ref.size for ref in whole) <= SMALL * tokens:
         return [document for ref in whole if (document := read(ref)) is not None]

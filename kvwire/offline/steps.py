@@ -89,15 +89,7 @@ class Work:
 
 
 def failed_row(row: Row, error: Exception) -> Row:
-    """A row that tells an error.
-
-    Args:
-        row: What is known of the document.
-        error: What went wrong; what stands behind its last semicolon says what to do.
-
-    Returns:
-        The row with reason and advice.
-    """
+    """A row that tells an error."""
     if not isinstance(error, KvwireError):
         _log.warning("%s could not be encoded", row.id, exc_info=error)
         return replace(row, status="failed", reason=f"{type(error).__name__}: {error}", advice=_UNFORESEEN)
@@ -116,14 +108,7 @@ class DocumentSteps:
     def __init__(
         self, corpus: Corpus, profile: AnyProfile | None, options: RunOptions, batches: Batches | None = None
     ) -> None:
-        """Keep the parts.
-
-        Args:
-            corpus: Whose engine encodes into its store.
-            profile: To encode with.
-            options: What is encoded.
-            batches: Knows which shapes were tried; None: nothing was.
-        """
+        """Keep the parts."""
         self._encoder, self._profile, self._options = corpus.encoder(), profile, options
         self._indexes = self._encoder.indexes(options.index)
         self._reader, self._engine = TextReader(), self._encoder.engine
@@ -138,23 +123,12 @@ class DocumentSteps:
         self._batches = batches or Batches(self._engine)
 
     def measure_neighbours(self, refs: Sequence[DocumentRef]) -> None:
-        """Read all documents, where deviations are wanted: each one's neighbours are all others.
-
-        Args:
-            refs: The documents.
-        """
+        """Read all documents, where deviations are wanted: each one's neighbours are all others."""
         documents = [document for ref in refs if (document := self.read_document(ref)) is not None]
         self._around = self._encoder.neighbours(documents)
 
     def read_document(self, ref: DocumentRef) -> Document | None:
-        """A document's tokens.
-
-        Args:
-            ref: The document.
-
-        Returns:
-            The document; None where it cannot be encoded.
-        """
+        """A document's tokens."""
         work = self._through(self.begin(ref), self._read, self._tokenize)
         return None if work.is_done else work.document
 
@@ -168,14 +142,7 @@ class DocumentSteps:
         return self._through(work, self._read, self._tokenize, self._look_up)
 
     def groups(self, works: Iterable[Work]) -> Iterator[list[Work]]:
-        """As ``front``; neighbours of one length are put together, as far as none waits for another of its group.
-
-        Args:
-            works: Documents of which nothing is done.
-
-        Yields:
-            Documents, in the order given.
-        """
+        """As ``front``; neighbours of one length are put together, as far as none waits for another of its group."""
         group: list[Work] = []
         for work in works:
             self._through(work, self._read, self._tokenize)
@@ -191,14 +158,7 @@ class DocumentSteps:
         return self._through(work, self._compute)
 
     def compute_group(self, works: list[Work]) -> list[Work]:
-        """Run the model over documents of one length, at once where that changes no bit.
-
-        Args:
-            works: As ``groups`` yields them.
-
-        Returns:
-            The same.
-        """
+        """Run the model over documents of one length, at once where that changes no bit."""
         due, started = [work for work in works if not work.is_done], time.perf_counter()
         if self._encoder.coding.is_prefill:
             caches: Sequence[KVCache | None] = [None] * len(due)
@@ -248,11 +208,7 @@ class DocumentSteps:
             return digest_tokens(work.document.token_ids) not in self._on_their_way
 
     def leave(self, work: Work) -> None:
-        """Let nobody wait for a text that is encoded elsewhere, or not at all.
-
-        Args:
-            work: A document behind ``front``.
-        """
+        """Let nobody wait for a text that is encoded elsewhere, or not at all."""
         with self._moved:
             self._on_their_way.discard(work.digest)
             work.digest = ""
@@ -332,15 +288,7 @@ _PARTS = {
 
 
 def told(row: Row, encoded: Encoded) -> Row:
-    """A row that tells what the store holds of a document.
-
-    Args:
-        row: What is known of the document.
-        encoded: What became of it.
-
-    Returns:
-        The row, with sizes and errors from the blob's header.
-    """
+    """A row that tells what the store holds of a document."""
     entry, info = encoded.entry, encoded.blob
     if info is None:
         return replace(row, status="kept as text", tokens=entry.tokens)

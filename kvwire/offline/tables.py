@@ -20,20 +20,7 @@ def is_dataset(folder: Path) -> bool:
 
 
 def parquet_rows(path: str, column: str, id_column: str) -> list[tuple[str, int]]:
-    """List the rows of a Parquet file; texts are measured and dropped.
-
-    Args:
-        path: Of the file.
-        column: The text's.
-        id_column: The document id's; rows are numbered where there is none.
-
-    Returns:
-        Id, or an empty text, and bytes of the text, of each row.
-
-    Raises:
-        ArgumentError: There is no such column of text, or pyarrow is not installed.
-        StorageError: The file cannot be read.
-    """
+    """List the rows of a Parquet file; texts are measured and dropped."""
     file = _parquet(path)
     names = file.schema_arrow.names
     _check_column(column, names, path)
@@ -45,20 +32,7 @@ def parquet_rows(path: str, column: str, id_column: str) -> list[tuple[str, int]
 
 
 def parquet_text(path: str, column: str, row: int) -> Any:  # noqa: ANN401 - whatever the file holds
-    """Read the text of one row; the row group that was read last is kept.
-
-    Args:
-        path: Of the file.
-        column: The text's.
-        row: Number of the row.
-
-    Returns:
-        What the row holds there.
-
-    Raises:
-        NotFoundError: The file has no such row any more.
-        StorageError: The file cannot be read.
-    """
+    """Read the text of one row; the row group that was read last is kept."""
     file, group, first = _parquet(path), 0, 0
     while group < file.num_row_groups and row >= first + file.metadata.row_group(group).num_rows:
         first += file.metadata.row_group(group).num_rows
@@ -70,21 +44,7 @@ def parquet_text(path: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
 
 
 def dataset_rows(folder: str, split: str, column: str, id_column: str) -> list[tuple[str, int]]:
-    """List the rows of a dataset on disk.
-
-    Args:
-        folder: Of the dataset.
-        split: Its name; empty where the dataset has none.
-        column: The text's.
-        id_column: The document id's; rows are numbered where there is none.
-
-    Returns:
-        Id, or an empty text, and bytes of the text, of each row.
-
-    Raises:
-        ArgumentError: There is no such column of text, or datasets is not installed.
-        StorageError: The dataset cannot be read.
-    """
+    """List the rows of a dataset on disk."""
     data = _dataset(folder, split)
     _check_column(column, data.column_names, folder)
     wanted = [column, id_column] if id_column in data.column_names else [column]
@@ -92,20 +52,7 @@ def dataset_rows(folder: str, split: str, column: str, id_column: str) -> list[t
 
 
 def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - whatever the dataset holds
-    """Read the text of one row.
-
-    Args:
-        name: The dataset's folder, and ``#split`` where it has splits.
-        column: The text's.
-        row: Number of the row.
-
-    Returns:
-        What the row holds there.
-
-    Raises:
-        NotFoundError: The dataset has no such row any more.
-        StorageError: The dataset cannot be read.
-    """
+    """Read the text of one row."""
     folder, _, split = name.partition("#")
     try:
         return _dataset(folder, split)[row][column]
@@ -115,11 +62,7 @@ def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
 
 
 def splits(folder: str) -> list[str]:
-    """Names of a dataset's splits; one empty name where it has none.
-
-    Args:
-        folder: Of the dataset.
-    """
+    """Names of a dataset's splits; one empty name where it has none."""
     found = _loaded(folder)
     return sorted(found) if isinstance(found, dict) else [""]
 

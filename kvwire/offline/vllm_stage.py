@@ -17,26 +17,14 @@ class Outcomes:
     """What vLLM's workers told, for those who wait for their own documents."""
 
     def __init__(self, ask: Any, *, lost_s: float = _LOST_S) -> None:  # noqa: ANN401 - of vLLM's engine
-        """Ask nothing yet.
-
-        Args:
-            ask: ``await ask("kvwire_outcomes")`` gives the answer of each worker.
-            lost_s: Seconds without anything under way after which a document counts as lost.
-        """
+        """Ask nothing yet."""
         self._ask, self._lost_s = ask, lost_s
         self._done: dict[str, dict[str, Any]] = {}
         self._asking = asyncio.Lock()
         self._asked, self._busy = 0.0, time.monotonic()
 
     async def of(self, document: str) -> dict[str, Any]:
-        """Wait for a document.
-
-        Args:
-            document: Its name; vLLM has computed it.
-
-        Returns:
-            ``encode_s``, and ``error`` and ``message``, which are empty where the store has it.
-        """
+        """Wait for a document."""
         began = time.monotonic()
         while document not in self._done:
             await self._look()
@@ -60,14 +48,7 @@ class Outcomes:
 
 
 def telling(base: type) -> type:
-    """A stage that does what Ray's does, and tells what became of each document.
-
-    Args:
-        base: Class of Ray's stage of vLLM; its ``udf`` yields an answer for each row, and ``llm.engine`` is vLLM's.
-
-    Returns:
-        The class, which yields ``OUTCOME`` alone.
-    """
+    """A stage that does what Ray's does, and tells what became of each document."""
 
     class TellingStage(base):  # type: ignore[misc]
         async def udf(self, batch: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - Ray's

@@ -44,16 +44,7 @@ class Drawing:
 
 @contextmanager
 def drawing(title: str, words: str, height: float = 3.2) -> Iterator[Drawing]:
-    """Make a picture; ``svg`` is there behind the block.
-
-    Args:
-        title: What it shows; a screen reader says it first.
-        words: The same in a sentence or two, for who does not see it.
-        height: In inches, at a width of seven.
-
-    Yields:
-        What to draw into.
-    """
+    """Make a picture; ``svg`` is there behind the block."""
     settings: dict[Any, Any] = {  # matplotlib types each name
         "svg.fonttype": "none", "svg.hashsalt": title, "text.parse_math": False, "font.size": 10,
         "font.family": "sans-serif", "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _GRID,
@@ -86,19 +77,7 @@ def _inline(svg: str, title: str, words: str) -> str:
 def bars(
     title: str, names: Sequence[str], values: Sequence[float], what: str, *, sideways: bool = False, words: str = ""
 ) -> str:
-    """Draw a bar for each name.
-
-    Args:
-        title: What is shown.
-        names: Of the bars.
-        values: Their lengths.
-        what: The axis of the lengths.
-        sideways: Bars lie, for names that are long.
-        words: For who does not see it; by default every bar with its value.
-
-    Returns:
-        SVG.
-    """
+    """Draw a bar for each name."""
     told = words or "; ".join(f"{name}: {value:,.4g}" for name, value in zip(names, values, strict=True))
     height = max(1.2, 0.6 + 0.32 * len(names)) if sideways else 2.6
     with drawing(title, told, height) as made:
@@ -126,18 +105,7 @@ def curves(
     *,
     to_words: Callable[[float], str] = "{:g}".format,
 ) -> str:
-    """Draw lines over logarithmic axes; each has a colour, a dash and a mark of its own.
-
-    Args:
-        title: What is shown.
-        series: By name: places along the axes, all above 0.
-        x: The lower axis.
-        y: The axis to the left.
-        to_words: Words for a place on the lower axis.
-
-    Returns:
-        SVG.
-    """
+    """Draw lines over logarithmic axes; each has a colour, a dash and a mark of its own."""
     told = "; ".join(
         f"{name}: {ys[0]:.3g} at the left end, {ys[-1]:.3g} at the right" for name, (_, ys) in series.items()
     )
@@ -160,13 +128,6 @@ def curves(
 
 
 def in_bits(megabits: float) -> str:
-    """A bandwidth as people say it.
-
-    Args:
-        megabits: Million bits per second.
-
-    Returns:
-        Such as ``100 Mbit/s``.
-    """
+    """A bandwidth as people say it."""
     rounded = float(f"{megabits:.3g}")
     return f"{rounded / _GIGA:g} Gbit/s" if rounded >= _GIGA else f"{rounded:g} Mbit/s"

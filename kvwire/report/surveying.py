@@ -57,12 +57,7 @@ class Wrong:
     named: list[str] = field(default_factory=list)
 
     def add(self, name: str, size: int = 0) -> None:
-        """Count one more.
-
-        Args:
-            name: Of the object or document.
-            size: In bytes.
-        """
+        """Count one more."""
         self.count += 1
         self.bytes += size
         if len(self.named) < MOST_NAMED:

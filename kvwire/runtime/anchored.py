@@ -15,17 +15,7 @@ if TYPE_CHECKING:
 
 
 def settle_holes(document: DocumentHandle, engine: Engine, asked: LinkLayout | None) -> None:
-    """Find out how tokens of a document are computed, where more has to be done than run them behind each other.
-
-    Args:
-        document: Its header was read, or its text stands in; gets the layout with anchors that it is of, or is noted as
-            one that nobody can compute.
-        engine: Runs the model.
-        asked: The load's layout.
-
-    Raises:
-        MismatchError: The load's layout stores anchors alone, and this blob holds something else.
-    """
+    """Find out how tokens of a document are computed, where more has to be done than run them behind each other."""
     decoder, ids = document.decoder, document.token_ids
     kept = decoder.kept if decoder else None
     soft = engine.soft_tokens

@@ -78,13 +78,6 @@ def calibration_texts(
     The others are what comes next, the rest of a text that was cut included. Where that is less than ``HELD_TOKENS``
     and less than half of what is fitted on, every sixth text is kept out of the fit, if there are that many. Else there
     are none.
-
-    Args:
-        documents: Calibration text, the first ones first.
-        tokens: Fit on up to that many.
-
-    Returns:
-        The texts to fit on, and the others.
     """
     chosen: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
@@ -105,17 +98,7 @@ def calibration_texts(
 def texts_to_fit_on(
     engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """``calibration_texts`` as they are computed: cut between documents' own tokens, with the layout's anchors.
-
-    Args:
-        engine: The model.
-        coding: How the corpus is encoded.
-        documents: Calibration text, the first ones first.
-        tokens: Fit on up to that many of documents' own.
-
-    Returns:
-        The texts to fit on, and the others.
-    """
+    """``calibration_texts`` as they are computed: cut between documents' own tokens, with the layout's anchors."""
     layout, size = coding.layout, engine.vocabulary_size
     chosen, others = calibration_texts([without_anchors(engine, coding, each) for each in documents], tokens)
     if layout.anchors:
@@ -124,30 +107,13 @@ def texts_to_fit_on(
 
 
 def tokens_to_take(coding: Coding, documents: Sequence[Document]) -> int:
-    """How many of documents' tokens a profile is fitted on: see ``Coding.calibration_tokens``.
-
-    Args:
-        coding: How the corpus is encoded.
-        documents: Calibration text.
-
-    Returns:
-        Their number; with anchors, which are a small share of the tokens, all that the calibration allows.
-    """
+    """How many of documents' tokens a profile is fitted on: see ``Coding.calibration_tokens``."""
     available = sum(len(document.token_ids) for document in documents)
     return EXTENTS[coding.calibration] if coding.layout.anchors else coding.calibration_tokens(available)
 
 
 def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Document]) -> int:
-    """On how much text a profile would be fitted, as profiles note it: of documents with anchors what is stored.
-
-    Args:
-        engine: The model.
-        coding: How the corpus is encoded.
-        documents: Calibration text, the first ones first.
-
-    Returns:
-        Their number.
-    """
+    """On how much text a profile would be fitted, as profiles note it: of documents with anchors what is stored."""
     most = tokens_to_take(coding, documents)
     return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, most)[0])
 
@@ -159,31 +125,12 @@ def _stored(layout: LinkLayout, texts: Sequence[Sequence[int]]) -> int:
 
 
 def opens(engine: Engine, coding: Coding) -> int:
-    """How many opening tokens, such as BOS, documents are computed behind; those with soft tokens have none.
-
-    Args:
-        engine: The model.
-        coding: How the corpus is encoded.
-
-    Returns:
-        Their number, as profiles note it.
-    """
+    """How many opening tokens, such as BOS, documents are computed behind; those with soft tokens have none."""
     return len(engine.opening_tokens) if min(coding.layout.cached_tokens, default=0) >= 0 else 0
 
 
 def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
-    """Fit a profile on the first tokens of documents.
-
-    Args:
-        engine: The model.
-        coding: How the corpus is encoded.
-        documents: Calibration text, the first ones first.
-        tokens: Fit on up to that many tokens; the last document is cut there.
-
-    Returns:
-        The profile. None where fewer than ``LEAST_TOKENS`` tokens of the documents are stored, and where the method
-        needs none.
-    """
+    """Fit a profile on the first tokens of documents."""
     layout = coding.layout
     chosen, others = texts_to_fit_on(engine, coding, documents, tokens)
     if (left := _stored(layout, chosen)) < LEAST_TOKENS:

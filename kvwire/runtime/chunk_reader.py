@@ -40,20 +40,12 @@ class Troubles:
     """Says what goes wrong, each thing once."""
 
     def __init__(self, tell: Callable[[str], None] = log.warning) -> None:
-        """Nothing was said yet.
-
-        Args:
-            tell: Takes a sentence.
-        """
+        """Nothing was said yet."""
         self._tell, self._told, self._lock = tell, set[str](), Lock()
         self.count = 0
 
     def tell(self, trouble: str) -> None:
-        """Say it, unless it was said before.
-
-        Args:
-            trouble: In words.
-        """
+        """Say it, unless it was said before."""
         with self._lock:
             self.count += 1
             is_new = trouble not in self._told and len(self._told) < _TOLD
@@ -83,17 +75,7 @@ class ChunkReader:
     """
 
     def __init__(self, corpus: Corpus, scheme: str, settings: ChunkSettings, troubles: Troubles | None = None) -> None:
-        """Read nothing yet.
-
-        Args:
-            corpus: The documents', opened without an engine.
-            scheme: By which prompts are hashed, without the tokens of a chunk.
-            settings: Which level is served, and how long chunks are.
-            troubles: Where what goes wrong is said; None: in the log.
-
-        Raises:
-            ArgumentError: There is no such scheme, or chunks cannot be that long.
-        """
+        """Read nothing yet."""
         self.corpus, self.troubles = corpus, troubles or Troubles()
         self._told_scheme = f"{scheme}:{settings.chunk_tokens}"
         self._index = corpus.index(self._told_scheme)
@@ -114,14 +96,7 @@ class ChunkReader:
         self.corpus.catalog.store.close()
 
     def check_index(self, documents: int = 4) -> bool:
-        """Look whether the first documents that fill a chunk can be found; say so where none of them is.
-
-        Args:
-            documents: How many are looked at.
-
-        Returns:
-            Whether one was found, or there is none to find.
-        """
+        """Look whether the first documents that fill a chunk can be found; say so where none of them is."""
         catalog, config = self.corpus.catalog, self.corpus.meta.config_digest()
         looked = 0
         try:
@@ -146,14 +121,7 @@ class ChunkReader:
         return not looked
 
     def find(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Look hashes of one or several prompts up, until a group of them is not all there.
-
-        Args:
-            hashes: In the order of the prompt's chunks.
-
-        Returns:
-            Those that ``read`` should be able to read.
-        """
+        """Look hashes of one or several prompts up, until a group of them is not all there."""
         found: set[bytes] = set()
         unique = list(dict.fromkeys(hashes))
         at, size = 0, 1
@@ -167,15 +135,7 @@ class ChunkReader:
         return found
 
     def read(self, hashes: Sequence[bytes], dtype: torch.dtype) -> Iterator[tuple[bytes, KVCache]]:
-        """Fetch and decode chunks.
-
-        Args:
-            hashes: Those that are wanted.
-            dtype: Of the caches.
-
-        Yields:
-            Hash and cache of each chunk that could be read, positions on, as views that are to be copied.
-        """
+        """Fetch and decode chunks."""
         with self._lock:
             known = {each: self._hits[each] for each in hashes if each in self._hits}
         if missing := [each for each in dict.fromkeys(hashes) if each not in known]:

@@ -42,20 +42,7 @@ class ChunkSettings(CorpusSettings):
 
     @classmethod
     def read(cls, given: Mapping[str, Any], chunk_tokens: int, *, salted: bool) -> ChunkSettings:
-        """Read an adapter's parameters.
-
-        Args:
-            given: The parameters.
-            chunk_tokens: Where they name none.
-            salted: The engine tells a request's salt.
-
-        Returns:
-            The settings.
-
-        Raises:
-            ArgumentError: A name is not known, a value is none that it may have, the store is missing, or a level that
-                is not lossless would reach requests that did not ask for it.
-        """
+        """Read an adapter's parameters."""
         known = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
         if unknown := sorted(set(given) - set(known)):
             msg = f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(known)}"
@@ -77,14 +64,7 @@ class ChunkSettings(CorpusSettings):
         return settings
 
     def check_pollution(self, *, salted: bool) -> None:
-        """Refuse to give caches that are not exact to requests that did not ask for them.
-
-        Args:
-            salted: The engine tells a request's salt.
-
-        Raises:
-            ArgumentError: All requests would get them, and nobody said that they may.
-        """
+        """Refuse to give caches that are not exact to requests that did not ask for them."""
         if self.level == LOSSLESS or self.cache_salt or self.lossy_for_all:
             return
         way = 'give "cache_salt", which requests then send, or ' if salted else ""
@@ -95,14 +75,5 @@ class ChunkSettings(CorpusSettings):
         raise ArgumentError(msg)
 
     def corpus(self) -> Corpus:
-        """Open the documents' corpus, without an engine.
-
-        Returns:
-            The corpus.
-
-        Raises:
-            NotFoundError: The store has no record of the model.
-            ArgumentError: Several models fit.
-            KvwireError: The store cannot be opened.
-        """
+        """Open the documents' corpus, without an engine."""
         return self.open_corpus(self.model)

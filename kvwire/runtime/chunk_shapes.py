@@ -15,17 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uniform(meta: CacheMeta) -> tuple[int, int]:
-    """Key-value heads and dimension of a model whose layers are all alike.
-
-    Args:
-        meta: Of the model's caches.
-
-    Returns:
-        Heads, and elements of a key or a value in one.
-
-    Raises:
-        MismatchError: Layers differ, slide, or cache something else than keys and values of one length.
-    """
+    """Key-value heads and dimension of a model whose layers are all alike."""
     shapes = {(spec.kv_heads, spec.key_dim, spec.value_dim, spec.kind, spec.value_rope) for spec in meta.layers}
     plain = [shape for shape in shapes if shape[1] == shape[2] and shape[3:] == ("full", None)]
     if len(shapes) != 1 or not plain:
@@ -38,19 +28,7 @@ def uniform(meta: CacheMeta) -> tuple[int, int]:
 
 
 def heads_of(kv_heads: int, workers: int, worker: int) -> slice:
-    """The key-value heads of one of several tensor-parallel workers, which share them where there are fewer heads.
-
-    Args:
-        kv_heads: Of the model.
-        workers: How many there are.
-        worker: Number of the worker.
-
-    Returns:
-        Its heads.
-
-    Raises:
-        ArgumentError: The heads cannot be divided so.
-    """
+    """The key-value heads of one of several tensor-parallel workers, which share them where there are fewer heads."""
     if not 0 <= worker < workers or (kv_heads % workers and workers % kv_heads):
         msg = f"{kv_heads} key-value heads cannot be divided among {workers} workers"
         raise ArgumentError(msg)

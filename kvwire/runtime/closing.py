@@ -84,15 +84,7 @@ class Closer:
         self, engine: Engine, corpus: Corpus, session: Session, settings: LoadSettings,
         estimates: Estimates,
     ) -> None:  # fmt: skip
-        """Take the parts.
-
-        Args:
-            engine: Runs the model.
-            corpus: Where repairs are kept.
-            session: What loads share.
-            settings: How prompts are loaded.
-            estimates: Of the link and the engine, as they are learnt; read under the session's lock.
-        """
+        """Take the parts."""
         self._engine, self._session, self._settings = engine, session, settings
         self._estimates = estimates
         self._repairer = Repairer(engine)
@@ -102,12 +94,7 @@ class Closer:
         self._shifts: ShiftReader | None = None
 
     def begin(self, links: LinkPlan, documents: int) -> None:
-        """Begin to read what a load will need at its end, beside its chunks; on the session's loop.
-
-        Args:
-            links: What is done about links.
-            documents: How many the load has.
-        """
+        """Begin to read what a load will need at its end, beside its chunks; on the session's loop."""
         if not links.shift or documents == 1:
             return
         if self._shifts is None:
@@ -130,23 +117,7 @@ class Closer:
     async def answer(
         self, filled: Filled[Executor], goal: Goal, question: list[int], tokens: int, stop: frozenset[int] = frozenset()
     ) -> Answer:  # fmt: skip
-        """Repair the prompt where it is to be, run the question, and generate.
-
-        Args:
-            filled: The load, on the session's loop.
-            goal: What it is to reach.
-            question: Token ids.
-            tokens: Length of the answer at most.
-            stop: Token ids that end it, besides the model's own.
-
-        Returns:
-            The answer.
-
-        Raises:
-            MismatchError: A share of rows was asked for and the engine cannot compute it.
-            ArgumentError: A share of rows was asked for and the selector lacks something.
-            LinkBoundError: Links lost more than the settings allow.
-        """
+        """Repair the prompt where it is to be, run the question, and generate."""
         driver, executor, finish, started, asked_s = filled
         finish = replace(finish, front=executor.front_of(finish))  # the controller counts documents' tokens
         due = None if goal.deadline_s is None else started + goal.deadline_s

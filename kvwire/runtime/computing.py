@@ -17,16 +17,7 @@ if TYPE_CHECKING:
 
 
 def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
-    """A document as it is computed: with the tokens that the layout puts into its cache, without those to drop.
-
-    Args:
-        engine: The model.
-        coding: How the corpus is encoded.
-        document: With the layout's tokens or without; where tokens are to be dropped, none are yet.
-
-    Returns:
-        The document of which the cache is.
-    """
+    """A document as it is computed: with the tokens that the layout puts into its cache, without those to drop."""
     layout, ids = coding.layout, document.token_ids
     if coding.drop_tokens:
         ids = drop_tokens(engine, own_tokens(layout, ids, engine.vocabulary_size), coding.drop_tokens)
@@ -36,32 +27,14 @@ def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
 
 
 def without_anchors(engine: Engine, coding: Coding, document: Document) -> Document:
-    """A document that can be cut anywhere: one that is cut within a chunk of the layout would be none of it.
-
-    Args:
-        engine: The model.
-        coding: How the corpus is encoded.
-        document: As ``laid_out`` gives it, or as it was before.
-
-    Returns:
-        Its own tokens, where the layout has anchors; else the document as it is.
-    """
+    """A document that can be cut anywhere: one that is cut within a chunk of the layout would be none of it."""
     layout, ids = coding.layout, document.token_ids
     own = own_tokens(layout, ids, engine.vocabulary_size) if layout.anchors else ids
     return document if own == ids else replace(document, token_ids=own)
 
 
 def compute_document(engine: Engine, ids: Sequence[int], coding: Coding) -> tuple[KVCache, tuple[int, ...]]:
-    """Compute a document's cache.
-
-    Args:
-        engine: The model.
-        ids: The document's token ids, as ``laid_out`` gives them.
-        coding: How the corpus is encoded.
-
-    Returns:
-        The cache, and the tokens that it was computed behind: the opening tokens, then the neutral prefix.
-    """
+    """Compute a document's cache."""
     opening = opening_of(engine, ids)
     if coding.is_prefill:
         return prefill_documents(engine, [ids])[0], opening

@@ -36,19 +36,7 @@ class CorpusSettings:
     memory_size: str | None = None
 
     def open_corpus(self, model: str) -> Corpus:
-        """Open the corpus, without an engine.
-
-        Args:
-            model: As ``Corpus.open`` takes it.
-
-        Returns:
-            The corpus.
-
-        Raises:
-            NotFoundError: The store has no record of the model.
-            ArgumentError: Several models fit.
-            KvwireError: The store cannot be opened.
-        """
+        """Open the corpus, without an engine."""
         from kvwire.runtime.corpus import Corpus
         from kvwire.store import Keyring
         from kvwire.store.schemes import open_store

@@ -52,11 +52,7 @@ class Budget:
     """Time for some samples, the first of which is always taken."""
 
     def __init__(self, seconds: float) -> None:
-        """Begin.
-
-        Args:
-            seconds: For all samples together.
-        """
+        """Begin."""
         self._end = time.perf_counter() + seconds
 
     @property
@@ -76,16 +72,6 @@ def measure_costs(
 
     Short passes and chunks come first. Longer ones follow as far as the budget goes; what they would cost is
     extrapolated otherwise. What stands before a pass, and what chunks hold, is random: it costs what real content does.
-
-    Args:
-        engine: The model to time.
-        profile: What decoding is timed with; None for the identity transform.
-        backend: Which kernels decode.
-        threads: Chunks that the processor decodes side by side, which slow each other down; None: as many as loads do.
-        budget_s: Seconds to spend, about; on an engine that takes longer for 32 tokens, as long as that takes.
-
-    Returns:
-        Costs of prefill, of decoding, and of handing the cache over, in seconds.
     """
     started = time.perf_counter()
     longest = min(engine.window, max(new + before for new, before in _PASSES))
@@ -104,16 +90,7 @@ def measure_costs(
 
 
 def measure_joined(engine: Engine, cache: KVCache | None = None, budget_s: float = BUDGET_S) -> PrefillCost | None:
-    """Time a few passes over rows of several caches on this engine, which warms them up.
-
-    Args:
-        engine: The model to time.
-        cache: One of the model's, as long as the window or 768 tokens; None: one of random numbers.
-        budget_s: Seconds to spend, about.
-
-    Returns:
-        What such a pass costs in all its rows; None where the engine extends caches one by one.
-    """
+    """Time a few passes over rows of several caches on this engine, which warms them up."""
     if not joins(engine):
         return None
     budget = Budget(budget_s)
@@ -133,11 +110,7 @@ def measure_joined(engine: Engine, cache: KVCache | None = None, budget_s: float
 
 
 def joins(engine: Engine) -> bool:
-    """Whether an engine extends several caches in one pass; the log says why not.
-
-    Args:
-        engine: The engine.
-    """
+    """Whether an engine extends several caches in one pass; the log says why not."""
     try:
         engine.check_together()
     except MismatchError as error:
@@ -153,13 +126,7 @@ def _joined_s(engine: Engine, cache: KVCache, rows: int, new: int, before: int, 
 
 
 def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
-    """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known.
-
-    Args:
-        engine: The model to warm up.
-        profile: What decoding is done with; None for the identity transform.
-        backend: Which kernels decode.
-    """
+    """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known."""
     ids = _random_ids(engine, min(engine.window, _WARM_TOKENS))
     cache = _random_cache(engine, len(ids), ids)
     engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])
@@ -170,11 +137,7 @@ def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend 
 
 
 def warm_up_decoding(engine: Engine) -> None:
-    """Decode a little, so that no load waits for kernels and libraries; no model is run and no profile is needed.
-
-    Args:
-        engine: Whose cache layout, dtype and memory are used.
-    """
+    """Decode a little, so that no load waits for kernels and libraries; no model is run and no profile is needed."""
     cache = _random_cache(engine, _QUESTION)
     blob = encode(cache)
     decoder = BlobDecoder(blob, out=cache)

@@ -94,54 +94,25 @@ class DocumentHandle:
         return self.decoder is not None or self.prefix_layers > 0
 
     def decode_into(self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend) -> BlobDecoder:
-        """Make what decodes the document into its place in a prompt, and keep it.
-
-        Args:
-            out: The document's part of the prompt, as views.
-            offset: Position of its first token.
-            hidden: ``Engine.prefix_states`` of its text, where it needs some.
-            backend: Which kernels decode.
-
-        Returns:
-            The decoder.
-
-        Raises:
-            KvwireError: The blob cannot be decoded; see ``BlobDecoder``.
-        """
+        """Make what decodes the document into its place in a prompt, and keep it."""
         self.decoder = BlobDecoder(
             self.reader.parsed or b"", self.profile, out=out, offset=offset, hidden=hidden, backend=backend
         )
         return self.decoder
 
     def fall_back(self, trouble: str) -> None:
-        """Let the text stand in for a blob that cannot be used.
-
-        Args:
-            trouble: Why it cannot be used, in words.
-        """
+        """Let the text stand in for a blob that cannot be used."""
         self.trouble, self.fetcher = trouble, None
 
     def use(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> None:
-        """Take in what the header says and what the text is known to be.
-
-        Args:
-            info: The header.
-            token_ids: The text; None where it is not known.
-        """
+        """Take in what the header says and what the text is known to be."""
         self.info, self.token_ids = info, token_ids
         profile = self.profile
         if token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
             self.prefix_layers = info.prefix_layers
 
     def check_soft_tokens(self, used: SoftTokensName | None) -> None:
-        """Compare soft tokens inside the document's cache with those of the engine; without these, nothing is computed.
-
-        Args:
-            used: The engine's.
-
-        Raises:
-            MismatchError: They are others.
-        """
+        """Compare the document's soft tokens with the engine's; without them, nothing can be computed."""
         named = self.info.soft_tokens if self.info else None
         if named is None:
             return
@@ -167,14 +138,7 @@ class DocumentHandle:
         return ""
 
     def joins(self, first: DocumentHandle) -> bool:
-        """Take over another's text, where this has the very same chunks.
-
-        Args:
-            first: The other.
-
-        Returns:
-            Whether it has.
-        """
+        """Take over another's text, where this has the very same chunks."""
         info, ids = self.info, first.token_ids
         if info is None or self.token_digest != first.token_digest:
             return False
@@ -192,14 +156,7 @@ class DocumentHandle:
         return [self.span(chunk) for chunk in range(chunks)]
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk lies in the document.
-
-        Args:
-            chunk: Its number.
-
-        Returns:
-            The chunk's first token, and the first token after it.
-        """
+        """Where a chunk lies in the document."""
         if self.info:
             return self.info.chunk_span(chunk)
         return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
@@ -208,14 +165,6 @@ class DocumentHandle:
         """Fetch a chunk's segments.
 
         It ends as soon as all that are of use are in: those below one that is lost.
-
-        Args:
-            reads: The segments, lowest level first.
-            until: Instant at which to give up.
-            parts: Gets the bytes, by level.
-
-        Returns:
-            What was lost, in words; empty where nothing was.
         """
         if self.fetcher is None:
             return "its blob is not open"
@@ -235,14 +184,7 @@ class DocumentHandle:
         return trouble
 
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
-        """What planning needs to know.
-
-        Args:
-            layers: How many the model has.
-
-        Returns:
-            The document's chunks and levels, as the controller takes them.
-        """
+        """What planning needs to know."""
         has_text = self.token_ids is not None and not self.has_unknown_holes
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
@@ -269,14 +211,7 @@ class LengthChangedError(KvwireError):
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, with the kind of error where it is not one of this package.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        The words.
-    """
+    """What went wrong, with the kind of error where it is not one of this package."""
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
 
 

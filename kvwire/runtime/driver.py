@@ -62,13 +62,7 @@ class ControllerDriver:
     """
 
     def __init__(self, controller: Controller, lock: threading.RLock, threads: Threads) -> None:
-        """To be called on the event loop.
-
-        Args:
-            controller: Decides.
-            lock: Held while the controller works, since its estimates are read from other threads.
-            threads: Where the jobs of lanes run.
-        """
+        """To be called on the event loop."""
         self._controller, self._lock, self._threads = controller, lock, threads
         self.clock = time.monotonic
         self._samples: list[LinkSample] = []
@@ -91,18 +85,7 @@ class ControllerDriver:
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
     def begin(self, carrier: Carrier, asked: Callable[[int], ev.LoadRequested]) -> int:
-        """Ask for a load.
-
-        Args:
-            carrier: Carries out the load's instructions.
-            asked: Makes the event from the load's number.
-
-        Returns:
-            The load's number.
-
-        Raises:
-            StorageError: The driver is broken.
-        """
+        """Ask for a load."""
         if self.broken:
             raise self.broken
         number = next(self._numbers)
@@ -111,41 +94,22 @@ class ControllerDriver:
         return number
 
     def carrier(self, number: int) -> Carrier | None:
-        """Who carries out a load's instructions; None where the load is over.
-
-        Args:
-            number: The load's.
-        """
+        """Who carries out a load's instructions; None where the load is over."""
         return self._carriers.get(number)
 
     def leave(self, number: int) -> None:
-        """Nobody waits for a load any more, or it is over.
-
-        Args:
-            number: The load's.
-        """
+        """Nobody waits for a load any more, or it is over."""
         if self._controller.is_under_way(number):
             self.tell(ev.LoadAbandoned(number))
         self._carriers.pop(number, None)
 
     def predicted_s(self, number: int) -> float | None:
-        """What was planned when all documents were known.
-
-        Args:
-            number: The load's.
-
-        Returns:
-            Seconds from the asking to the first token; None before there is such a plan.
-        """
+        """What was planned when all documents were known."""
         load = self._controller.loads.get(number)
         return load.first_s if load else None
 
     def tell(self, event: ev.Event) -> None:
-        """Report what happened, and have its instructions carried out.
-
-        Args:
-            event: What happened.
-        """
+        """Report what happened, and have its instructions carried out."""
         if self.broken:
             return  # all loads have failed
         try:
@@ -214,11 +178,7 @@ class ControllerDriver:
             carrier.fail(self.broken)
 
     def run(self, job: Coroutine[None, None, None]) -> None:
-        """Run a job of a lane, which reports its end even where its load is over by then.
-
-        Args:
-            job: To be run on the event loop.
-        """
+        """Run a job of a lane, which reports its end even where its load is over by then."""
         task = asyncio.create_task(job)
         self._jobs.add(task)
         task.add_done_callback(self._ended)
@@ -230,36 +190,17 @@ class ControllerDriver:
             self._break(error)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Run work in the compute thread.
-
-        Args:
-            work: What to run.
-
-        Returns:
-            Its result.
-        """
+        """Run work in the compute thread."""
         with self._taken(self._threads.compute):
             return await asyncio.get_running_loop().run_in_executor(self._threads.compute, work)
 
     async def decode(self, work: Callable[[], T]) -> T:
-        """Run work in the decode thread.
-
-        Args:
-            work: What to run.
-
-        Returns:
-            Its result.
-        """
+        """Run work in the decode thread."""
         with self._taken(self._threads.decode):
             return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
 
     async def in_steps(self, steps: Iterator[None], goes_on: Callable[[], bool]) -> None:
-        """Do what decoding would have to do otherwise, while it is idle: a step in each of its threads at most.
-
-        Args:
-            steps: Does a little, in a thread, whenever it is asked for the next.
-            goes_on: Whether another step is to be done.
-        """
+        """Do what decoding would have to do otherwise, while it is idle: a step in each of its threads at most."""
         loop, is_over = asyncio.get_running_loop(), object()
         while True:
             async with self._stepping:
@@ -286,30 +227,11 @@ class ControllerDriver:
                 self._is_idle.set()
 
     def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
-        """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread.
-
-        Args:
-            work: What to run.
-            items: What to run it on.
-
-        Returns:
-            The results, in the order of the items.
-        """
+        """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread."""
         return list(self._threads.side_by_side.map(work, items))
 
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run work that reads a store. Whoever is cancelled or waits too long leaves no thread waiting behind.
-
-        Args:
-            work: What to run; it may block.
-            limit_s: Longest wait, in seconds.
-
-        Returns:
-            Its result.
-
-        Raises:
-            StorageError: It takes too long.
-        """
+        """Run work that reads a store. Whoever is cancelled or waits too long leaves no thread waiting behind."""
         loop, looking = asyncio.get_running_loop(), LookUp(work)
         try:
             async with asyncio.timeout(limit_s):

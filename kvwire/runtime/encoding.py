@@ -24,20 +24,7 @@ class CorpusEncoder(EncodingSteps):
     def encode(
         self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0, index: Sequence[str] = ()
     ) -> Iterator[Encoded]:
-        """Encode what the catalog lacks, document by document.
-
-        Args:
-            documents: What the catalog is to hold.
-            force: Encode and write again even what seems to be there.
-            encode_after: Documents with fewer counted uses are kept as text.
-            index: Schemes of the indexes that are to find the documents.
-
-        Yields:
-            What became of each document, in the order given.
-
-        Raises:
-            ArgumentError: As ``Corpus.encode`` says.
-        """
+        """Encode what the catalog lacks, document by document."""
         for document in documents:
             check_new_name(document.document_id, "document")
         indexes = self.indexes(index)
@@ -59,20 +46,7 @@ class CorpusEncoder(EncodingSteps):
             yield found
 
     def save(self, document: Document, cache: KVCache, *, index: Sequence[str] = ()) -> Encoded:
-        """Encode a cache that was computed elsewhere, and keep it as a document.
-
-        Args:
-            document: Its name and text.
-            cache: Of the whole text, computed without loss, positions on and from 0.
-            index: As for ``encode``.
-
-        Returns:
-            What became of it; skipped where the catalog has it already.
-
-        Raises:
-            ArgumentError: The cache is not of the text, or as ``Corpus.save`` says.
-            MismatchError: The cache is of another model, or its profile needs the model's first layers.
-        """
+        """Encode a cache that was computed elsewhere, and keep it as a document."""
         check_new_name(document.document_id, "document")
         indexes = [self._corpus.index(scheme) for scheme in index]
         if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (0, "on"):
@@ -93,15 +67,7 @@ class CorpusEncoder(EncodingSteps):
         return found
 
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
-        """Encode the documents that are kept as text and were used often enough, the most used first.
-
-        Args:
-            uses: Counted uses from which on a document is encoded.
-            index: As for ``encode``.
-
-        Yields:
-            What became of each of them.
-        """
+        """Encode the documents that are kept as text and were used often enough, the most used first."""
         due = []
         counts = self._corpus.uses
         for document_id in counts.reached(self._corpus.scope, uses) if counts else ():

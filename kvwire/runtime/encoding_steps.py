@@ -63,24 +63,14 @@ class EncodingSteps:
     """
 
     def __init__(self, corpus: CorpusReader, engine: Engine | None, coding: Coding) -> None:
-        """Keep the parts.
-
-        Args:
-            corpus: Where the documents are looked up and written.
-            engine: The model; None where only caches from elsewhere are saved.
-            coding: How documents are encoded.
-        """
+        """Keep the parts."""
         self._corpus, self._engine, self.coding = corpus, engine, coding
         self._catalog, self._config = corpus.catalog, corpus.config
         self._has_told = False  # that documents lack a BOS
 
     @property
     def engine(self) -> Engine:
-        """The model.
-
-        Raises:
-            ArgumentError: The corpus was opened without an engine.
-        """
+        """The model."""
         if self._engine is None:
             msg = "this corpus was opened without an engine and cannot encode: make it with one, Corpus(engine, store)"
             raise ArgumentError(msg)
@@ -88,11 +78,7 @@ class EncodingSteps:
 
     @property
     def soft_tokens(self) -> SoftTokensName | None:
-        """Which soft tokens are inside documents' caches.
-
-        Raises:
-            ArgumentError: The layout puts some there, and the engine has none, or too few.
-        """
+        """Which soft tokens are inside documents' caches."""
         layout = self.coding.layout
         if min(layout.cached_tokens, default=0) >= 0:
             return None
@@ -104,26 +90,11 @@ class EncodingSteps:
         return soft.name(self.engine.vocabulary_size)
 
     def laid_out(self, document: Document) -> Document:
-        """A document as it is computed; see ``computing.laid_out``.
-
-        Args:
-            document: With or without what the layout puts into its cache.
-
-        Returns:
-            The document with it, and without the tokens to drop.
-        """
+        """A document as it is computed; see ``computing.laid_out``."""
         return laid_out(self.engine, self.coding, document) if self.coding.lays_out else document
 
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
-        """Fit a profile on the first documents and use it from now on.
-
-        Args:
-            documents: Calibration text, the first ones first.
-            tokens: Fit on up to that many; None for as many as ``Coding.calibration_tokens`` says.
-
-        Returns:
-            The profile; None where none was fitted, and then nothing changes.
-        """
+        """Fit a profile on the first documents and use it from now on."""
         if tokens is None:
             tokens = tokens_to_take(self.coding, documents)
         profile = fit_profile_to(self.engine, self.coding, documents, tokens)
@@ -140,24 +111,7 @@ class EncodingSteps:
         refit: bool = False,
         profile: AnyProfile | None = None,
     ) -> AnyProfile | None:
-        """Find or fit the profile to encode with, and write the model's record.
-
-        Args:
-            texts: Gives text to fit on, and to judge by how much of it there is whether the profile in use was fitted
-                on too little; called only where that is in question.
-            force: Fit a new profile where the one in use is damaged.
-            refit: Fit a new profile in any case; what was encoded with another one stays readable.
-            profile: Use this one from now on, and fit none.
-
-        Returns:
-            The profile; None where there is none.
-
-        Raises:
-            ArgumentError: The method needs a profile, and there is too little text.
-            CorruptError: The profile in use is damaged and ``force`` is not given.
-            MismatchError: The profile in use, or the one given, is of another method or head start, or of another
-                model.
-        """
+        """Find or fit the profile to encode with, and write the model's record."""
         self._corpus.changes += 1
         _ = self.soft_tokens
         if profile is not None:
@@ -170,17 +124,7 @@ class EncodingSteps:
         return profile
 
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex]:
-        """The indexes that are to find what is encoded.
-
-        Args:
-            schemes: As ``Corpus.index`` takes them.
-
-        Returns:
-            One for each.
-
-        Raises:
-            ArgumentError: There is no such index, or documents are computed behind a neutral prefix.
-        """
+        """The indexes that are to find what is encoded."""
         found = [self._corpus.index(scheme) for scheme in schemes]
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
             msg = (
@@ -191,14 +135,7 @@ class EncodingSteps:
         return found
 
     def opening(self, found: Encoded) -> tuple[int, ...]:
-        """The BOS that a document's blob was computed behind, for indexes.
-
-        Args:
-            found: What became of the document; it has a blob.
-
-        Returns:
-            Token ids; none where it was computed behind none.
-        """
+        """The BOS that a document's blob was computed behind, for indexes."""
         info = found.blob or self._corpus.read_header(found.entry)
         return info.neutral_prefix[: info.opening]
 
@@ -213,14 +150,7 @@ class EncodingSteps:
         self.write(document, blob, self._catalog.blob_reader().read_header(blob), None)
 
     def neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
-        """What measures deviations, where they are wanted.
-
-        Args:
-            documents: Each other's neighbours.
-
-        Returns:
-            It; None where deviations are not wanted.
-        """
+        """What measures deviations, where they are wanted."""
         if not self.coding.deviation:
             return None
         from kvwire.runtime.neighbours import Neighbours  # nothing else needs it
@@ -228,15 +158,7 @@ class EncodingSteps:
         return Neighbours(self.engine, [each.token_ids for each in documents])
 
     def is_due(self, document_id: str, encode_after: int) -> bool:
-        """Whether a document was used often enough to be encoded.
-
-        Args:
-            document_id: The document's name in the catalog.
-            encode_after: Uses from which on it is.
-
-        Raises:
-            ArgumentError: Uses are not counted.
-        """
+        """Whether a document was used often enough to be encoded."""
         if encode_after <= 0:
             return True
         if self.coding.drop_tokens:
@@ -252,14 +174,6 @@ class EncodingSteps:
 
         The same text under another name counts: only an entry is added then. So does the entry of its tokens under its
         own name, which is written first: a writer that was killed in between left it.
-
-        Args:
-            document: The document.
-            profile: The one in use.
-            computed: Its cache was computed elsewhere, behind a BOS or not.
-
-        Returns:
-            What the catalog has; None where the document is to be encoded.
         """
         digest = digest_tokens(document.token_ids)
         wanted = (digest, profile.digest if profile else "", False)
@@ -290,17 +204,7 @@ class EncodingSteps:
         self, document: Document, profile: AnyProfile | None, around: Neighbours | None = None,
         cache: KVCache | None = None,
     ) -> Computed:  # fmt: skip
-        """Run the model over a document; all that encoding asks of the engine is done here.
-
-        Args:
-            document: The document.
-            profile: The one in use; it says how many prefix layers there are.
-            around: Measures deviations, where they are wanted.
-            cache: Of the document, where it is computed already, behind nothing but the opening tokens.
-
-        Returns:
-            What is coded.
-        """
+        """Run the model over a document; all that encoding asks of the engine is done here."""
         engine, ids = self.engine, document.token_ids
         opening = opening_of(engine, ids)
         if cache is None:
@@ -314,15 +218,7 @@ class EncodingSteps:
         return Computed(cache, neutral, hidden, deviation, count)
 
     def code(self, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
-        """Code what was computed; no engine and no store is asked.
-
-        Args:
-            computed: Of a document.
-            profile: The one in use.
-
-        Returns:
-            The blob, sealed where there are keys, and what its header says.
-        """
+        """Code what was computed; no engine and no store is asked."""
         coding = self.coding
         plain = encode(
             computed.cache,
@@ -343,21 +239,7 @@ class EncodingSteps:
     def write(
         self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None, etag: str | None = None
     ) -> CatalogEntry:
-        """Write a document's text and blob, and the entry that names them last.
-
-        Args:
-            document: The document.
-            blob: As ``code`` gave it.
-            info: What its header says.
-            profile: The one that it was coded with.
-            etag: Replace this version of the entry alone, see ``Store.replace``; None: whatever it is.
-
-        Returns:
-            The entry.
-
-        Raises:
-            ConflictError: The entry is of another version.
-        """
+        """Write a document's text and blob, and the entry that names them last."""
         self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
         entry = self._catalog.put_blob(
             self._config,
@@ -377,14 +259,7 @@ class EncodingSteps:
         return entry
 
     def keep_text(self, document: Document) -> Encoded:
-        """Keep the text alone; a document that has it, or a blob of an older profile, is left as it is.
-
-        Args:
-            document: The document.
-
-        Returns:
-            What became of it.
-        """
+        """Keep the text alone; a document that has it, or a blob of an older profile, is left as it is."""
         try:
             entry = self._catalog.by_document(self._config, document.document_id)
         except CorruptError:

@@ -70,14 +70,7 @@ class EstimatesFile:
     """Estimates by link and by engine. No method raises for what is wrong with the file or its disk."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time, *, is_named: bool = True) -> None:
-        """Name the file; nothing is read yet.
-
-        Args:
-            path: Where estimates are kept; None: remember nothing.
-            clock: Gives seconds since 1970.
-            is_named: The user named this file, and so trusts it, whoever else may write it. Any other must be this
-                user's own, or the system's, and writable by nobody else.
-        """
+        """Name the file; nothing is read yet."""
         self._path = path
         self._is_named = is_named
         self._clock = clock
@@ -85,26 +78,11 @@ class EstimatesFile:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> EstimatesFile:
-        """The file that ``KVWIRE_ESTIMATES`` names, or ``kvwire/estimates.json`` among the user's caches.
-
-        Args:
-            environment: Variables to look at.
-
-        Returns:
-            The file; one that remembers nothing where the variable is ``off``, or where this user has no home.
-        """
+        """The file that ``KVWIRE_ESTIMATES`` names, or ``kvwire/estimates.json`` among the user's caches."""
         return cls(user_file(environment, VARIABLE, "estimates.json"), is_named=bool(environment.get(VARIABLE)))
 
     def recall(self, link: str, engine: str) -> Remembered:
-        """What is known of a link and an engine; reads a small file.
-
-        Args:
-            link: See ``link_key``.
-            engine: See ``engine_key``.
-
-        Returns:
-            What is known, without the parts that are not.
-        """
+        """What is known of a link and an engine; reads a small file."""
         entries = self._read()
         state: dict[str, object] = {"version": _VERSION}
         age_s = 0.0
@@ -121,12 +99,6 @@ class EstimatesFile:
         """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread.
 
         Only a regular file of estimates, an empty one or none is written; a symbolic link stays, its target is written.
-
-        Args:
-            link: See ``link_key``.
-            engine: See ``engine_key``; None where the estimates began with costs that were not measured on it. Else
-                these are written too where nothing was measured since, unless something is known already.
-            estimates: What was measured.
         """
         state = estimates.to_state()
         new = {"link": (link, state["link"])} if estimates.knows_link else {}
@@ -194,15 +166,7 @@ class EstimatesFile:
 
 
 def link_key(url: str, emulated: str = "") -> str:
-    """Name of the link to a store: scheme, host, port and bucket, or the digest of a path; no query, no user.
-
-    Args:
-        url: The store's address, or a folder's path.
-        emulated: Settings of an emulated link before it, as text.
-
-    Returns:
-        The name.
-    """
+    """Name of the link to a store: scheme, host, port and bucket, or the digest of a path; no query, no user."""
     try:
         place = _place(url)
     except ValueError:
@@ -214,21 +178,7 @@ def engine_key(
     model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "", versions: str = "",
     decode_threads: int = 1,
 ) -> str:  # fmt: skip
-    """Name of an engine: what its speed depends on.
-
-    Args:
-        model: The model's name.
-        revision: The model's revision.
-        device: The name of the hardware, not only its kind.
-        dtype: Of the weights.
-        threads: Threads that compute.
-        backend: Which kernels decode, where that is not a default.
-        versions: Of the software that computes.
-        decode_threads: Chunks that are decoded side by side: each slows the others down.
-
-    Returns:
-        The name; parts with unusual characters are in it as their digest.
-    """
+    """Name of an engine: what its speed depends on."""
     beside = f"{decode_threads} decoded at a time" if decode_threads > 1 else ""
     parts = (model, revision, device, dtype, str(threads), backend, versions, beside)
     return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)

@@ -102,16 +102,7 @@ class Executor(PromptJobs):
         self, engine: Engine, documents: Sequence[DocumentHandle], session: Session, driver: ControllerDriver,
         finder: DocumentFinder, settings: ExecutorSettings,
     ) -> None:  # fmt: skip
-        """Take the parts; enter the context to begin.
-
-        Args:
-            engine: The model that recomputes.
-            documents: The prompt's, in order.
-            session: What loads share.
-            driver: The controller's, which this load joins.
-            finder: What finds documents in the catalog.
-            settings: How the load is carried out.
-        """
+        """Take the parts; enter the context to begin."""
         super().__init__(engine, documents, driver, settings.backend, settings.question)
         self.links = settings.links
         self._keeper, self._timeouts, self._room_tokens = settings.keeper, settings.timeouts, settings.room_tokens
@@ -157,21 +148,7 @@ class Executor(PromptJobs):
         return self._headers.wire_bytes
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
-        """Lay out the prompt and fill it.
-
-        Args:
-            query_tokens: Length of the question, in tokens.
-            goal: What the load is to reach.
-
-        Returns:
-            The controller's last instruction.
-
-        Raises:
-            ArgumentError: The prompt does not fit the model's window.
-            LinkBoundError: Nothing will be repaired and links lose more than the settings allow, or nobody measured it.
-            StorageError: A chunk can be neither fetched nor recomputed.
-            KvwireError: What reading a header raised, where the document's text is not known either.
-        """
+        """Lay out the prompt and fill it."""
         self._goal = goal
         tokens = [document.tokens for document in self._found]
         total = self._length(tokens) + query_tokens
@@ -222,14 +199,7 @@ class Executor(PromptJobs):
             return keeper.unread(error)
 
     async def kept_rows(self, limit_s: float) -> Found | None:
-        """What earlier repairs computed of these documents.
-
-        Args:
-            limit_s: Longest wait for what is still being read.
-
-        Returns:
-            What was found; None where nobody looked, or where it is late.
-        """
+        """What earlier repairs computed of these documents."""
         if self._finding_kept is None:
             return None
         await asyncio.wait({self._finding_kept}, timeout=max(0.0, limit_s))
@@ -244,15 +214,7 @@ class Executor(PromptJobs):
         return plain and len(infos) > 1 and self.starts is None and self.prompt.cache.kept is None
 
     def link_warning(self, share: float, *, shifted: bool = True) -> str:
-        """Why linked documents make an answer doubtful; a single one is not linked.
-
-        Args:
-            share: Of the rows that were computed anew.
-            shifted: Whether the mean shift was added, where there is one.
-
-        Returns:
-            The words; empty where nothing says so.
-        """
+        """Why linked documents make an answer doubtful; a single one is not linked."""
         return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
 
     @property
@@ -291,11 +253,7 @@ class Executor(PromptJobs):
         return Told(self.texts, moved, self.seen, self.unrepairable, self.laid_out, head)
 
     def front_of(self, finish: ev.Finish) -> int:
-        """Tokens from the prompt's beginning on that see all that stands before them, those of its head included.
-
-        Args:
-            finish: How the load ended.
-        """
+        """Tokens from the prompt's beginning on that see all that stands before them, those of its head included."""
         head = len(self.opening)
         if not self._head:
             return finish.front + head if finish.front else 0
@@ -373,20 +331,12 @@ class Executor(PromptJobs):
             self.misses.append(f"{document.document_id!r} {TWICE}")
 
     def fail(self, error: BaseException) -> None:
-        """End the load with an error.
-
-        Args:
-            error: What ``run`` raises; the first one counts.
-        """
+        """End the load with an error."""
         if not self._done.done():
             self._done.set_exception(error)
 
     def carry_out(self, instruction: ev.Instruction) -> None:
-        """Begin what the controller asks for.
-
-        Args:
-            instruction: One for this load.
-        """
+        """Begin what the controller asks for."""
         match instruction:
             case ev.Fetch(chunk=chunk):
                 self._choose(chunk.document, instruction.variant)

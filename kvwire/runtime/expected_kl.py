@@ -15,32 +15,14 @@ if TYPE_CHECKING:
 
 
 def level_kl(info: BlobInfo, level: int | None) -> float | None:
-    """Look up what a blob expects of a level.
-
-    Args:
-        info: What the blob says of itself.
-        level: None: computed from text.
-
-    Returns:
-        KL divergence in nats, 0 of text and of lossless levels; None where the blob has no prediction.
-    """
+    """Look up what a blob expects of a level."""
     if level is None or info.levels[level].lossless:
         return 0.0
     return info.levels[level].predicted_kl
 
 
 def floor_trouble(info: BlobInfo, max_kl: float, floor: int | None = None, ceiling: int | None = None) -> str:
-    """Say in words where levels may be fetched of which a greater KL divergence is expected than is wanted.
-
-    Args:
-        info: What the blob says of itself.
-        max_kl: The greatest that is wanted, in nats.
-        floor: That was asked for; None: none was.
-        ceiling: That was asked for; None: none was.
-
-    Returns:
-        The words; empty where all is well, or where the blob has no predictions.
-    """
+    """Say in words where levels may be fetched of which a greater KL divergence is expected than is wanted."""
     lossy = len(fetched_levels(info))
     own = kl_floor(info, max_kl)
     if floor is not None:
@@ -61,15 +43,7 @@ def floor_trouble(info: BlobInfo, max_kl: float, floor: int | None = None, ceili
 
 
 def with_expected_kl(answer: Answer, infos: Sequence[BlobInfo | None]) -> Answer:
-    """Add to an answer which KL divergence is expected of the levels that its documents came at.
-
-    Args:
-        answer: Of a load.
-        infos: What the documents' blobs say of themselves, in prompt order; None without a blob.
-
-    Returns:
-        The answer with ``document_kl`` and ``expected_kl``.
-    """
+    """Add to an answer which KL divergence is expected of the levels that its documents came at."""
     tokens, sums = [0] * len(infos), [0.0] * len(infos)
     unknown: set[int] = set()
     for decision in answer.decisions:

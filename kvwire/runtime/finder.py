@@ -29,15 +29,7 @@ UNREADABLE = (NotFoundError, CorruptError, FormatVersionError, StorageError)
 
 
 def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
-    """Read the corpus's profile.
-
-    Args:
-        corpus: Whose.
-        level: Up to which level it is read; None: all that decoding needs.
-
-    Returns:
-        The profile; None where it cannot be read: loads then go without it, and say so.
-    """
+    """Read the corpus's profile."""
     try:
         return corpus.profile(level=level)
     except UNREADABLE:
@@ -51,14 +43,6 @@ async def beside(
 
     The others are given ``timeouts.extra`` more than the first, or twice as long as it, since they share the link, but
     never more than ``timeouts.soon`` altogether.
-
-    Args:
-        first: What counts.
-        others: What is done without where it fails or is late.
-        timeouts: How long to wait.
-
-    Returns:
-        What comes of the first, and of those of the others that succeeded in time.
     """
     started = time.monotonic()
     tasks = [asyncio.create_task(each) for each in others]
@@ -83,14 +67,7 @@ class DocumentFinder:
     """
 
     def __init__(self, session: Session, corpora: Sequence[Corpus], kept_s: float, level: int | None) -> None:
-        """Look nothing up yet.
-
-        Args:
-            session: Whose link and connections are used.
-            corpora: Those after the first may hold variants.
-            kept_s: Seconds that an entry is used for after it was read; 0: every load asks the catalog.
-            level: Up to which level profiles are read at once; None: all that decoding needs.
-        """
+        """Look nothing up yet."""
         self._corpora, self._kept_s, self._level = corpora, kept_s, level
         self._views = [corpus.over(session.view(corpus.catalog.store)) for corpus in corpora]
         self._kept: dict[tuple[int, str], _Kept] = {}
@@ -109,17 +86,6 @@ class DocumentFinder:
 
         Of the other corpora, one that fails, is late or has another text has no variant. A use is counted in the first
         alone.
-
-        Args:
-            driver: Of the load.
-            document_id: The document's name.
-            texts: Token ids by document, as far as the caller knows them.
-            timeouts: How long to wait.
-            anew: Ask for entries that were kept, too. The load has asked before, so that no use is counted.
-
-        Raises:
-            KvwireError: What the catalog raises, for a document whose text is not known.
-            AuthError: The credentials were refused, whether its text is known or not.
         """
         given = (texts or {}).get(document_id)
         text = None if given is None else tuple(given)
@@ -135,16 +101,7 @@ class DocumentFinder:
     async def find_again(
         self, driver: ControllerDriver, document: DocumentHandle, timeouts: Timeouts
     ) -> DocumentHandle | None:
-        """Ask the catalog anew, where a kept entry led nowhere.
-
-        Args:
-            driver: Of the load.
-            document: What was found at first.
-            timeouts: How long to wait.
-
-        Returns:
-            What the catalog names now; None where the entry was not a kept one, is still the same or cannot be read.
-        """
+        """Ask the catalog anew, where a kept entry led nowhere."""
         if not document.entry_is_kept:
             return None
         number = self._corpora.index(document.corpus)
@@ -156,15 +113,7 @@ class DocumentFinder:
         return None if found.entry == document.entry else found
 
     def text(self, document: DocumentHandle, entry: CatalogEntry) -> tuple[int, ...]:
-        """Read a document's text from beside its blob; blocks.
-
-        Args:
-            document: The document.
-            entry: Its entry.
-
-        Returns:
-            Its token ids.
-        """
+        """Read a document's text from beside its blob; blocks."""
         return self._views[self._corpora.index(document.corpus)].text(entry)
 
     async def _find_first(

@@ -62,23 +62,7 @@ class DocumentGrower(EncodingSteps):
         cache: KVCache | None = None,
         fork: str = "",
     ) -> Encoded:
-        """Append tokens to a document, as a part of its own where it can have parts.
-
-        Args:
-            document_id: The document.
-            token_ids: What follows its last token.
-            after: The tokens that the document has before; None: whatever it has.
-            cache: Of the whole document or of these tokens alone, where it is computed already.
-            fork: Leave the document as it is, and give what it would be to a new one of this name.
-
-        Returns:
-            The document's entry, and what its newest blob says of itself; skipped where it was there already.
-
-        Raises:
-            ArgumentError: As ``Corpus.append`` says.
-            ConflictError: As ``Corpus.append`` says.
-            KvwireError: As ``Corpus.append`` says.
-        """
+        """Append tokens to a document, as a part of its own where it can have parts."""
         started = time.perf_counter()
         added = plain_token_ids(token_ids)
         if not added:
@@ -158,18 +142,7 @@ class DocumentGrower(EncodingSteps):
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def compact(self, document_id: str) -> Encoded:
-        """Encode a document of several parts anew, as one blob.
-
-        Args:
-            document_id: The document.
-
-        Returns:
-            The document's entry, and what its blob says of itself; skipped where it is one blob already.
-
-        Raises:
-            ConflictError: As ``Corpus.compact`` says.
-            KvwireError: As ``Corpus.compact`` says.
-        """
+        """Encode a document of several parts anew, as one blob."""
         started = time.perf_counter()
         grown = self._found(document_id, (), "")
         if not grown.entry.parts:

@@ -54,15 +54,7 @@ class HeaderReader:
         return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
 
     async def open_all(self, document: DocumentHandle) -> list[DocumentHandle]:
-        """``open`` a document and its variants.
-
-        Args:
-            document: The document.
-
-        Returns:
-            The document as ``open`` gives it, and those of its variants whose headers are sound, in time and of the
-            same chunks of the same text.
-        """
+        """``open`` a document and its variants."""
         variants = [self._open_variant(each) for each in document.variants]
         opened, others = await beside(self.open(document), variants, self._timeouts)
         return [opened, *(each for each in others if each.joins(opened))]
@@ -84,18 +76,7 @@ class HeaderReader:
         return document
 
     async def open(self, document: DocumentHandle) -> DocumentHandle:
-        """Read a document's header; where that fails, is late or is of another document, find its text.
-
-        Args:
-            document: What the catalog said of it; gets what is found.
-
-        Returns:
-            The document; where a kept entry led nowhere, what the catalog names instead.
-
-        Raises:
-            KvwireError: What reading the header raised, where there is no text either.
-            LengthChangedError: The catalog names a text of another length instead.
-        """
+        """Read a document's header; where that fails, is late or is of another document, find its text."""
         document.token_ids = document.text
         if document.entry is None or (document.trouble and document.text is not None):
             return document

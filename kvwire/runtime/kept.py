@@ -66,15 +66,7 @@ class KeptPrompt:
     head: tuple[int, ...] = ()
 
     def suits(self, documents: Sequence[DocumentHandle], decisions: Sequence[Decision]) -> bool:
-        """Whether the rows are of a prompt's texts, and were computed over documents at least as fine as the prompt's.
-
-        Args:
-            documents: The prompt's.
-            decisions: What became of its chunks.
-
-        Returns:
-            Whether both hold.
-        """
+        """Whether the rows are of this prompt's texts, computed over documents at least as fine as the prompt's."""
         count = len(self.entry.documents)
         bases = bases_of(documents[:count], self.opening, self.head)
         if self.entry.documents != bases or self.entry.level < coarsest(decisions, count):
@@ -89,15 +81,7 @@ class KeptPrompt:
         return True
 
     def write(self, prompt: LinkedPrompt, front: int = 0) -> Tensor:
-        """Write the rows into a prompt.
-
-        Args:
-            prompt: Of the same documents.
-            front: Tokens from the prompt's beginning on that see all that stands before them: they stay.
-
-        Returns:
-            The rows that were written.
-        """
+        """Write the rows into a prompt."""
         is_plain = self.head == self.opening and front <= prompt.lengths[0]
         written = self.rows >= (0 if is_plain else front)  # in plain prompts, the first document was decoded
         rows = self.rows[written]
@@ -135,15 +119,7 @@ class Gathered:
 
 
 def coarsest(decisions: Sequence[Decision], documents: int) -> int:
-    """The coarsest level of a prompt's first documents.
-
-    Args:
-        decisions: What became of the prompt's chunks.
-        documents: How many documents.
-
-    Returns:
-        The level; ``TEXT_LEVEL`` where all chunks were computed from text.
-    """
+    """The coarsest level of a prompt's first documents."""
     levels = (each.level for each in decisions if each.chunk.document < documents)
     return min((level for level in levels if level is not None), default=TEXT_LEVEL)
 
@@ -151,16 +127,7 @@ def coarsest(decisions: Sequence[Decision], documents: int) -> int:
 def bases_of(
     documents: Sequence[DocumentHandle], opening: Sequence[int] = (), head: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """Documents as ``KeptRepair`` names them.
-
-    Args:
-        documents: Their headers are read.
-        opening: The engine's opening tokens, such as BOS.
-        head: Tokens at the prompt's head, where these are others.
-
-    Returns:
-        The names.
-    """
+    """Documents as ``KeptRepair`` names them."""
     infos = [each.info for each in documents]
     digests = [
         digest_tokens(info.neutral_prefix) if info and info.neutral_prefix
@@ -179,20 +146,7 @@ def gathered(
     prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: Found | None,
     finish: ev.Finish, opening: Sequence[int] = (),
 ) -> Gathered | None:  # fmt: skip
-    """Copy the rows of a repaired prompt that are worth keeping.
-
-    Args:
-        prompt: As it was repaired.
-        documents: Its documents.
-        repaired: What was done.
-        found: What had been kept of it; None where nobody knows.
-        finish: How the load ended.
-        opening: The engine's opening tokens.
-
-    Returns:
-        The rows, those of the front included, which were computed from text; None where nothing new was computed, or
-        where more than whole rows changed.
-    """
+    """Copy the rows of a repaired prompt that are worth keeping."""
     known = tuple(each.token_ids for each in documents if each.token_ids is not None)
     if not len(repaired.rows) or not repaired.is_plain or len(known) < len(documents) or prompt.cache.kept is not None:
         return None
@@ -215,28 +169,13 @@ class RepairKeeper:
     """Finds and keeps repaired rows in the store of a corpus; any thread may call it."""
 
     def __init__(self, corpus: Corpus, view: Store, most_bytes: int, opening: Sequence[int] = ()) -> None:
-        """Take the parts.
-
-        Args:
-            corpus: Whose store keeps rows.
-            view: The store as loads read it.
-            most_bytes: Of all rows that are kept of this model and tenant.
-            opening: The engine's opening tokens, such as BOS.
-        """
+        """Take the parts."""
         self.opening = tuple(opening)
         self._corpus, self._view, self._most_bytes = corpus, corpus.over(view), most_bytes
         self._config = corpus.meta.config_digest()
 
     def find(self, documents: Sequence[DocumentHandle], head: Sequence[int]) -> Found:
-        """Look for rows; blocks.
-
-        Args:
-            documents: In the order of the prompt; their headers are read.
-            head: Tokens that stand before them.
-
-        Returns:
-            What was found.
-        """
+        """Look for rows; blocks."""
         try:
             bases, least = bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1
             entry = self._view.catalog.kept.find(self._config, bases, least)
@@ -246,30 +185,11 @@ class RepairKeeper:
 
     @staticmethod
     def unread(error: KvwireError) -> Found:
-        """What is found where reading fails.
-
-        Args:
-            error: Why.
-
-        Returns:
-            Nothing but the trouble.
-        """
+        """What is found where reading fails."""
         return Found(None, f"a kept repair was not used, and rows computed anew: {error}")
 
     def read(self, entry: KeptRepair, lengths: Sequence[int], head: Sequence[int] | None = None) -> KeptPrompt:
-        """Read the rows of an entry; blocks.
-
-        Args:
-            entry: What the store says of them.
-            lengths: Tokens of each document, in the order of the prompt.
-            head: Tokens that stand before them; None: the opening tokens.
-
-        Returns:
-            The rows.
-
-        Raises:
-            KvwireError: They cannot be had, or are not those of their entry.
-        """
+        """Read the rows of an entry; blocks."""
         profile = self._view.profile(entry.profile_digest) if entry.profile_digest else None
         head = self.opening if head is None else tuple(head)
         rows, caches, start = [], [], len(head)
@@ -303,14 +223,7 @@ class RepairKeeper:
         return replace(decoder.cache, meta=info.meta)
 
     def keep(self, made: Gathered) -> int:
-        """Keep rows, and drop older ones beyond the bound; blocks. What fails costs later loads time, and is logged.
-
-        Args:
-            made: The rows.
-
-        Returns:
-            How many entries were written.
-        """
+        """Keep rows, and drop older ones beyond the bound; blocks. What fails costs later loads time, and is logged."""
         try:
             return self._keep(made)
         except KvwireError as error:

@@ -33,29 +33,13 @@ class MomentFile:
     """What ``fit_profile`` tells of its progress, on a terminal, and in a file where one is named."""
 
     def __init__(self, path: Path | None, save_s: float = SAVE_S) -> None:
-        """Read nothing yet.
-
-        Args:
-            path: The file; None for none.
-            save_s: Seconds between two writings.
-        """
+        """Read nothing yet."""
         self._path, self._save_s = path, save_s
         self._digest, self._saved_at = "", time.monotonic()
         self._bar: object = None
 
     def recall(self, digest: Callable[[], str]) -> Moments | None:
-        """Read the file, where there is one.
-
-        Args:
-            digest: Of what the sums depend on.
-
-        Returns:
-            The sums of the first caches; None where there is no file.
-
-        Raises:
-            CorruptError: The file is damaged.
-            MismatchError: It is of another fit.
-        """
+        """Read the file, where there is one."""
         if self._path is None:
             return None
         self._digest = digest()
@@ -77,12 +61,7 @@ class MomentFile:
         return known
 
     def keep(self, arrays: Callable[[], Moments], total: int) -> None:
-        """Show that one more cache was summed, and write the file where it is time to.
-
-        Args:
-            arrays: Gives all sums by now.
-            total: How many caches there are.
-        """
+        """Show that one more cache was summed, and write the file where it is time to."""
         self._show(total)
         now = time.monotonic()
         if self._path is None or now - self._saved_at < self._save_s:

@@ -42,12 +42,7 @@ class LayoutExecutor(Executor):
     """
 
     def __init__(self, settings: LoadSettings, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
-        """Take the parts.
-
-        Args:
-            settings: The loader's: layout, system text, and how rows are computed.
-            parts: As an ``Executor`` takes them.
-        """
+        """Take the parts."""
         super().__init__(*parts)
         self._settings = settings
         self._layout, self._system = settings.layout or PLAIN, opened(self._engine, settings.system)
@@ -58,20 +53,7 @@ class LayoutExecutor(Executor):
         self._linked = 0  # up to which position link tokens are computed
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
-        """Lay out the prompt and fill it; see ``Executor.run``.
-
-        Args:
-            query_tokens: Length of the question, in tokens.
-            goal: What the load is to reach.
-
-        Returns:
-            The controller's last instruction.
-
-        Raises:
-            ArgumentError: The layout has tokens that the model has not, there are more documents than it has link
-                tokens for, or as ``Executor.run`` says.
-            MismatchError: The selector drops rows from layer to layer.
-        """
+        """Lay out the prompt and fill it; see ``Executor.run``."""
         _check_tokens(self._engine, self._layout)
         asked = self.links  # what was measured of plain links is not measured of these: a share counts, and no more
         self.links = UNREPAIRED
@@ -154,17 +136,7 @@ class LayoutExecutor(Executor):
 def asked_in(
     settings: LoadSettings, engine: Engine, question: Sequence[int], texts: Mapping[str, Sequence[int]] | None
 ) -> tuple[Callable[..., Executor], Sequence[int], Mapping[str, Sequence[int]] | None]:
-    """What a question becomes in a layout.
-
-    Args:
-        settings: The loader's.
-        engine: Runs the model.
-        question: Token ids.
-        texts: Token ids of documents that the caller knows.
-
-    Returns:
-        What makes the load, the question with what ends it, and the texts with what stands in their caches.
-    """
+    """What a question becomes in a layout."""
     layout = settings.layout or PLAIN
     if layout == PLAIN:
         return Executor, question, texts

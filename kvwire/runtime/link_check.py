@@ -60,20 +60,7 @@ class CheckPrompt:
 
 
 def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed: int = 0) -> list[CheckPrompt]:
-    """Cut prompts from texts: each is a stretch of one text in pieces, so that every piece needs those before it.
-
-    Args:
-        texts: Token ids of texts.
-        count: How many prompts.
-        window: Most tokens that a prompt may hold.
-        seed: Of the choice.
-
-    Returns:
-        Prompts, fewer where the texts are short.
-
-    Raises:
-        ArgumentError: No text is long enough.
-    """
+    """Cut prompts from texts: each is a stretch of one text in pieces, so that every piece needs those before it."""
     places, piece = _places(texts, window)
     return [_cut(texts[which], start, piece) for which, start in _chosen(places, count, seed)]
 
@@ -81,21 +68,7 @@ def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed:
 def split_prompts(
     texts: Sequence[Sequence[int]], count: int, learning: int, window: int, *, seed: int = 0
 ) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
-    """``prompts_of`` texts, and further prompts that share no token of a text with these.
-
-    Args:
-        texts: Token ids of texts.
-        count: How many prompts are measured.
-        learning: How many more are wanted.
-        window: Most tokens that a prompt may hold.
-        seed: Of the choice.
-
-    Returns:
-        Prompts to measure, and others to learn from, both fewer where the texts are short.
-
-    Raises:
-        ArgumentError: No text is long enough.
-    """
+    """``prompts_of`` texts, and further prompts that share no token of a text with these."""
     places, piece = _places(texts, window)
     judged = _chosen(places, count, seed)
     reach = PIECES * piece + QUESTION_TOKENS + REST_TOKENS
@@ -145,24 +118,7 @@ def check_links(
     shift: LinkShift | None = None,
     tell: Callable[[int], object] = lambda _: None,
 ) -> LinkReport:
-    """Measure links: first whether they are exact, then what they lose and what repair gives back.
-
-    Args:
-        engine: The model.
-        prompts: To measure on, at least one.
-        profile: What levels are coded with; None leaves levels out.
-        bound: Of what documents tell at all: what links may lose.
-        shift: Learnt on other prompts; measured too, and named by the report where it helps.
-        tell: Called with the number of prompts that are done.
-
-    Returns:
-        The figures.
-
-    Raises:
-        ArgumentError: There is no prompt.
-        MismatchError: Linking or repair is not exact with this model: its positions or masks are not what kvwire takes
-            them for.
-    """
+    """Measure links: first whether they are exact, then what they lose and what repair gives back."""
     if not prompts:
         msg = "links are measured on at least one prompt"
         raise ArgumentError(msg)
@@ -187,15 +143,7 @@ def check_links(
 
 
 def check_exact(engine: Engine, prompt: CheckPrompt) -> None:
-    """Refuse a model over which linked documents are not what one masked pass makes of them.
-
-    Args:
-        engine: The model.
-        prompt: To look at.
-
-    Raises:
-        MismatchError: They are not, or repairing all rows is not a prefill.
-    """
+    """Refuse a model over which linked documents are not what one masked pass makes of them."""
     caches, rest = engine.prefill(prompt.documents), [*prompt.question, *prompt.rest]
     linked, text = link(caches), prompt.text  # without BOS: linked documents stand farther from it than alone
     bound = _EXACT.get(engine.dtype, _EXACT_HALF)
@@ -325,15 +273,7 @@ def _mean(rows: Sequence[dict[object, float]], key: object) -> float:
 
 
 def shortened(prompts: Sequence[CheckPrompt], window: int) -> list[CheckPrompt]:
-    """Prompts that fit a model's window; what follows the question is cut first.
-
-    Args:
-        prompts: As they were given.
-        window: Most tokens that a prompt may hold.
-
-    Returns:
-        Those that fit.
-    """
+    """Prompts that fit a model's window; what follows the question is cut first."""
     out = []
     for prompt in prompts:
         room = window - len(prompt.text) - len(prompt.question)

@@ -69,11 +69,7 @@ class LinkReport:
     shifted_repaired: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse figures that cannot be.
-
-        Raises:
-            ArgumentError: One of them cannot be.
-        """
+        """Refuse figures that cannot be."""
         figures = (
             self.no_documents, self.linked, self.linked_error, self.repaired_share, self.bound, *self.shares,
             *(each for row in self.repaired.values() for each in row), *self.levels.values(),
@@ -105,28 +101,14 @@ class LinkReport:
         return self.linked <= self.allowed
 
     def least_share(self, selector: str) -> float | None:
-        """The least measured share at which links are within the bound.
-
-        Args:
-            selector: Its name.
-
-        Returns:
-            The share, 0 where none is needed; None where no measured share is enough.
-        """
+        """The least measured share at which links are within the bound."""
         if self.is_within:
             return 0.0
         row = self.repaired.get(selector, ())
         return next((share for share, kl in zip(self.shares, row, strict=False) if kl <= self.allowed), None)
 
     def best_selector(self, layers: int) -> str:
-        """What serves this model best: of those that get links within the bound, the one that computes least.
-
-        Args:
-            layers: Of the model.
-
-        Returns:
-            Its name; where none gets there, the one that leaves least.
-        """
+        """What serves this model best: of those that get links within the bound, the one that computes least."""
         known = [name for name in self.repaired if name in SELECTORS]  # others are of a later version
         if not known:
             return DEFAULT_SELECTOR
@@ -156,17 +138,7 @@ class LinkReport:
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
-        """Read what ``to_json`` wrote.
-
-        Args:
-            data: The bytes.
-
-        Returns:
-            The report.
-
-        Raises:
-            CorruptError: ``to_json`` did not write this.
-        """
+        """Read what ``to_json`` wrote."""
         try:
             value: Any = strict_json(data.decode())
             if value.pop("version") not in _READ:
@@ -182,14 +154,6 @@ class LinkReport:
 
 
 def scan_of(selector: Selector, layers: int) -> float:
-    """Share of a prefill that a selector takes to choose, the question's pass left out.
-
-    Args:
-        selector: The selector.
-        layers: Of the model.
-
-    Returns:
-        The share, 0 to 1.
-    """
+    """Share of a prefill that a selector takes to choose, the question's pass left out."""
     tokens = 1000
     return min(1.0, selector.cost(tokens, 0, 0, layers).token_layers / (tokens * layers)) if layers else 0.0

@@ -56,29 +56,14 @@ class LinkPlan:
     shift: str = ""
 
     def warning(self, share: float, *, shifted: bool = True) -> str:
-        """Why an answer over linked documents may be wrong.
-
-        Args:
-            share: Of the rows that were computed anew.
-            shifted: Whether the shift was added, where there is one.
-
-        Returns:
-            The words; empty where nothing says so.
-        """
+        """Why an answer over linked documents may be wrong."""
         if self.refuses and self.report is None:
             return "what links lose with this model was not measured; run kvwire check-model with this store"
         told = self.report.with_shift() if self.report and self.shift and shifted else self.report
         return _warning(told, self.selector.name, share)
 
     def check(self, warning: str) -> None:
-        """Refuse to answer where that was asked for.
-
-        Args:
-            warning: What ``warning`` says of the prompt.
-
-        Raises:
-            LinkBoundError: It says something, and the settings name a bound.
-        """
+        """Refuse to answer where that was asked for."""
         if self.refuses and warning:
             msg = f"not answered: {warning}, or raise the bound (--link-bound)"
             raise LinkBoundError(msg)
@@ -89,17 +74,7 @@ UNREPAIRED = LinkPlan(None, selector_of("none"))
 
 
 def check_repair(repair: RepairMode | float, floor: float | None, selector: str, bound: float | None = None) -> None:
-    """Refuse settings that nobody can mean.
-
-    Args:
-        repair: ``none``, ``auto``, ``all`` or a share of rows.
-        floor: Share that is repaired at least; None: as the report says.
-        selector: Name of what chooses rows, or ``auto``.
-        bound: Of what documents tell, the share that links may lose; None: nothing is refused.
-
-    Raises:
-        ArgumentError: One of them is none.
-    """
+    """Refuse settings that nobody can mean."""
     if selector != AUTO:
         selector_of(selector)
     named = isinstance(repair, str) and repair in {"none", "auto", "all"}
@@ -126,25 +101,7 @@ def plan_links(
     *,
     shift: bool = False,
 ) -> LinkPlan:
-    """What loads do about links.
-
-    Args:
-        repair: ``none``, ``auto``, ``all`` or a share of rows.
-        floor: Share that ``auto`` repairs at least; None: what the report found to be needed, 0 without one.
-        selector: Name of what chooses rows, or ``auto``.
-        report: Of the model, where it was measured.
-        profile: In use, whose errors the report's figures are put beside.
-        layers: Of the model.
-        bound: Of what documents tell, the share that links may lose, in place of the report's; answers beyond it are
-            refused. None: the report's, which only warns.
-        shift: Whether loads add the link shift that the report names.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ArgumentError: See ``check_repair``.
-    """
+    """What loads do about links."""
     check_repair(repair, floor, selector, bound)
     report = report if report is None or bound is None else replace(report, bound=bound)
     used = report.with_shift() if report and shift else report
@@ -213,14 +170,7 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
 
 
 def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor | None:
-    """Deviations of a prompt's tokens.
-
-    Args:
-        documents: Length and record of each, in the order of the prompt.
-
-    Returns:
-        Float32 ``[tokens]``; None where a document lacks its record.
-    """
+    """Deviations of a prompt's tokens."""
     parts = []
     for tokens, record in documents:
         if record is None:
@@ -250,11 +200,7 @@ class Told:
     head: int = 0
 
     def lengths(self, prompt: LinkedPrompt) -> tuple[int, ...]:
-        """Tokens of the prompt's parts, each of which was computed by itself, the first one with all before it.
-
-        Args:
-            prompt: The load's.
-        """
+        """Tokens of the prompt's parts, each of which was computed by itself, the first one with all before it."""
         return (self.head, *prompt.tokens) if self.head else prompt.lengths
 
 
@@ -293,11 +239,7 @@ class Repairer:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Keep the engine.
-
-        Args:
-            engine: Runs the model.
-        """
+        """Keep the engine."""
         self._engine = engine
         able = type(engine).update_rows is not Engine.update_rows
         self.trouble = "" if able else "links were not repaired: this engine cannot compute rows inside a prompt"
@@ -307,25 +249,7 @@ class Repairer:
         told: Told, question: Sequence[int], share: float, front: int, stop: Callable[[], bool] | None = None,
         restore: Callable[[], Tensor] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
-        """Compute a share of a prompt's rows anew, in its cache.
-
-        Args:
-            plan: What is done about links.
-            prompt: All of it valid.
-            told: What is known of the prompt.
-            question: Token ids.
-            share: 0 to 1, of what is behind the front.
-            front: Tokens from the prompt's beginning on that see all that stands before them.
-            stop: See ``repair_prompt``; a share that was asked for is computed in any case.
-            restore: See ``repair_prompt``.
-
-        Returns:
-            What was done, and why nothing was, where that is so though a share was wanted.
-
-        Raises:
-            MismatchError: The share was asked for and the engine cannot.
-            ArgumentError: The share was asked for and the selector lacks something.
-        """
+        """Compute a share of a prompt's rows anew, in its cache."""
         lengths = told.lengths(prompt)
         if share <= 0 or (len(lengths) == 1 and told.laid_out is None):
             return None, ""
@@ -347,23 +271,7 @@ class Repairer:
     def begin(
         self, plan: LinkPlan, prompt: LinkedPrompt, told: Told, question: Sequence[int], share: float, front: int
     ) -> RepairInOrder:  # fmt: skip
-        """Choose rows that are computed document by document.
-
-        Args:
-            plan: What is done about links.
-            prompt: Laid out; documents that are not here yet may hold anything.
-            told: What is known of the prompt; what the question sees, where the selector asks for that.
-            question: Token ids.
-            share: 0 to 1, of what is behind the front.
-            front: As for ``run``.
-
-        Returns:
-            What computes them.
-
-        Raises:
-            MismatchError: The text of a document is not known, or the engine does not look.
-            ArgumentError: The selector lacks something.
-        """
+        """Choose rows that are computed document by document."""
         from kvwire.runtime.repair_in_order import RepairInOrder
 
         if not _may(told, prompt):

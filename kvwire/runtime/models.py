@@ -14,21 +14,7 @@ _MOST_NAMED = 8
 
 
 def find_model(catalog: Catalog, model: str = "") -> ModelRecord:
-    """Look a model up among the records of a tenant.
-
-    Args:
-        catalog: The tenant's.
-        model: The model's name, or the first digits of its revision or configuration digest; empty where the tenant has
-            documents of one model only.
-
-    Returns:
-        The record.
-
-    Raises:
-        NotFoundError: There is no such record; the message says how to make one.
-        ArgumentError: Several models fit.
-        CorruptError: The only record that may fit is damaged.
-    """
+    """Look a model up among the records of a tenant."""
     records, damage = _records(catalog)
     found = [record for record in records if not model or _fits(record, model)]
     if len(found) == 1:

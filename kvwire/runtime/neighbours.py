@@ -26,12 +26,7 @@ class Neighbours:
     """Beginnings of a corpus's documents, to stand before others."""
 
     def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
-        """Keep the texts; each is computed once, when it is first needed.
-
-        Args:
-            engine: Runs the model.
-            texts: Token ids of documents; a few are enough.
-        """
+        """Keep the texts; each is computed once, when it is first needed."""
         self._engine = engine
         self._texts = list(dict.fromkeys(tuple(text[:NEIGHBOUR_TOKENS]) for text in texts))[: NEIGHBOURS + 1]
         self._caches: dict[tuple[int, ...], KVCache] = {}
@@ -40,13 +35,6 @@ class Neighbours:
         """Put neighbours before a document and see how far its keys and values move.
 
         What would stand beyond the model's window is taken not to move: little does, so far into a document.
-
-        Args:
-            cache: The document's, alone.
-            token_ids: Of the document.
-
-        Returns:
-            Means over blocks of ``BLOCK`` tokens.
         """
         own = tuple(token_ids[:NEIGHBOUR_TOKENS])
         others = [text for text in self._texts if text != own][:NEIGHBOURS] or [tuple(token_ids[-NEIGHBOUR_TOKENS:])]

@@ -18,16 +18,7 @@ if TYPE_CHECKING:
 
 
 def neutral_tokens(token_ids: Sequence[int], count: int, window: int) -> tuple[int, ...]:
-    """The neutral prefix of a document: its own last tokens.
-
-    Args:
-        token_ids: The document's.
-        count: How many are wanted.
-        window: Most tokens that the model takes.
-
-    Returns:
-        As many as the document and the window have.
-    """
+    """The neutral prefix of a document: its own last tokens."""
     count = min(count, len(token_ids), window - len(token_ids))
     return tuple(token_ids[len(token_ids) - count :]) if count > 0 else ()
 
@@ -35,30 +26,11 @@ def neutral_tokens(token_ids: Sequence[int], count: int, window: int) -> tuple[i
 def compute_behind(
     engine: Engine, neutral: Sequence[int], token_ids: Sequence[int], before: KVCache | None = None
 ) -> KVCache:
-    """Compute tokens of a document behind its neutral prefix.
-
-    Args:
-        engine: Runs the model.
-        neutral: The prefix; empty for none.
-        token_ids: The tokens.
-        before: What comes before them of the document, wherever it stands; None where nothing does.
-
-    Returns:
-        The cache of the tokens alone, positions on, at the position where they were computed.
-    """
+    """Compute tokens of a document behind its neutral prefix."""
     return engine.extend(behind(engine, neutral, before) if neutral else before, token_ids)
 
 
 def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None) -> KVCache:
-    """What tokens of a document see that is computed behind its neutral prefix.
-
-    Args:
-        engine: Runs the model.
-        neutral: The prefix, not empty.
-        before: What comes before the tokens of the document, wherever it stands; None where nothing does.
-
-    Returns:
-        The prefix and that behind it, positions on and from 0.
-    """
+    """What tokens of a document see that is computed behind its neutral prefix."""
     (prefix,) = engine.prefill([neutral])
     return prefix if before is None else link([prefix, before])

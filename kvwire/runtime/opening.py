@@ -29,26 +29,12 @@ TWICE = (
 
 
 def begins_with(token_ids: Sequence[int], opening: Sequence[int]) -> bool:
-    """Whether a text begins with opening tokens of its own.
-
-    Args:
-        token_ids: The text's.
-        opening: The engine's.
-    """
+    """Whether a text begins with opening tokens of its own."""
     return bool(opening) and tuple(token_ids[: len(opening)]) == tuple(opening)
 
 
 def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that a document is computed behind, and that are dropped from its cache.
-
-    Args:
-        engine: The model.
-        token_ids: The document's.
-
-    Returns:
-        The engine's opening tokens. None where the document begins with them itself, where the model's window has no
-        room for them, and where it holds soft tokens, which are computed as they were trained.
-    """
+    """Tokens that a document is computed behind, and that are dropped from its cache."""
     opening = engine.opening_tokens
     if (
         not opening
@@ -62,15 +48,7 @@ def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> list[KVCache]:
-    """Compute documents, each alone behind the opening tokens.
-
-    Args:
-        engine: The model.
-        documents: Token ids of each.
-
-    Returns:
-        The caches of the documents alone, positions on, at the position behind the opening tokens.
-    """
+    """Compute documents, each alone behind the opening tokens."""
     openings = [opening_of(engine, ids) for ids in documents]
     caches = engine.prefill(
         [(*opening, *ids) if opening else ids for opening, ids in zip(openings, documents, strict=True)]
@@ -82,17 +60,7 @@ def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> lis
 
 
 def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Sequence[int] | None = None) -> Tensor:
-    """``Engine.prefix_states`` of a document, computed behind the opening tokens.
-
-    Args:
-        engine: The model.
-        token_ids: The document's.
-        layers: How many layers run.
-        opening: Tokens that its cache was computed behind; None: as ``opening_of`` says.
-
-    Returns:
-        Float32 ``[tokens, (layers + 1) * hidden_size]``, of the document's own tokens.
-    """
+    """``Engine.prefix_states`` of a document, computed behind the opening tokens."""
     opening = opening_of(engine, token_ids) if opening is None else opening
     if not opening:
         return engine.prefix_states(token_ids, layers)
@@ -100,29 +68,13 @@ def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Se
 
 
 def opened(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """A prompt's text with the opening tokens in front, which are never there twice.
-
-    Args:
-        engine: The model.
-        token_ids: The prompt's.
-
-    Returns:
-        The whole prompt.
-    """
+    """A prompt's text with the opening tokens in front, which are never there twice."""
     opening = engine.opening_tokens
     return tuple(token_ids) if tuple(token_ids[: len(opening)]) == opening else (*opening, *token_ids)
 
 
 def link_opened(engine: Engine, caches: Sequence[KVCache]) -> KVCache:
-    """Link documents behind the opening tokens.
-
-    Args:
-        engine: The model.
-        caches: The documents', in prompt order.
-
-    Returns:
-        The prompt's cache, positions on and from 0: the opening tokens come first.
-    """
+    """Link documents behind the opening tokens."""
     from kvwire.reuse import link
 
     front = engine.prefill([engine.opening_tokens]) if engine.opening_tokens else []
@@ -130,16 +82,7 @@ def link_opened(engine: Engine, caches: Sequence[KVCache]) -> KVCache:
 
 
 def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
-    """Whether a blob was computed without the opening tokens that its document would be computed behind now.
-
-    Args:
-        engine: The model.
-        info: What the blob's header says.
-        token_ids: The document's; None where they are not known.
-
-    Returns:
-        Whether it lacks them.
-    """
+    """Whether a blob was computed without the opening tokens that its document would be computed behind now."""
     if info.opening or info.soft_tokens or not engine.opening_tokens:
         return False
     return token_ids is None or bool(opening_of(engine, token_ids))

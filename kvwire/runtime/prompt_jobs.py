@@ -58,15 +58,7 @@ class PromptJobs:
         self, engine: Engine, documents: Sequence[DocumentHandle], driver: ControllerDriver, backend: Backend,
         question: Sequence[int],
     ) -> None:  # fmt: skip
-        """Take the parts.
-
-        Args:
-            engine: The model that recomputes.
-            documents: The prompt's, in order, as the catalog has them.
-            driver: The controller's.
-            backend: Which kernels decode.
-            question: Token ids that the prompt may be looked at with.
-        """
+        """Take the parts."""
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend, self._question = backend, question
         self.seen: Seen | None = None
@@ -186,14 +178,7 @@ class PromptJobs:
         self._driver.tell(await self.recompute(asked))
 
     async def recompute(self, asked: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:
-        """Compute chunks in a pass of their own, in the compute thread.
-
-        Args:
-            asked: Which.
-
-        Returns:
-            How that ended.
-        """
+        """Compute chunks in a pass of their own, in the compute thread."""
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
         behind = asked.behind and self.sees_documents
@@ -218,14 +203,7 @@ class PromptJobs:
     def note_recomputed(
         self, asked: ev.Recompute, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False
     ) -> None:
-        """Note what a pass has computed.
-
-        Args:
-            asked: What it was asked for.
-            chunks: All of it.
-            seconds: Compute spent on it.
-            blind: See ``RecomputeDone``.
-        """
+        """Note what a pass has computed."""
         self.recompute_s += seconds
         if asked.behind and not blind:
             self._seeing.update(chunks)
@@ -269,11 +247,7 @@ class PromptJobs:
         self.write(first, self._engine.extend(seen, ids, offset=offset))
 
     def can_be_row(self, asked: ev.Recompute) -> bool:
-        """Whether chunks can be computed as a row of a joined pass: text with anchors takes several passes.
-
-        Args:
-            asked: The chunks.
-        """
+        """Whether chunks can be computed as a row of a joined pass: text with anchors takes several passes."""
         return self._documents[asked.first.document].layout is None and (self.sees_documents or not asked.behind)
 
     @property
@@ -282,16 +256,7 @@ class PromptJobs:
         return self._is_gone
 
     def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
-        """What the engine extends to compute chunks anew, in the compute thread.
-
-        Args:
-            first: First chunk.
-            last: Last chunk, of the same document.
-            behind: See ``Recompute``.
-
-        Returns:
-            What the chunks see, their token ids, and the position of the first where they see nothing.
-        """
+        """What the engine extends to compute chunks anew, in the compute thread."""
         document = self._documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
         offset, whole = self.prompt.offset(first.document), document.token_ids or ()
@@ -311,12 +276,7 @@ class PromptJobs:
         return seen, ids, offset
 
     def write(self, first: ChunkId, piece: KVCache) -> None:
-        """Put chunks that were computed into the prompt.
-
-        Args:
-            first: The first of them.
-            piece: Their cache, wherever it was computed.
-        """
+        """Put chunks that were computed into the prompt."""
         self.prompt.write(first.document, self._documents[first.document].span(first.chunk)[0], piece)
 
     async def _start_head(self, index: int) -> None:

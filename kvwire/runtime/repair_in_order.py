@@ -32,17 +32,7 @@ class RepairInOrder:
     """
 
     def __init__(self, given: RepairInput, selector: Selector, share: float, count: int) -> None:
-        """Choose the rows.
-
-        Args:
-            given: The prompt, whatever of it is here; a selector that looks at caches has been told what is seen.
-            selector: Chooses the rows; none that drops some on the way.
-            share: As the controller names it.
-            count: How many rows that is.
-
-        Raises:
-            ArgumentError: The selector lacks something.
-        """
+        """Choose the rows."""
         started = time.perf_counter()
         self._given, self._chosen = given, selector.choose(given, count).rows
         self.select_s, self.seconds, self.share = time.perf_counter() - started, 0.0, share
@@ -54,15 +44,7 @@ class RepairInOrder:
         return len(self._chosen) - len(self.rows)
 
     def run(self, stop_at: int, is_gone: Callable[[], bool]) -> int:
-        """Compute the rows before a place of the prompt, but for those that were.
-
-        Args:
-            stop_at: Tokens from the prompt's beginning on that stay as they are.
-            is_gone: Asked between blocks of rows whether nobody waits any more.
-
-        Returns:
-            How many rows were computed.
-        """
+        """Compute the rows before a place of the prompt, but for those that were."""
         began, given, before = time.perf_counter(), self._given, len(self.rows)
         mine = self._chosen[(self._chosen < stop_at) & ~torch.isin(self._chosen, self.rows)]
         seen, ids = given.cache.slice(0, stop_at), given.token_ids[:stop_at]
@@ -79,16 +61,7 @@ class RepairInOrder:
         return self.rows
 
     def joined(self, after: Repaired | None, selector: Selector, share: float) -> Repaired | None:
-        """What jobs and the closing have computed together.
-
-        Args:
-            after: What the closing has.
-            selector: That chose.
-            share: What was to be computed in the end; less than was chosen where time ran out.
-
-        Returns:
-            Both as one; None where nothing was computed.
-        """
+        """What jobs and the closing have computed together."""
         from kvwire.reuse import Repaired
 
         given = self._given

@@ -24,29 +24,13 @@ class SchemaExecutor(Executor):
     """A load of modules that stand where their schema has them."""
 
     def __init__(self, modules: SchemaPrompt, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
-        """Take the parts.
-
-        Args:
-            modules: What the prompt takes of its schema.
-            parts: As an ``Executor`` takes them.
-        """
+        """Take the parts."""
         super().__init__(*parts)
         self._modules = modules
         self.starts = tuple(len(self.opening) + start for start in modules.starts)
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
-        """Lay out the prompt and fill it; see ``Executor.run``.
-
-        Args:
-            query_tokens: Length of the question, in tokens.
-            goal: What the load is to reach.
-
-        Returns:
-            The controller's last instruction.
-
-        Raises:
-            ArgumentError: A repair is asked for, or as ``Executor.run`` says.
-        """
+        """Lay out the prompt and fill it; see ``Executor.run``."""
         if self.links.is_wanted:
             msg = "modules of a schema stay as they were encoded: load them with repair none or auto"
             raise ArgumentError(msg)
@@ -63,20 +47,7 @@ class SchemaExecutor(Executor):
 
 
 def sized(schema: Schema, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None = None) -> Schema:
-    """Ask a corpus for what a schema leaves open: lengths of modules, and slots that are named by their text.
-
-    Args:
-        schema: As it was written.
-        corpus: Has the documents.
-        detokenize: Token ids to text, where slots are named by text.
-
-    Returns:
-        The schema with all lengths and slots.
-
-    Raises:
-        NotFoundError: A document is not in the corpus, or its text is lost.
-        ArgumentError: A slot's text is not in its document, or there twice.
-    """
+    """Ask a corpus for what a schema leaves open: lengths of modules, and slots that are named by their text."""
     return schema.with_modules({module.name: _sized(module, corpus, detokenize) for module in schema.modules})
 
 

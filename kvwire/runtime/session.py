@@ -51,14 +51,7 @@ class Session:
     def __init__(
         self, lock: threading.RLock, threads: Threads, link: EmulatedLink | None, fetch: FetchSettings
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            lock: Held while the controller works.
-            threads: Owned by the session from now on.
-            link: An emulated link in front of every store.
-            fetch: Its ``concurrency`` bounds the connections, its retries and patience hold for look-ups, too.
-        """
+        """Start nothing yet."""
         self.lock = lock
         self.threads, self.link = threads, link
         self._fetch = fetch
@@ -71,17 +64,7 @@ class Session:
         self._driver: ControllerDriver | None = None
 
     def run(self, work: Coroutine[None, None, T]) -> T:
-        """Run work on the session's loop and wait for it; to be called from any other thread.
-
-        Args:
-            work: What to run.
-
-        Returns:
-            Its result.
-
-        Raises:
-            ArgumentError: The session is closed, or was closed meanwhile, or belongs to another process.
-        """
+        """Run work on the session's loop and wait for it; to be called from any other thread."""
         future = self._begin(work)
         look_up = look_up_here()
         if look_up is not None:
@@ -100,15 +83,6 @@ class Session:
         """``run`` for callers with an event loop of their own.
 
         A caller that is cancelled cancels the work, and goes on when the work has cleaned up after itself.
-
-        Args:
-            work: What to run.
-
-        Returns:
-            Its result.
-
-        Raises:
-            ArgumentError: The session is closed, or was closed meanwhile; not to a caller that is cancelled itself.
         """
         caller, ended = asyncio.get_running_loop(), asyncio.Event()
         taken = threading.Lock()  # the work, by the loop that runs it or by the caller that leaves before
@@ -176,14 +150,7 @@ class Session:
         return self._http
 
     def driver(self, controller: Callable[[], Controller]) -> ControllerDriver:
-        """What drives the controller, on the session's loop.
-
-        Args:
-            controller: Makes a controller, at first and where one broke.
-
-        Returns:
-            The driver.
-        """
+        """What drives the controller, on the session's loop."""
         if self._driver is None or self._driver.broken:
             self._driver = ControllerDriver(controller(), self.lock, self.threads)
         return self._driver
@@ -192,19 +159,7 @@ class Session:
         self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None,
         silence_s: float | None = None,
     ) -> bytes:  # fmt: skip
-        """Read an object over the HTTP session and a link, tried again as the fetcher does.
-
-        Args:
-            store: Where it lies.
-            key: Its key.
-            start: First byte.
-            end: First byte after the range; None: to the end.
-            link: An emulated link; None for none.
-            silence_s: Seconds without a byte after which it is not tried again; None: as the fetcher waits.
-
-        Returns:
-            The bytes.
-        """
+        """Read an object over the HTTP session and a link, tried again as the fetcher does."""
         settings, failed = self._fetch, 0
         patience = settings.patience if silence_s is None else ReadTimeouts(silence_s, silence_s)
         while True:
@@ -222,24 +177,11 @@ class Session:
                 await source.close()
 
     def view(self, store: Store, *, over_link: bool = True, silence_s: float | None = None) -> Store:
-        """A store whose reads take the session's way, for callers in other threads than the loop's.
-
-        Args:
-            store: The store behind it.
-            over_link: Whether reads take the emulated link's time.
-            silence_s: As for ``read``.
-
-        Returns:
-            The view.
-        """
+        """A store whose reads take the session's way, for callers in other threads than the loop's."""
         return _View(self, store, self.link if over_link else None, silence_s)
 
     def close(self, *, wait: bool = True) -> None:
-        """End loads that are under way, connections and threads.
-
-        Args:
-            wait: Until they have ended, but for what a dead store blocks.
-        """
+        """End loads that are under way, connections and threads."""
         if not self.process.is_here:
             return
         with self._starting:

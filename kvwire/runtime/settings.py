@@ -114,11 +114,7 @@ class LoadSettings:
     record: Callable[[LogEntry], object] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a way of repairing that there is not, and bounds on a quality that has none.
-
-        Raises:
-            ArgumentError: One of the settings is of no use.
-        """
+        """Refuse a way of repairing that there is not, and bounds on a quality that has none."""
         check_max_kl(self.max_kl)
         if self.exact and (self.quality_floor is not None or self.quality_ceiling is not None):
             msg = "an exact load takes lossless levels alone: leave out the floor and the ceiling"

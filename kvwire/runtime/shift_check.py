@@ -27,16 +27,7 @@ _Z = 1.959964
 def learn_shift(
     engine: Engine, prompts: Sequence[Sequence[Sequence[int]]], *, tell: Callable[[int], object] = lambda _: None
 ) -> LinkShift | None:
-    """Learn what is added to linked documents: the mean of what they lack, over prompts.
-
-    Args:
-        engine: The model.
-        prompts: Token ids of each one's documents: other prompts than those that the shift is judged with.
-        tell: Called with the number of prompts that are done.
-
-    Returns:
-        The shift; None where there are fewer than ``LEAST_PROMPTS`` prompts, or where the model takes none.
-    """
+    """Learn what is added to linked documents: the mean of what they lack, over prompts."""
     usable = [prompt for prompt in prompts if len(prompt) > 1]
     if len(usable) < LEAST_PROMPTS:
         return None
@@ -55,14 +46,6 @@ def shift_figures(rows: Sequence[dict[object, float]], shift: LinkShift, selecto
     """What a report says of a shift.
 
     It is named, for loads to add, where it surely helps at ``GAIN_SHARE`` of the rows, and surely harms at no other.
-
-    Args:
-        rows: Of each prompt its KL divergences by what was done.
-        shift: What was measured.
-        selectors: Names of those that were measured.
-
-    Returns:
-        Fields of ``LinkReport``.
     """
     shares = sorted({key[1] for key in rows[0] if isinstance(key, tuple) and key[0] == DEFAULT_SELECTOR})
     gains = {0.0: gain_of([row["linked"] - row["shifted"] for row in rows])}
@@ -86,15 +69,7 @@ def _mean(rows: Sequence[dict[object, float]], key: object) -> float:
 
 
 def gain_of(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of paired differences, with its 95 % interval by Student's t.
-
-    Args:
-        differences: One for each prompt.
-
-    Returns:
-        The mean, and the interval's ends; a single difference tells nothing, and its interval reaches to both sides of
-        0.
-    """
+    """Mean of paired differences, with its 95 % interval by Student's t."""
     mean, count = fmean(differences), len(differences)
     if count < 2:  # noqa: PLR2004
         return mean, -abs(mean), abs(mean)

@@ -21,22 +21,12 @@ class ShiftReader:
     """Reads a model's shift once, beside the first load that adds it; to be used on the session's loop."""
 
     def __init__(self, corpus: Corpus, session: Session, device: torch.device) -> None:
-        """Read nothing yet.
-
-        Args:
-            corpus: Whose.
-            session: What loads share.
-            device: Where prompts lie.
-        """
+        """Read nothing yet."""
         self._corpus, self._session, self._device = corpus, session, device
         self._reading: Future[LinkShift | str] | None = None
 
     def begin(self, digest: str) -> None:
-        """Begin to read, unless it was read or is being read.
-
-        Args:
-            digest: Of the shift, as the report names it.
-        """
+        """Begin to read, unless it was read or is being read."""
         known = self._reading
         if known is None or (known.done() and isinstance(known.result(), str)):
             self._reading = self._session.threads.store.submit(self._read, digest)
@@ -50,14 +40,7 @@ class ShiftReader:
             return f"the mean shift of links was not added: {error}"
 
     async def get(self, limit_s: float) -> LinkShift | str:
-        """What was read.
-
-        Args:
-            limit_s: Longest wait, in seconds.
-
-        Returns:
-            The shift; or why it cannot be had, in words: a later load tries again.
-        """
+        """What was read."""
         if self._reading is None:
             return _LATE
         if not self._reading.done():

@@ -30,15 +30,6 @@ def spilled(caches: Iterable[KVCache], total: int, folder: Path | None = None) -
 
     The files have no name any more once they are mapped, and go with the caches. A cache for which the disk has no room
     stays in memory.
-
-    Args:
-        caches: One is held in memory while the next one is computed.
-        total: How many there will be, for the progress that a terminal shows.
-        folder: Where to; None for the system's folder of temporary files, which ``TMPDIR`` names. It should not be one
-            that lies in memory.
-
-    Returns:
-        The same caches, tensors on the processor.
     """
     from tqdm import tqdm
 

@@ -17,18 +17,7 @@ _CHARACTERS_PER_TOKEN = 8
 
 
 def read_texts(paths: Sequence[str]) -> dict[str, str]:
-    """Read texts from files and folders.
-
-    Args:
-        paths: Of files, and of folders whose .txt and .md files are read.
-
-    Returns:
-        Texts by document id.
-
-    Raises:
-        NotFoundError: There are no files.
-        ArgumentError: Two files have the same id, or one is no text.
-    """
+    """Read texts from files and folders."""
     found: dict[str, Path] = {}
     for name in paths:
         path = Path(name).expanduser()
@@ -54,19 +43,7 @@ def read_texts(paths: Sequence[str]) -> dict[str, str]:
 
 
 def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:
-    """Read a file, or a part of it.
-
-    Args:
-        name: Path of the file.
-        start: First byte.
-        end: The byte after the last; None: to its end.
-
-    Returns:
-        The bytes; of what is larger than ``MOST_BYTES`` one byte more than that.
-
-    Raises:
-        StorageError: The file cannot be read.
-    """
+    """Read a file, or a part of it."""
     try:
         with Path(name).open("rb") as file:
             file.seek(start)
@@ -77,18 +54,7 @@ def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:
 
 
 def decoded_text(data: bytes, name: str) -> str:
-    """Decode the bytes of a text.
-
-    Args:
-        data: The bytes.
-        name: Of the file, for messages.
-
-    Returns:
-        The text, with line ends as in Unix.
-
-    Raises:
-        ArgumentError: It is too large, or no UTF-8.
-    """
+    """Decode the bytes of a text."""
     if len(data) > MOST_BYTES:
         msg = f"{name} is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
         raise ArgumentError(msg)
@@ -100,16 +66,7 @@ def decoded_text(data: bytes, name: str) -> str:
 
 
 def token_ids(tokenize: Callable[[str], Sequence[int]], window: int, text: str) -> list[int]:
-    """Read a text that may be far too long: tokenizers take some hundred times its length in memory.
-
-    Args:
-        tokenize: Gives the token ids of a text.
-        window: Most tokens that the model takes.
-        text: Any text.
-
-    Returns:
-        Its token ids; of a text that does not fit the window, those of a beginning that does not fit either.
-    """
+    """Read a text that may be far too long: tokenizers take some hundred times its length in memory."""
     most = _CHARACTERS_PER_TOKEN * window
     while most < len(text):
         found = list(tokenize(text[:most]))
@@ -120,15 +77,7 @@ def token_ids(tokenize: Callable[[str], Sequence[int]], window: int, text: str) 
 
 
 def problem_with(ids: Sequence[int], window: int) -> str:
-    """Why a document cannot be encoded.
-
-    Args:
-        ids: The document's token ids.
-        window: Most tokens that the model takes.
-
-    Returns:
-        The words; the empty string where it can be encoded.
-    """
+    """Why a document cannot be encoded."""
     if not ids:
         return "the document is empty"
     if len(ids) > window:

@@ -22,14 +22,7 @@ _Job = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...], dict[str, Any
 
 
 def usual_threads(given: int | None = None) -> int:
-    """How many chunks the processor decodes side by side.
-
-    Args:
-        given: What settings say; None: as suits the machine.
-
-    Returns:
-        At least 1.
-    """
+    """How many chunks the processor decodes side by side."""
     return given or min(cores(), _MOST_THREADS)
 
 
@@ -37,13 +30,7 @@ class DaemonThreads(ThreadPoolExecutor):
     """An executor whose threads no process waits for: what they do may block for minutes, as a dead disk does."""
 
     def __init__(self, most: int, name: str, join_s: float = _JOIN_S) -> None:
-        """Start no thread yet.
-
-        Args:
-            most: Threads that start at most, when they are needed.
-            name: What their names begin with.
-            join_s: Longest wait for all of them when they are shut down, in seconds.
-        """
+        """Start no thread yet."""
         super().__init__(most, name)
         self._most, self._name, self._join_s = most, name, join_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -80,12 +67,7 @@ class DaemonThreads(ThreadPoolExecutor):
             self._idle.release()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as inherited
-        """End the threads; jobs that wait are cancelled, a thread that is blocked in one is left behind.
-
-        Args:
-            wait: Wait for the others, as long as was said when they were made.
-            cancel_futures: Not looked at: nothing is left to wait in line.
-        """
+        """End the threads; jobs that wait are cancelled, a thread that is blocked in one is left behind."""
         with self._guard:
             self._is_closed = True
             while True:
@@ -107,21 +89,13 @@ class LookUp(Generic[T]):
     """Work that reads a store, to be called in a thread. Once nobody waits for it, the thread waits for nothing."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        """Begin nothing yet.
-
-        Args:
-            work: What to run.
-        """
+        """Begin nothing yet."""
         self._work = work
         self._waits_for: Future[Any] | None = None
         self._is_left = False
 
     def __call__(self) -> T:
-        """Run the work.
-
-        Returns:
-            Its result.
-        """
+        """Run the work."""
         token = _LOOK_UP.set(self)
         try:
             return self._work()
@@ -129,11 +103,7 @@ class LookUp(Generic[T]):
             _LOOK_UP.reset(token)
 
     def waits_for(self, future: Future[Any]) -> None:
-        """Hear from the work what it is about to wait for.
-
-        Args:
-            future: It is cancelled when the look-up is left, or at once where it was.
-        """
+        """Hear from the work what it is about to wait for."""
         self._waits_for = future
         if self._is_left:  # looked at after the future is told: ``leave`` does it the other way round
             future.cancel()
@@ -149,11 +119,7 @@ _LOOK_UP: ContextVar[LookUp[Any] | None] = ContextVar("look_up", default=None)
 
 
 def look_up_here() -> LookUp[Any] | None:
-    """The look-up whose work this thread is at.
-
-    Returns:
-        The look-up; None outside of one.
-    """
+    """The look-up whose work this thread is at."""
     return _LOOK_UP.get()
 
 
@@ -169,12 +135,7 @@ class Threads:
     """
 
     def __init__(self, workers: int, decode_threads: int = 1) -> None:
-        """Start none yet.
-
-        Args:
-            workers: 1: forward passes and decoding take turns. 2: each has a thread.
-            decode_threads: Chunks that the processor decodes at once.
-        """
+        """Start none yet."""
         self.compute = ThreadPoolExecutor(1, "kvwire-compute")
         self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
         self.decode_threads = decode_threads
@@ -182,11 +143,7 @@ class Threads:
         self.store = DaemonThreads(_LOOK_UPS, "kvwire-store")
 
     def close(self, *, wait: bool = True) -> None:
-        """End all.
-
-        Args:
-            wait: Wait for the jobs that lanes are at.
-        """
+        """End all."""
         for pool in (self.compute, self.decode, self.side_by_side):
             pool.shutdown(wait=wait, cancel_futures=True)
         self.store.shutdown(wait=wait)

@@ -38,14 +38,7 @@ class _Row:
 async def recompute_together(
     engine: Engine, driver: ControllerDriver, asked: ev.RecomputeTogether, loads: Sequence[PromptJobs]
 ) -> None:
-    """Compute what a joined pass names and tell how it ended, whatever becomes of its loads meanwhile.
-
-    Args:
-        engine: The model that recomputes.
-        driver: The controller's.
-        asked: The passes.
-        loads: Those that are under way, by their numbers.
-    """
+    """Compute what a joined pass names and tell how it ended, whatever becomes of its loads meanwhile."""
     known = {jobs.number: jobs for jobs in loads}
     rows = [_Row(known[each.first.load], each) for each in asked.passes if each.first.load in known]
     unfit = tuple(row.asked.first.load for row in rows if not row.jobs.can_be_row(row.asked))

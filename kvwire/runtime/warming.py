@@ -44,11 +44,7 @@ class Warming:
         self._is_running = self._is_closed = False
 
     def begin(self, steps: Iterator[None]) -> None:
-        """Do some work while no loads are under way. Work that is not done yet is done first, and then nothing else.
-
-        Args:
-            steps: Does a little whenever it is asked for the next; where it fails, the rest is left undone.
-        """
+        """Do some work while no loads are under way. Work that is not done yet is done first, and then nothing else."""
         with self._lock:
             if self._is_closed or self._steps is not None:
                 return
@@ -60,11 +56,7 @@ class Warming:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Begin no further step inside.
-
-        Yields:
-            Nothing.
-        """
+        """Begin no further step inside."""
         with self._lock:
             self._loads += 1
         try:

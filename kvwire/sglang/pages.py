@@ -39,18 +39,7 @@ class HostPool(Protocol):
 
 
 def check_pool(pool: HostPool, layers: int, heads: int, dim: int, tokens: int) -> None:
-    """Refuse a pool whose pages are not those of a model's chunks.
-
-    Args:
-        pool: SGLang's.
-        layers: Of the model.
-        heads: Key-value heads of this worker.
-        dim: Elements of a key or a value in one head.
-        tokens: Of a chunk of the index.
-
-    Raises:
-        MismatchError: Pages are of another shape, dtype or layout.
-    """
+    """Refuse a pool whose pages are not those of a model's chunks."""
     names = ("page_size", "layer_num", "head_num", "head_dim")
     have = [getattr(pool, name, None) for name in names]
     value_dim = getattr(pool, "v_head_dim", dim)
@@ -68,20 +57,7 @@ def check_pool(pool: HostPool, layers: int, heads: int, dim: int, tokens: int) -
 
 
 def flat_page(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
-    """A page as SGLang's pool takes it.
-
-    Args:
-        cache: The chunk, of all heads of the model.
-        heads: Those of this worker.
-        layout: Of the pool, one of ``ORDERS``.
-        tokens: Of a page.
-
-    Returns:
-        All elements, keys first, in a new tensor of one dimension.
-
-    Raises:
-        ArgumentError: The cache has another number of tokens.
-    """
+    """A page as SGLang's pool takes it."""
     if cache.tokens != tokens:
         msg = f"a chunk of {cache.tokens} tokens for a page of {tokens}"
         raise ArgumentError(msg)

@@ -48,12 +48,7 @@ class Training:
     keep_every: int = 100
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained.
-
-        Raises:
-            ArgumentError: Wrappers with the model's own weights: the reference would move with them. Anchors with a
-                layout that has none.
-        """
+        """Refuse what cannot be trained."""
         if self.method == "anchors" and self.layout.anchors is None:
             msg = f"the layout {self.layout.name} has no anchors to train; name one that has, such as anchors:100/25"
             raise ArgumentError(msg)

@@ -20,26 +20,12 @@ _UNITS = {
 
 
 def check_drawable() -> None:
-    """Tell before a training what its end will need.
-
-    Raises:
-        ArgumentError: Matplotlib is not installed; the message names the extra.
-    """
+    """Tell before a training what its end will need."""
     require("matplotlib", "train", "kvwire train-links")
 
 
 def draw_losses(losses: Sequence[float], title: str, method: str, path: Path) -> None:
-    """Write a PNG: the loss of every step, and means over parts of the training.
-
-    Args:
-        losses: In the order of the steps, at least one.
-        title: Of the picture.
-        method: Which loss it is.
-        path: Where the file goes.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a PNG: the loss of every step, and means over parts of the training."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

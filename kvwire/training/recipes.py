@@ -35,11 +35,7 @@ class Recipe:
     micro_batch: int = 8
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work.
-
-        Raises:
-            ArgumentError: A count or rate is not positive, or finite.
-        """
+        """Refuse settings that cannot work."""
         counts = (self.steps, self.batch, self.micro_batch, self.most_tokens)
         rates = (self.learning_rate, self.clip)
         if min(counts) < 1 or self.warm_up < 0 or not all(0 < rate < math.inf for rate in rates):

@@ -66,12 +66,5 @@ class Sample:
 
 
 def chance(seed: str) -> random.Random:
-    """A source of chance.
-
-    Args:
-        seed: Which one.
-
-    Returns:
-        The same draws for the same seed.
-    """
+    """A source of chance."""
     return random.Random(seed)  # noqa: S311 - an order of samples

@@ -125,17 +125,7 @@ def batch_of(sequences: Sequence[TokenSequence]) -> Batch:
 
 
 def check_fit(sample: Sample, layout: LinkLayout, most: int, vocabulary: int) -> None:
-    """Refuse a sample that cannot be trained on.
-
-    Args:
-        sample: The sample.
-        layout: The layout.
-        most: Longest sequence, in tokens.
-        vocabulary: Token ids lie below this.
-
-    Raises:
-        ArgumentError: It is too long, holds other ids, or more passages than the layout has link tokens for.
-    """
+    """Refuse a sample that cannot be trained on."""
     sequence = linked(sample, layout)
     length = len(sequence.token_ids)
     if length > most:

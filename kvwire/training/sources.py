@@ -43,11 +43,7 @@ class TextCut:
     given: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse cuts that leave nothing to learn.
-
-        Raises:
-            ArgumentError: All that follows the documents is given.
-        """
+        """Refuse cuts that leave nothing to learn."""
         if not 0 < self.given < self.rest:
             msg = f"of {self.rest} tokens behind documents, 1 to {self.rest - 1} can be given, not {self.given}"
             raise ArgumentError(msg)
@@ -286,17 +282,6 @@ def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -
     - ``{text}``: plain text, all of it learnt
 
     Each may have ``system``, the text before the documents; ``ordered: true`` keeps the passages in their order.
-
-    Args:
-        fields: The parsed line.
-        tokenize: Reads a text.
-        place: File and line, for messages.
-
-    Returns:
-        The sample.
-
-    Raises:
-        ArgumentError: It is no such object, or has no answer.
     """
     if not isinstance(fields, dict) or not _FIELDS & fields.keys():
         msg = f"{place}: a sample is an object of passages, question and answer, or of turns, messages, summary or text"

@@ -26,19 +26,7 @@ def save_state(
     path: Path, about: Mapping[str, Any], parameters: Mapping[str, Parameter], optimiser: Optimizer,
     losses: list[float], counts: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Keep a training; the file is written whole or not at all.
-
-    Args:
-        path: The file.
-        about: What is trained, on what and how: one that differs cannot go on from here.
-        parameters: What learns, by name.
-        optimiser: Of these parameters.
-        losses: Of every step so far.
-        counts: How many samples each part of the data has given.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Keep a training; the file is written whole or not at all."""
     state = {
         "about": dict(about), "step": len(losses), "losses": losses, "counts": dict(counts),
         "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
@@ -59,22 +47,7 @@ def save_state(
 def restore_state(
     path: Path, about: Mapping[str, Any], parameters: Mapping[str, Parameter], optimiser: Optimizer
 ) -> tuple[list[float], dict[str, int]]:
-    """Go on where a training was kept.
-
-    Args:
-        path: The file.
-        about: As in ``save_state``.
-        parameters: What learns; takes the kept numbers.
-        optimiser: Of these parameters; takes its state.
-
-    Returns:
-        Losses and counts as they were kept.
-
-    Raises:
-        CorruptError: The file holds no such state.
-        ArgumentError: It was kept by a training of something else, or with other settings.
-        StorageError: It cannot be read.
-    """
+    """Go on where a training was kept."""
     state = _read(path)
     changed = [name for name in about if state["about"].get(name) != about[name]]
     if changed or state["about"].keys() != about.keys():

@@ -136,17 +136,7 @@ def _plain(described: LayerSpec | RopeRegime) -> dict[str, object]:
 
 
 def plain_token_ids(token_ids: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """Token ids as Python's own integers, whatever holds them.
-
-    Args:
-        token_ids: A sequence, or an array or tensor of one axis, of any integer type.
-
-    Returns:
-        The same ids.
-
-    Raises:
-        ArgumentError: Something in it is no integer; a number with a fraction is never rounded.
-    """
+    """Token ids as Python's own integers, whatever holds them."""
     listed = getattr(token_ids, "tolist", None)
     try:
         return tuple(map(operator.index, listed() if listed else token_ids))

@@ -38,11 +38,7 @@ class Chat:
     after: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse turns that are none.
-
-        Raises:
-            ArgumentError: They are not the user's and the assistant's by turns.
-        """
+        """Refuse turns that are none."""
         object.__setattr__(self, "turns", tuple(self.turns))
         roles = [turn.role for turn in self.turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):

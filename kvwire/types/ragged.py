@@ -16,19 +16,7 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def dense_layer(layer: int, heads: Sequence[Entries], tokens: int) -> Entries:
-    """Lay a layer's entries out densely.
-
-    Args:
-        layer: Its number, for messages.
-        heads: Entries of each head.
-        tokens: Of the document.
-
-    Returns:
-        Keys and values ``[heads, tokens, dim]``, zeros where nothing was kept, and what was, bool ``[heads, tokens]``.
-
-    Raises:
-        ArgumentError: Entries do not fit each other or the document.
-    """
+    """Lay a layer's entries out densely."""
     if not heads:
         return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0), torch.zeros(0, tokens, dtype=torch.bool)
     for head, entries in enumerate(heads):
@@ -44,16 +32,7 @@ def dense_layer(layer: int, heads: Sequence[Entries], tokens: int) -> Entries:
 
 
 def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> Entries:
-    """What a bool ``[tokens]`` keeps of one head's keys and values ``[tokens, dim]``; everything where it is None.
-
-    Args:
-        keys: ``[tokens, dim]``.
-        values: ``[tokens, dim]``.
-        mask: Bool ``[tokens]``; None: everything is kept.
-
-    Returns:
-        Positions, keys and values.
-    """
+    """What a bool ``[tokens]`` keeps of one head's keys and values ``[tokens, dim]``; everything where it is None."""
     if mask is None:
         return torch.arange(len(keys), device=keys.device), keys, values
     positions = mask.nonzero()[:, 0].to(keys.device)
@@ -61,31 +40,14 @@ def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | No
 
 
 def masked(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Set to zero what a mask leaves out.
-
-    Args:
-        tensor: ``[heads, tokens, dim]``.
-        mask: Bool ``[heads, tokens]``; None keeps all.
-
-    Returns:
-        ``[heads, tokens, dim]``; the tensor itself where nothing is left out.
-    """
+    """Set to zero what a mask leaves out."""
     if mask is None:
         return tensor
     return torch.where(mask[..., None].to(tensor.device), tensor, torch.zeros_like(tensor))
 
 
 def check_mask(layer: int, mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    """Check that a layer's mask is bool ``[heads, tokens]``.
-
-    Args:
-        layer: Its number, for messages.
-        mask: What was kept; None: everything.
-        shape: Heads and tokens.
-
-    Raises:
-        ArgumentError: The mask is not bool or has another shape.
-    """
+    """Check that a layer's mask is bool ``[heads, tokens]``."""
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
         msg = f"layer {layer}: kept must be bool {shape} or None, got {mask.dtype} {tuple(mask.shape)}"
         raise ArgumentError(msg)

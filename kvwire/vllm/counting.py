@@ -27,11 +27,7 @@ class Counts:
         self._sums: Counter[str] = Counter()
 
     def add(self, **numbers: int) -> None:
-        """Add to sums.
-
-        Args:
-            **numbers: Of names in ``COUNTED``.
-        """
+        """Add to sums."""
         with self._lock:
             self._sums.update(numbers)
 

@@ -28,11 +28,7 @@ class StoredEvents(KVConnectorKVEvents):
     """Events on their way from a worker to the scheduler, which publishes them."""
 
     def __init__(self, events: Iterable[KVCacheEvent] = ()) -> None:
-        """Hold events.
-
-        Args:
-            events: Of one worker: those that save are whole, so that no other tells of the same.
-        """
+        """Hold events."""
         self._events = list(events)
 
     def add_events(self, events: list[KVCacheEvent]) -> None:
@@ -60,15 +56,7 @@ class StoredEvents(KVConnectorKVEvents):
 
 
 def stored_event(request: Request, block_tokens: int) -> BlockStored | None:
-    """What is told once a prompt is in the store.
-
-    Args:
-        request: Whose prompt; its hashes are vLLM's own.
-        block_tokens: Of vLLM's blocks.
-
-    Returns:
-        The event, of all full blocks; None where there are none, or where vLLM hashes in other steps than blocks.
-    """
+    """What is told once a prompt is in the store."""
     prompt = request.prompt_token_ids or []
     count = len(prompt) // block_tokens
     if not count or len(request.block_hashes) != request.num_tokens // block_tokens:

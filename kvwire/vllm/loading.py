@@ -50,12 +50,7 @@ class NoWeights(Engine):
     """Stands in for a model that runs elsewhere: it has a cache's layout and room for one, and computes nothing."""
 
     def __init__(self, corpus: Corpus, dtype: torch.dtype) -> None:
-        """Keep the layout.
-
-        Args:
-            corpus: Of the model.
-            dtype: Of the caches to decode to.
-        """
+        """Keep the layout."""
         self._corpus, self._dtype = corpus, dtype
 
     @property
@@ -132,12 +127,7 @@ class PageExecutor(Executor):
     """
 
     def __init__(self, *parts: Any, wanted: int | None = None) -> None:  # noqa: ANN401 - an Executor's
-        """Take an executor's parts.
-
-        Args:
-            *parts: An executor's.
-            wanted: How many tokens of a single document the load is for; None: all of all documents.
-        """
+        """Take an executor's parts."""
         super().__init__(*parts)
         for document in self._found:
             document.wanted_tokens = wanted
@@ -162,14 +152,7 @@ class PageExecutor(Executor):
         return ev.Finish(self.number, (), reason)
 
     def front(self, least: int | None) -> tuple[int, int]:
-        """How far the prompt is filled from its beginning.
-
-        Args:
-            least: Level that counts as filled, or the finest of a blob with fewer; None: any.
-
-        Returns:
-            Tokens, and the lowest level of any chunk of these.
-        """
+        """How far the prompt is filled from its beginning."""
         tokens, lowest = 0, inf
         for index in range(len(self._found)):
             document = self._documents.get(index)
@@ -186,14 +169,7 @@ class PageExecutor(Executor):
         return tokens, int(lowest) if tokens else -1
 
     def lay_over(self, found: Found) -> str:
-        """Write rows into the prompt that an earlier load repaired and kept.
-
-        Args:
-            found: What was found of them.
-
-        Returns:
-            Why nothing was written; empty where it was.
-        """
+        """Write rows into the prompt that an earlier load repaired and kept."""
         opened = [each for each in self._documents.values() if each.info is not None]
         decisions = [Decision(chunk, "fetch", level) for chunk, level in self.levels.items()]
         if found.kept is None:
@@ -247,17 +223,7 @@ class PageLoader(Loader):
         settings: LoadSettings | None = None,
         **options: Any,  # noqa: ANN401 - a Loader's
     ) -> None:
-        """Begin nothing yet.
-
-        Args:
-            corpus: The documents', opened without an engine.
-            dtype: Of the caches.
-            settings: How documents are loaded; nothing is repaired, since there is nothing to compute with.
-            **options: See ``Loader``.
-
-        Raises:
-            ArgumentError: The settings have a layout or a system text, which there is nothing to compute with either.
-        """
+        """Begin nothing yet."""
         elements = sum(spec.key_width + spec.value_width for spec in corpus.meta.layers)
         decode = DecodeCost(_BASE_S, _ELEMENT_S * elements, _BYTE_S)
         chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, decode)
@@ -283,24 +249,7 @@ class PageLoader(Loader):
         wanted: int | None = None,
         kept: KeptRepair | None = None,
     ) -> Loaded:
-        """Load documents, as far as they come in time.
-
-        Args:
-            documents: Ids, in the prompt's order.
-            texts: Token ids of each.
-            goal: What is to be reached; loading ends at its deadline.
-            least: Level below which a chunk counts as missing; None: any level will do.
-            wanted: How many tokens of a single document are needed; None: all of all documents.
-            kept: Repaired rows to be laid over the documents, which it names from the first on. Where they cannot be
-                had or do not fit, only the first document counts as there, which needs none. None: no repair.
-
-        Returns:
-            What is there. Missing, damaged and late pieces are no error.
-
-        Raises:
-            AuthError: The store refused its credentials.
-            ArgumentError: The loader is closed, or the prompt does not fit the model's window.
-        """
+        """Load documents, as far as they come in time."""
         known = dict(zip(documents, texts, strict=True))
         make = partial(PageExecutor, wanted=wanted)
         return self._session.run(self._load_front(make, list(documents), known, goal, least, kept))

@@ -62,19 +62,7 @@ class Matched:
 
 
 def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
-    """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs.
-
-    Args:
-        corpus: The documents'.
-        choice: The request's.
-        prompt: Token ids.
-
-    Returns:
-        The documents' whole texts. With a repair: those that it names, or the first document, which needs none.
-
-    Raises:
-        KvwireError: The catalog cannot be read.
-    """
+    """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
     entries = entries_of(corpus, choice)
     kept = kept_of(corpus, choice, entries)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
@@ -112,21 +100,7 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
 
 
 def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:
-    """The longest prefix of a prompt that a document begins with, but for the prompt's last token.
-
-    Args:
-        corpus: The documents'.
-        index: Kvwire's own index of it.
-        choice: The request's.
-        prompt: Token ids.
-
-    Returns:
-        One document or none. One of another profile than the one in use counts as none, since the salt names that one;
-        so does one that nobody can decode without the model.
-
-    Raises:
-        KvwireError: The catalog cannot be read.
-    """
+    """The longest prefix of a prompt that a document begins with, but for the prompt's last token."""
     profile = profile_in_use(corpus)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), (), profile)
     troubles: list[str] = []

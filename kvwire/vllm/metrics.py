@@ -45,14 +45,7 @@ class TransferMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register the counters.
-
-        Args:
-            vllm_config: vLLM's.
-            metric_types: vLLM's own kinds of metrics.
-            labelnames: Of all of its metrics.
-            per_engine_labelvalues: Of each engine.
-        """
+        """Register the counters."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make = metric_types[Counter]
         made = {

@@ -48,17 +48,7 @@ class ConnectorSettings(CorpusSettings):
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> ConnectorSettings:
-        """Read what vLLM was started with.
-
-        Args:
-            extra: The configuration.
-
-        Returns:
-            The settings.
-
-        Raises:
-            ArgumentError: A name is not known, a value is none that it may have, or the store is missing.
-        """
+        """Read what vLLM was started with."""
         known = set(cls.__dataclass_fields__)
         if unknown := sorted(set(extra) - known):
             msg = f"kv_connector_extra_config has no {unknown[0]!r}; it may have {', '.join(sorted(known))}"
@@ -81,32 +71,13 @@ class ConnectorSettings(CorpusSettings):
         return cls(**extra)
 
     def corpus(self, model: str) -> Corpus:
-        """Open the documents' corpus, without an engine.
-
-        Args:
-            model: What vLLM serves: a folder, whose weights are told by their digest, or any other name.
-
-        Returns:
-            The corpus.
-
-        Raises:
-            NotFoundError: The store has no record of the model.
-            KvwireError: The store cannot be opened.
-        """
+        """Open the documents' corpus, without an engine."""
         folder = Path(model).expanduser()
         named = model_revision(folder) if not self.model and (folder / "config.json").is_file() else self.model
         return self.open_corpus(named or model)
 
     def loader(self, corpus: Corpus, dtype: torch.dtype) -> PageLoader:
-        """What loads documents.
-
-        Args:
-            corpus: As ``corpus`` opened it.
-            dtype: Of vLLM's pages.
-
-        Returns:
-            The loader, which starts with its first load.
-        """
+        """What loads documents."""
         link: LinkSettings | None = parse_link(self.link) if self.link else None
         settings = LoadSettings(open_s=self.patience_s, max_kl=self.max_kl)
         return PageLoader(corpus, dtype, link=link, settings=settings)

@@ -153,20 +153,7 @@ def salt_of(
     choice: Choice, tenant: str, config_digest: str, entries: Sequence[CatalogEntry | None], profile: str = "",
     kept: KeptRepair | None = None,
 ) -> str:  # fmt: skip
-    """The ``cache_salt`` of a request: no other request shares its cache in vLLM's memory.
-
-    Args:
-        choice: The request's.
-        tenant: Hash of the tenant.
-        config_digest: Of the model.
-        entries: What the catalog has of each document; None where it has nothing.
-        profile: Digest of the profile in use, of which every prefix that is loaded must be; of documents, empty.
-        kept: The repaired rows that are laid over the documents; None: none.
-
-    Returns:
-        Text that begins with mode and level and ends with a digest of all: tenant, model, choice, and each document's
-        blob, text and profile, or the profile of all prefixes, and the blobs of repaired rows.
-    """
+    """The ``cache_salt`` of a request: no other request shares its cache in vLLM's memory."""
     choice = replace(choice, save=False)  # what is kept afterwards changes no cache
     named = [
         [name, *((entry.sha256, entry.token_digest, entry.profile_digest) if entry else ("", "", ""))]
@@ -184,18 +171,7 @@ def salt_of(
 
 
 def entries_of(corpus: Corpus, choice: Choice) -> list[CatalogEntry | None]:
-    """Look the documents up, several at a time where the store is far; None for one that is not in the catalog.
-
-    Args:
-        corpus: The documents'.
-        choice: The request's.
-
-    Returns:
-        Their entries, in order.
-
-    Raises:
-        KvwireError: The catalog cannot be read.
-    """
+    """Look the documents up, several at a time where the store is far; None for one that is not in the catalog."""
     reads = read_ahead(corpus.catalog.store, choice.documents, partial(_entry, corpus))
     return [read() for _, read in reads]
 
@@ -208,20 +184,7 @@ def _entry(corpus: Corpus, name: str) -> CatalogEntry | None:
 
 
 def kept_of(corpus: Corpus, choice: Choice, entries: Sequence[CatalogEntry | None]) -> KeptRepair | None:
-    """The repaired rows that a request is to get.
-
-    Args:
-        corpus: The documents'.
-        choice: The request's.
-        entries: What the catalog has of each document; None where it has nothing.
-
-    Returns:
-        What is kept of most of the first documents in this order; None where nothing is, where it was computed over
-        coarser documents than the request asks for, or where no repair was asked for.
-
-    Raises:
-        KvwireError: The catalog cannot be read, or what is kept is damaged.
-    """
+    """The repaired rows that a request is to get."""
     if not choice.repair:
         return None
     known = [entry.token_digest for entry in takewhile(lambda entry: entry is not None, entries) if entry]
@@ -255,17 +218,7 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
 
 
 def profile_in_use(corpus: Corpus) -> str:
-    """Digest of the profile that a corpus encodes with; empty where it has none yet.
-
-    Args:
-        corpus: The documents'.
-
-    Returns:
-        SHA-256 in hexadecimal.
-
-    Raises:
-        KvwireError: The catalog cannot be read.
-    """
+    """Digest of the profile that a corpus encodes with; empty where it has none yet."""
     return corpus.catalog.current_profile(corpus.meta.config_digest()) or ""
 
 

@@ -79,27 +79,13 @@ class Saving:
     """The scheduler's half: which requests are kept. Called from one thread."""
 
     def __init__(self, mode: SaveMode, least_tokens: int, trouble: str = "") -> None:
-        """Watch nothing yet.
-
-        Args:
-            mode: ``asked``: requests that say so; ``all``: those, and all that nothing is loaded for; ``named``:
-                requests that say under which name; ``off``: none.
-            least_tokens: Shorter prompts are not kept: the index would not find them.
-            trouble: Why nothing can be kept here; empty where it can.
-        """
+        """Watch nothing yet."""
         self._mode, self._least, self._trouble = mode, least_tokens, trouble
         self._watched: dict[str, _Watched] = {}
         self._saves: list[PageSave] = []
 
     def begin(self, request_id: str, salt: str | None, *, asks: bool | str, trouble: str = "") -> None:
-        """Take in a request.
-
-        Args:
-            request_id: Its name.
-            salt: Its ``cache_salt``.
-            asks: Whether it asks to be kept; a text: as the document of that name.
-            trouble: Why its rows are not those of its token ids alone; empty where they are.
-        """
+        """Take in a request."""
         if asks or self._mode == "all":
             document = asks if isinstance(asks, str) else ""
             why = self._other_mode(document) or self._trouble or trouble
@@ -116,22 +102,13 @@ class Saving:
         return ""
 
     def had(self, request_id: str, tokens: int) -> None:
-        """Note what vLLM has of a prompt before it computes: rows of other requests with the same salt.
-
-        Args:
-            request_id: Of the request.
-            tokens: Of its front.
-        """
+        """Note what vLLM has of a prompt before it computes: rows of other requests with the same salt."""
         watched = self._watched.get(request_id)
         if watched and tokens and watched.salt.startswith(SALTED):
             watched.trouble = watched.trouble or "vLLM had rows of it that may have been loaded"
 
     def loaded(self, request_id: str) -> None:
-        """Note that rows of a request are loaded.
-
-        Args:
-            request_id: Of the request.
-        """
+        """Note that rows of a request are loaded."""
         if watched := self._watched.get(request_id):
             watched.trouble = watched.trouble or "some of its rows were loaded"
 
@@ -139,18 +116,7 @@ class Saving:
         self, request_id: str, prompt: Sequence[int], blocks: Sequence[int], *, is_computed: bool,
         event: Callable[[], object] | None = None,
     ) -> str | None:  # fmt: skip
-        """Decide about a request that ended.
-
-        Args:
-            request_id: Of the request.
-            prompt: Token ids.
-            blocks: The request's.
-            is_computed: Whether all of the prompt was.
-            event: Makes what is told once the prompt is in the store; None: nothing is.
-
-        Returns:
-            Why it is not kept; empty where it is, and its blocks are to be held; None where nobody asked.
-        """
+        """Decide about a request that ended."""
         watched = self._watched.pop(request_id, None)
         if watched is None:
             return None
@@ -177,13 +143,7 @@ class Saver:
     """A worker's half: copies pages, and encodes and stores them, in a thread each."""
 
     def __init__(self, corpus: Corpus, index: str, counts: Counts | None = None) -> None:
-        """Keep nothing yet.
-
-        Args:
-            corpus: Where prompts are put, as documents of their own.
-            index: The scheme by which those are found that got no name from who asked.
-            counts: Where is counted what was kept; None: nowhere.
-        """
+        """Keep nothing yet."""
         self._counts = counts or Counts()
         self._corpus, self._scheme, self._index = corpus, index, corpus.index(index)
         self._pages: Pages | None = None
@@ -201,12 +161,7 @@ class Saver:
         self._encoding = ThreadPoolExecutor(1, "kvwire-encode")
 
     def register(self, pages: Pages, shards: Shards | None = None) -> None:
-        """Take the pages to read from.
-
-        Args:
-            pages: All layers', whose layout was probed.
-            shards: The workers that share the heads; None: there is one.
-        """
+        """Take the pages to read from."""
         self._pages, self._shards = pages, shards
 
     @property
@@ -214,11 +169,7 @@ class Saver:
         return self._shards is None or self._shards.rank == 0
 
     def start(self, saves: Sequence[PageSave]) -> None:
-        """Begin to copy; returns at once.
-
-        Args:
-            saves: Whose blocks are held until ``copied`` tells of them.
-        """
+        """Begin to copy; returns at once."""
         for save in saves:
             key = save.request_id if save.document else digest_tokens(save.token_ids)
             if save.document and self._is_first:
@@ -247,12 +198,7 @@ class Saver:
         return events
 
     def outcomes(self) -> dict[str, Any]:
-        """What became of documents with names since the last call.
-
-        Returns:
-            ``under_way``: how many are not done; ``done``: for each that is, ``document``, ``encode_s``, and ``error``
-            and ``message``, empty where it is in the store.
-        """
+        """What became of documents with names since the last call."""
         with self._lock:
             done, self._outcomes = self._outcomes, []
             return {"under_way": self._under_way, "done": done}

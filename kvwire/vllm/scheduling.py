@@ -83,15 +83,7 @@ class Scheduling:
         least_tokens: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask nothing yet.
-
-        Args:
-            corpus: The documents', opened without an engine.
-            patience_s: Longest wait for the catalog; a request is served without documents then.
-            index: By which prefixes are found, as ``Corpus.index`` takes it.
-            least_tokens: Of a prefix, fewer are not worth a load: a block, of which vLLM keeps whole ones alone.
-            clock: Seconds.
-        """
+        """Ask nothing yet."""
         self._corpus, self._patience_s, self._clock = corpus, patience_s, clock
         self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
@@ -106,18 +98,7 @@ class Scheduling:
         salt: str | None,
         trouble: str = "",
     ) -> Choice | None:
-        """Take in a request, and begin to look up what it may begin with.
-
-        Args:
-            request_id: Its name.
-            params: Its ``kv_transfer_params``; without ``kvwire`` it is none of ours.
-            prompt: Token ids.
-            salt: Its ``cache_salt``.
-            trouble: Why its rows are not those of its token ids alone, so that nothing fits it; empty where they are.
-
-        Returns:
-            What it asks for; None where it asks for nothing, or for what cannot be.
-        """
+        """Take in a request, and begin to look up what it may begin with."""
         if not params or PARAMS not in params:
             return None
         asked = self._asked[request_id] = _Asked(tuple(prompt), salt or "", self._clock())
@@ -139,14 +120,6 @@ class Scheduling:
 
         A load that brought nothing is not begun again, for which vLLM would ask for ever; one whose pages were taken
         away is.
-
-        Args:
-            request_id: Of the request.
-            computed: Tokens of its prompt that vLLM has already.
-            preemptions: How often the request lost its pages.
-
-        Returns:
-            Tokens; None where the catalog has not answered yet.
         """
         asked = self._asked.get(request_id)
         if asked is None:
@@ -163,13 +136,7 @@ class Scheduling:
         return tokens if tokens >= least else 0
 
     def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
-        """Note where tokens go that were promised.
-
-        Args:
-            request_id: Of the request.
-            blocks: All of its blocks.
-            tokens: To load; 0: none.
-        """
+        """Note where tokens go that were promised."""
         asked = self._asked.get(request_id)
         if asked is None or not tokens or not asked.pieces or asked.choice is None:
             return
@@ -195,14 +162,7 @@ class Scheduling:
         return loads
 
     def end(self, request_id: str) -> dict[str, Any] | None:
-        """Forget a request.
-
-        Args:
-            request_id: Of the request.
-
-        Returns:
-            What its answer says in ``kv_transfer_params``; None where it is none of ours.
-        """
+        """Forget a request."""
         asked = self._asked.pop(request_id, None)
         return None if asked is None else {PARAMS: asked.told}
 

@@ -33,28 +33,14 @@ class Shards:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """Join the group; all its workers do so at the same time.
-
-        Args:
-            ranks: Of the workers in ``torch.distributed``, in the order of their heads.
-        """
+        """Join the group; all its workers do so at the same time."""
         self._first = ranks[0]
         self._group = dist.new_group(list(ranks), timeout=_WAIT, backend="gloo", use_local_synchronization=True)
         self.rank, self.count = dist.get_rank(self._group), len(ranks)
         self._is_broken = False
 
     def agree(self, is_ready: bool) -> bool:  # noqa: FBT001 - the one thing that is said
-        """Whether all workers are ready; each of them calls it.
-
-        Args:
-            is_ready: Whether this one is.
-
-        Returns:
-            The same in every worker.
-
-        Raises:
-            KvwireError: The workers are out of step: one of them failed in the middle.
-        """
+        """Whether all workers are ready; each of them calls it."""
 
         def ask() -> bool:
             word = torch.tensor([int(is_ready)])
@@ -64,18 +50,7 @@ class Shards:
         return self._together(ask)
 
     def gather(self, own: Tensor, copies: int = 1) -> Tensor | None:
-        """Join a tensor of each worker; each of them calls it.
-
-        Args:
-            own: This one's, in the processor's memory, of the same shape and dtype everywhere.
-            copies: How many workers, one behind the other, have the same.
-
-        Returns:
-            All of them along the first dimension, in the order of their heads; None in other workers than the first.
-
-        Raises:
-            KvwireError: As in ``agree``.
-        """
+        """Join a tensor of each worker; each of them calls it."""
 
         def collect() -> Tensor | None:
             data = own.contiguous().view(torch.uint8)

@@ -48,14 +48,7 @@ class Working:
     """Loads documents in threads of its own, and writes what has come into pages when it is called."""
 
     def __init__(self, loader: PageLoader, *, rank: int = 0, ranks: int = 1, counts: Counts | None = None) -> None:
-        """Load nothing yet.
-
-        Args:
-            loader: Loads documents.
-            rank: Which part of the heads is this worker's, where several share the model.
-            ranks: How many share it; where these are more than there are heads, several have the same one.
-            counts: Where is counted what was loaded; None: nowhere.
-        """
+        """Load nothing yet."""
         self._loader, self._rank, self._ranks, self._counts = loader, rank, ranks, counts or Counts()
         self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
         self._lock = threading.Lock()
@@ -66,47 +59,26 @@ class Working:
         self._pages: Pages | None = None
 
     def register(self, pages: Pages, meta: CacheMeta) -> None:
-        """Take the pages to write into, once they are known to hold what is written.
-
-        Args:
-            pages: All layers'.
-            meta: Of the caches.
-
-        Raises:
-            MismatchError: The pages are of another model, of a layout that kvwire does not know, or the model has
-                layers that it does not know in pages.
-        """
+        """Take the pages to write into, once they are known to hold what is written."""
         check_layers(pages, meta)
         probe(pages)
         self._pages = pages
 
     def start(self, loads: Sequence[PageLoad]) -> None:
-        """Begin loads; returns at once.
-
-        Args:
-            loads: Each of a request of its own.
-        """
+        """Begin loads; returns at once."""
         for load in loads:
             with self._lock:
                 self._under_way += 1
             self._pool.submit(self._load, load)
 
     def wait(self, limit_s: float) -> None:
-        """Let loads get on, where the model has nothing to do: steps that only ask for them take Python from them.
-
-        Args:
-            limit_s: Seconds to wait for the end of one, where some are under way and none has ended.
-        """
+        """Let loads get on, where the model has nothing to do: steps that only ask for them take Python from them."""
         with self._ended:
             if self._under_way and not self._done:
                 self._ended.wait(limit_s)
 
     def collect(self) -> Written:
-        """Write what has come into its pages; to be called between two steps of the model.
-
-        Returns:
-            Whose loads have ended, and their blocks that must be computed.
-        """
+        """Write what has come into its pages; to be called between two steps of the model."""
         with self._lock:
             done, self._done = self._done, []
         requests, bad = set(), set()
@@ -203,15 +175,7 @@ class Working:
 
 
 def check_layers(pages: Pages, meta: CacheMeta) -> None:
-    """Refuse pages that are not those of a model's layers.
-
-    Args:
-        pages: All layers'.
-        meta: Of the model's caches.
-
-    Raises:
-        MismatchError: They are another model's, or of a kind that kvwire does not know in pages.
-    """
+    """Refuse pages that are not those of a model's layers."""
     if len(pages.views) != len(meta.layers):
         msg = f"vLLM has pages of {len(pages.views)} layers, the documents are of {len(meta.layers)}: name their model"
         raise MismatchError(msg)

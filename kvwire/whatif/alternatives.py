@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 
 def predict_alternatives(situation: Situation) -> list[Prediction]:
-    """Play what else could be done.
-
-    Args:
-        situation: Prompt, link, engine and goal.
-
-    Returns:
-        Text alone, every level alone, uncompressed caches where their size is known, CacheGen's rule, and the other
-        objectives where there is a deadline.
-    """
+    """Play what else could be done."""
     names = situation.details.level_names
     found = [situation.predict("text only", TextOnly())]
     bare = situation.without_floors()

@@ -43,14 +43,7 @@ class BreakEven:
 
 
 def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
-    """Find all break-even points of a prompt.
-
-    Args:
-        situation: Prompt, link, engine and goal.
-
-    Yields:
-        Points in the order of ``What``, levels upwards; ``in time`` only where there is a deadline.
-    """
+    """Find all break-even points of a prompt."""
     yield _break_even("fetches", None, lambda b: len(situation.forecast(bandwidth=b).plan.order) > 1)
     yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.forecast(bandwidth=b).levels.values())
     yield from _beating_text(situation)
@@ -72,16 +65,7 @@ def _beating_text(situation: Situation) -> Iterator[BreakEven]:
 
 
 def find_unchanged(situation: Situation, forecast: Forecast) -> tuple[float | None, float | None]:
-    """Find how far the bandwidth may change before the first plan does.
-
-    Args:
-        situation: Prompt, link, engine and goal.
-        forecast: The first plan.
-
-    Returns:
-        The next bandwidths below and above, in bytes per second, at which the first plan is another; None where there
-        is none within bounds.
-    """
+    """Find how far the bandwidth may change before the first plan does."""
 
     def same(bandwidth: float) -> bool:
         return situation.forecast(bandwidth=bandwidth).levels == forecast.levels

@@ -83,16 +83,7 @@ class Inquiry:
         query_tokens: int,
         repair: ctl.RepairOption | None = None,
     ) -> None:
-        """Keep what the prompt is.
-
-        Args:
-            documents: In prompt order, each with its variants.
-            estimates: Of the engine; they stay as they are.
-            goal: What the load is asked for.
-            settings: Of the controller.
-            query_tokens: Length of the question.
-            repair: What repairing links may take and gives; None: they stay as they are.
-        """
+        """Keep what the prompt is."""
         self._repair = repair if len(documents) > 1 else None
         self._documents, self._estimates = documents, estimates
         self._goal, self._settings, self._query_tokens = goal, settings, query_tokens
@@ -101,19 +92,7 @@ class Inquiry:
         self._now = 0.0
 
     def ask(self, policy: Policy, bandwidth: ctl.BandwidthEstimator, since_s: float) -> Answered:
-        """Ask a policy for its plan of the prompt.
-
-        Args:
-            policy: Asked for the plan.
-            bandwidth: Of the link.
-            since_s: Seconds that have passed since the prompt was asked for.
-
-        Returns:
-            The plan, with what the policy was told.
-
-        Raises:
-            ArgumentError: A chunk cannot be had in any way.
-        """
+        """Ask a policy for its plan of the prompt."""
         if self._known is None or self._choosing or isinstance(policy, RepairRule):
             self._known = self._informed(policy, bandwidth, since_s)
         else:

@@ -38,13 +38,7 @@ _LINES = (
 
 
 def draw_load(outcome: Outcome, title: str, path: Path) -> None:
-    """Write a PNG of one load: a lane each for link, decoder and prefill, time from the asking on.
-
-    Args:
-        outcome: Of the load.
-        title: Above the picture.
-        path: Where the file goes.
-    """
+    """Write a PNG of one load: a lane each for link, decoder and prefill, time from the asking on."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -157,13 +151,7 @@ def _keys(spans: Sequence[Span], finest: int) -> list[Patch]:
 
 
 def draw_cdf(panels: Mapping[str, Mapping[str, Sequence[float]]], deadline_s: float | None, path: Path) -> None:
-    """Write a PNG with a panel for each model and prompt: share of loads whose first token has come by each second.
-
-    Args:
-        panels: Seconds to the first token by policy.
-        deadline_s: Marked; None: there is none.
-        path: Where the file goes.
-    """
+    """Write a PNG with a panel for each model and prompt: share of loads whose first token has come by each second."""
     columns = min(len(panels), 3)
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(max(6.0, 4.3 * columns), 3.3 * lines + 0.6), layout="constrained")

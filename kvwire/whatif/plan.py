@@ -72,24 +72,7 @@ def plan_load(
     compare: bool = True,
     repair: ctl.RepairOption | None = None,
 ) -> LoadPlan:
-    """Plan a load of these documents, each one input or several variants of one.
-
-    Args:
-        documents: In prompt order; a tuple holds the variants of one.
-        estimates: Of link and engine, which stay as they are; ``known_link`` makes those of a link that is known.
-        goal: By default the soonest first token.
-        settings: Of the controller.
-        query_tokens: Length of the question.
-        details: What planning itself need not know, for the report.
-        compare: Also work out alternatives and break-even points.
-        repair: What repairing links may take and gives; None: they stay as they are.
-
-    Returns:
-        The plan, what would come of it, and what else there is.
-
-    Raises:
-        ArgumentError: There are too many documents, or a chunk has neither text nor a segment to fetch.
-    """
+    """Plan a load of these documents, each one input or several variants of one."""
     if not 1 <= len(documents) <= MOST_DOCUMENTS:
         msg = f"a plan needs at least one document and takes up to {MOST_DOCUMENTS}, got {len(documents)}; plan fewer"
         raise ArgumentError(msg)

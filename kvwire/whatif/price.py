@@ -39,17 +39,7 @@ class Prices:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read prices such as ``gpu_hour=1.79,gb_month=0.023,egress=0``.
-
-        Args:
-            text: As it was typed.
-
-        Returns:
-            The prices; those that are not named are 0.
-
-        Raises:
-            ArgumentError: A name is unknown or given twice, a price is no number from 0, or ``gpu_hour`` is missing.
-        """
+        """Read prices such as ``gpu_hour=1.79,gb_month=0.023,egress=0``."""
         names, found = [each.name for each in fields(cls)], {}
         for part in text.split(","):
             name, _, value = (each.strip() for each in part.partition("="))
@@ -114,20 +104,7 @@ class Priced:
 
 
 def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int = 0) -> Priced:
-    """Count a plan and its alternatives in money.
-
-    Args:
-        plan: With alternatives, of which the first is text alone.
-        prices: What is paid.
-        stored_bytes: Of the documents' caches in the store, all levels.
-        raw_bytes: Of their uncompressed caches, for the way that fetches these; 0 where it is not among them.
-
-    Returns:
-        Money for a million requests in each way, and from how many uses storing pays.
-
-    Raises:
-        ArgumentError: The plan has no alternatives to compare with.
-    """
+    """Count a plan and its alternatives in money."""
     text = next((each for each in plan.alternatives if each.name == TEXT), None)
     if text is None:
         msg = "prices compare with text alone: leave out --no-compare (compare=False)"

@@ -35,20 +35,7 @@ _MOST_PLAYED_DOCUMENTS = 64  # likewise
 def known_link(
     costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: float, *, known_engine: bool = False
 ) -> ctl.Estimates:
-    """Make estimates of a link that is known.
-
-    Args:
-        costs: Of the engine, or estimates that hold them.
-        bandwidth: Bytes per second, above 0.
-        ttfb_s: Seconds to a first byte, at least 0.
-        known_engine: What computing costs does not err either; by default it errs as ``costs`` expect.
-
-    Returns:
-        New estimates with these costs, whose link does not err.
-
-    Raises:
-        ArgumentError: Bandwidth or round trip cannot be.
-    """
+    """Make estimates of a link that is known."""
     if not (0 < bandwidth < inf and 0 <= ttfb_s < inf):
         msg = f"a link needs a bandwidth above 0 and a round trip of 0 or more, got {bandwidth} B/s and {ttfb_s} s"
         raise ArgumentError(msg)
@@ -151,15 +138,7 @@ class Situation:
         return replace(self, documents=documents)
 
     def forecast(self, policy: Policy | None = None, bandwidth: float | None = None) -> Forecast:
-        """Ask a policy for its plan when all headers are read and nothing has begun.
-
-        Args:
-            policy: By default kvwire's own.
-            bandwidth: Bytes per second of another link, whose estimate errs as much.
-
-        Returns:
-            The first plan.
-        """
+        """Ask a policy for its plan when all headers are read and nothing has begun."""
         estimator = self.estimates.bandwidth
         if bandwidth is not None:
             horizons = estimator.horizons
@@ -180,15 +159,7 @@ class Situation:
         return self.estimates.ttfb.value + self.details.header_bytes / bandwidth
 
     def play(self, policy: Policy, forecast: Forecast) -> Played | None:
-        """Play the load on a link that keeps its bandwidth.
-
-        Args:
-            policy: Steers the load.
-            forecast: Its first plan.
-
-        Returns:
-            What comes of it; None where the load is too long or has too many documents to be played.
-        """
+        """Play the load on a link that keeps its bandwidth."""
         if forecast.ttft_s > _MOST_PLAYED_S or len(self.documents) > _MOST_PLAYED_DOCUMENTS:
             return None
         log: list[ctl.LogEntry] = []
@@ -205,29 +176,12 @@ class Situation:
         return Played(outcome, inputs)
 
     def predict(self, name: str, policy: Policy) -> Prediction:
-        """Plan with a policy, and play the plan where it can be.
-
-        Args:
-            name: Of the policy, for tables.
-            policy: Asked for the plan.
-
-        Returns:
-            What would come of it.
-        """
+        """Plan with a policy, and play the plan where it can be."""
         forecast = self.forecast(policy)
         return self.prediction(name, forecast, self.play(policy, forecast))
 
     def prediction(self, name: str, forecast: Forecast, played: Played | None) -> Prediction:
-        """Sum up a policy's plan.
-
-        Args:
-            name: Of the policy, for tables.
-            forecast: Its first plan.
-            played: What came of it; None: what it expects stands for that.
-
-        Returns:
-            Time, bytes and quality.
-        """
+        """Sum up a policy's plan."""
         chunks = planned_chunks(forecast, played)
         tokens = sum(chunk.tokens for chunk in chunks)
         levels = [0] * (1 + max((chunk.level for chunk in chunks if chunk.level is not None), default=-1))
@@ -271,15 +225,7 @@ class Situation:
 
 
 def planned_chunks(forecast: Forecast, played: Played | None) -> list[PlannedChunk]:
-    """Tell what becomes of every chunk.
-
-    Args:
-        forecast: The first plan.
-        played: What came of it; None: all happens as first planned.
-
-    Returns:
-        Chunks in prompt order.
-    """
+    """Tell what becomes of every chunk."""
     decisions = played.outcome.decisions if played else ()
     ends = {(made.chunk.document, made.chunk.chunk): (made.level, made.reason) for made in decisions}
     planned = []

@@ -64,14 +64,7 @@ class DiskTier:
     """
 
     def __init__(self, root: Path, budget_bytes: int, lock: threading.Lock, settings: TierSettings) -> None:
-        """Touch nothing yet; ``open`` does.
-
-        Args:
-            root: The folder.
-            budget_bytes: What the files may take.
-            lock: The cache's lock.
-            settings: Limits and waits.
-        """
+        """Touch nothing yet; ``open`` does."""
         self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, HEADER_BYTES)
         self._root = root
         self._lock = lock
@@ -117,14 +110,7 @@ class DiskTier:
             self._shrink()
 
     def add(self, name: bytes, start: int, data: bytes, size: int | None) -> None:
-        """Locked: keep what of these bytes is not there yet; they are written in the background.
-
-        Args:
-            name: The object.
-            start: Where the bytes lie in it.
-            data: The bytes.
-            size: The object's length in bytes, where it is known.
-        """
+        """Locked: keep what of these bytes is not there yet; they are written in the background."""
         if not self._is_on():
             self.index.counters.refused += 1
             return
@@ -143,26 +129,11 @@ class DiskTier:
             self._worker.submit(partial(self._write, name, extent))
 
     def has_room(self, length: int) -> bool:
-        """Locked: ask the queue of writes.
-
-        Args:
-            length: Bytes.
-
-        Returns:
-            Whether it takes that many.
-        """
+        """Locked: ask the queue of writes."""
         return self._dirty_bytes + length <= self._settings.dirty_bytes
 
     def at(self, name: bytes, position: int) -> Extent[StoredFile] | None:
-        """Locked: the extent that holds a byte.
-
-        Args:
-            name: The object.
-            position: The byte.
-
-        Returns:
-            The extent; None where there is none that can be read now.
-        """
+        """Locked: the extent that holds a byte."""
         extent = self.index.at(name, position)
         if extent is None or extent.value.data is not None:
             return extent
@@ -175,16 +146,7 @@ class DiskTier:
         self._skipped_until = time.monotonic() + self._settings.retry_s
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> tuple[bytes, int | None] | None:
-        """Read an extent's file.
-
-        Args:
-            name: The object.
-            extent: The extent.
-
-        Returns:
-            The extent's bytes and the object's size, None where that is not known; None instead of both where the file
-            cannot be read now, or is not what was written.
-        """
+        """Read an extent's file."""
         if self._slot is None:
             return None
         named = ExtentName(name, extent.start, extent.end)
@@ -200,26 +162,13 @@ class DiskTier:
             return None
 
     def drop(self, name: bytes, start: int, end: int | None) -> None:
-        """Locked: remove all extents that hold any byte of a range.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-        """
+        """Locked: remove all extents that hold any byte of a range."""
         for extent in self.index.overlapping(name, start, end):
             self.index.remove(name, extent)
             self._forget(name, extent)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the folder is what the index says.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until the folder is what the index says."""
         return self._worker.drain(timeout_s)
 
     def close(self) -> None:

@@ -63,14 +63,7 @@ class ExtentName:
 
     @classmethod
     def parse(cls, file_name: str) -> ExtentName | None:
-        """Read a file's name.
-
-        Args:
-            file_name: The name.
-
-        Returns:
-            What it says; None where it is no extent's.
-        """
+        """Read a file's name."""
         match = _NAME.fullmatch(file_name)
         if match is None:
             return None
@@ -80,17 +73,7 @@ class ExtentName:
 
 
 def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) -> None:
-    """Write the file. It is not flushed: a crash may tear it, and the checksum tells.
-
-    Args:
-        path: The file.
-        extent: Whose it is.
-        size: The object's length in bytes, where it is known.
-        data: The extent's bytes.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the file. It is not flushed: a crash may tear it, and the checksum tells."""
     fields = _FIELDS.pack(_MAGIC, extent.name, extent.start, len(data), _UNKNOWN if size is None else size)
     header = fields + _CRC.pack(crc32(data, crc32(fields)))
     descriptor = os.open(path, _CREATE_FLAGS, _MODE)
@@ -107,19 +90,7 @@ def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) 
 
 
 def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
-    """Read the file.
-
-    Args:
-        path: The file.
-        extent: Whose it must be.
-
-    Returns:
-        The extent's bytes and the object's size, where it is known.
-
-    Raises:
-        CorruptError: The file is not exactly what was written for this extent.
-        OSError: It cannot be read.
-    """
+    """Read the file."""
     descriptor = os.open(path, _READ_FLAGS)
     try:
         header = os.read(descriptor, HEADER_BYTES)

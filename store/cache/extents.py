@@ -51,55 +51,25 @@ class ExtentMap(Generic[T]):
         return iter(self._extents)
 
     def at(self, position: int) -> Extent[T] | None:
-        """The extent that holds a byte.
-
-        Args:
-            position: The byte.
-
-        Returns:
-            The extent; None where there is none.
-        """
+        """The extent that holds a byte."""
         index = bisect_right(self._starts, position) - 1
         if index < 0 or self._extents[index].end <= position:
             return None
         return self._extents[index]
 
     def next_start(self, position: int) -> int | None:
-        """Where the next extent starts.
-
-        Args:
-            position: A byte.
-
-        Returns:
-            Start of the first extent after ``position``; None where there is none.
-        """
+        """Where the next extent starts."""
         index = bisect_right(self._starts, position)
         return self._starts[index] if index < len(self._starts) else None
 
     def overlapping(self, start: int, end: int | None = None) -> list[Extent[T]]:
-        """Extents that hold any byte of a range.
-
-        Args:
-            start: First byte.
-            end: The byte after the last; None: to the end.
-
-        Returns:
-            The extents, in ascending order.
-        """
+        """Extents that hold any byte of a range."""
         first = max(0, bisect_right(self._starts, start) - 1)
         last = len(self._starts) if end is None else bisect_left(self._starts, end)
         return [extent for extent in self._extents[first:last] if extent.end > start]
 
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The parts of a range that no extent holds.
-
-        Args:
-            start: First byte.
-            end: The byte after the last.
-
-        Returns:
-            Pairs of start and end.
-        """
+        """The parts of a range that no extent holds."""
         found = []
         for extent in self.overlapping(start, end):
             if extent.start > start:
@@ -110,19 +80,7 @@ class ExtentMap(Generic[T]):
         return found
 
     def add(self, start: int, end: int, value: T) -> Extent[T]:
-        """Add an extent.
-
-        Args:
-            start: First byte.
-            end: The byte after the last.
-            value: Whatever stands for the bytes.
-
-        Returns:
-            The extent.
-
-        Raises:
-            ArgumentError: It is empty or overlaps another.
-        """
+        """Add an extent."""
         index = bisect_left(self._starts, start)
         follows = index == 0 or self._extents[index - 1].end <= start
         precedes = index == len(self._starts) or end <= self._starts[index]
@@ -135,14 +93,7 @@ class ExtentMap(Generic[T]):
         return extent
 
     def remove(self, extent: Extent[T]) -> bool:
-        """Remove this very extent.
-
-        Args:
-            extent: The extent.
-
-        Returns:
-            Whether it was there.
-        """
+        """Remove this very extent."""
         index = bisect_left(self._starts, extent.start)
         if index == len(self._starts) or self._extents[index] is not extent:
             return False

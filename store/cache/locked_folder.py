@@ -26,12 +26,7 @@ class LockedFolder:
     """A subfolder that this process holds until it closes the slot or ends."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
-        """Take over the locked descriptor.
-
-        Args:
-            folder: The subfolder.
-            descriptor: Holds the lock until it is closed.
-        """
+        """Take over the locked descriptor."""
         self.folder = folder
         self._descriptor = descriptor
         in_child(self, LockedFolder.close)  # so that the lock ends with this process, whatever its children do
@@ -44,11 +39,7 @@ class LockedFolder:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it.
-
-    Args:
-        folder: The folder.
-    """
+    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -59,17 +50,7 @@ def make_folder(folder: Path) -> None:
 
 
 def lock_folder(root: Path) -> LockedFolder:
-    """Hold the first free subfolder, made where there is none.
-
-    Args:
-        root: The folder above.
-
-    Returns:
-        The subfolder, locked.
-
-    Raises:
-        OSError: The folder cannot be used.
-    """
+    """Hold the first free subfolder, made where there is none."""
     make_folder(root)
     for number in range(_MANY):
         folder = root / f"slot-{number}"
@@ -81,14 +62,7 @@ def lock_folder(root: Path) -> LockedFolder:
 
 
 def unlocked_folders(root: Path) -> Iterator[LockedFolder]:
-    """Subfolders that nobody holds.
-
-    Args:
-        root: The folder above.
-
-    Yields:
-        Each subfolder, held while it is looked at.
-    """
+    """Subfolders that nobody holds."""
     for number in range(_MANY):
         folder = root / f"slot-{number}"
         if not folder.is_dir():

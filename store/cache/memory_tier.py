@@ -29,24 +29,11 @@ class MemoryTier:
     """Keeps bytes until the policy gives them up."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Start empty.
-
-        Args:
-            budget_bytes: What may be held.
-        """
+        """Start empty."""
         self.index: TierIndex[bytes] = TierIndex(budget_bytes, EXTENT_BYTES)
 
     def add(self, name: bytes, start: int, data: bytes) -> list[Leaving]:
-        """Keep what of these bytes is not there yet.
-
-        Args:
-            name: The object.
-            start: Where the bytes lie in it.
-            data: The bytes.
-
-        Returns:
-            What had to go for it, or could not be taken in.
-        """
+        """Keep what of these bytes is not there yet."""
         counters = self.index.counters
         leaving = []
         for first, last in self.index.gaps(name, start, start + len(data)):
@@ -60,12 +47,6 @@ class MemoryTier:
         return leaving + [Leaving(gone, extent.start, extent.value) for gone, extent in self.index.overflow()]
 
     def drop(self, name: bytes, start: int, end: int | None) -> None:
-        """Forget all extents that hold any byte of a range.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-        """
+        """Forget all extents that hold any byte of a range."""
         for extent in self.index.overlapping(name, start, end):
             self.index.remove(name, extent)

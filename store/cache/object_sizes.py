@@ -31,49 +31,24 @@ class ObjectSizes:
         self._sizes: OrderedDict[bytes, _Size] = OrderedDict()
 
     def stated(self, name: bytes, within_s: float = math.inf) -> int | None:
-        """What the remote has said.
-
-        Args:
-            name: The object.
-            within_s: How long ago at most, in seconds.
-
-        Returns:
-            Length in bytes; None where it has said nothing since.
-        """
+        """What the remote has said."""
         found = self._sizes.get(name)
         if found is None or found.stated_at is None or time.monotonic() - found.stated_at > within_s:
             return None
         return found.bytes
 
     def state(self, name: bytes, size: int | None) -> None:
-        """Hear from the remote.
-
-        Args:
-            name: The object.
-            size: Length in bytes; None: nothing was told.
-        """
+        """Hear from the remote."""
         if size is not None:
             self._set(name, _Size(size, time.monotonic()))
 
     def tell(self, name: bytes, size: int | None) -> None:
-        """Hear from a file; what the remote has said is worth more.
-
-        Args:
-            name: The object.
-            size: Length in bytes; None: nothing was told.
-        """
+        """Hear from a file; what the remote has said is worth more."""
         if size is not None and name not in self._sizes:
             self._set(name, _Size(size, None))
 
     def doubt(self, name: bytes) -> bool:
-        """Believe a length less that was stated a while ago.
-
-        Args:
-            name: The object.
-
-        Returns:
-            Whether it was.
-        """
+        """Believe a length less that was stated a while ago."""
         found = self._sizes.get(name)
         if found is None or found.stated_at is None or self.stated(name, TRUST_S) is not None:
             return False
@@ -81,15 +56,7 @@ class ObjectSizes:
         return True
 
     def believe(self, name: bytes, position: int) -> bool:
-        """Take a length that was told for stated, as the remote cannot be asked.
-
-        Args:
-            name: The object.
-            position: Where a reader is, in bytes.
-
-        Returns:
-            Whether the length is known and no more than ``position``.
-        """
+        """Take a length that was told for stated, as the remote cannot be asked."""
         found = self._sizes.get(name)
         if found is None or position < found.bytes:
             return False
@@ -97,11 +64,7 @@ class ObjectSizes:
         return True
 
     def forget(self, name: bytes) -> None:
-        """Know nothing of an object.
-
-        Args:
-            name: The object.
-        """
+        """Know nothing of an object."""
         self._sizes.pop(name, None)
 
     def _set(self, name: bytes, size: _Size) -> None:

@@ -85,14 +85,7 @@ class PendingFolder:
         return [self._glance(number) for number in found]
 
     def adopt(self, other: Path) -> list[PendingWrites]:
-        """Take over what lies in the pending folder of a process that is gone, behind what is here.
-
-        Args:
-            other: That folder.
-
-        Returns:
-            The writes that were taken over.
-        """
+        """Take over what lies in the pending folder of a process that is gone, behind what is here."""
         adopted = []
         for number in PendingFolder(other).numbers():
             own = self._number()
@@ -113,15 +106,7 @@ class PendingFolder:
             return sorted(int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name)))
 
     def write(self, key: str, data: Data) -> PendingWrites:
-        """Make a write durable.
-
-        Args:
-            key: The object.
-            data: All of its bytes.
-
-        Returns:
-            The write.
-        """
+        """Make a write durable."""
         number = self._number()
         name = key.encode()
         fields = _FIELDS.pack(_MAGIC, len(name), len(data)) + name
@@ -144,18 +129,7 @@ class PendingFolder:
         return PendingWrites(number, key, len(data), written=path.stat().st_mtime)
 
     def read(self, pending: PendingWrites) -> bytes:
-        """Read a write back.
-
-        Args:
-            pending: The write.
-
-        Returns:
-            Its bytes.
-
-        Raises:
-            CorruptError: They are not what was written.
-            FileNotFoundError: The write was removed.
-        """
+        """Read a write back."""
         whole = (self._folder / _file(pending.number)).read_bytes()
         if len(whole) >= _HEADER_BYTES and pending.key is not None:
             magic, key_bytes, size = _FIELDS.unpack_from(whole)
@@ -169,16 +143,7 @@ class PendingFolder:
         raise _damaged(pending)
 
     def read_range(self, pending: PendingWrites, start: int, end: int) -> bytes:
-        """Some of the bytes; all are checked, as ``read`` does it, the first time alone.
-
-        Args:
-            pending: The write.
-            start: First byte.
-            end: The byte after the last.
-
-        Returns:
-            The bytes of the range.
-        """
+        """Some of the bytes; all are checked, as ``read`` does it, the first time alone."""
         if not pending.is_checked:
             return self.read(pending)[start:end]
         pieces = []
@@ -192,23 +157,14 @@ class PendingFolder:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def remove(self, pending: PendingWrites) -> None:
-        """Forget a write; flushed, or an old entry could come back after a crash.
-
-        Args:
-            pending: The write.
-        """
+        """Forget a write; flushed, or an old entry could come back after a crash."""
         (self._folder / _file(pending.number)).unlink(missing_ok=True)
         if pending.found is not None:
             (self._folder / _tried(pending.number)).unlink(missing_ok=True)
         sync_folder(self._folder)
 
     def note_attempt(self, pending: PendingWrites, tag: str) -> None:
-        """Keep what the remote has of a key before its first upload; a full disk does without.
-
-        Args:
-            pending: The write.
-            tag: The remote's entity tag; empty where nothing lies there.
-        """
+        """Keep what the remote has of a key before its first upload; a full disk does without."""
         pending.found = tag
         with contextlib.suppress(OSError):
             (self._folder / _tried(pending.number)).write_text(f"{tag}\n", encoding="utf-8")

@@ -26,12 +26,7 @@ class Prefetcher:
     """
 
     def __init__(self, cache: RangeCache, settings: TierSettings) -> None:
-        """Start nothing yet.
-
-        Args:
-            cache: The tiers.
-            settings: Limits and waits.
-        """
+        """Start nothing yet."""
         self._cache = cache
         self._settings = settings
         self._worker = Worker("kvwire-prefetch", settings.prefetch_threads)
@@ -39,14 +34,7 @@ class Prefetcher:
         self._counters = PrefetchCounters()
 
     def hint(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
-        """Queue a range; dropped where too many wait already.
-
-        Args:
-            name: What the tiers call the object.
-            remote: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-        """
+        """Queue a range; dropped where too many wait already."""
         if self._worker.queued >= self._settings.prefetch_hints:
             self._counters.dropped += 1
             return
@@ -58,14 +46,7 @@ class Prefetcher:
         return PrefetchCounters(self._counters.taken, self._counters.dropped)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no hint is left.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until no hint is left."""
         return self._worker.drain(timeout_s)
 
     def close(self) -> None:

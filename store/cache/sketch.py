@@ -29,11 +29,7 @@ class FrequencySketch:
         """Uses counted since the last halving, those that were halved counting half."""
 
     def add(self, key: bytes) -> None:
-        """Count one use.
-
-        Args:
-            key: What was used.
-        """
+        """Count one use."""
         places = self._places(key)
         least = min(self._counts[place] for place in places)
         if least < _LIMIT:
@@ -43,14 +39,7 @@ class FrequencySketch:
         self.additions += 1
 
     def estimate(self, key: bytes) -> int:
-        """How often a key was used.
-
-        Args:
-            key: The key.
-
-        Returns:
-            Its uses, as far as they have not aged.
-        """
+        """How often a key was used."""
         return min(self._counts[place] for place in self._places(key))
 
     def halve(self) -> None:

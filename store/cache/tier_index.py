@@ -24,12 +24,7 @@ class TierIndex(Generic[T]):
     """
 
     def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
-        """Start empty.
-
-        Args:
-            budget_bytes: What may be held.
-            extent_bytes: What an extent costs beyond its content.
-        """
+        """Start empty."""
         self._budget_bytes = budget_bytes
         self._policy = WindowTinyLfu(budget_bytes)
         self._extent_bytes = extent_bytes
@@ -45,64 +40,26 @@ class TierIndex(Generic[T]):
         return replace(self.counters, **held)
 
     def touched(self, name: bytes) -> None:
-        """An object is used, held or not.
-
-        Args:
-            name: The object.
-        """
+        """An object is used, held or not."""
         self._policy.touched(name)
 
     def at(self, name: bytes, position: int) -> Extent[T] | None:
-        """The extent that holds a byte.
-
-        Args:
-            name: The object.
-            position: The byte.
-
-        Returns:
-            The extent; None where there is none.
-        """
+        """The extent that holds a byte."""
         found = self._maps.get(name)
         return found.at(position) if found else None
 
     def next_start(self, name: bytes, position: int) -> int | None:
-        """Where the next extent starts.
-
-        Args:
-            name: The object.
-            position: A byte of it.
-
-        Returns:
-            Start of the first extent after ``position``; None where there is none.
-        """
+        """Where the next extent starts."""
         found = self._maps.get(name)
         return found.next_start(position) if found else None
 
     def gaps(self, name: bytes, start: int, end: int) -> list[tuple[int, int]]:
-        """Parts of a range that are not held.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last.
-
-        Returns:
-            Pairs of start and end.
-        """
+        """Parts of a range that are not held."""
         found = self._maps.get(name)
         return found.gaps(start, end) if found else [(start, end)]
 
     def overlapping(self, name: bytes, start: int, end: int | None) -> list[Extent[T]]:
-        """Extents that hold any byte of a range.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-
-        Returns:
-            The extents, in ascending order.
-        """
+        """Extents that hold any byte of a range."""
         found = self._maps.get(name)
         return found.overlapping(start, end) if found else []
 
@@ -111,43 +68,18 @@ class TierIndex(Generic[T]):
         return ((name, extent) for name, extents in self._maps.items() for extent in extents)
 
     def fits(self, length: int) -> bool:
-        """Whether an extent could be held at all.
-
-        Args:
-            length: Its length in bytes.
-
-        Returns:
-            False where it costs more than the whole budget.
-        """
+        """Whether an extent could be held at all."""
         return length + self._extent_bytes <= self._budget_bytes
 
     def add(self, name: bytes, start: int, end: int, value: T) -> Extent[T]:
-        """Hold an extent where there is a gap; the tier may be over its budget afterwards.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last.
-            value: Whatever stands for the bytes.
-
-        Returns:
-            The extent.
-        """
+        """Hold an extent where there is a gap; the tier may be over its budget afterwards."""
         extent = self._maps.setdefault(name, ExtentMap()).add(start, end, value)
         self._resize(name, extent.length + self._extent_bytes)
         self._extents += 1
         return extent
 
     def remove(self, name: bytes, extent: Extent[T]) -> bool:
-        """Hold this very extent no longer.
-
-        Args:
-            name: The object.
-            extent: The extent.
-
-        Returns:
-            Whether it was held.
-        """
+        """Hold this very extent no longer."""
         found = self._maps.get(name)
         if found is None or not found.remove(extent):
             return False

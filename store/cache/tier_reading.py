@@ -27,15 +27,7 @@ class RemoteObject:
     key: str
 
     def get(self, start: int, end: int) -> bytes:
-        """Read a range.
-
-        Args:
-            start: First byte.
-            end: The byte after the last.
-
-        Returns:
-            The bytes, clamped at the end.
-        """
+        """Read a range."""
         return self.store.get(self.key, start, end)
 
     def size(self) -> int:
@@ -47,28 +39,14 @@ class TierReading:
     """One read of one object."""
 
     def __init__(self, cache: RangeCache, name: bytes, remote: RemoteObject) -> None:
-        """Prepare.
-
-        Args:
-            cache: The tiers.
-            name: What they call the object.
-            remote: The object.
-        """
+        """Prepare."""
         self._cache = cache
         self._name = name
         self._remote = remote
         self._failures = 0
 
     def read(self, start: int, end: int | None) -> bytes:
-        """Read a range.
-
-        Args:
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-
-        Returns:
-            The bytes, clamped at the object's end.
-        """
+        """Read a range."""
         pieces: list[memoryview] = []
         position = start
         while True:
@@ -103,19 +81,7 @@ class TierReading:
 
 
 def lead(cache: RangeCache, flight: InflightRead, remote: RemoteObject) -> bytes:
-    """Fetch a flight's range in one call, and land it whatever happens.
-
-    Args:
-        cache: The tiers.
-        flight: The flight.
-        remote: The object.
-
-    Returns:
-        The bytes; none where the object ends before the range.
-
-    Raises:
-        StorageError: The answer is short, and the store does not say that the object ends there.
-    """
+    """Fetch a flight's range in one call, and land it whatever happens."""
     size = None
     try:
         data = _checked(remote.get(flight.start, flight.end), flight)
@@ -147,12 +113,7 @@ def _checked(data: bytes, flight: InflightRead) -> bytes:
 
 
 def wait_for(cache: RangeCache, flight: InflightRead) -> None:
-    """Block until a flight is over, or give it up where nothing comes any more.
-
-    Args:
-        cache: The tiers.
-        flight: The flight.
-    """
+    """Block until a flight is over, or give it up where nothing comes any more."""
     while not flight.done.done():
         position = flight.position
         futures.wait([flight.done], flight.limit_s)

@@ -51,11 +51,7 @@ class WindowTinyLfu:
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        """Share out the tier's bytes.
-
-        Args:
-            budget_bytes: How many there are.
-        """
+        """Share out the tier's bytes."""
         window = int(budget_bytes * _WINDOW_SHARE)
         self._window = _Segment(window)
         self._probation = _Segment(0)
@@ -64,11 +60,7 @@ class WindowTinyLfu:
         self._sketch = FrequencySketch()
 
     def touched(self, name: bytes) -> None:
-        """Count the use; what is used again in the main part becomes protected.
-
-        Args:
-            name: The object.
-        """
+        """Count the use; what is used again in the main part becomes protected."""
         self._sketch.add(name)
         segment = self._segment_of(name)
         if self._sketch.additions >= _SAMPLE * max(_FEWEST, self._objects()):
@@ -80,12 +72,7 @@ class WindowTinyLfu:
             segment.sizes.move_to_end(name)
 
     def added(self, name: bytes, size: int) -> None:
-        """What is new starts in the window; what overflows it moves on while there is room for all.
-
-        Args:
-            name: The object.
-            size: What it takes, in bytes.
-        """
+        """What is new starts in the window; what overflows it moves on while there is room for all."""
         segment = self._segment_of(name) or self._window
         segment.put(name, size)
         self._unprotect()
@@ -94,23 +81,12 @@ class WindowTinyLfu:
             self._probation.put(first, self._window.take(first))
 
     def removed(self, name: bytes) -> None:
-        """Forget it, but not how often it was used.
-
-        Args:
-            name: The object.
-        """
+        """Forget it, but not how often it was used."""
         if segment := self._segment_of(name):
             segment.take(name)
 
     def victim(self, excess: int) -> bytes:
-        """Choose what goes.
-
-        Args:
-            excess: Bytes that the tier holds too many.
-
-        Returns:
-            The window's candidate or what it would push out, whichever was used less.
-        """
+        """Choose what goes."""
         if not self._window.overflows:
             return next(one for one in (self._probation, self._protected, self._window) if one.sizes).first()
         candidate = self._window.first()

@@ -36,15 +36,6 @@ def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str]
 
     Content that is old enough to be collected is written again first. What cannot be read, such as a sealed entry, is
     written as it is, and so is what names an object that never ``was_there``.
-
-    Args:
-        remote: The remote.
-        key: The entry.
-        data: Its bytes.
-        was_there: Whether an object was on the remote when the entry was written.
-
-    Returns:
-        Whether it was written; False where what it names is gone for good.
     """
     named = _named(key, data)
     if named is None:

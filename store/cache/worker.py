@@ -21,12 +21,7 @@ class Worker:
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
-        """Start nothing yet.
-
-        Args:
-            name: What the threads are called.
-            threads: How many there are at most.
-        """
+        """Start nothing yet."""
         self._name = name
         self._limit = threads
         self._threads: list[threading.Thread] = []
@@ -36,11 +31,7 @@ class Worker:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; after ``close`` it is dropped.
-
-        Args:
-            job: The job.
-        """
+        """Queue a job; after ``close`` it is dropped."""
         with self._changed:
             if self._closed:
                 return
@@ -57,26 +48,12 @@ class Worker:
         return len(self._jobs)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to do.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until nothing is left to do."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._running, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop what has not begun, and wait for what has.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether all threads have ended.
-        """
+        """Drop what has not begun, and wait for what has."""
         with self._changed:
             self._closed = True
             self._jobs.clear()

@@ -31,29 +31,12 @@ _POLL_S = 0.05
 
 
 def is_old(modified: float, grace_s: float = GRACE_S) -> bool:
-    """Whether content is so old that a collector may soon take it: half the grace.
-
-    Args:
-        modified: Time of writing in Unix seconds; 0: unknown, and of unknown age none is taken.
-        grace_s: How long a collector leaves unreferenced content alone, in seconds.
-
-    Returns:
-        Whether half the grace is over; False for content of unknown age.
-    """
+    """Whether content is so old that a collector may soon take it: half the grace."""
     return 0 < modified < time.time() - grace_s / 2
 
 
 def announce(store: Store, space: KeySpace, keys: Collection[str]) -> str:
-    """Tell writers which objects are about to be deleted.
-
-    Args:
-        store: Where they lie.
-        space: Their tenant and model configuration.
-        keys: The objects.
-
-    Returns:
-        The announcement's key, to be deleted afterwards.
-    """
+    """Tell writers which objects are about to be deleted."""
     at = space.announcement(secrets.token_hex(16))
     store.put(at, json.dumps({"collecting": sorted(_name(key) for key in keys)}).encode())
     return at
@@ -64,11 +47,6 @@ def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str] | N
 
     Called after writing entries that name them, and before making sure that they are still there. Who may not list
     relies on the grace period alone: nothing is waited for.
-
-    Args:
-        store: Where they lie.
-        space: Their tenant and model configuration.
-        keys: The objects; None: any.
     """
     names = None if keys is None else {_name(key) for key in keys}
     try:

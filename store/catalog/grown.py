@@ -40,27 +40,12 @@ class GrownDocuments(Texts):
     """A tenant's documents as they grow; ``Catalog.grown`` gives them."""
 
     def __init__(self, catalog: TenantObjects) -> None:
-        """Share a catalog's store, tenant and keys.
-
-        Args:
-            catalog: The tenant's.
-        """
+        """Share a catalog's store, tenant and keys."""
         self._store, self._tenant = catalog.store, catalog.tenant
         self._keys = catalog._keys  # noqa: SLF001 - of this class's base
 
     def version(self, config: Config, document_id: str) -> Version:
-        """Look a document up in order to replace its entry.
-
-        Args:
-            config: The model configuration.
-            document_id: The document.
-
-        Returns:
-            Its entry, and what ``append_part`` compares.
-
-        Raises:
-            CorruptError: The entry is damaged.
-        """
+        """Look a document up in order to replace its entry."""
         key = self.keys(config).document(document_id)
         try:
             etag = self._store.stat(key).etag
@@ -89,27 +74,7 @@ class GrownDocuments(Texts):
         token_digest: str,
         levels: Sequence[tuple[str, int]],
     ) -> CatalogEntry:
-        """Write one more part of a document, and then the entry that names all of them.
-
-        Args:
-            config: The model configuration.
-            whole: The document as it was, with a blob.
-            etag: Of the entry that is replaced, see ``version``; empty for a new document.
-            blob: The part's blob, as ``seal`` gives it.
-            token_ids: The part's own.
-            document_id: The document that has all parts then; another than ``whole``'s makes a fork.
-            header_bytes: Length of the part's header as it is stored.
-            token_digest: Of the whole document's tokens.
-            levels: Name and cumulative bytes of each level of the part.
-
-        Returns:
-            The entry as it was written.
-
-        Raises:
-            ConflictError: The entry is another by now; the part lies in the store until it is collected.
-            NotFoundError: An earlier part is gone.
-            ArgumentError: The document's name is not taken.
-        """
+        """Write one more part of a document, and then the entry that names all of them."""
         space = self.keys(config)
         added = BlobPart(hashlib.sha256(blob).hexdigest(), len(blob), header_bytes, len(token_ids))
         entry = replace(longer(whole, added, token_digest, levels), document_id=check_new_name(document_id, "document"))
@@ -141,20 +106,7 @@ class GrownDocuments(Texts):
 
 
 def longer(whole: CatalogEntry, added: BlobPart, token_digest: str, levels: Sequence[tuple[str, int]]) -> CatalogEntry:
-    """The entry of a document with one more part.
-
-    Args:
-        whole: As it was, with a blob.
-        added: The part.
-        token_digest: Of all tokens then.
-        levels: Name and cumulative bytes of each level of the part.
-
-    Returns:
-        The entry, under the same name.
-
-    Raises:
-        ArgumentError: The part's levels are others, or there would be too many parts.
-    """
+    """The entry of a document with one more part."""
     if [name for name, _ in levels] != [name for name, _ in whole.levels]:
         msg = f"a part of {whole.document_id!r} has other levels than those before it: encode the whole document anew"
         raise ArgumentError(msg)

@@ -29,28 +29,12 @@ class KeptRepairs(TenantObjects):
     """A tenant's kept repairs; ``Catalog.kept`` gives them."""
 
     def __init__(self, catalog: TenantObjects) -> None:
-        """Share a catalog's store, tenant and keys.
-
-        Args:
-            catalog: The tenant's.
-        """
+        """Share a catalog's store, tenant and keys."""
         self._store, self._tenant = catalog.store, catalog.tenant
         self._keys = catalog._keys  # noqa: SLF001 - of this class's base
 
     def find(self, config: Config, documents: Sequence[str], least: int = 2) -> KeptRepair | None:
-        """What is kept of an order of documents, or of the most of its first ones.
-
-        Args:
-            config: The model configuration.
-            documents: As in ``KeptRepair``.
-            least: How many documents have rows at least: 1 where something stands before the first one.
-
-        Returns:
-            What is kept; None where nothing is.
-
-        Raises:
-            CorruptError: What is found is damaged.
-        """
+        """What is kept of an order of documents, or of the most of its first ones."""
         from kvwire.store.kept_repair import KeptRepair, order_digest
 
         space = self.keys(config)
@@ -66,19 +50,7 @@ class KeptRepairs(TenantObjects):
         return None
 
     def rows(self, config: Config, part: KeptRows) -> bytes:
-        """Read the blob of a document's rows and check it against its digest.
-
-        Args:
-            config: The model configuration.
-            part: Names it.
-
-        Returns:
-            The bytes, as they are stored.
-
-        Raises:
-            NotFoundError: It is gone.
-            CorruptError: It is damaged.
-        """
+        """Read the blob of a document's rows and check it against its digest."""
         data = self._intact(self.keys(config).kept_rows(part.sha256))
         if data is None:
             msg = f"kept rows {part.sha256[:12]} are damaged in {self._store.url}"
@@ -99,19 +71,6 @@ class KeptRepairs(TenantObjects):
         """Write rows, and then an entry for each beginning of the prompt that has any.
 
         What is kept already stays, unless it was computed over coarser documents, or has far fewer rows.
-
-        Args:
-            config: The model configuration.
-            documents: As in ``KeptRepair``.
-            level: As in ``KeptRepair``.
-            profile_digest: As in ``KeptRepair``.
-            rows: Of each document: which of its tokens, as in ``KeptRows``, and the plain blob that holds them; both
-                empty where it has none.
-            overwrite: Write all of it again, which heals what is damaged.
-            least: As for ``find``.
-
-        Returns:
-            The entries that were written.
         """
         from kvwire.store.kept_repair import KeptRepair, KeptRows
 
@@ -153,14 +112,7 @@ class KeptRepairs(TenantObjects):
         return known.level == made.level and made.count >= _GROWN * known.count
 
     def each(self, config: Config) -> Iterator[tuple[str, KeptRepair]]:
-        """All that is kept, with its keys; what cannot be read is left out.
-
-        Args:
-            config: The model configuration.
-
-        Yields:
-            Key and entry.
-        """
+        """All that is kept, with its keys; what cannot be read is left out."""
         from kvwire.store.kept_repair import KeptRepair
 
         space = self.keys(config)
@@ -172,15 +124,7 @@ class KeptRepairs(TenantObjects):
                 continue
 
     def bound(self, config: Config, most_bytes: int) -> int:
-        """Drop the oldest of what is kept, until all of it names so many bytes at most. Rows are left to ``collect``.
-
-        Args:
-            config: The model configuration.
-            most_bytes: Of all rows that are named; 0 drops all.
-
-        Returns:
-            How many entries were dropped.
-        """
+        """Drop the oldest kept repairs until the rest has so many bytes at most; their rows are left to ``collect``."""
         space = self.keys(config)
         known = dict(self.each(space))
         ages = {listed.key: listed.modified for listed in self._store.scan(space.kept_repairs)}
@@ -198,12 +142,7 @@ class KeptRepairs(TenantObjects):
         return len(dropped)
 
     def drop(self, config: Config, token_digest: str) -> None:
-        """Drop whatever is kept of a document.
-
-        Args:
-            config: The model configuration.
-            token_digest: Digest of its token ids.
-        """
+        """Drop whatever is kept of a document."""
         found = [
             key for key, kept in self.each(config) if any(each.startswith(token_digest) for each in kept.documents)
         ]

@@ -26,33 +26,13 @@ class Profiles(TenantObjects):
     """A tenant's profiles and model records."""
 
     def put_profile(self, config: Config, data: bytes) -> str:
-        """Write a profile; ``set_current_profile`` puts it to use.
-
-        Args:
-            config: The model configuration.
-            data: The profile's bytes. They are written even where they are, which heals a rotten copy.
-
-        Returns:
-            The profile's digest.
-        """
+        """Write a profile; ``set_current_profile`` puts it to use."""
         digest = hashlib.sha256(data).hexdigest()
         self._put_entry(self.keys(config).profile(digest), data)  # even where it is: a rotten copy is healed
         return digest
 
     def get_profile(self, config: Config, digest: str) -> bytes:
-        """Read a profile and check it against its digest.
-
-        Args:
-            config: The model configuration.
-            digest: SHA-256 of the profile.
-
-        Returns:
-            The profile's bytes.
-
-        Raises:
-            NotFoundError: There is no such profile.
-            CorruptError: The bytes are not those of the digest.
-        """
+        """Read a profile and check it against its digest."""
         data = self._profile_read(digest, lambda: self._intact(self.keys(config).profile(digest), MAX_SMALL_BYTES))
         if data is None:
             advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
@@ -61,20 +41,7 @@ class Profiles(TenantObjects):
         return data
 
     def get_profile_parts(self, config: Config, digest: str, parts: Sequence[tuple[int, int, str]]) -> list[bytes]:
-        """Read parts of a profile that follow each other, in one request, and compare each with its digest.
-
-        Args:
-            config: The model configuration.
-            digest: SHA-256 of the whole profile, which is not compared.
-            parts: First byte, the byte after the last, and SHA-256 of each.
-
-        Returns:
-            The bytes of each part.
-
-        Raises:
-            NotFoundError: There is no such profile.
-            CorruptError: The bytes of a part are not those of its digest.
-        """
+        """Read parts of a profile that follow each other, in one request, and compare each with its digest."""
         key, start, end = self.keys(config).profile(digest), parts[0][0], parts[-1][1]
         bad: list[int] = []
         for _ in range(2):
@@ -92,24 +59,7 @@ class Profiles(TenantObjects):
     def open_profile(
         self, config: Config, digest: str, outline: tuple[int, str] | None, level: int, later: Profiles
     ) -> AnyProfile:
-        """Read a profile: whole, or, where its outline is known, what the first levels need.
-
-        Args:
-            config: The model configuration.
-            digest: SHA-256 of the profile.
-            outline: See ``CatalogEntry.profile_outline``; None: it is read whole.
-            level: Up to which level to read at once.
-            later: The same catalog, through which the rest is read once something needs it: this one's store may be
-                closed by then.
-
-        Returns:
-            The profile.
-
-        Raises:
-            NotFoundError: There is no such profile.
-            CorruptError: It is damaged.
-            FormatVersionError: A later version wrote it.
-        """
+        """Read a profile: whole, or, where its outline is known, what the first levels need."""
         from kvwire.codec import open_profile, read_profile
 
         if outline is None:
@@ -131,48 +81,19 @@ class Profiles(TenantObjects):
             raise NotFoundError(msg) from error
 
     def set_current_profile(self, config: Config, digest: str, outline: tuple[int, str] | None = None) -> None:
-        """Use this profile for new blobs of the configuration.
-
-        Args:
-            config: The model configuration.
-            digest: SHA-256 of the profile.
-            outline: Length and SHA-256 of what it says of itself; see ``CatalogEntry.profile_outline``.
-
-        Raises:
-            NotFoundError: The profile has not been written.
-        """
+        """Use this profile for new blobs of the configuration."""
         space, fields = self.keys(config), {"profile_digest": digest}
         self._store.stat(space.profile(digest))
         told = fields if outline is None else fields | {"profile_outline": list(outline)}
         self._put_entry(space.current_profile, json.dumps(told).encode())
 
     def current_profile(self, config: Config) -> str | None:
-        """The profile in use.
-
-        Args:
-            config: The model configuration.
-
-        Returns:
-            Its digest; None where none has been chosen.
-
-        Raises:
-            CorruptError: The pointer to the profile is damaged.
-        """
+        """The profile in use."""
         found = self.profile_in_use(config)
         return None if found is None else found[0]
 
     def profile_in_use(self, config: Config) -> tuple[str, tuple[int, str] | None] | None:
-        """The profile in use, and how to read its first sections alone.
-
-        Args:
-            config: The model configuration.
-
-        Returns:
-            Its digest and its outline, if it is known to have one; None where none has been chosen.
-
-        Raises:
-            CorruptError: The pointer to the profile is damaged.
-        """
+        """The profile in use, and how to read its first sections alone."""
         data = self._read(self.keys(config).current_profile, MAX_ENTRY_BYTES + 1)
         if data is None:
             return None
@@ -185,53 +106,21 @@ class Profiles(TenantObjects):
             raise CorruptError(msg) from error
 
     def put_link_report(self, config: Config, data: bytes) -> None:
-        """Keep what was measured of linked documents; it replaces what was there.
-
-        Args:
-            config: The model configuration.
-            data: JSON, an object.
-        """
+        """Keep what was measured of linked documents; it replaces what was there."""
         self._put_entry(self.keys(config).link_report, data)
 
     def link_report(self, config: Config) -> bytes | None:
-        """What was measured of linked documents.
-
-        Args:
-            config: The model configuration.
-
-        Returns:
-            JSON; None where nobody measured.
-        """
+        """What was measured of linked documents."""
         return self._read(self.keys(config).link_report, MAX_ENTRY_BYTES + 1)
 
     def put_link_shift(self, config: Config, data: bytes) -> str:
-        """Write a link shift; it is kept while the report on links names it.
-
-        Args:
-            config: The model configuration.
-            data: The shift's bytes. They are written even where they are, which heals a rotten copy.
-
-        Returns:
-            The shift's digest.
-        """
+        """Write a link shift; it is kept while the report on links names it."""
         digest = hashlib.sha256(data).hexdigest()
         self._put_entry(self.keys(config).shift(digest), data)
         return digest
 
     def link_shift(self, config: Config, digest: str) -> bytes:
-        """Read a link shift and check it against its digest.
-
-        Args:
-            config: The model configuration.
-            digest: SHA-256 of the shift.
-
-        Returns:
-            The shift's bytes.
-
-        Raises:
-            NotFoundError: There is no such shift.
-            CorruptError: The bytes are not those of the digest.
-        """
+        """Read a link shift and check it against its digest."""
         advice = "run kvwire check-model again"
         try:
             data = self._intact(self.keys(config).shift(digest), MAX_SMALL_BYTES)
@@ -244,14 +133,7 @@ class Profiles(TenantObjects):
         return data
 
     def put_model(self, record: ModelRecord) -> bool:
-        """Write a record under its configuration, where another one or none is there.
-
-        Args:
-            record: The record.
-
-        Returns:
-            Whether it was written.
-        """
+        """Write a record under its configuration, where another one or none is there."""
         space, data = self.keys(record.meta.config_digest()), record.to_json()
         try:
             if self._read(space.model_record, MAX_ENTRY_BYTES + 1) == data:
@@ -262,18 +144,7 @@ class Profiles(TenantObjects):
         return True
 
     def model(self, config: Config) -> ModelRecord | None:
-        """Read a configuration's record.
-
-        Args:
-            config: The model configuration.
-
-        Returns:
-            The record; None where nothing was encoded since there are such.
-
-        Raises:
-            CorruptError: The record is damaged, or of another configuration.
-            AuthError: It is sealed, and this catalog has no key for it.
-        """
+        """Read a configuration's record."""
         from kvwire.store.model_record import ModelRecord
 
         space = self.keys(config)

@@ -52,33 +52,14 @@ class TenantObjects:
 
     @classmethod
     def of_hash(cls, store: Store, tenant: str, *, keyring: Keyring | None = None) -> Self:
-        """The catalog of a tenant that is known by its hash alone, as operators see it in keys.
-
-        Args:
-            store: Where its documents lie.
-            tenant: The tenant's hash.
-            keyring: As for ``Catalog``.
-
-        Returns:
-            The catalog.
-
-        Raises:
-            ArgumentError: ``tenant_hash`` could not have given that hash.
-        """
+        """The catalog of a tenant that is known by its hash alone, as operators see it in keys."""
         catalog = cls(store)
         catalog._tenant = check_tenant(tenant)
         catalog._keys = keyring.tenant(tenant) if keyring else None
         return catalog
 
     def over(self, store: Store) -> Self:
-        """The same catalog, read and written through another store object, such as one that measures.
-
-        Args:
-            store: The other store object.
-
-        Returns:
-            A copy of this catalog, with the same tenant and keys.
-        """
+        """The same catalog, read and written through another store object, such as one that measures."""
         other = copy(self)
         other._store = store  # noqa: SLF001 - of this class
         return other
@@ -94,17 +75,7 @@ class TenantObjects:
         return self._tenant
 
     def keys(self, config: Config) -> KeySpace:
-        """The keys of this tenant for one model configuration.
-
-        Args:
-            config: The configuration.
-
-        Returns:
-            Its key space.
-
-        Raises:
-            ArgumentError: The configuration is another tenant's.
-        """
+        """The keys of this tenant for one model configuration."""
         space = config if isinstance(config, KeySpace) else KeySpace.of(self._tenant, config)
         if space.tenant != self._tenant:
             msg = "that model configuration is another tenant's: list the configurations of this one"
@@ -112,14 +83,7 @@ class TenantObjects:
         return space
 
     def seal(self, blob: bytes) -> bytes:
-        """A blob as it is to be stored: sealed, where this tenant's are.
-
-        Args:
-            blob: The plain blob.
-
-        Returns:
-            The bytes to store.
-        """
+        """A blob as it is to be stored: sealed, where this tenant's are."""
         return self._keys.seal_blob(blob) if self._keys else blob
 
     def blob_reader(self) -> BlobReader:
@@ -129,28 +93,14 @@ class TenantObjects:
         return self._keys.blob_reader() if self._keys else PlainBlob()
 
     def blobs_of(self, entry: CatalogEntry) -> dict[str, int]:
-        """Keys and sizes of a document's blobs.
-
-        Args:
-            entry: The document's.
-
-        Returns:
-            One for each part; none where only the text is kept.
-        """
+        """Keys and sizes of a document's blobs."""
         if not entry.parts:
             return {} if entry.is_text else {entry.blob_key: entry.size}
         space = KeySpace(self._tenant, entry.blob_key.split("/")[2])
         return {space.blob(part.sha256): part.size for part in entry.parts}
 
     def reader_of(self, entry: CatalogEntry) -> BlobReader:
-        """What reads a document as it is stored.
-
-        Args:
-            entry: The document's.
-
-        Returns:
-            A reader, of all parts where there are several.
-        """
+        """What reads a document as it is stored."""
         if not entry.parts:
             return self.blob_reader()
         from kvwire.store.crypto.joined import JoinedBlob
@@ -158,19 +108,7 @@ class TenantObjects:
         return JoinedBlob(entry.parts, [self.blob_reader() for _ in entry.parts])
 
     def get_blob(self, entry: CatalogEntry, start: int = 0, end: int | None = None) -> bytes:
-        """Read a range of a document's blob, or of what its parts would be as one.
-
-        Args:
-            entry: The document's.
-            start: First byte.
-            end: The byte after the last; None: to the end.
-
-        Returns:
-            The bytes.
-
-        Raises:
-            NotFoundError: A blob is gone.
-        """
+        """Read a range of a document's blob, or of what its parts would be as one."""
         if not entry.parts:
             return self._store.get(entry.blob_key, start, end)
         from kvwire.store.crypto.joined import Extents
@@ -184,19 +122,7 @@ class TenantObjects:
         return b"".join(read() for _, read in ahead(wanted, lambda piece: self._store.get(*piece), threads))
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
-        """What a document's blob says of itself, of several parts what they say together.
-
-        Args:
-            entry: The document's, with a blob.
-
-        Returns:
-            The header.
-
-        Raises:
-            CorruptError: A header is damaged, or of another document.
-            MismatchError: The parts are coded in different ways.
-            NotFoundError: A blob is gone.
-        """
+        """What a document's blob says of itself, of several parts what they say together."""
         return self.reader_of(entry).read_header(self.get_blob(entry, 0, entry.header_bytes))
 
     def configurations(self) -> Iterator[KeySpace]:
@@ -204,32 +130,12 @@ class TenantObjects:
         return (KeySpace(self._tenant, name) for name in children(self._store, f"v1/{self._tenant}/"))
 
     def read(self, config: Config, key: str) -> bytes | None:
-        """Read an object of the catalog.
-
-        Args:
-            config: The model configuration.
-            key: Of the catalog.
-
-        Returns:
-            Its bytes, unsealed where this tenant's are sealed; None where there is none.
-
-        Raises:
-            AuthError: It is sealed, and this catalog has no key for it.
-            CorruptError: It was changed.
-        """
+        """Read an object of the catalog."""
         self.keys(config)
         return self._read(key, MAX_ENTRY_BYTES + 1)
 
     def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
-        """``read`` several objects, several at a time where the store is far.
-
-        Args:
-            config: The model configuration.
-            keys: The objects.
-
-        Returns:
-            Each key with a function that gives what ``read`` gives, or raises what it raises.
-        """
+        """``read`` several objects, several at a time where the store is far."""
         space = self.keys(config)
         return read_ahead(self._store, keys, lambda key: self.read(space, key))
 
@@ -239,12 +145,7 @@ class TenantObjects:
         return self._keys.naming_secret if self._keys else b""
 
     def put_entries(self, config: Config, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Write objects of the catalog, several at a time where the store knows how to.
-
-        Args:
-            config: The model configuration.
-            entries: Keys and plain bytes; they are sealed where this tenant's are.
-        """
+        """Write objects of the catalog, several at a time where the store knows how to."""
         self.keys(config)
         if self._store.is_local:
             seal = self._keys.seal if self._keys else lambda data, _: data

@@ -21,18 +21,7 @@ class Texts(TenantObjects):
     def put_text(
         self, config: Config, token_ids: Sequence[int], *, document_id: str = "", overwrite: bool = False
     ) -> str:
-        """Write a text where it is not there yet; an entry that names it comes afterwards.
-
-        Args:
-            config: The model configuration.
-            token_ids: The text.
-            document_id: A document that has it: the text says so from now on, for ``rebuild``. Two writers at the same
-                moment may lose one of their names there, which costs nothing else.
-            overwrite: Write it anyway.
-
-        Returns:
-            The digest of its token ids.
-        """
+        """Write a text where it is not there yet; an entry that names it comes afterwards."""
         from kvwire.codec import pack_text
         from kvwire.types import digest_tokens
 
@@ -45,32 +34,11 @@ class Texts(TenantObjects):
         return digest
 
     def text_documents(self, config: Config, token_digest: str) -> tuple[str, ...]:
-        """Which documents have a text, as far as it says itself.
-
-        Args:
-            config: The model configuration.
-            token_digest: Digest of its token ids.
-
-        Returns:
-            Names of documents; none where there is no such text, or where it is damaged or sealed with a key that is
-            not at hand.
-        """
+        """Which documents have a text, as far as it says itself."""
         return self._names_in(self.keys(config).text(token_digest))
 
     def get_text(self, config: Config, token_digest: str) -> tuple[int, ...]:
-        """Read a text.
-
-        Args:
-            config: The model configuration.
-            token_digest: Digest of its token ids.
-
-        Returns:
-            The token ids.
-
-        Raises:
-            NotFoundError: There is no such text.
-            CorruptError: The token ids are not those of the digest.
-        """
+        """Read a text."""
         from kvwire.codec import read_text
         from kvwire.types import digest_tokens
 
@@ -86,19 +54,7 @@ class Texts(TenantObjects):
         return ids
 
     def text_of(self, config: Config, entry: CatalogEntry) -> tuple[int, ...]:
-        """Read a document's text from beside its blobs.
-
-        Args:
-            config: The model configuration.
-            entry: The document's, with a token digest.
-
-        Returns:
-            The token ids.
-
-        Raises:
-            NotFoundError: There is no such text.
-            CorruptError: The token ids are not those of the digest.
-        """
+        """Read a document's text from beside its blobs."""
         if not entry.parts:
             return self.get_text(config, entry.token_digest)
         from kvwire.types import digest_tokens
@@ -113,16 +69,7 @@ class Texts(TenantObjects):
         return ids
 
     def put_part_text(self, config: Config, sha256: str, token_ids: Sequence[int]) -> str:
-        """Write the text of a document's part where it is not there yet.
-
-        Args:
-            config: The model configuration.
-            sha256: Of the part's blob.
-            token_ids: The part's own.
-
-        Returns:
-            The text's key.
-        """
+        """Write the text of a document's part where it is not there yet."""
         from kvwire.codec import pack_text
 
         key = self.keys(config).part_text(sha256)
@@ -131,19 +78,7 @@ class Texts(TenantObjects):
         return key
 
     def get_part_text(self, config: Config, sha256: str) -> tuple[int, ...]:
-        """Read the text of a document's part.
-
-        Args:
-            config: The model configuration.
-            sha256: Of the part's blob.
-
-        Returns:
-            The token ids, which the caller compares with the digest of the whole document's.
-
-        Raises:
-            NotFoundError: There is no such text.
-            CorruptError: It is damaged.
-        """
+        """Read the text of a document's part."""
         from kvwire.codec import read_text
 
         data = self._read(self.keys(config).part_text(sha256), MAX_SMALL_BYTES)

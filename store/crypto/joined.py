@@ -40,11 +40,7 @@ class Extents:
     """Where ranges of the joined object lie."""
 
     def __init__(self, parts: Sequence[BlobPart]) -> None:
-        """Lay the parts out.
-
-        Args:
-            parts: In the order of their tokens.
-        """
+        """Lay the parts out."""
         headers = [Piece(number, 0, part.header_bytes) for number, part in enumerate(parts)]
         payloads = [Piece(number, part.header_bytes, part.size) for number, part in enumerate(parts)]
         self._pieces = [piece for piece in (*headers, *payloads) if piece.end > piece.start]
@@ -53,15 +49,7 @@ class Extents:
         """Length of the joined object in bytes."""
 
     def pieces(self, start: int, end: int | None = None) -> Iterator[Piece]:
-        """Cut a range of the joined object.
-
-        Args:
-            start: First byte.
-            end: The byte after the last, clamped at the object's end; None: to the end.
-
-        Yields:
-            Ranges of parts, in order; none where the range is empty.
-        """
+        """Cut a range of the joined object."""
         stop = self.size if end is None else min(end, self.size)
         at = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -77,12 +65,7 @@ class JoinedBlob:
     check: Callable[[SegmentInfo, bytes], bytes] | None
 
     def __init__(self, parts: Sequence[BlobPart], readers: Sequence[BlobReader]) -> None:
-        """Nothing was read yet.
-
-        Args:
-            parts: In the order of their tokens.
-            readers: One new reader for each.
-        """
+        """Nothing was read yet."""
         self._parts, self._readers = parts, readers
         self._own: list[tuple[BlobReader, SegmentInfo]] = []
         self._first: list[int] = []
@@ -90,20 +73,7 @@ class JoinedBlob:
         self.check = self._checked if readers[0].check is not None else None
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """Parse the joined object's beginning.
-
-        Args:
-            data: The beginning, or more.
-
-        Returns:
-            The document's description, with offsets and lengths of the joined object.
-
-        Raises:
-            TruncatedError: More bytes are needed.
-            CorruptError: A part is damaged, or is none of this document.
-            MismatchError: The parts are coded in different ways.
-            FormatVersionError: A later version wrote a part.
-        """
+        """Parse the joined object's beginning."""
         needed = sum(part.header_bytes for part in self._parts)
         if len(data) < needed:
             msg = f"the headers of the document's parts end after {len(data)} of {needed} bytes; fetch them again"

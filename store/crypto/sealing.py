@@ -50,16 +50,7 @@ _MAX_PART_BYTES = (1 << 31) - TAG_BYTES - 1  # AES-GCM allows 64 GiB; the librar
 
 
 def derive_key(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """A key for a purpose from another key (HKDF with SHA-256, RFC 5869).
-
-    Args:
-        key: The other key.
-        purpose: What the new key is for: HKDF's ``info``.
-        salt: HKDF's salt; empty: none.
-
-    Returns:
-        A key of 32 bytes.
-    """
+    """A key for a purpose from another key (HKDF with SHA-256, RFC 5869)."""
     require("cryptography", "crypto", "encryption at rest")
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -86,28 +77,12 @@ class TenantKey:
             raise ArgumentError(msg)
 
     def object_id(self, prologue: bytes, place: str, content: bytes) -> bytes:
-        """What tells one object's key from all others: a keyed hash.
-
-        Args:
-            prologue: The sealed object's prologue, with zeros where the id will be.
-            place: Where the object will lie; empty for a blob.
-            content: All that is sealed.
-
-        Returns:
-            16 bytes.
-        """
+        """What tells one object's key from all others: a keyed hash."""
         told = hashlib.sha256(place.encode()).digest() + hashlib.sha256(content).digest()
         return hmac.digest(self.key, b"kvwire object id" + prologue + told, "sha256")[:_ID_BYTES]
 
     def cipher(self, object_id: bytes) -> AESGCM:
-        """The cipher of one object.
-
-        Args:
-            object_id: As ``object_id`` gave it.
-
-        Returns:
-            AES-256-GCM with the object's own key.
-        """
+        """The cipher of one object."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return AESGCM(derive_key(self.key, b"kvwire object key", object_id))
@@ -117,14 +92,7 @@ class TenantKeys:
     """A tenant's keys: the first one seals, all of them open. Made by ``store.Keyring.tenant``."""
 
     def __init__(self, keys: Sequence[TenantKey]) -> None:
-        """Keep them.
-
-        Args:
-            keys: The tenant's keys, the newest first.
-
-        Raises:
-            ArgumentError: There is none.
-        """
+        """Keep them."""
         if not keys:
             msg = "there is no key to seal with; make one with kvwire key"
             raise ArgumentError(msg)
@@ -137,37 +105,13 @@ class TenantKeys:
         return derive_key(self._oldest.key, b"kvwire prefix names")
 
     def seal(self, content: bytes, place: str) -> bytes:
-        """Seal an object in one part.
-
-        Args:
-            content: The plain bytes.
-            place: Where it will lie, its key in the store: it opens nowhere else.
-
-        Returns:
-            The sealed object.
-
-        Raises:
-            ArgumentError: The content is too long for one part.
-        """
+        """Seal an object in one part."""
         size = _PROLOGUE.size + len(content) + TAG_BYTES
         prologue, cipher = self._begun(content, _OBJECT, len(content), size, place)
         return prologue + cipher.encrypt(_nonce(0), content, prologue + place.encode())
 
     def unseal(self, sealed: bytes, place: str) -> bytes:
-        """Open an object that was sealed in one part.
-
-        Args:
-            sealed: The whole sealed object.
-            place: Where it lies, its key in the store.
-
-        Returns:
-            The plain bytes.
-
-        Raises:
-            CorruptError: It was changed or moved.
-            NotSealedError: It is not sealed.
-            AuthError: No key here fits it.
-        """
+        """Open an object that was sealed in one part."""
         prologue = _parsed(sealed, _OBJECT)
         if len(sealed) != prologue.file_bytes or prologue.header_bytes + TAG_BYTES + _PROLOGUE.size != len(sealed):
             msg = f"a sealed object has {len(sealed)} bytes, not those that it claims; write it again"
@@ -177,17 +121,7 @@ class TenantKeys:
         return _opened(cipher, 0, sealed[_PROLOGUE.size :], associated, f"the object {place}")
 
     def seal_blob(self, blob: bytes) -> bytes:
-        """Seal a blob, header and segments apart. Raises what ``read_header`` raises.
-
-        Args:
-            blob: The whole plain blob.
-
-        Returns:
-            The sealed blob.
-
-        Raises:
-            CorruptError: The blob is not of the length that its header tells.
-        """
+        """Seal a blob, header and segments apart. Raises what ``read_header`` raises."""
         info = read_header(blob)
         segments = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(segments))
@@ -201,18 +135,7 @@ class TenantKeys:
         return b"".join(parts)
 
     def unseal_blob(self, sealed: bytes) -> bytes:
-        """Open a sealed blob.
-
-        Args:
-            sealed: The whole sealed blob.
-
-        Returns:
-            The whole plain blob.
-
-        Raises:
-            CorruptError: Some of it was changed.
-            AuthError: No key here fits it.
-        """
+        """Open a sealed blob."""
         reader = self.blob_reader()
         info = reader.read_header(sealed)
         if len(sealed) != info.file_bytes:
@@ -234,18 +157,7 @@ class TenantKeys:
         return _PROLOGUE.pack(*known, object_id, kind), key.cipher(object_id)
 
     def cipher(self, key_id: bytes, object_id: bytes) -> AESGCM:
-        """The cipher of an object.
-
-        Args:
-            key_id: Id of the key that it was sealed with.
-            object_id: The object's own id, from its prologue.
-
-        Returns:
-            AES-256-GCM with the object's own key.
-
-        Raises:
-            AuthError: The key is not at hand.
-        """
+        """The cipher of an object."""
         key = self._by_id.get(key_id)
         if key is None:
             msg = (
@@ -314,14 +226,7 @@ class PlainBlob:
         self.parsed: Header | None = None
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """``codec.read_header``, and the header is kept.
-
-        Args:
-            data: The blob's beginning, or more.
-
-        Returns:
-            The blob's description.
-        """
+        """``codec.read_header``, and the header is kept."""
         self.parsed = parse_header(data)
         return self.parsed.info
 
@@ -332,11 +237,7 @@ class SealedBlob:
     check: Callable[[SegmentInfo, bytes], bytes] | None
 
     def __init__(self, keys: TenantKeys) -> None:
-        """Nothing was read yet.
-
-        Args:
-            keys: The tenant's keys.
-        """
+        """Nothing was read yet."""
         self._keys = keys
         self._numbers: dict[tuple[int, int], int] = {}
         self._cipher: AESGCM | None = None
@@ -345,20 +246,7 @@ class SealedBlob:
         self.check = self.unsealed
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """Parse the stored bytes' beginning.
-
-        Args:
-            data: The beginning, or more.
-
-        Returns:
-            The blob's description, with offsets and lengths as they are stored.
-
-        Raises:
-            TruncatedError: More bytes are needed.
-            CorruptError: The bytes were changed.
-            NotSealedError: They are not sealed.
-            AuthError: No key fits.
-        """
+        """Parse the stored bytes' beginning."""
         prologue = _parsed(data, _BLOB)
         stored = _PROLOGUE.size + prologue.header_bytes + TAG_BYTES
         if len(data) < stored:
@@ -378,18 +266,7 @@ class SealedBlob:
         return self._as_stored(info, stored, size)
 
     def unsealed(self, segment: SegmentInfo, stored: bytes) -> bytes:
-        """Open one segment.
-
-        Args:
-            segment: Which, as ``read_header`` described it.
-            stored: Its stored bytes.
-
-        Returns:
-            The segment's content.
-
-        Raises:
-            CorruptError: It was changed or is another one.
-        """
+        """Open one segment."""
         number = self._numbers.get((segment.chunk, segment.level))
         if self._cipher is None or number is None:
             msg = "a segment can be opened only after its blob's header; call read_header first"
@@ -415,14 +292,7 @@ class SealedBlob:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether bytes begin as a sealed object does.
-
-    Args:
-        data: The object's beginning, or more.
-
-    Returns:
-        True where they do.
-    """
+    """Whether bytes begin as a sealed object does."""
     return data.startswith(SEALED_MAGIC)
 
 

@@ -23,19 +23,7 @@ _LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_file(root: Path, parts: Sequence[str], flags: int) -> int:
-    """Open a file.
-
-    Args:
-        root: Where the way begins.
-        parts: Names of the folders, then the file's.
-        flags: As for ``os.open``; without O_NOFOLLOW a link in the last step would be followed.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: It is not there, or a link or a file lies on the way.
-    """
+    """Open a file."""
     folder = os.open(root, _ROOT_FLAGS)
     try:
         for part in parts[:-1]:
@@ -48,36 +36,14 @@ def open_file(root: Path, parts: Sequence[str], flags: int) -> int:
 
 
 def open_folder(root: Path, parts: Sequence[str]) -> int:
-    """Open a folder for listing what is in it.
-
-    Args:
-        root: Where the way begins.
-        parts: Names of the folders; none: the root itself.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: It is not there, or a link or a file lies on the way.
-    """
+    """Open a folder for listing what is in it."""
     if parts:
         return open_file(root, parts, _LIST_FLAGS)
     return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def open_subfolder(folder: int, name: str) -> int:
-    """Open a folder in an open one, for listing what is in it.
-
-    Args:
-        folder: The open folder.
-        name: The other's name.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: It is not there, or is no folder.
-    """
+    """Open a folder in an open one, for listing what is in it."""
     return os.open(name, _LIST_FLAGS, dir_fd=folder)
 
 
@@ -95,15 +61,7 @@ class Obstacle:
 
 
 def obstacle(root: Path, parts: Sequence[str]) -> Obstacle | None:
-    """Find out why a way cannot be gone, for a message.
-
-    Args:
-        root: Where the way begins.
-        parts: Names of the folders, then the file's.
-
-    Returns:
-        The first thing in the way; None where there is nothing, or no longer.
-    """
+    """Find out why a way cannot be gone, for a message."""
     path = root
     for count, part in enumerate(parts, 1):
         path /= part
@@ -117,19 +75,7 @@ def obstacle(root: Path, parts: Sequence[str]) -> Obstacle | None:
 
 @contextlib.contextmanager
 def folders(root: Path, parts: Sequence[str], *, make: bool = False) -> Iterator[list[int]]:
-    """Hold every folder of a way open.
-
-    Args:
-        root: Where the way begins; it is there.
-        parts: Names of the folders.
-        make: Make what is missing; new folders are flushed to the disk.
-
-    Yields:
-        Descriptors: of the root, and of each folder in turn.
-
-    Raises:
-        OSError: A folder is not there, or a link or a file lies on the way.
-    """
+    """Hold every folder of a way open."""
     held = [os.open(root, _ROOT_FLAGS)]
     try:
         for part in parts:

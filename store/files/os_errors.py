@@ -29,18 +29,7 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, err
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Translate errors met while reading.
-
-    Args:
-        what: What is read, for the message.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        NotFoundError: It is absent.
-        StorageError: Any other error of the system.
-    """
+    """Translate errors met while reading."""
     try:
         yield
     except KvwireError:
@@ -54,17 +43,7 @@ def reading(what: str) -> Iterator[None]:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Translate errors met while writing, deleting or making folders.
-
-    Args:
-        what: What is written, for the message.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        StorageError: Any error of the system.
-    """
+    """Translate errors met while writing, deleting or making folders."""
     try:
         yield
     except KvwireError:

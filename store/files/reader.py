@@ -34,24 +34,12 @@ class EtagCache:
         self._known: OrderedDict[_Identity, str] = OrderedDict()
 
     def find(self, identity: _Identity) -> str | None:
-        """Look a hash up.
-
-        Args:
-            identity: Device, inode, size, and times of modification and change (ns) of the file.
-
-        Returns:
-            The file's hash; None where it is not known.
-        """
+        """Look a hash up."""
         with self._lock:
             return self._known.get(identity)
 
     def keep(self, identity: _Identity, etag: str) -> None:
-        """Remember a hash.
-
-        Args:
-            identity: As for ``find``.
-            etag: The file's hash.
-        """
+        """Remember a hash."""
         with self._lock:
             self._known[identity] = etag
             while len(self._known) > self._limit:
@@ -62,16 +50,7 @@ class FileReader:
     """Reads ranges of an open file; safe from several threads, as each read names its own offset."""
 
     def __init__(self, descriptor: int, key: str, etags: EtagCache) -> None:
-        """Take over the descriptor.
-
-        Args:
-            descriptor: Of the open file; it is closed where this raises.
-            key: The object that the file holds.
-            etags: Where hashes are remembered.
-
-        Raises:
-            NotFoundError: It is not of a regular file.
-        """
+        """Take over the descriptor."""
         self._descriptor = descriptor
         self._key = key
         self._etags = etags
@@ -99,23 +78,11 @@ class FileReader:
         return etag
 
     def fileno(self) -> int:
-        """The descriptor, for sending the file without copying it.
-
-        Returns:
-            The descriptor; it stays this reader's to close.
-        """
+        """The descriptor, for sending the file without copying it."""
         return self._descriptor
 
     def read(self, start: int, end: int) -> bytes:
-        """Read a range.
-
-        Args:
-            start: First byte.
-            end: The byte after the last.
-
-        Returns:
-            The bytes, clamped; fewer only where someone cut the file short underneath.
-        """
+        """Read a range."""
         start, stop = clamp_range(start, end, self._size)
         pieces = []
         with reading(self._key):

@@ -31,29 +31,13 @@ class Reserve:
     """
 
     def __init__(self, path: Path, database: Path) -> None:
-        """Keep the paths; nothing is made yet.
-
-        Args:
-            path: The file.
-            database: The database's.
-        """
+        """Keep the paths; nothing is made yet."""
         self._path = path
         self._database = database
         self._spent_bytes = 0
 
     def spend(self, action: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
-        """Do what frees space, or has to be done before: again, with the reserve's space, where there is no room.
-
-        Args:
-            action: What is done; twice does no harm.
-            before_retry: Done before it is tried again.
-
-        Returns:
-            What the action gives.
-
-        Raises:
-            StorageError: It fails for another reason, or in spite of the reserve.
-        """
+        """Do what frees space, or has to be done before: again, with the reserve's space, where there is no room."""
         try:
             return action()
         except StorageError as error:

@@ -111,20 +111,7 @@ class Database:
         self._start()
 
     def read(self, query: Callable[[sqlite3.Connection], T], absent: T) -> T:
-        """Ask a question.
-
-        Args:
-            query: Called with a connection.
-            absent: The answer where there is no database yet.
-
-        Returns:
-            What the query gives.
-
-        Raises:
-            CorruptError: The file is damaged.
-            FormatVersionError: The file's schema has another version.
-            StorageError: The file cannot be read now.
-        """
+        """Ask a question."""
         identity = self._identity()
         if identity is None:
             return absent
@@ -136,19 +123,7 @@ class Database:
                 return query(connection)
 
     def write(self, change: Callable[[sqlite3.Connection], T]) -> T:
-        """Carry out one transaction: all of it, or nothing where it raises.
-
-        Args:
-            change: Called with a connection, within the transaction.
-
-        Returns:
-            What the change gives.
-
-        Raises:
-            CorruptError: The file is damaged.
-            FormatVersionError: The file's schema has another version.
-            StorageError: The file cannot be written now.
-        """
+        """Carry out one transaction: all of it, or nothing where it raises."""
         with self._translated("write"), writing(str(self._path)):
             identity = self._identity()
             if identity is None:

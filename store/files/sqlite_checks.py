@@ -27,39 +27,19 @@ _Layout = list[tuple[object, ...]]
 
 
 def restrict(connection: sqlite3.Connection) -> None:
-    """Trust nothing of what a file says: before anything is asked of it.
-
-    Args:
-        connection: To the file.
-    """
+    """Trust nothing of what a file says: before anything is asked of it."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
     connection.execute("PRAGMA trusted_schema=OFF")
     connection.execute("PRAGMA cell_size_check=ON")
 
 
 def limit_time(connection: sqlite3.Connection) -> None:
-    """Interrupt whatever is asked once QUERY_S from now are over.
-
-    Args:
-        connection: What is asked.
-    """
+    """Interrupt whatever is asked once QUERY_S from now are over."""
     connection.set_progress_handler(partial(_is_over, time.monotonic() + QUERY_S), _STEPS)
 
 
 def check_layout(connection: sqlite3.Connection, path: Path, schemas: Sequence[str], version: int, advice: str) -> None:
-    """Look whether a file is of this version, and declares what one of the schemas makes and nothing else.
-
-    Args:
-        connection: To the file.
-        path: Of the file, for messages.
-        schemas: SQL that may have made it.
-        version: Of the schemas.
-        advice: What to do where the file is damaged.
-
-    Raises:
-        FormatVersionError: It has another version.
-        CorruptError: It is empty, or declares something else.
-    """
+    """Look whether a file is of this version, and declares what one of the schemas makes and nothing else."""
     found_version = connection.execute("PRAGMA user_version").fetchone()[0]
     found = connection.execute(_LAYOUT).fetchall()
     if not found_version and not found:

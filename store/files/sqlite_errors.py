@@ -32,46 +32,18 @@ _ADVICE = {
 
 
 def is_not_writable(error: sqlite3.Error) -> bool:
-    """Whether the right to write is missing.
-
-    Args:
-        error: What SQLite says.
-
-    Returns:
-        True where the file, or one beside it, cannot be opened for writing.
-    """
+    """Whether the right to write is missing."""
     return _code(error) in _NOT_WRITABLE
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """Whether the disk takes no more.
-
-    Args:
-        error: What SQLite says.
-
-    Returns:
-        True for a full disk. A quota that is used up is told as an input/output error.
-    """
+    """Whether the disk takes no more."""
     return _code(error) == sqlite3.SQLITE_FULL
 
 
 @contextlib.contextmanager
 def translated(path: Path, verb: str, *, advice: str, wait_s: float) -> Iterator[None]:
-    """Translate what SQLite raises.
-
-    Args:
-        path: Of the database.
-        verb: What is done with it, for the message.
-        advice: What to do where it is damaged.
-        wait_s: How long another process is waited for.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        CorruptError: The database is damaged.
-        StorageError: Any other error; ``errno`` tells a full disk (ENOSPC) and an input/output error (EIO).
-    """
+    """Translate what SQLite raises."""
     try:
         yield
     except KvwireError:

@@ -26,16 +26,7 @@ def temporary_name() -> str:
 
 
 def replace_file(folder: int, name: str, data: Data) -> None:
-    """Write a file under another name, flush it, rename it into place and flush the rename.
-
-    Args:
-        folder: Descriptor of the folder.
-        name: The file's name in it.
-        data: All of its bytes.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a file under another name, flush it, rename it into place and flush the rename."""
     temporary = temporary_name()
     try:
         _write_file(folder, temporary, data)
@@ -48,15 +39,7 @@ def replace_file(folder: int, name: str, data: Data) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Flush a file that somebody wrote and closed, rename it into place in the same folder, and flush the rename.
-
-    Args:
-        written: The file under its temporary name.
-        target: Its name from then on; what was there is replaced.
-
-    Raises:
-        OSError: It cannot be flushed or renamed.
-    """
+    """Flush a file that somebody wrote and closed, rename it into place in the same folder, and flush the rename."""
     descriptor = os.open(written, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -81,12 +64,7 @@ def _write_file(folder: int, name: str, data: Data) -> None:
 
 
 def sync_folder(folder: str | Path, within: int | None = None) -> None:
-    """Flush a folder's entries, where the file system knows how to.
-
-    Args:
-        folder: The folder.
-        within: Descriptor of the folder that a relative path starts from.
-    """
+    """Flush a folder's entries, where the file system knows how to."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
     try:
         os.fsync(descriptor)

@@ -46,17 +46,7 @@ class HashScheme(Protocol):
 
 
 def check_chunk_tokens(tokens: int) -> int:
-    """Refuse chunks of no length, or of too many tokens.
-
-    Args:
-        tokens: Of a chunk.
-
-    Returns:
-        ``tokens``, unchanged.
-
-    Raises:
-        ArgumentError: They are no chunk.
-    """
+    """Refuse chunks of no length, or of too many tokens."""
     if type(tokens) is not int or not 0 < tokens <= MAX_CHUNK_TOKENS:
         msg = f"a chunk of an index has 1 to {MAX_CHUNK_TOKENS} tokens, got {str(tokens)[:40]}"
         raise ArgumentError(msg)
@@ -64,19 +54,7 @@ def check_chunk_tokens(tokens: int) -> int:
 
 
 def chunks_of(token_ids: Sequence[int], chunk_tokens: int, byte_order: str) -> Iterator[bytes]:
-    """Whole chunks of a prompt, as 32-bit words.
-
-    Args:
-        token_ids: Of the prompt.
-        chunk_tokens: Of each chunk.
-        byte_order: ``<`` for little-endian words, ``>`` for big-endian ones.
-
-    Yields:
-        Bytes of each chunk, 4 for each token.
-
-    Raises:
-        ArgumentError: A token id does not fit 32 bits.
-    """
+    """Whole chunks of a prompt, as 32-bit words."""
     import numpy as np
 
     if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < 1 << 32):

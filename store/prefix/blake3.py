@@ -24,14 +24,7 @@ _Words = tuple[int, ...]
 
 
 def blake3(data: bytes) -> bytes:
-    """Hash bytes.
-
-    Args:
-        data: Any number of bytes.
-
-    Returns:
-        32 bytes.
-    """
+    """Hash bytes."""
     return struct.pack("<8I", *_tree(data, 0, _ROOT))
 
 

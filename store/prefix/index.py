@@ -263,36 +263,12 @@ class PrefixIndex:
 
 
 def read_header(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
-    """What a blob says of itself.
-
-    Args:
-        catalog: Of the tenant.
-        document: Its entry, with a blob.
-
-    Returns:
-        The header.
-
-    Raises:
-        CorruptError: The header is damaged.
-        NotFoundError: The blob is gone.
-    """
+    """What a blob says of itself."""
     return catalog.read_header(document)
 
 
 def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
-    """Read a blob's header, and refuse rows that are not those of a prompt's beginning.
-
-    Args:
-        catalog: Of the tenant.
-        document: Its entry, with a blob.
-
-    Returns:
-        The header.
-
-    Raises:
-        CorruptError: The header is damaged or of another text, or the rows were computed behind a neutral prefix.
-        NotFoundError: The blob is gone.
-    """
+    """Read a blob's header, and refuse rows that are not those of a prompt's beginning."""
     info = read_header(catalog, document)
     if info.meta.token_digest != document.token_digest:
         msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
@@ -305,14 +281,7 @@ def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
 
 
 def opening_of(info: BlobInfo) -> tuple[int, ...]:
-    """The BOS that a document was computed behind, and stands behind in prompts.
-
-    Args:
-        info: What its blob's header says.
-
-    Returns:
-        Token ids; none where it was computed behind none.
-    """
+    """The BOS that a document was computed behind, and stands behind in prompts."""
     return info.neutral_prefix[: info.opening]
 
 
@@ -348,15 +317,7 @@ class _Documents:
 
 
 def search(chunks: int, probe: Probe) -> PrefixHit | None:
-    """Find the last chunk that is there, where all before it are there too; else some that is, or none.
-
-    Args:
-        chunks: How many there are.
-        probe: Tells of some chunks, in ascending order, what each leads to.
-
-    Returns:
-        What the last chunk leads to; None where none was found.
-    """
+    """Find the last chunk that is there, where all before it are there too; else some that is, or none."""
     low, high = -1, chunks
     best: PrefixHit | None = None
     while high - low > 1:
@@ -371,15 +332,7 @@ def search(chunks: int, probe: Probe) -> PrefixHit | None:
 
 
 def search_reference(chunks: int, probe: Probe) -> PrefixHit | None:
-    """What ``search`` finds, from the last chunk down, one at a time.
-
-    Args:
-        chunks: How many there are.
-        probe: As for ``search``.
-
-    Returns:
-        What the last chunk that is there leads to; None where none is.
-    """
+    """What ``search`` finds, from the last chunk down, one at a time."""
     for chunk in reversed(range(chunks)):
         (hit,) = probe([chunk])
         if hit is not None:

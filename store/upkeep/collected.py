@@ -65,15 +65,7 @@ class Collected:
 
 
 def check_fraction(found: Collected, max_fraction: float) -> None:
-    """Refuse to delete more than a part of what there is.
-
-    Args:
-        found: What would be deleted.
-        max_fraction: Of all bytes, and of those of documents alone.
-
-    Raises:
-        ArgumentError: It is more.
-    """
+    """Refuse to delete more than a part of what there is."""
     shares = (
         (found.bytes, found.looked_at, "bytes"),
         (found.document_bytes, found.documents_looked_at, "bytes of documents"),
@@ -89,15 +81,7 @@ def check_fraction(found: Collected, max_fraction: float) -> None:
 
 
 def remove_leftovers(store: Store, grace_s: float) -> Collected:
-    """Delete unfinished files that nobody writes to any more.
-
-    Args:
-        store: The store.
-        grace_s: Seconds that they stay at least.
-
-    Returns:
-        What was deleted.
-    """
+    """Delete unfinished files that nobody writes to any more."""
     try:
         count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
     except StorageError as error:

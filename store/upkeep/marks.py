@@ -58,14 +58,7 @@ class MarksFile:
             self._file.close()
 
     def append(self, data: bytes) -> None:
-        """Write behind what is there; where that fails, what was written of it does not count.
-
-        Args:
-            data: The bytes.
-
-        Raises:
-            StorageError: There is no room for them, or the file cannot be made.
-        """
+        """Write behind what is there; where that fails, what was written of it does not count."""
         with _temporary("write"):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="kvwire-marks-", buffering=0)  # noqa: SIM115 - see __exit__
@@ -76,18 +69,7 @@ class MarksFile:
             self.size = at
 
     def read(self, at: int, length: int) -> bytes:
-        """Bytes as they are in the file.
-
-        Args:
-            at: The first one.
-            length: How many.
-
-        Returns:
-            The bytes; fewer where the file ends before.
-
-        Raises:
-            StorageError: The disk fails.
-        """
+        """Bytes as they are in the file."""
         found = bytearray()
         with _temporary("read"):
             while self._file and (more := os.pread(self._file.fileno(), length - len(found), at + len(found))):
@@ -95,11 +77,7 @@ class MarksFile:
         return bytes(found)
 
     def cut(self, size: int) -> None:
-        """Give back the space of what was written last.
-
-        Args:
-            size: Bytes that stay.
-        """
+        """Give back the space of what was written last."""
         self.size = size
         if self._file is not None:
             with _temporary("shorten"):
@@ -114,25 +92,12 @@ class SpilledMarks:
     """
 
     def __init__(self, file: MarksFile) -> None:
-        """Begin without marks.
-
-        Args:
-            file: Where they go.
-        """
+        """Begin without marks."""
         self.at, self._file = 0.0, file
         self._last: dict[int, tuple[int, int, int]] = {}
 
     def add_all(self, keys: Iterable[str], at: float, number_of: Part) -> None:
-        """Take in what entries name.
-
-        Args:
-            keys: Of content.
-            at: When reading the entries began: the new ``at``, once all was taken in.
-            number_of: Any of the parts, which tells those of keys.
-
-        Raises:
-            StorageError: They cannot be written.
-        """
+        """Take in what entries name."""
         waiting, size = defaultdict[int, set[bytes]](set), 0
         sampled, sampled_of = SAMPLE * (self.at > 0), set[int]()
         for key in keys:
@@ -166,31 +131,11 @@ class SpilledMarks:
         self._last.update(last)
 
     def of(self, part: Part) -> Iterator[bytes]:
-        """Marks of a part, some of them more than once.
-
-        Args:
-            part: One of them.
-
-        Returns:
-            The marks.
-
-        Raises:
-            StorageError: They are not as they were written.
-        """
+        """Marks of a part, some of them more than once."""
         return self._read(part.number)
 
     def elsewhere(self, part: Part) -> list[str]:
-        """Some keys that are named in other parts.
-
-        Args:
-            part: The part.
-
-        Returns:
-            The keys.
-
-        Raises:
-            StorageError: They are not as they were written.
-        """
+        """Some keys that are named in other parts."""
         keys = (entry.decode() for entry in self._read(_SAMPLED))
         return [key for key in keys if not part.has(key)][:SAMPLE]
 

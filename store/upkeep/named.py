@@ -22,21 +22,7 @@ _SKEW_S = 3600.0
 
 
 def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> Iterator[str]:
-    """Content that entries name which may have been written since an instant.
-
-    Args:
-        catalog: The tenant's.
-        space: The configuration.
-        since: In seconds since 1970; 0: all entries.
-        tell: Called with ``"entries"`` and how many more were read.
-
-    Yields:
-        Keys, some of them more than once.
-
-    Raises:
-        CorruptError: An entry cannot be read.
-        FormatVersionError: An entry is of a kind that this version does not know.
-    """
+    """Content that entries name which may have been written since an instant."""
     young = (
         listed.key
         for kind in kinds("marks")
@@ -58,15 +44,7 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
 
 
 def refuse_unknown_kinds(store: Store, space: KeySpace) -> None:
-    """Refuse a catalog that holds what this version cannot read: it may name anything.
-
-    Args:
-        store: Where it lies.
-        space: The configuration.
-
-    Raises:
-        FormatVersionError: It does.
-    """
+    """Refuse a catalog that holds what this version cannot read: it may name anything."""
     known = catalog_prefixes(space)
     after = ""
     while (found := next(iter(store.scan(space.catalog, after)), None)) is not None:

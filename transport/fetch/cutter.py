@@ -20,11 +20,7 @@ class Cutter(Generic[T]):
     """
 
     def __init__(self, wanted: Range[T]) -> None:
-        """Expect the bytes of this range.
-
-        Args:
-            wanted: The range and the pieces to cut out of it.
-        """
+        """Expect the bytes of this range."""
         self._pending = deque(wanted.pieces)
         self._at = wanted.start  # of the next byte, in the object
         self._parts: list[memoryview] = []
@@ -40,14 +36,7 @@ class Cutter(Generic[T]):
         return sum(map(len, self._parts))
 
     def feed(self, data: Data) -> list[tuple[WantedRange[T], bytes]]:
-        """Take the next bytes.
-
-        Args:
-            data: What follows the bytes fed before.
-
-        Returns:
-            The pieces that they complete, with their bytes.
-        """
+        """Take the next bytes."""
         if self._is_next_piece(data):
             piece = self._pending.popleft()
             self._at = piece.end

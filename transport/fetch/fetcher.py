@@ -236,18 +236,7 @@ class BlobFetcher:
 
 
 def check_crc(segment: SegmentInfo, stored: bytes) -> bytes:
-    """Compare a segment's CRC-32 with the one in the index.
-
-    Args:
-        segment: What the index says.
-        stored: The segment's bytes.
-
-    Returns:
-        The bytes as they are.
-
-    Raises:
-        CorruptError: Their CRC-32 is another.
-    """
+    """Compare a segment's CRC-32 with the one in the index."""
     if crc32(stored) != segment.crc32:
         msg = f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong"
         raise CorruptError(msg)

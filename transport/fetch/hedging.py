@@ -24,56 +24,26 @@ class Pace:
         self._hedges = 0
 
     def completed(self, first_byte_s: float, total_s: float, size: int) -> None:
-        """Note a request that brought all of its bytes.
-
-        Args:
-            first_byte_s: Seconds from sending it to its first byte.
-            total_s: Seconds from sending it to its last byte.
-            size: Bytes that it brought.
-        """
+        """Note a request that brought all of its bytes."""
         self._first_byte_s.append(first_byte_s)
         self._body_s.append(max(0.0, total_s - first_byte_s) / max(1, size))
         self._requests += 1
 
     def expected_s(self, size: int) -> float | None:
-        """What a request usually takes.
-
-        Args:
-            size: Bytes asked for.
-
-        Returns:
-            Seconds to the last byte; None where too little is known.
-        """
+        """What a request usually takes."""
         if len(self._first_byte_s) < _LEAST_SAMPLES:
             return None
         return median(self._first_byte_s) + size * median(self._body_s)
 
     def is_overdue(self, age_s: float, size: int, *, factor: float, least_s: float) -> bool:
-        """Whether a request takes longer than usual.
-
-        Args:
-            age_s: Seconds since it was sent.
-            size: Bytes asked for.
-            factor: How many times the usual time it must take.
-            least_s: Seconds that it must take in any case.
-
-        Returns:
-            True where it takes longer than both; False also where too little is known.
-        """
+        """Whether a request takes longer than usual."""
         if age_s <= least_s:
             return False
         expected_s = self.expected_s(size)
         return expected_s is not None and age_s > factor * expected_s
 
     def may_hedge(self, share: float) -> bool:
-        """Take one second request from the budget.
-
-        Args:
-            share: The budget: this part of all requests, and at least one.
-
-        Returns:
-            Whether there was one left.
-        """
+        """Take one second request from the budget."""
         if self._hedges >= max(1.0, share * self._requests):
             return False
         self._hedges += 1

@@ -142,32 +142,19 @@ class Transfer:
     """
 
     def __init__(self, meter: LinkMeter, asked_at: float) -> None:
-        """Start waiting for the first byte.
-
-        Args:
-            meter: What it counts for.
-            asked_at: When it was sent, on the meter's clock.
-        """
+        """Start waiting for the first byte."""
         self._meter = meter
         self.asked_at = self.last_at = asked_at
         self.first_byte_s: float | None = None
         self.bytes = self.local_bytes = 0
 
     def received_locally(self, size: int) -> None:
-        """Bytes came without crossing the link: they say nothing about it.
-
-        Args:
-            size: How many.
-        """
+        """Bytes came without crossing the link: they say nothing about it."""
         self.last_at = self._meter.now()
         self.local_bytes += size
 
     def received(self, size: int) -> None:
-        """A piece of the answer came in.
-
-        Args:
-            size: Bytes of the piece.
-        """
+        """A piece of the answer came in."""
         self.last_at = now = self._meter.now()
         self.bytes += size
         if self.first_byte_s is None:
@@ -177,10 +164,6 @@ class Transfer:
             self._meter.received(size, now)
 
     def end(self, *, silent: bool = False) -> None:
-        """The answer is over, whole or not.
-
-        Args:
-            silent: It stalled.
-        """
+        """The answer is over, whole or not."""
         if self.first_byte_s is not None:
             self._meter.closed(silent=silent)

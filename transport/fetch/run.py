@@ -58,14 +58,7 @@ class Want:
         return max(self.failures.values(), default=0)
 
     def fail(self, piece: WantedRange[Want]) -> int:
-        """Count a failed attempt at a part.
-
-        Args:
-            piece: The part.
-
-        Returns:
-            How many attempts at it have failed.
-        """
+        """Count a failed attempt at a part."""
         place = (piece.offset, piece.length)
         self.failures[place] = self.failures.get(place, 0) + 1
         return self.failures[place]
@@ -76,15 +69,7 @@ class Want:
         return WantedRange(self.segment.offset, self.segment.stored, self)
 
     def whole(self, piece: WantedRange[Want], body: bytes) -> bytes | None:
-        """Take in a piece.
-
-        Args:
-            piece: Its place in the blob.
-            body: Its bytes.
-
-        Returns:
-            The segment's bytes, where this piece completes them; None otherwise.
-        """
+        """Take in a piece."""
         if piece.length == self.segment.stored:
             return body
         self.parts[piece.offset] = body
@@ -149,16 +134,7 @@ class FetchRun:
         hooks: FetchHooks,
         deadline: float | None = None,
     ) -> None:
-        """Prepare; nothing is asked yet.
-
-        Args:
-            source: Of the blob.
-            settings: How it is fetched.
-            meter: Measures transfers.
-            counts: What was done is added here.
-            hooks: What is asked of the fetcher.
-            deadline: On the meter's clock; None for none.
-        """
+        """Prepare; nothing is asked yet."""
         self._source = source
         self._settings = settings
         self._meter = meter
@@ -180,25 +156,14 @@ class FetchRun:
         self._look: asyncio.TimerHandle | None = None
 
     def start(self, segments: Sequence[SegmentInfo]) -> None:
-        """Send the requests.
-
-        Args:
-            segments: Most important first.
-        """
+        """Send the requests."""
         self._left = len(segments)
         self._wants = [Want(segment) for segment in segments]
         self._ask([want.piece for want in self._wants])
         self._look_later()
 
     async def wait(self) -> bool:
-        """Wait for results to take.
-
-        Returns:
-            False when each segment has come or failed.
-
-        Raises:
-            KvwireError: What ended the whole fetch.
-        """
+        """Wait for results to take."""
         while self._left and not self._results:
             if self._fatal:
                 raise self._fatal
@@ -207,11 +172,7 @@ class FetchRun:
         return self._left > 0
 
     def take(self) -> Iterator[FetchedSegment | SegmentError]:
-        """Hand over the results that are in.
-
-        Yields:
-            Segments that came, and errors of those that did not.
-        """
+        """Hand over the results that are in."""
         while self._results:
             result = self._results.popleft()
             self._hold(-len(result.data) if isinstance(result, FetchedSegment) else 0)

@@ -52,17 +52,7 @@ class Access:
     """Decides on requests; holds the files' current content."""
 
     def __init__(self, settings: AccessSettings, clock: Callable[[], float] = time.time) -> None:
-        """Read the files.
-
-        Args:
-            settings: The credentials to take.
-            clock: Gives Unix seconds.
-
-        Raises:
-            StorageError: A file cannot be read.
-            ArgumentError: A file or a token cannot be used.
-            AuthError: A file of secrets is open to others than its owner.
-        """
+        """Read the files."""
         for token in (settings.token, settings.metrics_token):
             if token is not None:
                 check_token(token)
@@ -84,11 +74,7 @@ class Access:
         return 0 < len(self._settings.token or "") < _MIN_TOKEN_CHARS
 
     def refresh(self, *, force: bool = False) -> None:
-        """Read files again that have changed.
-
-        Args:
-            force: Read all of them.
-        """
+        """Read files again that have changed."""
         for watched in (self._tenants, self._keys):
             if watched is not None:
                 watched.refresh(force=force)
@@ -98,20 +84,6 @@ class Access:
 
         A signed URL speaks for itself. A name and a password beside it, which browsers send along once they were asked
         for them, count as absent: they give no rights on objects, so that none are lost or won.
-
-        Args:
-            method: Of the request.
-            path: Decoded, without the query.
-            query: As it was sent.
-            headers: Of the request.
-            address: The client's, which names its bucket where there are no credentials.
-
-        Returns:
-            The rights that it has.
-
-        Raises:
-            RefusedError: It has none (401). Where the server has no credentials: the request does not name this
-                machine, or a web page would write (403).
         """
         if not self.guarded:
             self.check_host(headers)
@@ -131,12 +103,6 @@ class Access:
         """Refuse requests that do not name this machine, where the server has no credentials.
 
         Any web page can have its own name lead to 127.0.0.1, and its visitors' browsers then let it read the answers.
-
-        Args:
-            headers: Of the request.
-
-        Raises:
-            RefusedError: The request names another host (403).
         """
         if self.guarded:
             return
@@ -148,12 +114,6 @@ class Access:
         """Decide on a request for metrics: they are open where objects are and no token was set for them.
 
         A token may come as the password of a name that is not looked at, which browsers ask for.
-
-        Args:
-            headers: Of the request.
-
-        Returns:
-            Whether it may see them.
         """
         if not self.guarded and not self._settings.metrics_token:
             return True

@@ -42,15 +42,7 @@ class Connections(web.Server):
         refused: Callable[[int], None],
         most: int,
     ) -> None:
-        """Keep the limits.
-
-        Args:
-            handler: Answers requests.
-            settings: The limits.
-            metrics: Told of connections.
-            refused: Told the status of what was no request at all.
-            most: Connections at a time.
-        """
+        """Keep the limits."""
         super().__init__(handler)
         self.settings = settings
         self.refused = refused
@@ -80,9 +72,6 @@ class Connections(web.Server):
         """Make the protocol of a connection that was accepted, and count it.
 
         Where all places are taken, a connection that has long been idle gives its own, else it is a spare one.
-
-        Returns:
-            The protocol; None where even the spare places are taken by answers that are under way.
         """
         is_spare = not self._has_room()
         if is_spare and len(self._spare) >= SPARE_CONNECTIONS and not self._give_up_spare():
@@ -160,9 +149,6 @@ class Connections(web.Server):
         """Close all connections, and wait until clients have taken what was written.
 
         For clients that owe no more than their side of closing, which TLS has, it waits a second.
-
-        Args:
-            limit_s: Longest wait, in seconds.
         """
         for connection in list(self._open):
             connection.finish()

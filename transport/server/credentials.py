@@ -122,17 +122,7 @@ def new_token() -> tuple[str, str]:
 
 
 def namespace_prefix(namespace: object) -> str:
-    """What all keys of a namespace start with.
-
-    Args:
-        namespace: 32 lower-case hexadecimal digits.
-
-    Returns:
-        The prefix.
-
-    Raises:
-        ArgumentError: It is no namespace.
-    """
+    """What all keys of a namespace start with."""
     if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
         msg = "a namespace is 32 lower-case hexadecimal digits (kvwire.store.tenant_hash)"
         raise ArgumentError(msg)

@@ -26,18 +26,7 @@ class WatchedFile(Generic[_T]):
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> None:
-        """Read the file.
-
-        Args:
-            path: Of the file.
-            parse: Makes a value of its content, or raises ArgumentError.
-            private: It is refused where others than its owner may read it.
-
-        Raises:
-            StorageError: The file cannot be read.
-            AuthError: It is private, and open to others than its owner.
-            ArgumentError: It cannot be parsed.
-        """
+        """Read the file."""
         self._path = path
         self._parse = parse
         self._private = private
@@ -45,11 +34,7 @@ class WatchedFile(Generic[_T]):
         self.value = self._load()
 
     def refresh(self, *, force: bool = False) -> None:
-        """Read the file again where its time, size or inode differ.
-
-        Args:
-            force: Read it in any case.
-        """
+        """Read the file again where its time, size or inode differ."""
         seen = None
         try:
             seen = _identity(self._path)
@@ -68,21 +53,7 @@ class WatchedFile(Generic[_T]):
 
 
 def read_parsed(path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> _T:
-    """Read and parse a file.
-
-    Args:
-        path: Of the file.
-        parse: Makes a value of its content, or raises ArgumentError.
-        private: It is refused where others than its owner may read it.
-
-    Returns:
-        What it was parsed to.
-
-    Raises:
-        StorageError: The file cannot be read.
-        AuthError: It is private, and open to others than its owner.
-        ArgumentError: It cannot be parsed.
-    """
+    """Read and parse a file."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -25,14 +25,7 @@ class RefusedError(KvwireError):
     """
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None, *, reason: str = "") -> None:
-        """Keep what the answer needs.
-
-        Args:
-            status: Of the answer.
-            message: For the client.
-            headers: Of the answer.
-            reason: One word for the metrics.
-        """
+        """Keep what the answer needs."""
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
@@ -49,15 +42,7 @@ def not_found() -> RefusedError:
 
 
 def answer_of(refusal: RefusedError, request_id: str) -> web.Response:
-    """Make the answer to a refused request: JSON that is never cached.
-
-    Args:
-        refusal: Why it is refused.
-        request_id: The request's id.
-
-    Returns:
-        The answer.
-    """
+    """Make the answer to a refused request: JSON that is never cached."""
     body = {"error": str(refusal), "status": refusal.status, "request_id": request_id}
     headers = {**refusal.headers, **common_headers(request_id), "Cache-Control": "no-store"}
     return web.Response(status=refusal.status, text=json.dumps(body), content_type="application/json", headers=headers)
@@ -69,15 +54,7 @@ def common_headers(request_id: str) -> dict[str, str]:
 
 
 def refusal_of(error: Exception, request_id: str) -> RefusedError:
-    """Translate any exception; what a client cannot act on is logged here and not told.
-
-    Args:
-        error: What happened.
-        request_id: Named in the log.
-
-    Returns:
-        What the client is told.
-    """
+    """Translate any exception; what a client cannot act on is logged here and not told."""
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, ArgumentError):

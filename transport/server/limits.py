@@ -21,27 +21,14 @@ class RateLimiter:
     """A token bucket for each client, in bounded memory: the bucket that was used longest ago is forgotten first."""
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with no buckets; a client that is not known has a full one.
-
-        Args:
-            rate: Requests a second (0: no limit).
-            burst: Requests at once, at least 1.
-            clock: Gives seconds.
-        """
+        """Start with no buckets; a client that is not known has a full one."""
         self._rate = rate
         self._burst = max(1.0, burst)
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, at which time
 
     def take(self, client: str) -> float:
-        """Take one token.
-
-        Args:
-            client: Whose.
-
-        Returns:
-            0, or the seconds to wait for one where there is none.
-        """
+        """Take one token."""
         if not self._rate:
             return 0.0
         now = self._clock()
@@ -73,13 +60,7 @@ class SpoolBudget:
     """Bytes that all running uploads hold together, and each client's share of them."""
 
     def __init__(self, limit: int, upload_bytes: int, metrics: ServerMetrics) -> None:
-        """Start empty.
-
-        Args:
-            limit: Bytes of all uploads.
-            upload_bytes: Of the largest upload; one client has at most half of the limit, or this if it is more.
-            metrics: Told what is held.
-        """
+        """Start empty."""
         self._limit = limit
         self._client_limit = min(limit, max(limit // 2, upload_bytes))
         self._used = 0
@@ -91,16 +72,6 @@ class SpoolBudget:
         """Bytes of one upload, given back at the end.
 
         What is announced takes no room from others: only what has come counts.
-
-        Args:
-            client: Whose upload it is.
-            announced: Bytes that it will have.
-
-        Yields:
-            What the upload holds.
-
-        Raises:
-            RefusedError: So many bytes are not free now.
         """
         self._check(client, announced)
         share = SpoolShare(self, client)
@@ -110,15 +81,7 @@ class SpoolBudget:
             self._count(client, -share.taken)
 
     def take(self, client: str, size: int) -> None:
-        """Count bytes that have come.
-
-        Args:
-            client: Whose upload they belong to.
-            size: How many.
-
-        Raises:
-            RefusedError: They are not free.
-        """
+        """Count bytes that have come."""
         self._check(client, size)
         self._count(client, size)
 
@@ -144,13 +107,6 @@ class SpoolShare:
         self.taken = 0
 
     def take(self, size: int) -> None:
-        """Hold more bytes.
-
-        Args:
-            size: How many more.
-
-        Raises:
-            RefusedError: They are not free.
-        """
+        """Hold more bytes."""
         self._budget.take(self._client, size)
         self.taken += size

@@ -36,17 +36,7 @@ _USUALLY_OPEN = 32  # where the system does not list what is open
 
 
 def connection_limit(settings: ServerSettings) -> int:
-    """How many connections a server may have, by its settings and by the files that this process may open.
-
-    Args:
-        settings: Of the server.
-
-    Returns:
-        The smaller number.
-
-    Raises:
-        StorageError: There is no room for any.
-    """
+    """How many connections a server may have, by its settings and by the files that this process may open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return settings.max_connections
@@ -71,18 +61,7 @@ def _open_files() -> int:
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind an address.
-
-    Args:
-        host: Address or name; empty: every address.
-        port: Port; 0: any free one.
-
-    Returns:
-        Sockets that listen; the caller closes them.
-
-    Raises:
-        StorageError: The address cannot be bound.
-    """
+    """Bind an address."""
     try:
         binding = await asyncio.get_running_loop().create_server(
             asyncio.Protocol, host or None, port, start_serving=False
@@ -102,13 +81,7 @@ class Listener:
     """Accepts on bound sockets while it is open."""
 
     def __init__(self, sockets: list[socket.socket], connections: Connections, tls: ssl.SSLContext | None) -> None:
-        """Begin to listen.
-
-        Args:
-            sockets: From ``bind``; closed with the listener.
-            connections: Where new ones are counted and answered.
-            tls: Of every connection; None for plain HTTP.
-        """
+        """Begin to listen."""
         self._loop = asyncio.get_running_loop()
         self._sockets = sockets
         self._connections = connections

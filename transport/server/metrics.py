@@ -44,11 +44,7 @@ class ServerMetrics:
     """What one server has done since it started."""
 
     def __init__(self) -> None:
-        """Start at zero.
-
-        Raises:
-            ArgumentError: The package for it is not installed.
-        """
+        """Start at zero."""
         require("prometheus_client", "serve", "kvwire serve")
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -94,14 +90,7 @@ class ServerMetrics:
         self._in_flight += 1
 
     def end(self, method: str, status: int, seconds: float, first_byte_s: float) -> None:
-        """Its answer is out, or was broken off.
-
-        Args:
-            method: Of the request.
-            status: Of the answer.
-            seconds: To the last byte.
-            first_byte_s: Seconds to the first byte.
-        """
+        """Its answer is out, or was broken off."""
         self._in_flight -= 1
         method = method if method in self._seconds else "other"
         self._requests[method, status // 100].inc()

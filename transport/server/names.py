@@ -21,16 +21,7 @@ _ENTRIES = ("document entry", "token entry")
 
 
 def check_names(key: str, data: Data) -> None:
-    """Refuse an entry or a blob with a name that no new document, level or model may have. Sealed ones are opaque.
-
-    Args:
-        key: The object's.
-        data: Its bytes, which belong to the key.
-
-    Raises:
-        RefusedError: A name holds a control character, half of a surrogate pair, a line separator, or a mark that
-            turns the direction of writing.
-    """
+    """Refuse an entry or a blob with a name that no new document, level or model may have. Sealed ones are opaque."""
     head = bytes(data[:_MOST_BYTES])
     for name in () if head.startswith(SEALED_MAGIC) else _names(key, head):
         problem = name_problem(name)

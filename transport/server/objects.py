@@ -121,17 +121,7 @@ def conditions(request: web.BaseRequest) -> dict[str, str]:
 
 
 async def check_conditions(exchange: Exchange, store: Store, threads: Threads, key: str) -> None:
-    """Refuse a write whose preconditions do not hold.
-
-    Args:
-        exchange: The request.
-        store: Where the object lies.
-        threads: Where the store is asked.
-        key: The object's.
-
-    Raises:
-        RefusedError: Something else lies there than the request expects (412).
-    """
+    """Refuse a write whose preconditions do not hold."""
     fields = conditions(exchange.request)
     if "If-Match" not in fields and "If-None-Match" not in fields:
         return
@@ -142,15 +132,7 @@ async def check_conditions(exchange: Exchange, store: Store, threads: Threads, k
 
 
 def etag_of(store: Store, key: str) -> str | None:
-    """Look up an object's entity tag.
-
-    Args:
-        store: Where the object lies.
-        key: The object's.
-
-    Returns:
-        The tag; None where there is no object.
-    """
+    """Look up an object's entity tag."""
     try:
         return store.stat(key).etag
     except NotFoundError:

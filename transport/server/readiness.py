@@ -28,14 +28,7 @@ class Readiness:
         self._good_until = 0.0
 
     async def check(self, request_id: str) -> None:
-        """Ask whether the store can be served.
-
-        Args:
-            request_id: Named in the log.
-
-        Raises:
-            RefusedError: The store cannot say what it does not have.
-        """
+        """Ask whether the store can be served."""
         look = self._look
         if look is None or (look.done() and time.monotonic() >= self._good_until):
             look = self._look = asyncio.create_task(self._ask(request_id))

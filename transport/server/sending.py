@@ -48,15 +48,7 @@ class Sender:
     async def send(
         self, exchange: Exchange, response: web.StreamResponse, reader: ObjectReader, start: int, end: int
     ) -> None:
-        """Send headers and bytes. What fails before the headers is raised; later, the connection is broken off.
-
-        Args:
-            exchange: The request.
-            response: With its headers, not sent yet.
-            reader: The open object.
-            start: First byte.
-            end: First byte after the range.
-        """
+        """Send headers and bytes. What fails before the headers is raised; later, the connection is broken off."""
         request = exchange.request
         file = cast("_OpenFile", reader) if hasattr(reader, "fileno") and _takes_files(request) else None
         first = b"" if file else await self._piece(reader, start, min(end, start + self._settings.piece_bytes))

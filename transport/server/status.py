@@ -35,13 +35,7 @@ class StatusPage:
     """Remembers two minutes of a server's counters, one look a second, and shows them."""
 
     def __init__(self, store: Store, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic) -> None:
-        """Look for the first time.
-
-        Args:
-            store: Behind the server; tiers tell what they hold.
-            metrics: The server's.
-            clock: For tests.
-        """
+        """Look for the first time."""
         self._store, self._metrics, self._clock = store, metrics, clock
         self._first = Instant(clock(), metrics.totals())
         self._seen = deque([self._first], maxlen=_KEPT)
@@ -51,11 +45,7 @@ class StatusPage:
         self._seen.append(Instant(self._clock(), self._metrics.totals()))
 
     def render(self) -> str:
-        """Show it.
-
-        Returns:
-            HTML, whole and on its own, which browsers ask for again every few seconds.
-        """
+        """Show it."""
         now = Instant(self._clock(), self._metrics.totals())
         seen = [*(each for each in self._seen if each.at <= now.at), now]
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

@@ -27,25 +27,11 @@ class Threads:
         return asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def run(self, call: Callable[[], _T]) -> _T:
-        """Run a call in a thread; whoever is cancelled does not wait for it.
-
-        Args:
-            call: What to run.
-
-        Returns:
-            Its result.
-        """
+        """Run a call in a thread; whoever is cancelled does not wait for it."""
         return await self.start(call)
 
     async def finish(self, call: Callable[[], _T]) -> _T:
-        """Run a call that uses something the caller will close: also who is cancelled waits for its end.
-
-        Args:
-            call: What to run.
-
-        Returns:
-            Its result.
-        """
+        """Run a call that uses something the caller will close: also who is cancelled waits for its end."""
         running = self.start(call)
         try:
             return await asyncio.shield(running)

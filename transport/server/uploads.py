@@ -43,11 +43,7 @@ class Spool:
     """A file without a name: whatever happens to this process, nothing of it is left."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Make the file.
-
-        Args:
-            folder: Where; None: in the system's temporary folder.
-        """
+        """Make the file."""
         self._file = tempfile.TemporaryFile(dir=folder, prefix=".tmp-", buffering=0)  # noqa: SIM115 - close() ends it
         self._digest = hashlib.sha256()
 
@@ -57,14 +53,7 @@ class Spool:
         return self._digest.hexdigest()
 
     def write(self, pieces: list[bytes]) -> None:
-        """Append to the file.
-
-        Args:
-            pieces: What to append.
-
-        Raises:
-            OSError: The disk does not take it.
-        """
+        """Append to the file."""
         for piece in pieces:
             self._digest.update(piece)
             view = memoryview(piece)
@@ -101,19 +90,7 @@ class Uploads:
         self._budget = SpoolBudget(settings.max_spool_bytes, settings.max_upload_bytes, metrics)
 
     async def put(self, exchange: Exchange, key: str, client: str) -> web.StreamResponse:
-        """Write one object, or refuse it and leave nothing.
-
-        Args:
-            exchange: The request.
-            key: The object's.
-            client: Whose share of the spool it takes.
-
-        Returns:
-            The answer, 201 with the object's entity tag where that is known.
-
-        Raises:
-            RefusedError: The object was not written.
-        """
+        """Write one object, or refuse it and leave nothing."""
         try:
             etag = await self._put(exchange, key, client)
         except Exception as error:

@@ -234,18 +234,7 @@ def _cuts(data: Data, size: int) -> list[Data]:
 
 
 async def read_patiently(source: ByteSource, start: int, end: int | None, sink: Sink, patience: ReadTimeouts) -> None:
-    """``source.read``, with limits for each wait.
-
-    Args:
-        source: What to read.
-        start: First byte.
-        end: First byte after the range; None: to the end.
-        sink: Takes each piece.
-        patience: Longest waits.
-
-    Raises:
-        StalledError: A piece was waited for too long.
-    """
+    """``source.read``, with limits for each wait."""
     now, began = asyncio.get_running_loop().time, False
 
     def passed(data: Data) -> None:

@@ -24,12 +24,7 @@ class PartsSource(ByteSource):
     """Reads parts side by side, and gives their bytes in order."""
 
     def __init__(self, sources: Sequence[ByteSource], extents: Extents) -> None:
-        """Name the parts; nothing is read yet.
-
-        Args:
-            sources: Of the parts; closing this closes them.
-            extents: Where ranges of the joined object lie.
-        """
+        """Name the parts; nothing is read yet."""
         self._sources, self._extents = sources, extents
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._local = [False] * len(sources)
@@ -47,11 +42,7 @@ class PartsSource(ByteSource):
         return self._extents.size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
-        """Give bytes ``start`` to ``end``: of the first part that is not complete as they arrive, of later ones then.
-
-        Raises:
-            NotFoundError: A part is gone.
-        """
+        """Give bytes ``start`` to ``end`` in order: of the first incomplete part as they arrive, then of later ones."""
         order = _Order(list(self._extents.pieces(start, end)), sink, self)
         tasks = [asyncio.create_task(self._read_piece(at, order)) for at in range(len(order.pieces))]
         try:

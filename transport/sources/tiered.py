@@ -30,16 +30,7 @@ class TieredSource(ByteSource):
     """
 
     def __init__(self, store: Cached, key: str, remote: ByteSource) -> None:
-        """Name the object.
-
-        Args:
-            store: The tiers.
-            key: The object's.
-            remote: A source for the same object below the tiers; closing this closes it.
-
-        Raises:
-            ArgumentError: The key is not content-addressed.
-        """
+        """Name the object."""
         name = store.name(key)
         if name is None:
             msg = f"{key} is not content-addressed and so never cached: read it from the store below the tiers"

@@ -41,17 +41,7 @@ class Attention:
     needs: frozenset[Need] = frozenset({"caches", "question"})
 
     def scores(self, given: RepairInput) -> Tensor:
-        """How much each token matters to the question.
-
-        Args:
-            given: The prompt.
-
-        Returns:
-            Float32 ``[tokens]``.
-
-        Raises:
-            ArgumentError: There is no question.
-        """
+        """How much each token matters to the question."""
         error = none_needed(given, "question", self.name)
         if error:
             raise error

@@ -51,11 +51,7 @@ class RepairInput:
     seen: Seen | None = None
 
     def __post_init__(self) -> None:
-        """Refuse lengths that do not fit each other.
-
-        Raises:
-            ArgumentError: The documents are not the prompt's.
-        """
+        """Refuse lengths that do not fit each other."""
         lengths = {self.cache.tokens, len(self.token_ids), sum(self.documents)}
         if len(lengths) != 1 or not self.documents or min(self.documents) < 1:
             msg = (
@@ -159,17 +155,7 @@ def rows_for(share: float, documents: tuple[int, ...]) -> int:
 
 
 def highest(scores: Tensor, count: int, documents: tuple[int, ...], block: int = BLOCK) -> Tensor:
-    """The rows with the highest scores.
-
-    Args:
-        scores: Float32 ``[tokens]``.
-        count: How many.
-        documents: Lengths of the documents; the first one's rows are taken only where all are.
-        block: Neighbouring tokens that are taken together, by their mean.
-
-    Returns:
-        int64 in ascending order; earlier rows first among equal scores.
-    """
+    """The rows with the highest scores."""
     tokens = sum(documents)
     if count >= tokens:
         return torch.arange(tokens)
@@ -184,30 +170,12 @@ def highest(scores: Tensor, count: int, documents: tuple[int, ...], block: int =
 
 
 def computed(rows: int, tokens: int, layers: int) -> RepairCost:
-    """Rows that run through all layers and see the whole prompt at most.
-
-    Args:
-        rows: How many.
-        tokens: Of the prompt.
-        layers: Of the model.
-
-    Returns:
-        The cost.
-    """
+    """Rows that run through all layers and see the whole prompt at most."""
     return RepairCost(float(layers * rows), float(layers * rows * tokens))
 
 
 def none_needed(given: RepairInput, need: Need, selector: str) -> ArgumentError | None:
-    """What to raise where something that a selector needs is missing.
-
-    Args:
-        given: The prompt.
-        need: What is needed.
-        selector: Its name.
-
-    Returns:
-        The error; None where it is there.
-    """
+    """What to raise where something that a selector needs is missing."""
     if need == "question" and not given.question:
         return ArgumentError(f"the selector {selector} looks where the question looks; give it a question")
     if need == "deviation" and given.deviation is None:

@@ -83,16 +83,7 @@ class _ByDeviation:
 
 
 def deviation(stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor], sides: Sides = "both") -> Tensor:
-    """How far rows have moved.
-
-    Args:
-        stale: Keys and values ``[kv_heads, rows, dim]``.
-        fresh: The same rows behind other documents.
-        sides: What is compared.
-
-    Returns:
-        Float32 ``[rows]``: the sum of squared differences, relative to the mean square of what is cached.
-    """
+    """How far rows have moved."""
     chosen = {"keys": (0,), "values": (1,), "both": (0, 1)}[sides]
     total = torch.zeros(fresh[0].shape[1], device=fresh[0].device)
     for side in chosen:

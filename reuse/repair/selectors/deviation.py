@@ -27,17 +27,7 @@ class Deviation:
     needs: frozenset[Need] = frozenset({"deviation"})
 
     def scores(self, given: RepairInput) -> Tensor:
-        """Stored deviations.
-
-        Args:
-            given: The prompt.
-
-        Returns:
-            Float32 ``[tokens]``.
-
-        Raises:
-            ArgumentError: There are none.
-        """
+        """Stored deviations."""
         error = none_needed(given, "deviation", self.name)
         if error or given.deviation is None:
             raise error or ValueError

@@ -41,43 +41,17 @@ class ObjectFiles:
         self._root = root
 
     def open(self, key: str) -> int:
-        """Open an object for reading.
-
-        Args:
-            key: The object.
-
-        Returns:
-            The descriptor.
-
-        Raises:
-            OSError: There is no such file, or it cannot be opened.
-        """
+        """Open an object for reading."""
         return open_file(self._root, key.split("/"), _READ_FLAGS)
 
     def obstacle(self, key: str, error: BaseException | None) -> Obstacle | None:
-        """Find out what is in an object's way.
-
-        Args:
-            key: The object.
-            error: What opening it or writing it met.
-
-        Returns:
-            The obstacle; None where the error is of another kind.
-        """
+        """Find out what is in an object's way."""
         if not isinstance(error, OSError) or error.errno not in _BLOCKED:
             return None
         return obstacle(self._root, key.split("/"))
 
     def put(self, key: str, data: Data) -> None:
-        """Write an object; when this returns it survives a power cut.
-
-        Args:
-            key: The object.
-            data: All of its bytes.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write an object; when this returns it survives a power cut."""
         *above, name = key.split("/")
         for attempt in range(_FOLDER_ATTEMPTS):
             try:
@@ -91,14 +65,7 @@ class ObjectFiles:
                 return
 
     def remove(self, key: str) -> None:
-        """Remove an object, and folders that are left empty: one would be in the way of an object of its name.
-
-        Args:
-            key: The object; what is not there is no error.
-
-        Raises:
-            OSError: It cannot be removed.
-        """
+        """Remove an object, and folders that are left empty: one would be in the way of an object of its name."""
         *above, name = key.split("/")
         try:
             with folders(self._root, above) as held:
@@ -112,29 +79,14 @@ class ObjectFiles:
             return
 
     def scan(self, prefix: str, after: str) -> Iterator[Listed]:
-        """List objects.
-
-        Args:
-            prefix: What their keys start with.
-            after: Keys up to this one are left out; empty: none is.
-
-        Yields:
-            Objects in the order of keys, found while iterating.
-        """
+        """List objects."""
         above = prefix[: prefix.rfind("/") + 1]
         folder = _opened(lambda: open_folder(self._root, above.split("/")[:-1]), above)
         if folder is not None:
             yield from _walk(folder, above, prefix, after)
 
     def remove_leftovers(self, before: float) -> tuple[int, int]:
-        """Remove files that writers left unfinished.
-
-        Args:
-            before: Only what is older than this time (Unix seconds).
-
-        Returns:
-            How many, and their bytes.
-        """
+        """Remove files that writers left unfinished."""
         count = size = 0
         root = _opened(lambda: open_folder(self._root, []), "")
         if root is None:

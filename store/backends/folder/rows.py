@@ -50,29 +50,14 @@ class CatalogRows:
     """Keys and bytes in one table, ordered by key. Safe for threads and for processes of one machine."""
 
     def __init__(self, folder: Path, reserve: Reserve) -> None:
-        """Keep the path; the database is made on the first write.
-
-        Args:
-            folder: Where the database lies; it must be there by the first write.
-            reserve: What deletions take from where the disk is full, and reading where a killed process left changes.
-        """
+        """Keep the path; the database is made on the first write."""
         self._reserve = reserve
         self._database = Database(
             folder / FILE_NAME, _SCHEMA, older=_OLDER, version=_VERSION, durable=True, advice=_ADVICE
         )
 
     def find(self, key: str) -> MemorySnapshot | None:
-        """Look a key up.
-
-        Args:
-            key: The key.
-
-        Returns:
-            Its row; None where there is none.
-
-        Raises:
-            CorruptError: The row holds other types than kvwire writes.
-        """
+        """Look a key up."""
 
         def query(connection: sqlite3.Connection) -> MemorySnapshot | None:
             row = connection.execute(_FIND, (key,)).fetchone()
@@ -81,27 +66,13 @@ class CatalogRows:
         return self._spend(lambda: self._database.read(query, None))
 
     def put(self, items: Iterable[tuple[str, Data]], *, frees_space: bool = False) -> None:
-        """Write rows, all or none; when this returns they survive a power cut.
-
-        Args:
-            items: Keys and bytes.
-            frees_space: Whether deletions wait for it, so that it may take from the reserve.
-        """
+        """Write rows, all or none; when this returns they survive a power cut."""
         now = time.time()
         rows = [(key, now, bytes(data)) for key, data in items]
         self._write(_PUT, rows, frees_space=frees_space)
 
     def replace(self, key: str, data: Data, etag: str) -> bool:
-        """Write a row where it is still the version with this tag, in one transaction.
-
-        Args:
-            key: The row's.
-            data: All of its bytes.
-            etag: Of the version that is to be replaced; empty: there may be no row.
-
-        Returns:
-            Whether it wrote.
-        """
+        """Write a row where it is still the version with this tag, in one transaction."""
 
         def change(connection: sqlite3.Connection) -> bool:
             row = connection.execute(_FIND, (key,)).fetchone()
@@ -115,11 +86,7 @@ class CatalogRows:
         return wrote
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove rows, all or none unless the disk is full; what is not there is no error.
-
-        Args:
-            keys: The rows' keys.
-        """
+        """Remove rows, all or none unless the disk is full; what is not there is no error."""
         rows = [(key,) for key in keys]
         known = self._spend(
             lambda: self._database.read(
@@ -153,15 +120,7 @@ class CatalogRows:
         self._reserve.keep()
 
     def scan(self, prefix: str, after: str) -> Iterator[Listed]:
-        """List rows.
-
-        Args:
-            prefix: What their keys start with.
-            after: Keys up to this one are left out; empty: none is.
-
-        Returns:
-            Rows in the order of keys, read in pages while iterating.
-        """
+        """List rows."""
         while page := self._page(prefix, after):
             yield from page
             after = page[-1].key

@@ -110,13 +110,7 @@ class HttpExchange:
     """
 
     def __init__(self, parts: SplitResult, token: str | None, settings: HttpStoreSettings) -> None:
-        """Keep the address; nothing is connected yet.
-
-        Args:
-            parts: The server's address.
-            token: Bearer token; None: none is sent.
-            settings: Limits and waits.
-        """
+        """Keep the address; nothing is connected yet."""
         self._name = parts.geturl()
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._token = token.encode() if token else b""
@@ -143,19 +137,6 @@ class HttpExchange:
 
         All requests of a store can be sent twice without harm; a conditional write is refused then by what it wrote
         itself (``Reply.is_repeated``).
-
-        Args:
-            method: HTTP method.
-            target: Path and query.
-            headers: Of this request; the token's is added.
-            data: The body; None: there is none.
-            limit: Bytes of the answer's body to read at most; None: the whole.
-
-        Returns:
-            The answer.
-
-        Raises:
-            StorageError: No answer came, or not in time.
         """
         give_up_at = time.monotonic() + self._settings.total_s
         url, sent = self._origin + target, {**self._headers, **headers}

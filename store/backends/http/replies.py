@@ -36,10 +36,6 @@ def is_hidden(reply: Reply, *, is_trusted: bool) -> bool:
 
     Servers of files say 403 of what they cannot open, and buckets say it of what is absent to whoever may not list
     them. kvwire's own server says 404.
-
-    Args:
-        reply: The answer.
-        is_trusted: Whether the server is known to take this client's credentials, or gets none.
     """
     if reply.status != _FORBIDDEN or _told(reply):
         return False
@@ -48,17 +44,7 @@ def is_hidden(reply: Reply, *, is_trusted: bool) -> bool:
 
 
 def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
-    """The error for an answer that refuses to read or write an object.
-
-    Args:
-        reply: The answer.
-        method: HTTP method of the request.
-        key: The object.
-        url: The store's address.
-
-    Returns:
-        The error, to be raised.
-    """
+    """The error for an answer that refuses to read or write an object."""
     status, told = reply.status, _told(reply)
     if status in (_UNKNOWN, _FORBIDDEN) and (told or method not in _WRITES or status == _UNKNOWN):
         msg = f"{url} refused (status {status}{told}): check the token and what it may do"
@@ -87,21 +73,7 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
 
 
 def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed], bool]:
-    """Parse one page of a listing.
-
-    Args:
-        reply: The answer.
-        prefix: What keys were asked to start with.
-        after: The key that they were asked to come after.
-        url: The store's address.
-
-    Returns:
-        The page's objects, and whether more follow.
-
-    Raises:
-        ArgumentError: The server knows no listings.
-        StorageError: The listing cannot be right.
-    """
+    """Parse one page of a listing."""
     if reply.status in (_UNKNOWN, _FORBIDDEN) and (_told(reply) or reply.status == _UNKNOWN):
         raise refusal(reply, "GET", prefix, url)
     try:

@@ -41,18 +41,7 @@ class HttpAnswer:
 
 
 def answer(method: str, headers: Mapping[str, str], size: int, etag: str, modified: float = 0.0) -> HttpAnswer:
-    """Evaluate preconditions, then the range, in the order of RFC 9110 section 13.2.2.
-
-    Args:
-        method: HTTP method.
-        headers: By any-case name, several lines of a field already joined with commas.
-        size: The object's length in bytes.
-        etag: Its entity tag: strong, without quotes.
-        modified: Its time of writing in Unix seconds; 0: unknown, and conditions on it are ignored.
-
-    Returns:
-        The status and the bytes to send.
-    """
+    """Evaluate preconditions, then the range, in the order of RFC 9110 section 13.2.2."""
     if "If-Match" in headers:
         if not _matches(headers["If-Match"], etag, weak=False):
             return HttpAnswer(412)
@@ -72,15 +61,7 @@ def answer(method: str, headers: Mapping[str, str], size: int, etag: str, modifi
 
 
 def may_write(headers: Mapping[str, str], etag: str | None) -> bool:
-    """Whether the preconditions of a PUT or DELETE hold.
-
-    Args:
-        headers: By any-case name.
-        etag: Entity tag of what lies there; None for nothing.
-
-    Returns:
-        False where the answer is 412.
-    """
+    """Whether the preconditions of a PUT or DELETE hold."""
     if "If-Match" in headers and (etag is None or not _matches(headers["If-Match"], etag, weak=False)):
         return False
     return etag is None or "If-None-Match" not in headers or not _matches(headers["If-None-Match"], etag, weak=True)
@@ -127,40 +108,19 @@ def _matches(field: str, etag: str, *, weak: bool) -> bool:
 
 
 def strong_etag(field: str | None) -> str | None:
-    """Read an ETag header.
-
-    Args:
-        field: The header's value; None where it is missing.
-
-    Returns:
-        The value as it must be sent back in If-Match; None where it is missing, weak or malformed.
-    """
+    """Read an ETag header."""
     match = _TAG.fullmatch(field or "")
     return field if match and not match[1] else None
 
 
 def unsatisfied_size(field: str | None) -> int | None:
-    """Read the Content-Range of a 416 answer.
-
-    Args:
-        field: The header's value; None where it is missing.
-
-    Returns:
-        Size of the object in bytes; None where it is not told.
-    """
+    """Read the Content-Range of a 416 answer."""
     match = _UNSATISFIED.fullmatch(field or "")
     return int(match[1]) if match else None
 
 
 def retry_after_s(field: str) -> float:
-    """Read a Retry-After (RFC 9110 section 10.2.3).
-
-    Args:
-        field: The header's value.
-
-    Returns:
-        Seconds that it asks to wait; 0 where it does not say.
-    """
+    """Read a Retry-After (RFC 9110 section 10.2.3)."""
     field = field.strip()
     if _SECONDS.fullmatch(field):
         return float(field)

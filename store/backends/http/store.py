@@ -39,17 +39,7 @@ __all__ = ["HttpStore", "HttpStoreSettings"]
 
 
 def check_token(token: str) -> str:
-    """Check a bearer token.
-
-    Args:
-        token: What may be one.
-
-    Returns:
-        ``token``, as it is to be sent.
-
-    Raises:
-        ArgumentError: It cannot be sent.
-    """
+    """Check a bearer token."""
     if not _TOKEN.fullmatch(token):
         msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
         raise ArgumentError(msg)

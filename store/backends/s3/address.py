@@ -36,17 +36,7 @@ class S3Address:
 
     @classmethod
     def parse(cls, url: str) -> S3Address:
-        """Read an address.
-
-        Args:
-            url: The address.
-
-        Returns:
-            Its parts.
-
-        Raises:
-            ArgumentError: It is no such address. The message repeats nothing that may be secret.
-        """
+        """Read an address."""
         try:
             parts = urlsplit(url)
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), max_num_fields=9)

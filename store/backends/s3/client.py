@@ -53,12 +53,7 @@ class S3Client:
     """
 
     def __init__(self, address: S3Address, settings: S3Settings) -> None:
-        """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet.
-
-        Args:
-            address: Of the bucket.
-            settings: Limits and waits.
-        """
+        """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet."""
         self._address, self._settings = address, settings
         self._connect()
 
@@ -90,12 +85,6 @@ class S3Client:
         """boto3's client, for one request and its answer. Errors inside become kvwire's.
 
         Whatever is left of the answer at the end is closed: boto3 itself drops the body of one that it cannot parse.
-
-        Args:
-            what: Names the object in messages.
-
-        Yields:
-            The client.
         """
         self._stay_in_process()
         what = f"{what} in {self._address.url}" if what else self._address.url
@@ -175,24 +164,13 @@ class S3Client:
 
     @contextmanager
     def signing(self, what: str) -> Iterator[BotoClient]:
-        """boto3's client, for work that asks nothing of the server.
-
-        Args:
-            what: Names the object in messages.
-
-        Yields:
-            The client.
-        """
+        """boto3's client, for work that asks nothing of the server."""
         self._stay_in_process()
         with s3_errors(f"{what} in {self._address.url}"):
             yield self._here()
 
     def credentials_expire_at(self) -> float:
-        """When the credentials end. Renews what is due.
-
-        Returns:
-            Unix seconds; infinite for lasting credentials, and where their end is not known.
-        """
+        """When the credentials end. Renews what is due."""
         if self._credentials is None:
             return math.inf
         self._credentials.get_frozen_credentials()

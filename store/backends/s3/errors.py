@@ -87,14 +87,7 @@ class DeniedError(AuthError):
 
 @contextmanager
 def s3_errors(what: str) -> Iterator[None]:
-    """Translate everything that boto3 raises inside.
-
-    Args:
-        what: Names the object or store for people.
-
-    Yields:
-        Nothing.
-    """
+    """Translate everything that boto3 raises inside."""
     try:
         yield
     except KvwireError:
@@ -111,87 +104,38 @@ def s3_errors(what: str) -> Iterator[None]:
 
 
 def status_of(error: boto.ClientError) -> int:
-    """The HTTP status of a refusal.
-
-    Args:
-        error: The refusal.
-
-    Returns:
-        The status; 0 where it had none.
-    """
+    """The HTTP status of a refusal."""
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return status if isinstance(status, int) else 0
 
 
 def code_of(error: boto.ClientError) -> str:
-    """S3's code of a refusal.
-
-    Args:
-        error: The refusal.
-
-    Returns:
-        The code; HEAD answers have only the status as text.
-    """
+    """S3's code of a refusal."""
     return plain_code(error.response.get("Error", {}).get("Code"))
 
 
 def is_taken(error: boto.ClientError) -> bool:
-    """Whether a conditional write was not done.
-
-    Args:
-        error: The refusal.
-
-    Returns:
-        True where something is there, others are at it, or the condition is not known.
-    """
+    """Whether a conditional write was not done."""
     return status_of(error) in _NOT_CREATED or code_of(error) in ("NotImplemented", "PreconditionFailed")
 
 
 def is_conflict(error: boto.ClientError) -> bool:
-    """Whether a conditional write met another version than it was for.
-
-    Args:
-        error: The refusal.
-
-    Returns:
-        True where something else lies there, nothing does, or others are at it; not where the bucket is missing.
-    """
+    """Whether a conditional write met another version than it was for."""
     return status_of(error) in _OTHERS or code_of(error) in ("NoSuchKey", "PreconditionFailed")
 
 
 def is_repeated(error: boto.ClientError) -> bool:
-    """Whether boto3 had sent the request before: the server may have done it then, and refuse its repetition.
-
-    Args:
-        error: The refusal.
-    """
+    """Whether boto3 had sent the request before: the server may have done it then, and refuse its repetition."""
     return bool(error.response.get("ResponseMetadata", {}).get("RetryAttempts"))
 
 
 def plain_code(code: object) -> str:
-    """An error code that is safe to show.
-
-    Args:
-        code: The code as the server wrote it.
-
-    Returns:
-        The same, or ``unknown`` where that does not look like one.
-    """
+    """An error code that is safe to show."""
     return code if isinstance(code, str) and _CODE.fullmatch(code) else "unknown"
 
 
 def error_of(code: str, status: int, what: str, operation: str = "") -> KvwireError:
-    """The kvwire error for an S3 error code and an HTTP status.
-
-    Args:
-        code: S3's code.
-        status: HTTP status; 0: none.
-        what: Names the object or store for people.
-        operation: S3's name of what was asked.
-
-    Returns:
-        The error, to be raised.
-    """
+    """The kvwire error for an S3 error code and an HTTP status."""
     if code in _BY_CODE:
         kind, advice = _BY_CODE[code]
     elif code == "AccessDenied":

@@ -23,22 +23,7 @@ _NOT_KNOWN_CODES = ("MethodNotAllowed", "NotImplemented")
 
 
 def listed(client: S3Client, bucket: str, root: str, prefix: str, after: str, page_keys: int) -> Iterator[Listed]:
-    """List the objects below ``root``; what is no key is skipped.
-
-    Args:
-        client: The bucket's client.
-        bucket: The bucket.
-        root: What comes before keys in the names of objects.
-        prefix: What keys start with.
-        after: Keys up to this one are left out; empty: none is.
-        page_keys: Keys of one request.
-
-    Yields:
-        Objects by their keys behind ``root``, in ascending order.
-
-    Raises:
-        StorageError: The server lists its keys out of order, or does not tell how the listing goes on.
-    """
+    """List the objects below ``root``; what is no key is skipped."""
     last, token, empty = after, None, 0
     while True:
         wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": root + prefix, "MaxKeys": page_keys}
@@ -84,11 +69,6 @@ def delete_in_batches(client: S3Client, bucket: str, names: Iterable[str]) -> No
     """Remove objects, 250 with each request, or one by one where the server has no such request.
 
     Raises at the first batch of which the server refused something; the rest of that batch is gone.
-
-    Args:
-        client: The bucket's client.
-        bucket: The bucket.
-        names: The objects' full names.
     """
     names = iter(names)
     while batch := list(dict.fromkeys(islice(names, _BATCH))):
@@ -115,13 +95,7 @@ def _delete_batch(client: S3Client, bucket: str, names: list[str]) -> None:
 
 
 def delete_one(client: S3Client, bucket: str, name: str) -> None:
-    """Remove one object; one that is not there is no error.
-
-    Args:
-        client: The bucket's client.
-        bucket: The bucket.
-        name: The object's full name.
-    """
+    """Remove one object; one that is not there is no error."""
     with client.asking(name) as boto:
         try:
             boto.delete_object(Bucket=bucket, Key=name)

@@ -22,13 +22,7 @@ class Presigner:
     """Signs GET addresses, without asking the server, and remembers the most recent ones."""
 
     def __init__(self, client: S3Client, bucket: str, settings: S3Settings) -> None:
-        """Keep the client, whose credentials sign.
-
-        Args:
-            client: The bucket's client.
-            bucket: The bucket.
-            settings: How long addresses live, and how many are remembered.
-        """
+        """Keep the client, whose credentials sign."""
         self._client = client
         self._bucket = bucket
         self._settings = settings
@@ -36,15 +30,7 @@ class Presigner:
         self._known: OrderedDict[str, tuple[float, HttpAddress]] = OrderedDict()  # by key: renew at, address
 
     def address(self, name: str, *, renew: bool) -> HttpAddress:
-        """The address of an object.
-
-        Args:
-            name: The object's full name in the bucket.
-            renew: Sign a fresh one, whatever is remembered.
-
-        Returns:
-            The address, good for reading any range.
-        """
+        """The address of an object."""
         if not renew and (known := self._fresh(name)):
             return known
         now = time.time()

@@ -18,30 +18,13 @@ _TOO_LARGE = 10**18
 
 
 def strong_tag(answer: Mapping[str, Any]) -> str:
-    """The answer's entity tag.
-
-    Args:
-        answer: boto3's answer.
-
-    Returns:
-        The tag without quotes; empty where it has none that is strong.
-    """
+    """The answer's entity tag."""
     tag = answer.get("ETag") or ""
     return "" if tag.startswith("W/") else tag.strip('"')
 
 
 def size_told(answer: Mapping[str, Any]) -> int:
-    """The body's length that the answer announces.
-
-    Args:
-        answer: boto3's answer.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        StorageError: What is announced is no size.
-    """
+    """The body's length that the answer announces."""
     size = answer.get("ContentLength")
     if not isinstance(size, int) or not 0 <= size < _TOO_LARGE:
         msg = "an answer tells no proper size: check that the server speaks S3"
@@ -50,34 +33,13 @@ def size_told(answer: Mapping[str, Any]) -> int:
 
 
 def modified_at(answer: Mapping[str, Any]) -> float:
-    """When the object was written.
-
-    Args:
-        answer: boto3's answer.
-
-    Returns:
-        Unix seconds; 0 where that is not told.
-    """
+    """When the object was written."""
     modified = answer.get("LastModified")
     return modified.timestamp() if isinstance(modified, datetime) else 0.0
 
 
 def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total_s: float, what: str) -> bytes:
-    """Read a range from S3's answer.
-
-    Args:
-        answer: boto3's answer.
-        start: First byte.
-        end: The byte after the last; None: to the object's end.
-        total_s: Longest time that reading may take, in seconds.
-        what: Names the object in messages.
-
-    Returns:
-        The bytes ``start`` to ``end`` of the object.
-
-    Raises:
-        StorageError: The answer holds other bytes, or too few.
-    """
+    """Read a range from S3's answer."""
     length = size_told(answer)
     if answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL:
         _check_range(answer.get("ContentRange"), length, start, end, what)

@@ -297,14 +297,7 @@ class S3Reader:
     """Reads ranges of one version of an object; safe from several threads."""
 
     def __init__(self, store: S3Store, key: str, stat: ObjectStat, tag: str) -> None:
-        """Keep what was told of the version.
-
-        Args:
-            store: Where it lies.
-            key: The object.
-            stat: Its size, entity tag and time of writing.
-            tag: S3's own tag.
-        """
+        """Keep what was told of the version."""
         self._store = store
         self._key = key
         self._stat = stat
@@ -326,18 +319,7 @@ class S3Reader:
         return self._stat.modified
 
     def read(self, start: int, end: int) -> bytes:
-        """Read a range of the version.
-
-        Args:
-            start: First byte.
-            end: The byte after the last.
-
-        Returns:
-            The bytes, clamped at the object's end.
-
-        Raises:
-            StorageError: The object was replaced or deleted meanwhile.
-        """
+        """Read a range of the version."""
         start, end = clamp_range(start, end, self.size)
         if start >= end:
             return b""

@@ -59,29 +59,13 @@ class Condition(TypedDict, total=False):
 
 
 def part_size(size: int, wished: int) -> int:
-    """Length of each part but the last.
-
-    Args:
-        size: The object's length in bytes.
-        wished: Length of a part in bytes.
-
-    Returns:
-        ``wished``, or more whole MiB where the parts would be too many.
-    """
+    """Length of each part but the last."""
     least = -(-size // _MOST_PARTS)
     return max(wished, -(-least // _MIB) * _MIB)
 
 
 def upload_in_parts(client: S3Client, target: Target, about: About, data: Data, settings: S3Settings) -> None:
-    """Write one object in parts, a few at a time. What was sent is removed again where any of it fails.
-
-    Args:
-        client: The bucket's client.
-        target: Where the object goes.
-        about: What readers are told of it.
-        data: All of its bytes.
-        settings: Size of parts.
-    """
+    """Write one object in parts, a few at a time. What was sent is removed again where any of it fails."""
     key = target["Key"]
     with client.asking(key) as boto:
         upload_id = boto.create_multipart_upload(**target, **about)["UploadId"]
