@@ -52,7 +52,7 @@ def main() -> None:
         with shaped_link(Path(folder), args.mbit * 125e3, rtt_s=args.rtt_ms / 1000) as link:
             for _ in range(args.rounds):
                 for side, root in (("this", ROOT), ("other", args.other)):
-                    at = {**os.environ, "PYTHONPATH": str(root / ".typing"), "KVWIRE_ESTIMATES": "off"}
+                    at = {**os.environ, "PYTHONPATH": str(root), "KVWIRE_ESTIMATES": "off"}
                     command = [sys.executable, "-c", ASK, link.url, link.token, str(model), " ".join(names), "6"]
                     done = subprocess.run(command, check=True, capture_output=True, text=True, env=at, cwd=folder)
                     sides[side] += json.loads(done.stdout)[1:]

@@ -1,6 +1,6 @@
 """Writes the golden files of the current format version. They are written once: later they are only read.
 
-Run from the root of the repository: ``PYTHONPATH=.typing python tests/codec/write_golden.py``. It refuses to touch
+Run from the root of the repository: ``PYTHONPATH=. python tests/codec/write_golden.py``. It refuses to touch
 files that exist; ``--overwrite`` is for the time before a version is released.
 """
 

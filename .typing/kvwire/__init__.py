@@ -1,1 +1,0 @@
-../../kvwire/__init__.py

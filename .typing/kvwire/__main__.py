@@ -1,1 +1,0 @@
-../../kvwire/__main__.py

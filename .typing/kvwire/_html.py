@@ -1,1 +1,0 @@
-../../kvwire/_html.py

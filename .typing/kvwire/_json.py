@@ -1,1 +1,0 @@
-../../kvwire/_json.py

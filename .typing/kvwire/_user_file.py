@@ -1,1 +1,0 @@
-../../kvwire/_user_file.py

@@ -1,1 +1,0 @@
-../../kvwire/errors.py
