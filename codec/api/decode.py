@@ -65,6 +65,7 @@ class BlobDecoder:
         workspace_bytes: int | None = None,
         max_tokens: int | None = None,
         max_bytes: int | None = None,
+        begins: bool = False,
     ) -> None:
         """Parse the header, pick the profile and allocate the output; raises as ``decode`` does.
 
@@ -87,6 +88,7 @@ class BlobDecoder:
             max_tokens: Most tokens that the blob may claim, the model's window for one; None for any number.
             max_bytes: Most bytes to allocate for the output, None for any number: a constant cache of any size is a
                 short blob, so a blob's length bounds nothing. Give one where blobs come from strangers.
+            begins: Whether nothing stands before the document in its prompt.
         """
         self._header = head if isinstance(head, Header) else parse_header(head, check=check)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
@@ -105,10 +107,10 @@ class BlobDecoder:
             check_out(out, self.info)
         self._out = empty_for(self._header, device, dtype, offset) if out is None else out
         self._sinks: SinkPlacer | None = None
-        if self.info.sinks and profile is not None:
+        if (self.info.sinks or (begins and self.info.can_begin)) and profile is not None:
             from kvwire.codec.kinds.sinks import SinkPlacer  # blobs of old have none
 
-            self._sinks = SinkPlacer(self._header, cast("Profile", profile), self._out, offset)
+            self._sinks = SinkPlacer(self._header, cast("Profile", profile), self._out, offset, begins=begins)
         self._use_device(backend, workspace_bytes)
 
     def _use_device(self, backend: Backend, workspace_bytes: int | None) -> None:
@@ -264,6 +266,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     backend: Backend = "auto",
     max_tokens: int | None = None,
     max_bytes: int | None = None,
+    begins: bool = False,
 ) -> KVCache:
     """Decode a whole blob at one quality level.
 
@@ -283,6 +286,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
         backend: Which kernels run, see ``backend.Backend``: by default Triton's on a GPU.
         max_tokens: Most tokens that the blob may claim, see ``BlobDecoder``.
         max_bytes: Most bytes that the cache may take.
+        begins: Whether nothing stands before the document in its prompt; matters where ``BlobInfo.can_begin``.
 
     Returns:
         The cache.
@@ -310,6 +314,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
         backend=backend,
         max_tokens=max_tokens,
         max_bytes=max_bytes,
+        begins=begins,
     )
     view = memoryview(blob)
 

@@ -45,6 +45,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     soft_tokens: SoftTokensName | None = None,
     prefix: BlobPrefix | None = None,
     opening: int = 0,
+    beginning: KVCache | None = None,
 ) -> bytes:
     """Encode a document's cache into a blob.
 
@@ -72,6 +73,9 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         prefix: What of the document stands before the cache's tokens, where the cache is a part of one that grows:
             readers need the parts before it. None: the cache is of the whole document.
         opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
+        beginning: The first token alone, at position 0 and behind nothing, for prompts that begin with a document that
+            was computed behind a neutral prefix: models that gather attention there (sinks) need it, of others nothing
+            is stored.
 
     Returns:
         The blob.
@@ -91,7 +95,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     if soft_tokens is not None and max(cache.token_ids or (1 << 32,)) >= soft_tokens.first + soft_tokens.count:
         msg = "a cache with soft tokens comes with its token ids, of which none lies beyond them"
         raise ArgumentError(msg)
-    request = EncodeRequest(cache, profile, levels, min(cache.tokens, chunk_tokens), hidden, on_device)
+    request = EncodeRequest(cache, profile, levels, min(cache.tokens, chunk_tokens), hidden, on_device, beginning)
     encoders = [kind_of(number).encoder(request) for number in _codecs(profile, levels, lossless=lossless)]
     spans = [(start, min(start + chunk_tokens, cache.tokens)) for start in range(0, cache.tokens, chunk_tokens)]
     coded = [encoder.encode_all(spans, threads) for encoder in encoders]
@@ -114,6 +118,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             prefix=_checked(prefix, cache),
             sinks=encoders[0].sinks,
             opening=opening,
+            beginning=encoders[0].beginning,
         )
     )
 

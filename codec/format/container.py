@@ -14,6 +14,7 @@ from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, DEFAULT_METHOD
 from kvwire.codec.format.header import (
     ALIGNMENT,
+    BEGINNING,
     CRC_AT,
     ENTRY,
     MAGIC,
@@ -114,7 +115,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     segments = _segments(parts.entries, fields, levels)
     infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
-    if parts.sinks and not any(level.codec == CODEC_LAYERED for level in levels):
+    if (parts.sinks or parts.beginning) and not any(level.codec == CODEC_LAYERED for level in levels):
         msg = "the blob has attention sinks and no level that leaves them out; fetch it again"
         raise CorruptError(msg)
     info = BlobInfo(
@@ -123,10 +124,12 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
         _neutral(parts.metadata, fields), _soft(parts.metadata, fields, token_ids), _prefix(parts.metadata, fields),
         sinks=tuple(parts.sinks),
         opening=_opening(parts.metadata),
+        can_begin=bool(parts.beginning),
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
-    return Header(info, levels, parts.profile, parts.kept, offset, tuple(parts.sinks.values()))
+    sinks = tuple(parts.sinks.values())
+    return Header(info, levels, parts.profile, parts.kept, offset, sinks, parts.beginning)
 
 
 def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
@@ -229,6 +232,18 @@ def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
     return sinks
 
 
+def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
+    """Bytes of the first token as it begins a prompt; there exactly where the flag says so, behind a neutral prefix."""
+    size = metadata.get("beginning", 0)
+    if type(size) is not int or size < 0 or bool(size) != bool(fields.flags & BEGINNING):
+        msg = "the blob's flags and its metadata disagree on how it begins a prompt; fetch it again"
+        raise CorruptError(msg)
+    if size and (metadata.get("kept_bytes") or metadata.get("prefix") or not metadata.get("neutral_prefix")):
+        msg = "the blob begins a prompt in another way, and is pruned, a part, or behind nothing; fetch it again"
+        raise CorruptError(msg)
+    return size
+
+
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
     if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         msg = "this is no kvwire blob: it does not begin with the blob's signature"
@@ -238,7 +253,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         raise TruncatedError(msg, PROLOGUE.size)
     (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
      levels, bits, _, profile_bytes) = PROLOGUE.unpack_from(data)  # fmt: skip
-    if major != VERSION[0] or incompatible & ~(NEUTRAL | SOFT | PART | SINKS):
+    if major != VERSION[0] or incompatible & ~(NEUTRAL | SOFT | PART | SINKS | BEGINNING):
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
@@ -282,27 +297,29 @@ class _Parts(NamedTuple):
     profile: bytes
     kept: bytes
     sinks: dict[int, bytes]
+    beginning: bytes
 
 
 def _parts(data: bytes, fields: _Prologue) -> _Parts:
-    """Metadata, index ``[chunks, levels]``, token ids, profile inside, what is kept, sinks: they fill the header."""
+    """Metadata, index ``[chunks, levels]``, token ids, profile inside, kept, sinks, beginning: they fill the header."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
     room = fields.header_bytes - PROLOGUE.size - sum(sizes)
     metadata = unpack_json(data[PROLOGUE.size : PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
     sinks = _sinks(metadata, fields)
-    room -= sum(sinks.values())
+    beginning = _beginning(metadata, fields)
+    room -= sum(sinks.values()) + beginning
     kept_bytes = metadata.get("kept_bytes")
     if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
         msg = "the blob's header does not add up to its length; fetch it again"
         raise CorruptError(msg)
     at, parts = PROLOGUE.size, []
-    for size in (*sizes, kept_bytes, *sinks.values()):
+    for size in (*sizes, kept_bytes, *sinks.values(), beginning):
         parts.append(bytes(data[at : at + size]))
         at += size
     index = np.frombuffer(parts[1], ENTRY).reshape(fields.chunks, fields.levels)
-    _, _, ids, profile, kept, *frames = parts
-    return _Parts(metadata, index, ids, profile, kept, dict(zip(sinks, frames, strict=True)))
+    _, _, ids, profile, kept, *frames, last = parts
+    return _Parts(metadata, index, ids, profile, kept, dict(zip(sinks, frames, strict=True)), last)
 
 
 def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON

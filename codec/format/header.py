@@ -40,6 +40,8 @@ PART = 4
 """Incompatible flag: the blob is a part of a document, and its numbers depend on the tokens before it."""
 SINKS = 8
 """Incompatible flag: some tokens are attention sinks, which stand in the header and not in the segments."""
+BEGINNING = 16
+"""Incompatible flag: the header has the first token as it is where the document begins a prompt."""
 CRC_AT = 36
 ENTRY = np.dtype(
     [
@@ -87,6 +89,8 @@ class Header:
         kept_bits: ``kept`` as stored; empty where nothing was pruned.
         offset: Position of the first token where lossless levels hold rotated keys; None where keys are un-rotated.
         sink_frames: What each of ``info.sinks`` differs by from the profile's row of sinks, see ``pack_sink``.
+        beginning: The same of the first token where the document begins a prompt; empty where it stands nowhere else
+            than it was computed.
     """
 
     info: BlobInfo
@@ -95,6 +99,7 @@ class Header:
     kept_bits: bytes = b""
     offset: int | None = None
     sink_frames: tuple[bytes, ...] = ()
+    beginning: bytes = b""
 
     @property
     def lossy_codec(self) -> int | None:

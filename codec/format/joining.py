@@ -39,7 +39,7 @@ def join_headers(headers: Sequence[Header]) -> Header:
             msg = f"a part of the document begins at position {header.offset}, not {offset}: {_ADVICE}"
             raise MismatchError(msg)
     frames = tuple(frame for header in headers for frame in header.sink_frames)
-    return Header(info, first.levels, b"", offset=first.offset, sink_frames=frames)
+    return Header(info, first.levels, b"", offset=first.offset, sink_frames=frames, beginning=first.beginning)
 
 
 def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:

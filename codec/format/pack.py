@@ -11,6 +11,7 @@ from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.codec.format.header import (
     ALIGNMENT,
+    BEGINNING,
     CRC_AT,
     ENTRY,
     MAGIC,
@@ -87,6 +88,7 @@ class Draft:
         prefix: What of the document the tokens stand behind; None: nothing, they are all of it.
         sinks: What is stored of each attention sink, by its place; in order.
         opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text.
+        beginning: What is stored of the first token where the document begins a prompt; empty for nothing.
     """
 
     meta: CacheMeta
@@ -106,6 +108,7 @@ class Draft:
     prefix: BlobPrefix | None = None
     sinks: Mapping[int, bytes] = field(default_factory=dict)
     opening: int = 0
+    beginning: bytes = b""
 
 
 def pack_blob(draft: Draft) -> bytes:
@@ -118,7 +121,7 @@ def pack_blob(draft: Draft) -> bytes:
     bits, ids = pack_ids(draft.token_ids, draft.tokens)
     cells = len(draft.segments) * len(draft.levels)
     used = PROLOGUE.size + len(metadata) + cells * ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
-    sinks = b"".join(draft.sinks.values())
+    sinks = b"".join(draft.sinks.values()) + draft.beginning
     used += len(sinks)
     header_bytes = -(-used // ALIGNMENT) * ALIGNMENT
     if header_bytes > MAX_HEADER_BYTES:
@@ -126,7 +129,7 @@ def pack_blob(draft: Draft) -> bytes:
         raise ArgumentError(msg)
     index, end = _index(draft, header_bytes)
     flags = (NEUTRAL if draft.neutral_prefix else 0) | (SOFT if draft.soft_tokens else 0)
-    flags |= (PART if draft.prefix else 0) | (SINKS if draft.sinks else 0)
+    flags |= (PART if draft.prefix else 0) | (SINKS if draft.sinks else 0) | (BEGINNING if draft.beginning else 0)
     prologue = PROLOGUE.pack(
         MAGIC, *VERSION, flags, 0, header_bytes, end, 0, len(metadata), metadata_raw,
         draft.tokens, draft.chunk_tokens, len(draft.levels), bits, 0, len(draft.profile_bytes),
@@ -174,6 +177,8 @@ def _rare(draft: Draft) -> dict[str, Any]:
         fields["prefix"] = [draft.prefix.tokens, draft.prefix.token_digest, draft.prefix.document]
     if draft.sinks:
         fields["sinks"] = [[at, len(frame)] for at, frame in draft.sinks.items()]
+    if draft.beginning:
+        fields["beginning"] = len(draft.beginning)
     return fields
 
 

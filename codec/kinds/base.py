@@ -36,6 +36,7 @@ class LevelEncoder(ABC):
         profile_bytes: The profile to put inside the blob; empty for none.
         prefix_layers: The profile's own.
         sinks: What is stored of each attention sink, by its place; in order.
+        beginning: What is stored of the first token where the document begins a prompt; empty for nothing.
         error_to_kl: The profile's own.
     """
 
@@ -44,6 +45,7 @@ class LevelEncoder(ABC):
     profile_bytes = b""
     prefix_layers = 0
     sinks: Mapping[int, bytes] = MappingProxyType({})
+    beginning = b""
     error_to_kl: tuple[float, float] | None = None
 
     @abstractmethod

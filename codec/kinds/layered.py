@@ -20,7 +20,7 @@ from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, fast_bfloat16
 from kvwire.codec.transform.quantiser import Ladder, ladder_for
 from kvwire.codec.transform.reconstruct import place_group
-from kvwire.codec.transform.sinks import find_sinks
+from kvwire.codec.transform.sinks import find_sinks, frame_of_beginning
 from kvwire.codec.workers import one_core
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
 
@@ -59,6 +59,7 @@ class LayeredEncoder(LevelEncoder):
         self._text = TextPredictor(used, cache.tokens, cache.token_ids, request.hidden)
         self.sinks = find_sinks(cache, self._text)
         self._text.sinks = tuple(self.sinks)
+        self.beginning = frame_of_beginning(request.beginning, used) if request.beginning else b""
 
     def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
         """As of every encoder; what workers share is made before they ask for it."""
@@ -220,7 +221,7 @@ class LayeredKind(LevelKind):
         if info.prefix_layers != profile.prefix_layers:
             msg = "the blob is coded for another head start than its profile; fetch the blob's header again"
             raise CorruptError(msg)
-        if info.sinks and not cast("Profile", profile).has_sinks:
+        if (info.sinks or info.can_begin) and not cast("Profile", profile).has_sinks:
             msg = "the blob has attention sinks and its profile knows of none; encode the document anew"
             raise CorruptError(msg)
         if tokens * rank > MAX_CHUNK_SYMBOLS:

@@ -137,6 +137,7 @@ class EncodeRequest:
         chunk_tokens: Tokens of the longest chunk.
         hidden: float32 ``[tokens, hidden_size]`` of the prefix layers; None where the caller gave none.
         on_device: Whether Triton's kernels are to run on the cache's device, where the kind has any.
+        beginning: The first token alone, where nothing stands before it; None where the caller gave none.
     """
 
     cache: KVCache
@@ -145,6 +146,7 @@ class EncodeRequest:
     chunk_tokens: int
     hidden: Tensor | None
     on_device: bool
+    beginning: KVCache | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,12 +19,17 @@ if TYPE_CHECKING:
 class SinkPlacer:
     """Knows the sinks of one blob, at the positions of one output."""
 
-    def __init__(self, header: Header, profile: Profile, out: KVCache | PagedKVCache, offset: int | None) -> None:
-        """Compute the sinks' keys and values."""
+    def __init__(
+        self, header: Header, profile: Profile, out: KVCache | PagedKVCache, offset: int | None, *, begins: bool
+    ) -> None:
+        """Compute the sinks' keys and values; the first token's, too, where the document begins a prompt."""
         info = header.info
         cos_sin = positions_for(info, offset)
         self._out, self._sinks = out, {}
-        for at, frame in zip(info.sinks, header.sink_frames, strict=True):
+        frames = dict(zip(info.sinks, header.sink_frames, strict=True))
+        if begins and header.beginning:
+            frames[0] = header.beginning
+        for at, frame in frames.items():
             keys = [part.new_zeros(spec.kv_heads, 1, spec.key_dim, device="cpu")
                     for spec, part in zip(info.meta.layers, out.keys, strict=True)]  # fmt: skip
             values = [part.new_zeros(spec.kv_heads, 1, spec.value_dim, device="cpu")

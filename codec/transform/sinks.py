@@ -65,6 +65,17 @@ def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
     return found
 
 
+def frame_of_beginning(first: KVCache, profile: Profile) -> bytes:
+    """What is stored of a token that begins a prompt; nothing where the model has no sinks."""
+    from kvwire.codec.prediction.text import TextPredictor
+
+    if not profile.has_sinks:
+        return b""
+    text = TextPredictor(profile, 1, first.token_ids, None)
+    steps = compare(first, text, 0)[1]
+    return pack_sink(np.rint(steps).astype(np.int16)) if float(np.abs(steps).max()) <= _LARGEST else b""
+
+
 def compare(cache: KVCache, text: TextPredictor, at: int) -> tuple[float, NDArray[np.float32]]:
     """Compare a token with the profile's row of sinks."""
     parts = [_distances(cache, text, group, at, at + 1) for group in range(len(text.profile.groups))]

@@ -55,7 +55,7 @@ class _EncodeOptions(TypedDict):
     prefix_layers: int
     lossless: bool
     deviation: bool
-    neutral_prefix: int
+    neutral_prefix: int | None
     encode_after: int
     links: str | None
     soft_tokens: Path | None
@@ -95,10 +95,11 @@ class _EncodeOptions(TypedDict):
 )
 @click.option(
     "--neutral-prefix",
-    default=0,
+    default=None,
     metavar="N",
     type=click.IntRange(0),
-    help="Compute documents behind N of their own last tokens, which are dropped: links lose less.",
+    help="Compute documents behind N tokens of short neutral texts, which are dropped, so that links lose less: all of "
+    "them by default, 0 with --index, --lossless and the like.",
 )
 @click.option(
     "--encode-after",

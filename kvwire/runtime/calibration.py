@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Coding, Document
     from kvwire.types import KVCache
 
+_BEGUN = 4
+"""Of so many texts one is computed as the beginning of a prompt, so that a profile knows what stands there (sinks)."""
 HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
 """Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
 the fit for that."""
@@ -46,7 +48,11 @@ class _Texts:
         tokens = sum(map(len, self._chosen))
         PROGRESS.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
         return spilled(
-            (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
+            (
+                compute_document(self._engine, ids, self._coding, begins=number % _BEGUN == 0)[0]
+                for number, ids in enumerate(self._chosen)
+            ),
+            len(self._chosen),
         )
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
@@ -135,7 +141,7 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
     chosen, others = texts_to_fit_on(engine, coding, documents, tokens)
     if (left := _stored(layout, chosen)) < LEAST_TOKENS:
         return None
-    notes: dict[str, str | int] = {"neutral_prefix": coding.neutral_prefix} if coding.neutral_prefix else {}
+    notes: dict[str, str | int] = {}
     if engine.soft_tokens and min(layout.cached_tokens, default=0) < 0:
         notes["soft_tokens"] = engine.soft_tokens.digest
     if layout.anchors:

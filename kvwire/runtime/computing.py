@@ -33,14 +33,17 @@ def without_anchors(engine: Engine, coding: Coding, document: Document) -> Docum
     return document if own == ids else replace(document, token_ids=own)
 
 
-def compute_document(engine: Engine, ids: Sequence[int], coding: Coding) -> tuple[KVCache, tuple[int, ...]]:
-    """Compute a document's cache."""
+def compute_document(
+    engine: Engine, ids: Sequence[int], coding: Coding, *, begins: bool = False
+) -> tuple[KVCache, tuple[int, ...]]:
+    """A document's cache, and the tokens that it was computed behind: no neutral ones where it begins a prompt."""
     opening = opening_of(engine, ids)
-    if coding.is_prefill:
-        return prefill_documents(engine, [ids])[0], opening
-    if not coding.neutral_prefix:
+    if coding.layout.anchors is not None:
         return compute_stored(engine, coding.layout, ids), ()
-    from kvwire.runtime.neutral import compute_behind, neutral_tokens
+    if coding.neutral_tokens and not begins:
+        from kvwire.runtime.neutral import compute_behind, neutral_prefix
 
-    prefix = (*opening, *neutral_tokens(ids, coding.neutral_prefix, engine.window - len(opening)))
-    return compute_behind(engine, prefix, ids), prefix
+        prefix = neutral_prefix(engine, ids, coding.neutral_tokens)
+        if len(prefix) > len(opening):
+            return compute_behind(engine, prefix, ids), prefix
+    return prefill_documents(engine, [ids])[0], opening

@@ -129,7 +129,9 @@ class CorpusReader:
             msg = f"{document_id!r} has {info.tokens} tokens: leave out 0 to {info.tokens - 1} of them, not {first}"
             raise ArgumentError(msg)
         profile, at = self.profile_of(entry, index), None if offset is None else offset - first
-        decoder = BlobDecoder(reader.parsed or b"", profile, device=device, dtype=dtype, offset=at, level=index)
+        decoder = BlobDecoder(
+            reader.parsed or b"", profile, device=device, dtype=dtype, offset=at, level=index, begins=at == 0
+        )
         for chunk in info.chunks_of(first, info.tokens):
             reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
             segments = [reader.check(*read) if reader.check else read[1] for read in reads]

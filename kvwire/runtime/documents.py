@@ -96,7 +96,13 @@ class DocumentHandle:
     def decode_into(self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend) -> BlobDecoder:
         """Make what decodes the document into its place in a prompt, and keep it."""
         self.decoder = BlobDecoder(
-            self.reader.parsed or b"", self.profile, out=out, offset=offset, hidden=hidden, backend=backend
+            self.reader.parsed or b"",
+            self.profile,
+            out=out,
+            offset=offset,
+            hidden=hidden,
+            backend=backend,
+            begins=offset == 0,
         )
         return self.decoder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
@@ -46,6 +46,7 @@ class Computed:
         hidden: States of the prefix layers, where the profile has some.
         deviation: How far tokens move behind others, where that was measured.
         opening: How many of ``neutral_prefix``, the first ones, are the engine's opening tokens.
+        beginning: The first token alone, for prompts that begin with the document; None where none does.
     """
 
     cache: KVCache
@@ -53,6 +54,7 @@ class Computed:
     hidden: Tensor | None = None
     deviation: BlockDeviation | None = None
     opening: int = 0
+    beginning: KVCache | None = None
 
 
 class EncodingSteps:
@@ -126,7 +128,9 @@ class EncodingSteps:
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex]:
         """The indexes that are to find what is encoded."""
         found = [self._corpus.index(scheme) for scheme in schemes]
-        if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
+        if found and self.coding.neutral_prefix is None:
+            self.coding = replace(self.coding, neutral_prefix=0)  # what begins prompts is computed alone
+        if found and (self.coding.neutral_tokens or self.coding.layout.cached_tokens):
             msg = (
                 "documents behind a neutral prefix, or with a layout's tokens in their caches, begin no prompt: encode "
                 "without these, or without an index"
@@ -215,7 +219,8 @@ class EncodingSteps:
         layers = 0 if profile is None else profile.prefix_layers
         count = len(opening) if neutral else 0
         hidden = states_of(engine, ids, layers, neutral[:count]) if layers else None
-        return Computed(cache, neutral, hidden, deviation, count)
+        beginning = engine.prefill([ids[:1]])[0] if len(neutral) > count and not count else None
+        return Computed(cache, neutral, hidden, deviation, count, beginning)
 
     def code(self, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
         """Code what was computed; no engine and no store is asked."""
@@ -232,6 +237,7 @@ class EncodingSteps:
             neutral_prefix=computed.neutral_prefix,
             soft_tokens=self.soft_tokens,
             opening=computed.opening,
+            beginning=computed.beginning,
         )
         blob = self._catalog.seal(plain)
         return blob, self._catalog.blob_reader().read_header(blob)
@@ -294,8 +300,8 @@ class EncodingSteps:
             profile = None
         if profile is not None and not self._is_wanted(profile):
             msg = (
-                "the profile in use here is of another method or head start, or of another neutral prefix or other "
-                "soft tokens; encode with those, name another tenant or store, or call Corpus.calibrate to replace it"
+                "the profile in use here is of another method or head start, or of other soft tokens; encode with "
+                "those, name another tenant or store, or call Corpus.calibrate to replace it"
             )
             raise MismatchError(msg)
         noted = 0 if profile is None else profile.notes.get("tokens")
@@ -324,28 +330,32 @@ class EncodingSteps:
     def _is_wanted(self, profile: AnyProfile) -> bool:
         """Whether a profile is one that encoding in this way could have fitted."""
         coding, soft, notes = self.coding, self.soft_tokens, profile.notes
-        is_behind = notes.get("neutral_prefix", 0) == coding.neutral_prefix
         is_soft = notes.get("soft_tokens", "") == (soft.digest if soft else "")
-        return is_behind and is_soft and coding.kind.is_wanted(profile, coding)
+        return is_soft and coding.kind.is_wanted(profile, coding)
 
     def _use(self, profile: AnyProfile) -> None:
         """Put a profile from elsewhere in use."""
         if not self._is_wanted(profile):
             msg = (
-                "the profile given is of another method or head start, or of another neutral prefix or other soft "
-                "tokens; encode with those, or fit one for these (kvwire profile fit)"
+                "the profile given is of another method or head start, or of other soft tokens; encode with those, or "
+                "fit one for these (kvwire profile fit)"
             )
             raise MismatchError(msg)
         self._corpus.set_profile(profile)
 
+    def _is_behind(self, info: BlobInfo, token_ids: Sequence[int]) -> bool:
+        """Whether a blob was computed behind the neutral prefix that encoding would give it."""
+        from kvwire.runtime.neutral import neutral_prefix
+
+        return info.neutral_prefix == neutral_prefix(self.engine, token_ids, self.coding.neutral_tokens)
+
     def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
-        """Whether a blob has the levels and chunks that encoding would give. token_ids: None: with BOS or without."""
+        """Whether a blob has the levels and chunks that encoding would give. token_ids: None: behind anything."""
         coding = self.coding
-        neutral = min(coding.neutral_prefix, info.tokens, self._corpus.window - info.opening - info.tokens)
-        if len(info.neutral_prefix) - info.opening != max(0, neutral):
-            return False
         if token_ids is not None and lacks_opening(self.engine, info, token_ids):
             self._tell_old()
+            return False
+        if token_ids is not None and not self._is_behind(info, token_ids):
             return False
         if info.soft_tokens != self.soft_tokens:
             return False

@@ -13,7 +13,9 @@ from kvwire.codec import Profile, decode, encode, inspect
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, block_mask, link, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, LinkReport
-from kvwire.runtime.opening import link_opened, prefill_documents, states_of
+from kvwire.runtime.neutral import compute_documents
+from kvwire.runtime.neutral_text import ALL
+from kvwire.runtime.opening import link_opened, states_of
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.shift_check import shift_figures
 
@@ -116,6 +118,7 @@ def check_links(
     *,
     bound: float = LinkReport.bound,
     shift: LinkShift | None = None,
+    neutral: int = ALL,
     tell: Callable[[int], object] = lambda _: None,
 ) -> LinkReport:
     """Measure links: first whether they are exact, then what they lose and what repair gives back."""
@@ -125,7 +128,7 @@ def check_links(
     check_exact(engine, prompts[0])
     rows = []
     for number, prompt in enumerate(prompts):
-        rows.append(_Measured(engine, prompt, shift).figures(profile if number < _LEVEL_PROMPTS else None))
+        rows.append(_Measured(engine, prompt, shift, neutral).figures(profile if number < _LEVEL_PROMPTS else None))
         tell(number + 1)
     linked = torch.tensor([row["linked"] for row in rows], dtype=torch.float64)
     spread = float(linked.std() / sqrt(len(rows))) if len(rows) > 1 else 0.0
@@ -177,10 +180,10 @@ def _check_equal(wanted: Tensor, found: Tensor, bound: float, what: str, why: st
 class _Measured:
     """One prompt and what becomes of it."""
 
-    def __init__(self, engine: Engine, prompt: CheckPrompt, shift: LinkShift | None) -> None:
+    def __init__(self, engine: Engine, prompt: CheckPrompt, shift: LinkShift | None, neutral: int) -> None:
         self._engine, self._prompt, self._shift = engine, prompt, shift
         self._rest = [*prompt.question, *prompt.rest]
-        self._caches = prefill_documents(engine, prompt.documents)
+        self._caches = compute_documents(engine, prompt.documents, neutral)
         whole = [*engine.opening_tokens, *prompt.text, *self._rest]
         self._full = self._seen(engine.forward(None, whole, 0, logits=len(self._rest)))
 

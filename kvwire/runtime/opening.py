@@ -78,7 +78,12 @@ def link_opened(engine: Engine, caches: Sequence[KVCache]) -> KVCache:
     from kvwire.reuse import link
 
     front = engine.prefill([engine.opening_tokens]) if engine.opening_tokens else []
-    return link([*front, *caches])
+    linked = link([*front, *caches])
+    if not front and caches[0].meta.offset and caches[0].token_ids:
+        (first,) = engine.prefill([caches[0].token_ids[:1]])  # it was computed behind something, and begins this prompt
+        for whole, token in zip((*linked.keys, *linked.values), (*first.keys, *first.values), strict=True):
+            whole[:, :1] = token
+    return linked
 
 
 def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:

@@ -267,7 +267,7 @@ class PromptJobs:
         if seen is not None and seen.kept and all(mask is None or bool(mask.all()) for mask in seen.kept):
             seen = replace(seen, kept=None)  # of a prompt with gaps, none of which is here
         neutral: tuple[int, ...] = ()
-        if not behind:
+        if not behind and offset:  # nothing stands before what begins the prompt
             neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, whole)
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.neutral import behind as behind_neutral

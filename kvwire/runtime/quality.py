@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from kvwire.codec import ERROR_NOTE, decode, encode, inspect
+from kvwire.runtime.neutral import compute_documents
+from kvwire.runtime.neutral_text import ALL
 from kvwire.runtime.opening import link_opened, opening_of, prefill_documents, states_of
 
 if TYPE_CHECKING:
@@ -194,20 +196,27 @@ class Reference:
 
     @classmethod
     def of(
-        cls, engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int], answer_tokens: int
+        cls,
+        engine: Engine,
+        documents: Sequence[Sequence[int]],
+        question: Sequence[int],
+        answer_tokens: int,
+        *,
+        neutral: int = ALL,
     ) -> Reference:
-        """Prefill the documents one by one, link them, and let the model answer.
+        """Compute the documents one by one, link them, and let the model answer.
 
         Args:
             engine: The model.
             documents: Token ids of each document, in prompt order.
             question: Token ids of the question.
             answer_tokens: Longest answer, in tokens; the model's window may shorten it.
+            neutral: Tokens of neutral texts at most that documents are computed behind, as encoding does; 0: alone.
 
         Returns:
             The reference to compare other caches of the same prompt with.
         """
-        caches = [prefill_documents(engine, [document])[0] for document in documents]
+        caches = compute_documents(engine, documents, neutral)
         linked = link_opened(engine, caches)
         start = linked.tokens
         past = engine.past_key_values(linked)

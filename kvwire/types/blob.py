@@ -173,6 +173,7 @@ class BlobInfo:
             empty: all but the last hold ``chunk_tokens``.
         sinks: Which tokens are attention sinks: those are nearly exact at every level.
         opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
+        can_begin: Whether the blob has the first token as it is where nothing stands before the document, too.
     """
 
     version: tuple[int, int]
@@ -194,6 +195,7 @@ class BlobInfo:
     chunk_starts: tuple[int, ...] = ()
     sinks: tuple[int, ...] = ()
     opening: int = 0
+    can_begin: bool = False
 
     @property
     def head_bytes(self) -> int:

@@ -196,10 +196,12 @@ def layered(coefficients, step, ids, hidden, head, arrays, layers):
     return planes
 
 
-def read_sinks(blob, head):
-    """Section 2.8: the numbers q of each sink, by its place."""
+def read_sinks(blob, head, *, begins):
+    """Sections 2.8 and 2.9: the numbers q of each sink, by its place."""
     found = {}
-    for (place, _), stored in zip(head.get("sinks") or [], cut.sink_frames(blob), strict=True):
+    places = [place for place, _ in head.get("sinks") or []]
+    frames = cut.sink_frames(blob)[: None if begins else len(places)]
+    for place, stored in zip([*places, *[0] * (len(frames) - len(places))], frames, strict=True):
         raw = np.frombuffer(unframed(stored), np.uint8).astype(np.int64)
         codes = raw[: len(raw) // 2] + 256 * raw[len(raw) // 2 :]
         found[place] = np.where(codes % 2, -(codes + 1) // 2, codes // 2)
@@ -280,7 +282,7 @@ def read_kept(blob, meta, tokens):
 class TextPredictor:
     """A blob, taken apart."""
 
-    def __init__(self, blob, profile, hidden=None):
+    def __init__(self, blob, profile, hidden=None, *, begins=False):
         names = ("tokens", "chunk_tokens", "levels", "id_bits", "profile_bytes")
         self.tokens, self.chunk_tokens, self.level_count, bits, inside = (
             cut.get(blob, cut.BLOB_FIELDS, name) for name in names
@@ -290,7 +292,7 @@ class TextPredictor:
         ids_at = cut.index_at(blob) + 32 * cut.cells(blob)
         self.ids = read_ids(blob[ids_at:tail], self.tokens, bits)
         self.kept = read_kept(blob, self.head["meta"], self.tokens)
-        self.hidden = hidden
+        self.hidden, self.begins = hidden, begins
         self.stored_profile = blob[tail : tail + inside] if inside else profile
         self.profile, self.arrays = {}, {}
 
@@ -320,7 +322,8 @@ class TextPredictor:
         ids = None if self.ids is None else self.ids[span]
         hidden = None if self.hidden is None else self.hidden[span]
         planes = layered(coefficients, steps[level][2], ids, hidden, self.profile, self.arrays, meta["layers"])
-        put_sinks(planes, read_sinks(self.blob, self.head), span.start, self.profile, self.arrays, meta["layers"])
+        sinks = read_sinks(self.blob, self.head, begins=self.begins)
+        put_sinks(planes, sinks, span.start, self.profile, self.arrays, meta["layers"])
         return planes
 
     def decode_with_noise(self, level, offset):

@@ -107,9 +107,9 @@ def sinks_at(blob):
 
 
 def sink_frames(blob):
-    """What is stored of each attention sink."""
+    """What is stored of each attention sink, and at last of the first token as it begins a prompt, where that is."""
     at, frames = sinks_at(blob), []
-    for size in sink_sizes(blob):
+    for size in [*sink_sizes(blob), *[metadata(blob).get("beginning", 0)][: "beginning" in metadata(blob)]]:
         frames.append(blob[at : at + size])
         at += size
     return frames

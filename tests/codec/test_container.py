@@ -68,7 +68,7 @@ def test_every_damaged_byte_is_noticed(blob, profile):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("major", 2), ("major", 0), ("incompatible", 16), ("incompatible", 1 << 31)]
+    ("name", "value"), [("major", 2), ("major", 0), ("incompatible", 32), ("incompatible", 1 << 31)]
 )
 def test_unknown_versions_are_not_called_damage(blob, profile, name, value):
     refused(cut.field(blob, name, value), profile, FormatVersionError, "upgrade kvwire")

@@ -35,7 +35,7 @@ def test_a_blob_says_which_soft_tokens_its_document_has():
 def test_a_reader_that_does_not_know_the_flag_refuses():
     blob = encode(wrapped(), levels=1, soft_tokens=NAME)
     with pytest.raises(FormatVersionError, match="newer than this kvwire"):
-        inspect(cut.field(blob, "incompatible", 16))
+        inspect(cut.field(blob, "incompatible", 32))
 
 
 DIGEST = "ab" * 32

@@ -11,19 +11,19 @@ from kvwire.codec.format.codecs import CODEC_LOSSLESS
 
 from . import surgery as cut
 from .by_the_text import TextPredictor
-from .write_golden import GOLDEN, OFFSET, SECTIONS, SINKS, STEM, assert_alike, read_golden
+from .write_golden import BEGINNING, GOLDEN, OFFSET, SECTIONS, SINKS, STEM, assert_alike, read_golden
 
 TOLD, PROFILES = read_golden(STEM)
-LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS, SINKS)}
+LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS, SINKS, BEGINNING)}
 
 
-def outcomes(name, level, offset, stem=STEM, told=TOLD, profiles=PROFILES):
+def outcomes(name, level, offset, stem=STEM, told=TOLD, profiles=PROFILES, *, begins=False):
     """What both decoders make of a level: pairs of one plane's tensors."""
     blob, used = (GOLDEN / f"{stem}-{name}.kvw").read_bytes(), told["blobs"][name]["profile"]
     hidden = torch.tensor(told["hidden"])
     stored = (GOLDEN / used).read_bytes() if used else None
-    cache = decode(blob, level, profiles.get(used), offset=offset, hidden=hidden, dtype=torch.float32)
-    found = TextPredictor(blob, stored, hidden.double().numpy()).decode(level, offset)
+    cache = decode(blob, level, profiles.get(used), offset=offset, hidden=hidden, dtype=torch.float32, begins=begins)
+    found = TextPredictor(blob, stored, hidden.double().numpy(), begins=begins).decode(level, offset)
     assert len(found) == 2 * sum(spec.kind != "none" for spec in cache.meta.layers)
     for (side, layer), part in found.items():
         yield (cache.keys if side == "key" else cache.values)[layer].double().numpy(), part
@@ -45,6 +45,18 @@ def test_so_it_does_with_packed_profiles_with_sections_and_with_sinks(stem, name
     for level in range(len(inspect(blob).levels)):
         for ours, theirs in outcomes(name, level, OFFSET, stem, *LATER[stem]):
             assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("name", LATER[BEGINNING][0]["blobs"])
+def test_a_document_that_begins_a_prompt_has_another_first_token(name):
+    for level in range(3):
+        both = [list(outcomes(name, level, 0, BEGINNING, *LATER[BEGINNING], begins=begins)) for begins in (True, False)]
+        for (ours, theirs), (elsewhere, _) in zip(*both, strict=True):
+            assert_alike(ours, theirs)
+            assert np.array_equal(ours[:, 1:], elsewhere[:, 1:])
+        assert any(
+            not np.allclose(ours[:, 0], other[:, 0], atol=0.2) for (ours, _), (other, _) in zip(*both, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", TOLD["blobs"])

@@ -47,6 +47,8 @@ SOFT = f"{STEM}-soft"
 """Of blobs whose documents have soft tokens inside their caches (flag 2)."""
 PART = f"{STEM}-part"
 """Of blobs that are parts of a document (flag 4)."""
+BEGINNING = f"{STEM}-beginning"
+"""Of blobs that have their first token as it begins a prompt (flag 16)."""
 SINKS = f"{STEM}-sinks"
 """Of blobs with attention sinks (flag 8), and profiles with a row of them."""
 OFFSET = 3
@@ -109,7 +111,16 @@ def facts(blob: bytes, profile, hidden) -> dict:
         **({"soft_tokens": astuple(info.soft_tokens)} if info.soft_tokens else {}),
         **({"prefix": astuple(info.prefix)} if info.prefix else {}),
         **({"sinks": info.sinks} if info.sinks else {}),
+        **_begun(blob, info, profile),
     }
+
+
+def _begun(blob: bytes, info, profile) -> dict:
+    """The first token at the coarsest level, where nothing stands before it."""
+    if not info.can_begin:
+        return {}
+    first = decode(blob, 0, profile, begins=True).slice(0, 1)
+    return {"begun": [np.round(t.double().numpy().ravel(), 4).tolist() for t in (*first.keys, *first.values)]}
 
 
 def with_hidden(profile: Profile, size: int) -> Profile:
@@ -238,6 +249,21 @@ def make_sinks() -> tuple[dict, dict, torch.Tensor]:
     return profiles, blobs, make_hidden(tiny)
 
 
+def make_beginning() -> tuple[dict, dict, torch.Tensor]:
+    """A blob of a document behind a neutral prefix, with and without a sink of its own; as ``make``."""
+    from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny, with_sinks
+
+    tiny, caches = make_tiny(20, 5), [with_sinks(make_tiny(200, seed), seed=seed, first=0) for seed in (1, 2)]
+    profile = fit_profile(caches, make_statistics(TINY, TINY_ROPES, words=True), group_width=40)
+    first = with_sinks(tiny.slice(0, 1), (0,), seed=3, first=0)
+    how = {"chunk_tokens": 8, "neutral_prefix": (9, 4, 70000), "beginning": first}
+    blobs = {
+        "first": (encode(tiny, profile, LADDER, **how), f"{BEGINNING}.kvp"),
+        "both": (encode(with_sinks(tiny, (5, 13), first=0), profile, LADDER, **how), f"{BEGINNING}.kvp"),
+    }
+    return {f"{BEGINNING}.kvp": profile}, blobs, make_hidden(tiny)
+
+
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -251,6 +277,7 @@ def main() -> None:
         (SOFT, *make_soft()),
         (PART, *make_part()),
         (SINKS, *make_sinks()),
+        (BEGINNING, *make_beginning()),
     )
     written = [_written(*each) for each in made]
     for files in written:

@@ -91,7 +91,7 @@ def test_a_flag_without_a_list_and_a_list_without_a_flag(sunk, blob, sinks):
     refused_by_head(bare, match="disagree on attention sinks")
     refused_by_head(cut.field(sunk, "incompatible", 0), match="disagree on attention sinks")
     refused_by_head(cut.field(blob, "incompatible", 8), match="disagree on attention sinks")
-    refused_by_head(cut.field(sunk, "incompatible", 24), error=FormatVersionError)
+    refused_by_head(cut.field(sunk, "incompatible", 40), error=FormatVersionError)
 
 
 def test_sinks_of_a_cache_that_lacks_entries(sunk):
