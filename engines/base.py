@@ -357,9 +357,9 @@ class Engine(Protocol):
     ) -> Statistics | None:
         """What makes some errors in a cache matter more than others, for ``fit_profile``.
 
-        An engine may leave out any part (benchmarks/ablation.md: SmolLM2-135M, bits at equal KL divergence): without the
-        features of tokens a blob takes 1.4 times the bits at the coarsest level and 1.2 at the next. Where gradients
-        do not tell how planes compare, it takes 1.1 to 1.2 times. Caches alone give a profile, too.
+        An engine may leave out any part (benchmarks/ablation.md: SmolLM2-135M, bits at equal KL divergence): without
+        the features of tokens a blob takes 1.4 times the bits at the coarsest level and 1.2 at the next. Where
+        gradients do not tell how planes compare, it takes 1.1 to 1.2 times. Caches alone give a profile, too.
 
         Args:
             documents: Token ids of calibration documents.
