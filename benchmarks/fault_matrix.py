@@ -1,7 +1,7 @@
 """Every fault on every way from a store to a reader: how it ends, after how many requests and seconds.
 
 The cases are those of ``tests/transport/test_fault_matrix.py``, on real servers behind a proxy that makes exchanges go
-wrong. Writes ``results/fault_matrix.json`` and ``docs/fault-matrix.md``. Needs the ``dev`` packages; takes about two
+wrong. Writes ``results/fault_matrix.json`` and ``results/fault_matrix.md``. Needs the ``dev`` packages; takes about two
 minutes.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from fault_parts import local
 from fault_parts import network as cases
 from fault_parts.servers import free_port, ministack
-from measure import RESULTS, ROOT, write_json
+from measure import RESULTS, write_json
 
 from kvwire.store import S3Store
 from kvwire.transport import HttpStore
@@ -161,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="of the moments at which processes are killed")
     parser.add_argument("--out", type=Path, default=RESULTS / "fault_matrix.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "fault-matrix.md")
+    parser.add_argument("--page", type=Path, default=RESULTS / "fault_matrix.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ministack() as server:
         rows = proxied(server)

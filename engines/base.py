@@ -339,7 +339,7 @@ class Engine(Protocol):
         """Hidden states of a document before the first layer and after each of the first ``layers``.
 
         An engine without them cannot read corpora that were encoded with ``prefix_layers``, whose blobs take 0.63 (one
-        layer) or 0.44 (two layers) of the bits at equal KL divergence (docs/ablation.md: 14M model, novel and
+        layer) or 0.44 (two layers) of the bits at equal KL divergence (benchmarks/ablation.md: 14M model, novel and
         encyclopaedia).
 
         Returns:
@@ -357,9 +357,9 @@ class Engine(Protocol):
     ) -> Statistics | None:
         """What makes some errors in a cache matter more than others, for ``fit_profile``.
 
-        An engine may leave out any part (docs/ablation.md: SmolLM2-135M, bits at equal KL divergence): without the
-        features of tokens a blob takes 1.4 times the bits at the coarsest level and 1.2 at the next. Where gradients
-        do not tell how planes compare, it takes 1.1 to 1.2 times. Caches alone give a profile, too.
+        An engine may leave out any part (benchmarks/ablation.md: SmolLM2-135M, bits at equal KL divergence): without
+        the features of tokens a blob takes 1.4 times the bits at the coarsest level and 1.2 at the next. Where
+        gradients do not tell how planes compare, it takes 1.1 to 1.2 times. Caches alone give a profile, too.
 
         Args:
             documents: Token ids of calibration documents.

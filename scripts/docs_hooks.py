@@ -1,8 +1,8 @@
 """Hooks of ``mkdocs.yml``: pages that lie outside ``docs/``, and lists of pages that nobody writes by hand.
 
-README.md becomes the start page, CHANGELOG.md and the READMEs of the benchmarks and the demonstration pages of their
-own. Links between files of the repository work on the site too: to a page where there is one, else the file's path is
-shown as text. A link to a file that is missing stays a link, which fails the strict build.
+README.md becomes the start page; CHANGELOG.md, the pages of the benchmarks and the README of the demonstration become
+pages of their own. Links between files of the repository work on the site too: to a page where there is one, else the
+file's path is shown as text. A link to a file that is missing stays a link, which fails the strict build.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/ablation.md": "ablation.md",
+    "benchmarks/scale.md": "scale.md",
     "demo/README.md": "demo.md",
 }
 """Pages outside ``docs/`` with their places on the site."""

@@ -42,7 +42,7 @@ def plane_weights(
     """How much the planes matter: by the energy that the Fisher information gives them.
 
     That is what errors of a given share of a plane cost the answer, if they are small. It counts by a power below 1
-    (docs/ablation.md).
+    (benchmarks/ablation.md).
     """
     if statistics is None:
         return {}

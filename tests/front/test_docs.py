@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 ROOMS = "benchmarks|codec|controller|demo|engines|kvwire|reuse|scripts|store|tests|transport"
 
 
@@ -17,7 +17,7 @@ def outside_code(page: Path) -> str:
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_paths_lead_to_files(page):
     links = re.findall(r"\]\(([^)#\s]+)", outside_code(page))
     missing = [link for link in links if not re.match(r"[a-z]+:", link) and not (page.parent / link).exists()]

@@ -1,4 +1,4 @@
-"""The README's examples run as they are written."""
+"""The examples of README and of docs/api/kvwire.md run as they are written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 import kvwire
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "api" / "kvwire.md")
 
 
 def test_the_examples_run_as_written(monkeypatch, capsys, demo_model, tmp_path):
     """In a folder like the repository, with a model that is fitted in a moment in the place of the demonstration's."""
     (tmp_path / "demo").symlink_to(demo_model.parent)
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
     assert len(blocks) == 3
     paths = re.findall(r'"(demo/[^"]+)"', "".join(blocks))
     assert len(paths) == 2
