@@ -1,19 +1,20 @@
-"""Documents behind their own last tokens: where they stand, and rows of them that are computed from text."""
+"""Documents behind neutral texts: where they stand, and rows of them that are computed from text."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError
 from kvwire.reuse import moved
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import compute_behind, neutral_tokens
+from kvwire.runtime.neutral import compute_behind, neutral_prefix
+from kvwire.runtime.neutral_text import NEUTRAL_TEXT
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
-from ..engines.families import FAMILIES, WINDOW, cache_error, engine_of, tokens
+from ..engines.families import FAMILIES, cache_error, engine_of, tokens
 
 BEHIND = 24
 
@@ -32,8 +33,7 @@ def encoded(small, **coding):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fronts_and_what_follows_them_are_one_document(family):
     engine, ids = engine_of(family), tokens(21, 3)
-    prefix = neutral_tokens(ids, 6, engine.window)
-    assert prefix == tuple(ids[-6:])
+    prefix = tuple(tokens(6, 4))
     (whole,) = engine.prefill([[*prefix, *ids]])
     together = compute_behind(engine, prefix, ids)
     assert together.meta.offset == 6
@@ -43,18 +43,46 @@ def test_fronts_and_what_follows_them_are_one_document(family):
     assert cache_error(rest, whole.slice(14, 27)) < 2e-5
 
 
-def test_a_prefix_is_as_long_as_document_and_window_allow():
-    assert neutral_tokens([1, 2, 3], 5, 100) == (1, 2, 3)
-    assert neutral_tokens(range(10), 5, 12) == (8, 9)
-    assert neutral_tokens(range(10), 5, 10) == ()
-    assert neutral_tokens(range(WINDOW), 0, 2 * WINDOW) == ()
+def test_a_prefix_is_the_end_of_the_neutral_text_as_long_as_the_window_allows(small):
+    engine = small.engine
+    text = tuple(engine.tokenize(NEUTRAL_TEXT))
+    assert neutral_prefix(engine, (5, 6, 7), BEHIND) == text[-BEHIND:]
+    assert neutral_prefix(engine, (5, 6, 7), 10**6) == text
+    assert neutral_prefix(engine, (5,) * (engine.window - 2), BEHIND) == text[-2:]
+    assert neutral_prefix(engine, (5,) * engine.window, BEHIND) == ()
+    assert neutral_prefix(engine, (5, 6, 7), 0) == ()
+
+
+def test_a_model_without_a_tokenizer_has_no_neutral_text():
+    engine = engine_of("llama")
+    assert not engine.has_tokenizer
+    assert neutral_prefix(engine, (5, 6), Coding().neutral_tokens) == ()
+    with pytest.raises(ArgumentError, match="--neutral-prefix 0"):
+        neutral_prefix(engine, (5, 6), BEHIND)
+
+
+def test_what_documents_are_computed_behind_by_default(small):
+    assert Coding().neutral_tokens > 0
+    ways = (
+        {"lossless": True},
+        {"prefix_layers": 1},
+        {"method": "cachegen"},
+        {"deviation": True},
+        {"neutral_prefix": 0},
+    )
+    assert not any(Coding(**way).neutral_tokens for way in ways)
+    corpus = Corpus(small.engine, MemoryStore())
+    (found,) = corpus.encode([Document("d", pieces(small)["d0"])])
+    assert found.info.neutral_prefix == tuple(small.engine.tokenize(NEUTRAL_TEXT))
+    (alone,) = corpus.encode([Document("e", pieces(small)["d1"])], index=["kvwire"])
+    assert alone.info.neutral_prefix == ()
 
 
 def test_blobs_hold_documents_as_they_are_behind_their_prefix(small):
     corpus, documents = encoded(small, lossless=True), pieces(small)
     for name, ids in documents.items():
         info = corpus.read_header(corpus.find(name))
-        assert info.neutral_prefix == ids[-BEHIND:]
+        assert info.neutral_prefix == tuple(small.engine.tokenize(NEUTRAL_TEXT))[-BEHIND:]
         (whole,) = small.engine.prefill([[*info.neutral_prefix, *ids]])
         wanted = moved(whole.slice(BEHIND, BEHIND + 400), 0)
         assert cache_error(corpus.decode(name, "lossless"), wanted) < 1e-5
@@ -78,7 +106,7 @@ def test_rows_from_text_stand_behind_the_same_prefix(small, lost, monkeypatch):
     with Loader(small.engine, corpus, costs=small.costs, settings=settings) as loader:
         answer = loader.ask(["d0", "d1"], small.engine.tokenize("And then"))
     assert {d.chunk.chunk for d in answer.decisions if d.chunk.document and d.action == "recompute"} >= set(damaged)
-    (whole,) = small.engine.prefill([[*documents["d1"][-BEHIND:], *documents["d1"]]])
+    (whole,) = small.engine.prefill([[*neutral_prefix(small.engine, (1,), BEHIND), *documents["d1"]]])
     wanted, found = moved(whole.slice(BEHIND, BEHIND + 400), 400), answer.prompt.document(1)
     (alone,) = small.engine.prefill([documents["d1"]])
     errors = [
@@ -93,10 +121,7 @@ def test_what_is_there_is_known_by_its_prefix(small):
     corpus = encoded(small)
     documents = [Document(name, ids) for name, ids in pieces(small).items()]
     assert all(each.skipped for each in corpus.encode(documents))
-    other = Corpus(small.engine, corpus.catalog.store)
-    with pytest.raises(MismatchError, match="neutral prefix"):
-        list(other.encode(documents))
-    other.calibrate(documents)
+    other = Corpus(small.engine, corpus.catalog.store, coding=Coding(neutral_prefix=0))
     assert not any(each.skipped for each in other.encode(documents))
     assert other.read_header(other.find("d0")).neutral_prefix == ()
 
