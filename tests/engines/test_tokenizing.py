@@ -29,7 +29,9 @@ def characters(vocabulary, **parts):
     made = Tokenizer(models.BPE({word: n for n, word in enumerate(vocabulary)}, [], unk_token="<unk>"))  # noqa: S106
     for name, part in parts.items():
         setattr(made, name, part)
-    made.add_tokens([AddedToken("<think>", special=False), AddedToken("  ", special=False)])
+    made.add_tokens(
+        [AddedToken("<think>", special=False), AddedToken("  ", special=False, normalized=False)]
+    )  # stripped, it would match everywhere
     made.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
 
@@ -77,8 +79,6 @@ MADE = {
 @settings(max_examples=40, deadline=None)
 def test_pieces_together_are_the_whole(name, text, cuts):
     tokenizer = MADE[name]
-    if name == "strip":
-        text = text.replace("é", "e")  # tokenizers 0.23 panics where its Strip meets letters of two bytes
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
     if "  " in text or not text.strip() or (name == "strip" and not (pieces[0].strip() and pieces[-1].strip())):
