@@ -3,9 +3,10 @@
     python benchmarks/neutral_prefix.py
 
 Prompts, questions and divergences are those of ``reuse.py``. Every document is computed behind some tokens, which are
-dropped, and linked: behind its own last tokens (``kvwire encode --neutral-prefix``), behind one stretch of another
-book, the same for all documents, and, for comparison, behind the tokens that stand before it in the prompt, which
-nobody knows at encode time. 100 % closed is a full prefill, 0 % documents alone; with repair, both are repaired alike.
+dropped, and linked: behind kvwire's neutral texts (``kvwire encode --neutral-prefix``), behind its own last tokens,
+behind one stretch of another book, the same for all documents, and, for comparison, behind the tokens that stand before
+it in the prompt, which are not known at encode time. 100 % closed is a full prefill, 0 % documents alone; with repair,
+both are repaired alike.
 """
 
 from __future__ import annotations
@@ -24,49 +25,61 @@ from reuse_parts.prompts import LENGTH, TOKENS, Judge, copy, draw
 from tqdm import tqdm
 
 import kvwire
-from kvwire import KVCache, TransformersEngine, link
+from kvwire import KVCache, TransformersEngine
 from kvwire.reuse import RepairInput, repair_prompt, selector_of
-from kvwire.runtime.neutral import compute_behind, neutral_tokens
+from kvwire.runtime.neutral import compute_behind, neutral_prefix
+from kvwire.runtime.neutral_text import ALL
+from kvwire.runtime.opening import link_opened
 
 MODELS = ("ebook-llama-14m", "qwen3-8m")
-COUNTS = (16, 32, 64, 128)
-SHARE = 0.05
+COUNTS = (128, 256, 512, ALL)
+SHARES = (0.05, 0.15)
 ALONE = "alone"
 
 
-def prefixes(documents: list[list[int]], other: list[int], window: int) -> dict[str, list[tuple[int, ...]]]:
+def prefixes(
+    engine: TransformersEngine, documents: list[list[int]], other: list[int]
+) -> dict[str, list[tuple[int, ...]]]:
     """What stands before each document, by name."""
-    own = {f"own last {count}": [neutral_tokens(ids, count, window) for ids in documents] for count in COUNTS}
+    own = {
+        f"neutral texts, {'all' if count == ALL else count}": [neutral_prefix(engine, ids, count) for ids in documents]
+        for count in COUNTS
+    }
+    own["own last 32"] = [tuple(ids[-32:]) for ids in documents]
     before: list[tuple[int, ...]] = [(), *(tuple(ids[-32:]) for ids in documents[:-1])]
-    return {ALONE: [()] * len(documents), **own, "another book's 32": [tuple(other)] * len(documents),
+    return {ALONE: [()] * len(documents), **own, "another book's 512": [tuple(other)] * len(documents),
             "the prompt's 32": before}  # fmt: skip
 
 
 def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All prompts of one model: divergences by way, with and without repair."""
     engine = kvwire.open_engine(path, dtype=torch.float32)
+    type(engine).opening_tokens = property(lambda _: ())  # prompts of ``reuse.py`` have no BOS
     kl: dict[str, list[float]] = {}
     for number in tqdm(range(args.prompts), desc=path.name, unit="prompt", disable=None, leave=False, file=sys.stderr):
         prompt = draw(engine, args.text, number, args.seed)
-        (other,) = windows(engine, args.fit[number % len(args.fit)], 1, 32, args.seed)
+        (other,) = windows(engine, args.fit[number % len(args.fit)], 1, 512, args.seed)
         documents = [list(prompt.text[start : start + LENGTH]) for start in range(0, TOKENS, LENGTH)]
         judge = Judge(engine, prompt)
-        for way, behind in prefixes(documents, other, engine.window).items():
+        for way, behind in prefixes(engine, documents, other).items():
             pairs = zip(behind, documents, strict=True)
-            linked = link([compute_behind(engine, prefix, ids) for prefix, ids in pairs])
+            linked = link_opened(engine, [compute_behind(engine, prefix, ids) for prefix, ids in pairs])
             judge.add(way, 0.0, linked)
-            judge.add(way, SHARE, repaired(engine, linked, prompt.text, prompt.question))
+            for share in SHARES:
+                judge.add(way, share, repaired(engine, linked, prompt.text, prompt.question, share))
         judge.finish()
         for (way, share), each in judge.kl.items():
             kl.setdefault(f"{way}, {100 * share:g} % repaired" if share else way, []).append(each)
     return {"prompts": args.prompts, "gap_kl": statistics.fmean(kl[ALONE]), "ways": summed(kl)}
 
 
-def repaired(engine: TransformersEngine, linked: KVCache, text: tuple[int, ...], question: tuple[int, ...]) -> KVCache:
+def repaired(
+    engine: TransformersEngine, linked: KVCache, text: tuple[int, ...], question: tuple[int, ...], share: float
+) -> KVCache:
     """A copy, with a share of its rows computed anew."""
     cache = copy(linked)
     lengths = (LENGTH,) * (TOKENS // LENGTH)
-    repair_prompt(RepairInput(engine, cache, text, lengths, question), selector_of("attention"), SHARE)
+    repair_prompt(RepairInput(engine, cache, text, lengths, question), selector_of("attention"), share)
     return cache
 
 
@@ -105,7 +118,7 @@ def main() -> None:
         ways = each["ways"].items()
         rows = [[way, f"{row['closed']:.1f}", f"{row['by_prompt']:.1f} +- {row['error']:.1f}"] for way, row in ways]
         print(table(["behind", "pooled", "by prompt"], rows))
-    settings = {"prompts": args.prompts, "document_tokens": LENGTH, "seed": args.seed, "share": SHARE,
+    settings = {"prompts": args.prompts, "document_tokens": LENGTH, "seed": args.seed, "shares": SHARES,
                 "seconds": time.perf_counter() - began}  # fmt: skip
     write_json(args.out, "neutral_prefix", settings, found)
 

@@ -67,8 +67,9 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
     """Measure what MODEL loses where documents are linked, what repair gives back, and write it into --store."""
     from tqdm import tqdm
 
-    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.corpus import Coding, Corpus
     from kvwire.runtime.link_check import check_links
+    from kvwire.runtime.neutral import neutral_tokens
     from kvwire.runtime.shift_check import learn_shift
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
@@ -76,13 +77,15 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
     opened = place.open_lasting() if place.store else None
     corpus = Corpus(engine, opened, **place.whose()) if opened else None
     profile = corpus.profile() if corpus else None
+    neutral = neutral_tokens(Coding(), profile)
     with tqdm(total=len(learning), unit="prompt", disable=None, desc="learning the shift") as bar:
-        learnt_from = [prompt.documents for prompt in learning]
+        learnt_from = [] if neutral else [prompt.documents for prompt in learning]  # such documents get none
         shift = learn_shift(engine, learnt_from, tell=lambda _: (bar.update(), None)[1])
     with tqdm(total=len(prompts), unit="prompt", disable=None, desc="measuring links") as bar:
         report = check_links(
-            engine, prompts, profile, bound=options["bound"], shift=shift, tell=lambda _: (bar.update(), None)[1]
-        )
+            engine, prompts, profile, bound=options["bound"], shift=shift, neutral=neutral,
+            tell=lambda _: (bar.update(), None)[1],
+        )  # fmt: skip
     if opened and corpus:
         with closing(opened):
             if shift and report.shift:

@@ -99,7 +99,7 @@ class _EncodeOptions(TypedDict):
     metavar="N",
     type=click.IntRange(0),
     help="Compute documents behind N tokens of short neutral texts, which are dropped, so that links lose less: all of "
-    "them by default, 0 with --index, --lossless and the like.",
+    "them by default where the model has attention sinks, 0 with --index, --lossless and the like.",
 )
 @click.option(
     "--encode-after",

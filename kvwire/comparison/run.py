@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 from kvwire._json import strict_json
 from kvwire.comparison.baselines import RawCaches, text_ttft
 from kvwire.errors import ArgumentError, StorageError
-from kvwire.runtime.coding import Document
+from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.costs import measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.neutral import neutral_tokens
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.text_files import problem_with, token_ids
@@ -83,8 +84,10 @@ def run_demo(
         store = open_store(folder)
         encoded = _encode(engine, store, tokens, say)
         raw = RawCaches.write(store, engine, tokens)
+        neutral = neutral_tokens(Coding(), Corpus(engine, store).profile())
         references = [
-            Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS) for p in prompts
+            Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS, neutral=neutral)
+            for p in prompts
         ]
         with local_server(folder) as url, closing(open_store(url)) as remote:
             comparison = _Comparison(engine, remote, tokens, prompts, references, raw)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Coding, Document
     from kvwire.types import KVCache
 
-_BEGUN = 4
-"""Of so many texts one is computed as the beginning of a prompt, so that a profile knows what stands there (sinks)."""
 HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
 """Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
 the fit for that."""
@@ -48,11 +46,7 @@ class _Texts:
         tokens = sum(map(len, self._chosen))
         PROGRESS.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
         return spilled(
-            (
-                compute_document(self._engine, ids, self._coding, begins=number % _BEGUN == 0)[0]
-                for number, ids in enumerate(self._chosen)
-            ),
-            len(self._chosen),
+            (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
         )
 
     def statistics(self, *, tokens: bool) -> Statistics | None:

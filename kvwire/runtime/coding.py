@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
 from kvwire.errors import ArgumentError
 from kvwire.reuse import PLAIN
-from kvwire.runtime.neutral_text import ALL
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
@@ -88,8 +87,9 @@ class Coding:
         deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
             text then gives the same blob only beside the same neighbours.
         neutral_prefix: Compute documents behind so many tokens of short neutral texts, which are then dropped, so that
-            links lose much less. None: all of these texts, but for documents that are stored bit for bit or in another
-            method, have prefix layers or a layout's tokens, or begin prompts (indexes). 0: documents alone.
+            links lose much less. None: all of these texts where the model has attention sinks, but for documents that
+            are stored bit for bit or in another method, have prefix layers, deviations or a layout's tokens, or begin
+            prompts (indexes). 0: documents alone.
         layout: Its tokens inside caches are computed with each document and become part of it; soft tokens among them
             are those that the engine has (``Engine.use_soft_tokens``). With anchors these alone are stored.
         drop_tokens: Share of each document's own tokens that is left out before it is computed, from 0 to 1: those that
@@ -155,17 +155,15 @@ class Coding:
         return bool(self.layout.cached_tokens or self.drop_tokens)
 
     @property
-    def neutral_tokens(self) -> int:
-        """Tokens of neutral texts at most that documents are computed behind."""
-        if self.neutral_prefix is not None:
-            return self.neutral_prefix
+    def may_be_neutral(self) -> bool:
+        """Whether documents may be computed behind neutral texts where that was not asked for."""
         is_plain = self.method == DEFAULT_METHOD and not (self.lossless or self.prefix_layers or self.deviation)
-        return ALL if is_plain and not self.layout.cached_tokens and self.layout.anchors is None else 0
+        return is_plain and not self.layout.cached_tokens and self.layout.anchors is None
 
     @property
     def is_prefill(self) -> bool:
         """Whether documents are computed as the engine's ``prefill`` does: alone, each token seeing all before it."""
-        return not self.neutral_tokens and self.layout.anchors is None
+        return not self.neutral_prefix and self.layout.anchors is None
 
     def calibration_tokens(self, available: int) -> int:
         """How many tokens a profile is fitted on: a small corpus gets a small fit, and keeps text to judge it by.

@@ -34,16 +34,16 @@ def without_anchors(engine: Engine, coding: Coding, document: Document) -> Docum
 
 
 def compute_document(
-    engine: Engine, ids: Sequence[int], coding: Coding, *, begins: bool = False
+    engine: Engine, ids: Sequence[int], coding: Coding, neutral: int = 0
 ) -> tuple[KVCache, tuple[int, ...]]:
-    """A document's cache, and the tokens that it was computed behind: no neutral ones where it begins a prompt."""
+    """A document's cache behind as many neutral tokens, and all tokens that it was computed behind."""
     opening = opening_of(engine, ids)
     if coding.layout.anchors is not None:
         return compute_stored(engine, coding.layout, ids), ()
-    if coding.neutral_tokens and not begins:
+    if neutral:
         from kvwire.runtime.neutral import compute_behind, neutral_prefix
 
-        prefix = neutral_prefix(engine, ids, coding.neutral_tokens)
+        prefix = neutral_prefix(engine, ids, neutral)
         if len(prefix) > len(opening):
             return compute_behind(engine, prefix, ids), prefix
     return prefill_documents(engine, [ids])[0], opening

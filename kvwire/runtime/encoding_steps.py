@@ -130,7 +130,7 @@ class EncodingSteps:
         found = [self._corpus.index(scheme) for scheme in schemes]
         if found and self.coding.neutral_prefix is None:
             self.coding = replace(self.coding, neutral_prefix=0)  # what begins prompts is computed alone
-        if found and (self.coding.neutral_tokens or self.coding.layout.cached_tokens):
+        if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
             msg = (
                 "documents behind a neutral prefix, or with a layout's tokens in their caches, begin no prompt: encode "
                 "without these, or without an index"
@@ -192,7 +192,7 @@ class EncodingSteps:
             info = self._corpus.read_header(entry)
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
-        if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None):
+        if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None, profile):
             return None
         self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
         if own is None:
@@ -212,7 +212,7 @@ class EncodingSteps:
         engine, ids = self.engine, document.token_ids
         opening = opening_of(engine, ids)
         if cache is None:
-            cache, neutral = compute_document(engine, ids, self.coding)
+            cache, neutral = compute_document(engine, ids, self.coding, self._neutral(profile))
         else:  # by its position it was computed behind the opening tokens, or behind nothing
             neutral = opening if cache.meta.offset == len(opening) else ()
         deviation = around.measure(cache, ids) if around else None
@@ -343,19 +343,24 @@ class EncodingSteps:
             raise MismatchError(msg)
         self._corpus.set_profile(profile)
 
-    def _is_behind(self, info: BlobInfo, token_ids: Sequence[int]) -> bool:
+    def _neutral(self, profile: AnyProfile | None) -> int:
+        from kvwire.runtime.neutral import neutral_tokens
+
+        return neutral_tokens(self.coding, profile)
+
+    def _is_behind(self, info: BlobInfo, token_ids: Sequence[int], profile: AnyProfile | None) -> bool:
         """Whether a blob was computed behind the neutral prefix that encoding would give it."""
         from kvwire.runtime.neutral import neutral_prefix
 
-        return info.neutral_prefix == neutral_prefix(self.engine, token_ids, self.coding.neutral_tokens)
+        return info.neutral_prefix == neutral_prefix(self.engine, token_ids, self._neutral(profile))
 
-    def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
+    def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None, profile: AnyProfile | None) -> bool:
         """Whether a blob has the levels and chunks that encoding would give. token_ids: None: behind anything."""
         coding = self.coding
         if token_ids is not None and lacks_opening(self.engine, info, token_ids):
             self._tell_old()
             return False
-        if token_ids is not None and not self._is_behind(info, token_ids):
+        if token_ids is not None and not self._is_behind(info, token_ids, profile):
             return False
         if info.soft_tokens != self.soft_tokens:
             return False

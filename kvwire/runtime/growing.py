@@ -168,7 +168,7 @@ class DocumentGrower(EncodingSteps):
         if info.soft_tokens or self.coding.layout.cached_tokens:
             msg = f"{document_id!r} has a layout's tokens inside its cache, and more cannot follow them: encode it anew"
             raise ArgumentError(msg)
-        behind, window = len(info.neutral_prefix), self._corpus.window
+        behind, window = info.opening, self._corpus.window
         if behind + entry.tokens + len(added) > window:
             msg = (
                 f"{document_id!r} has {entry.tokens} tokens and would have {entry.tokens + len(added)}; the model's "

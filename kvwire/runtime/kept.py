@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.documents import DocumentHandle
     from kvwire.store import KeptRepair, KeptRows, Store
-    from kvwire.types import Decision
+    from kvwire.types import BlobInfo, Decision
 
 _log = logging.getLogger("kvwire.runtime")
 
@@ -124,18 +124,20 @@ def coarsest(decisions: Sequence[Decision], documents: int) -> int:
     return min((level for level in levels if level is not None), default=TEXT_LEVEL)
 
 
+def behind_of(info: BlobInfo | None, opening: Sequence[int] = ()) -> str:
+    """Digest of what a document was computed behind, or of soft tokens inside it; empty for nothing."""
+    if info and info.neutral_prefix:
+        return digest_tokens(info.neutral_prefix)
+    if info and info.soft_tokens:
+        return info.soft_tokens.digest
+    return digest_tokens((*opening, 0)) if opening else ""
+
+
 def bases_of(
     documents: Sequence[DocumentHandle], opening: Sequence[int] = (), head: Sequence[int] = ()
 ) -> tuple[str, ...]:
     """Documents as ``KeptRepair`` names them."""
-    infos = [each.info for each in documents]
-    digests = [
-        digest_tokens(info.neutral_prefix) if info and info.neutral_prefix
-        else info.soft_tokens.digest if info and info.soft_tokens
-        else digest_tokens((*opening, 0)) if opening
-        else ""
-        for info in infos
-    ]  # fmt: skip
+    digests = [behind_of(each.info, opening) for each in documents]
     if tuple(head) != tuple(opening):
         behind = digest_tokens(head)
         digests = [sha256(f"behind {behind}:{digest}".encode()).hexdigest() for digest in digests]

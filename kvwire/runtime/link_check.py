@@ -14,7 +14,6 @@ from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, block_mask, link, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, LinkReport
 from kvwire.runtime.neutral import compute_documents
-from kvwire.runtime.neutral_text import ALL
 from kvwire.runtime.opening import link_opened, states_of
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.shift_check import shift_figures
@@ -118,7 +117,7 @@ def check_links(
     *,
     bound: float = LinkReport.bound,
     shift: LinkShift | None = None,
-    neutral: int = ALL,
+    neutral: int = 0,
     tell: Callable[[int], object] = lambda _: None,
 ) -> LinkReport:
     """Measure links: first whether they are exact, then what they lose and what repair gives back."""

@@ -18,13 +18,22 @@ from kvwire.runtime.opening import opening_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
+    from kvwire.runtime.coding import Coding
     from kvwire.types import KVCache
 
 _texts: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
 """The neutral text in an engine's tokens."""
 _computed: WeakKeyDictionary[Any, tuple[tuple[int, ...], KVCache]] = WeakKeyDictionary()
 """The neutral prefix that an engine computed last: all documents but the longest have the same one."""
+
+
+def neutral_tokens(coding: Coding, profile: AnyProfile | None) -> int:
+    """How many neutral tokens documents are computed behind: where nothing is said all, of models that have sinks."""
+    if coding.neutral_prefix is not None:
+        return coding.neutral_prefix
+    return ALL if coding.may_be_neutral and getattr(profile, "has_sinks", False) else 0
 
 
 def neutral_prefix(engine: Engine, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
@@ -53,11 +62,15 @@ def compute_behind(
     engine: Engine, neutral: Sequence[int], token_ids: Sequence[int], before: KVCache | None = None
 ) -> KVCache:
     """Compute tokens of a document behind its neutral prefix, and behind what comes before them of the document."""
-    return engine.extend(behind(engine, neutral, before) if neutral else before, token_ids)
+    return engine.extend(behind(engine, neutral, before, more=len(token_ids)), token_ids)
 
 
-def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None) -> KVCache:
-    """What tokens of a document see that is computed behind its neutral prefix."""
+def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None, *, more: int = 0) -> KVCache | None:
+    """What ``more`` tokens of a document see behind its neutral prefix, of which the end alone may have room."""
+    room = engine.window - more - (before.tokens if before else 0)
+    neutral = neutral[max(0, len(neutral) - room) :]
+    if not neutral:
+        return before
     known = _computed.get(engine)
     if known is None or known[0] != tuple(neutral):
         (prefix,) = engine.prefill([neutral])

@@ -272,7 +272,7 @@ class PromptJobs:
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.neutral import behind as behind_neutral
 
-            seen = behind_neutral(self._engine, neutral, seen)
+            seen = behind_neutral(self._engine, neutral, seen, more=len(ids))
         return seen, ids, offset
 
     def write(self, first: ChunkId, piece: KVCache) -> None:

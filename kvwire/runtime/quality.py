@@ -12,7 +12,6 @@ import torch
 
 from kvwire.codec import ERROR_NOTE, decode, encode, inspect
 from kvwire.runtime.neutral import compute_documents
-from kvwire.runtime.neutral_text import ALL
 from kvwire.runtime.opening import link_opened, opening_of, prefill_documents, states_of
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ class Reference:
         question: Sequence[int],
         answer_tokens: int,
         *,
-        neutral: int = ALL,
+        neutral: int = 0,
     ) -> Reference:
         """Compute the documents one by one, link them, and let the model answer.
 
@@ -211,7 +210,7 @@ class Reference:
             documents: Token ids of each document, in prompt order.
             question: Token ids of the question.
             answer_tokens: Longest answer, in tokens; the model's window may shorten it.
-            neutral: Tokens of neutral texts at most that documents are computed behind, as encoding does; 0: alone.
+            neutral: Tokens of neutral texts at most that documents are computed behind; 0: alone.
 
         Returns:
             The reference to compare other caches of the same prompt with.

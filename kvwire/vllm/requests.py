@@ -10,7 +10,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.store import check_new_name, read_ahead
+from kvwire.runtime.kept import behind_of
+from kvwire.store import base_of, check_new_name, read_ahead
 from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
@@ -187,7 +188,9 @@ def kept_of(corpus: Corpus, choice: Choice, entries: Sequence[CatalogEntry | Non
     """The repaired rows that a request is to get."""
     if not choice.repair:
         return None
-    known = [entry.token_digest for entry in takewhile(lambda entry: entry is not None, entries) if entry]
+    there = [entry for entry in takewhile(lambda entry: entry is not None, entries) if entry]
+    infos = [None if entry.is_text else corpus.read_header(entry) for entry in there]
+    known = [base_of(entry.token_digest, behind_of(info)) for entry, info in zip(there, infos, strict=True)]
     kept = corpus.catalog.kept.find(corpus.meta.config_digest(), known)
     return kept if kept is not None and kept.level >= (choice.level or 0) else None
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.runtime import encoding_steps, loader
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Profile
     from kvwire.engines.base import Engine
-    from kvwire.runtime.coding import Coding
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,9 +94,9 @@ class Small:
     profile: Profile
     costs: ctl.CostModel
 
-    def corpus(self) -> Corpus:
+    def corpus(self, **coding: Any) -> Corpus:
         """A fresh store that holds the small corpus."""
-        corpus = Corpus(self.engine, MemoryStore())
+        corpus = Corpus(self.engine, MemoryStore(), coding=Coding(**coding))
         corpus.set_profile(self.profile)
         for _ in corpus.encode([Document(name, tuple(ids)) for name, ids in self.tokens.items()]):
             pass

@@ -17,6 +17,7 @@ from kvwire.runtime.chunk_settings import ChunkSettings
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.link_check import check_links, prompts_of
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.neutral_text import NEUTRAL_TEXT
 from kvwire.runtime.opening import link_opened, opened, opening_of, prefill_documents
 from kvwire.runtime.quality import Reference, mean_kl
 from kvwire.runtime.settings import LoadSettings
@@ -139,7 +140,7 @@ def test_repaired_rows_see_the_bos_and_are_kept(small, bos_engine, pieces, repai
 
 def test_linked_documents_are_what_check_model_and_the_reference_measure(bos_engine, small, pieces):
     question = bos_engine.tokenize(QUESTION, place="last")
-    reference = Reference.of(bos_engine, list(pieces.values()), question, 4)
+    reference = Reference.of(bos_engine, list(pieces.values()), question, 4, neutral=0)
     assert reference.start == 601
     assert mean_kl(reference.full[len(question) - 1 :][:1], whole(bos_engine, pieces, ["d0", "d1"])) < 1e-8
     answer = ask(small, bos_engine, corpus_of(bos_engine, pieces), ["d0", "d1"])
@@ -196,7 +197,7 @@ def test_a_neutral_prefix_stands_behind_the_bos(small, bos_engine, pieces):
     corpus = corpus_of(bos_engine, pieces, neutral_prefix=5)
     ids = pieces["d1"]
     info = corpus.read_header(corpus.find("d1"))
-    assert (info.neutral_prefix, info.opening) == ((0, *ids[-5:]), 1)
+    assert (info.neutral_prefix, info.opening) == ((0, *bos_engine.tokenize(NEUTRAL_TEXT)[-5:]), 1)
     (prefill,) = bos_engine.prefill([[*info.neutral_prefix, *ids]])
     assert cache_error(moved(corpus.decode("d1", "lossless"), 6), prefill.slice(6, 306)) < 1e-5
     again = Corpus(bos_engine, corpus.catalog.store, coding=Coding(lossless=True, neutral_prefix=5))
@@ -375,7 +376,7 @@ def test_engines_without_weights_here_load_the_bos_and_documents(bos_engine, ind
 def test_the_command_tells_of_the_bos(run, bos_model, tmp_path):
     (tmp_path / "a.txt").write_text("A bell rang over the toll gate. " * 20)
     words = ("--store", tmp_path / "store")
-    assert run("encode", tmp_path / "a.txt", "--model", bos_model, *words)[0] == 0
+    assert run("encode", tmp_path / "a.txt", "--model", bos_model, "--neutral-prefix", 0, *words)[0] == 0
     code, out, _ = run("inspect", "a", *words)
     assert code == 0
     assert "computed behind 1 tokens that were dropped, the first 1 of them the tokenizer's BOS" in out

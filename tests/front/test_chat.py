@@ -14,7 +14,7 @@ from kvwire import Chat, Turn
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError
 from kvwire.reuse import PLAIN
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
@@ -108,7 +108,10 @@ def test_one_document_behind_a_system_text_has_kept_repairs(small, chatting, nam
     assert (first.repair.kept, again.repair.kept) == (0, len(first.repair.rows))
 
 
-def test_kept_rows_leave_a_first_document_alone_that_was_computed(small, chatting, corpus, names):
+def test_kept_rows_leave_a_first_document_alone_that_was_computed(small, chatting, names):
+    corpus = Corpus(chatting, MemoryStore(), coding=Coding(neutral_prefix=0))
+    corpus.set_profile(small.profile)
+    list(corpus.encode([Document(name, tuple(small.tokens[name])) for name in names]))
     asked(small, chatting, corpus, names, repair=0.3, keep_repairs=True, quality_ceiling=0, max_kl=None)
     corpus.catalog.store.delete(corpus.find(names[0]).blob_key)
     answers = [

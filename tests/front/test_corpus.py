@@ -9,14 +9,14 @@ import pytest
 from kvwire.codec import decode
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
 from kvwire.runtime.calibration import HELD_OUT, calibration_texts
-from kvwire.runtime.coding import Document
+from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.loader import Loader
 from kvwire.store import MemoryStore, UseCounts, UseFile, collect
 
 
 def test_documents_come_in_order_whatever_is_known(small):
-    corpus = Corpus(small.engine, MemoryStore())
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=0))
     corpus.set_profile(small.profile)
     ids = next(iter(small.tokens.values()))
     documents = [Document(str(size), tuple(ids[:size])) for size in (70, 30, 50, 20, 90)]

@@ -64,7 +64,7 @@ def question(small):
 @pytest.fixture(scope="module")
 def references(small, question):
     return {
-        order: Reference.of(small.engine, [small.tokens[name] for name in order], question, 4)
+        order: Reference.of(small.engine, [small.tokens[name] for name in order], question, 4, neutral=0)
         for order in _orders(small)
     }
 
@@ -77,7 +77,7 @@ def _orders(small):
 def _loader(small, corpus=None, *, link=None, log=None, **settings):
     record = None if log is None else log.append
     chosen = LoadSettings(record=record, **settings)
-    return Loader(small.engine, corpus or small.corpus(), costs=small.costs, link=link, settings=chosen)
+    return Loader(small.engine, corpus or small.corpus(neutral_prefix=0), costs=small.costs, link=link, settings=chosen)
 
 
 def ours(before=frozenset()):
@@ -149,7 +149,9 @@ def test_the_controllers_own_policy_refines_where_the_link_turns_out_fast(small,
     order, log = tuple(small.tokens), []
     slow = replace(small.costs, prefill=PrefillCost(0.5, 0.01))  # recomputing is out of the question
     settings = LoadSettings(record=log.append, bandwidth_prior=5e3, repair="none")
-    loader = Loader(small.engine, small.corpus(), costs=slow, link=EmulatedLink(5e6, 0.002), settings=settings)
+    loader = Loader(
+        small.engine, small.corpus(neutral_prefix=0), costs=slow, link=EmulatedLink(5e6, 0.002), settings=settings
+    )
     answer = loader.ask(order, question, deadline_s=4.0)
     assert min(fetch.level for fetch in _given(log, ev.Fetch) if not fetch.first) < 4
     assert set(_levels(answer)) <= {4, None}
@@ -164,7 +166,7 @@ def _damage_level(corpus, small, name, chunk, level):
 
 
 def test_of_a_fetch_that_lost_a_level_the_lower_ones_are_used(small, question):
-    name, corpus = next(iter(small.tokens)), small.corpus()
+    name, corpus = next(iter(small.tokens)), small.corpus(neutral_prefix=0)
     _damage_level(corpus, small, name, 1, 3)
     answer = _loader(small, corpus, policy=Fixed(4)).ask([name], question)
     assert _levels(answer) == [4, 2]
@@ -172,7 +174,7 @@ def test_of_a_fetch_that_lost_a_level_the_lower_ones_are_used(small, question):
 
 
 def test_of_a_fetch_that_lost_its_lowest_level_nothing_is_used(small, question, references):
-    name, corpus = next(iter(small.tokens)), small.corpus()
+    name, corpus = next(iter(small.tokens)), small.corpus(neutral_prefix=0)
     _damage_level(corpus, small, name, 1, 0)
     answer = _loader(small, corpus, policy=Fixed(4)).ask([name], question)
     assert _levels(answer) == [4, None]
@@ -326,7 +328,7 @@ def test_a_pass_that_needs_too_much_memory_is_made_in_parts(small, question, ref
 
     monkeypatch.setattr(type(small.engine), "extend", bounded)
     text = {name: tuple(ids) for name, ids in small.tokens.items()}
-    corpus = small.corpus()
+    corpus = small.corpus(neutral_prefix=0)
     for name in order:
         corpus.catalog.store.delete(corpus.find(name).blob_key)
     answer = _loader(small, corpus).ask(order, question, texts=text)
@@ -535,7 +537,7 @@ def test_a_policy_that_breaks_ends_its_loads_and_later_ones_go_on(small, questio
 
 def test_a_load_that_still_looks_documents_up_ends_with_what_broke_steering(small, question, monkeypatch):
     monkeypatch.setattr(_BreaksOnce, "broken", False)
-    (first, second), corpus, gone = small.tokens, small.corpus(), threading.Event()
+    (first, second), corpus, gone = small.tokens, small.corpus(neutral_prefix=0), threading.Event()
     find = corpus.find
 
     def late(name):
@@ -560,7 +562,7 @@ def test_a_load_that_still_looks_documents_up_ends_with_what_broke_steering(smal
 
 
 def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypatch):
-    memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
+    memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus(neutral_prefix=0)
     link = parse_link("8mbit,1ms")
     monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
     loader = Loader(small.engine, corpus, link=link, memory=memory, settings=LoadSettings(policy=Fixed(4)))
@@ -573,7 +575,7 @@ def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypat
 
 
 def test_costs_that_a_caller_gave_are_not_remembered_as_measured(small, question, tmp_path, monkeypatch):
-    memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
+    memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus(neutral_prefix=0)
     link, wrong = parse_link("8mbit,1ms"), replace(small.costs, prefill=PrefillCost(9.0, 9.0))
     loader = Loader(small.engine, corpus, costs=wrong, link=link, memory=memory)
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)

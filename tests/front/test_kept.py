@@ -237,7 +237,7 @@ def test_all_rows_are_kept_too(small):
 
 
 def test_documents_from_text_are_kept_with_the_rows_behind_them(small):
-    corpus = encoded(small)
+    corpus = encoded(small, coding=Coding(neutral_prefix=0))
     blob = corpus.find("d1").blob_key
     stored = bytes(corpus.catalog.store.get(blob))
     corpus.catalog.store.delete(blob)

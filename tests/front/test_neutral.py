@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +12,8 @@ from kvwire.errors import ArgumentError
 from kvwire.reuse import moved
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import compute_behind, neutral_prefix
-from kvwire.runtime.neutral_text import NEUTRAL_TEXT
+from kvwire.runtime.neutral import compute_behind, neutral_prefix, neutral_tokens
+from kvwire.runtime.neutral_text import ALL, NEUTRAL_TEXT
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -56,13 +59,20 @@ def test_a_prefix_is_the_end_of_the_neutral_text_as_long_as_the_window_allows(sm
 def test_a_model_without_a_tokenizer_has_no_neutral_text():
     engine = engine_of("llama")
     assert not engine.has_tokenizer
-    assert neutral_prefix(engine, (5, 6), Coding().neutral_tokens) == ()
+    assert neutral_prefix(engine, (5, 6), ALL) == ()
     with pytest.raises(ArgumentError, match="--neutral-prefix 0"):
         neutral_prefix(engine, (5, 6), BEHIND)
 
 
+def with_sinks(profile):
+    """The profile as one of a model that has sinks."""
+    groups = [
+        replace(g, sink=np.zeros(g.width, np.float32), sink_steps=np.ones(g.width, np.float32)) for g in profile.groups
+    ]
+    return replace(profile, groups=tuple(groups))
+
+
 def test_what_documents_are_computed_behind_by_default(small):
-    assert Coding().neutral_tokens > 0
     ways = (
         {"lossless": True},
         {"prefix_layers": 1},
@@ -70,12 +80,32 @@ def test_what_documents_are_computed_behind_by_default(small):
         {"deviation": True},
         {"neutral_prefix": 0},
     )
-    assert not any(Coding(**way).neutral_tokens for way in ways)
+    sunk = with_sinks(small.profile)
+    assert not any(neutral_tokens(Coding(**way), sunk) for way in ways)
+    assert not neutral_tokens(Coding(), small.profile)
+    assert not neutral_tokens(Coding(), None)
     corpus = Corpus(small.engine, MemoryStore())
+    corpus.set_profile(sunk)
     (found,) = corpus.encode([Document("d", pieces(small)["d0"])])
     assert found.info.neutral_prefix == tuple(small.engine.tokenize(NEUTRAL_TEXT))
+    assert found.info.can_begin
+    assert next(corpus.encode([Document("d", pieces(small)["d0"])])).skipped
     (alone,) = corpus.encode([Document("e", pieces(small)["d1"])], index=["kvwire"])
     assert alone.info.neutral_prefix == ()
+
+
+def test_a_document_that_begins_a_prompt_has_its_own_first_token(small):
+    """As the model computes it, whatever it stood behind at encode time."""
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=BEHIND))
+    corpus.set_profile(with_sinks(small.profile))
+    list(corpus.encode([Document(name, ids) for name, ids in pieces(small).items()]))
+    (first,) = small.engine.prefill([pieces(small)["d0"][:1]])
+    with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(repair="none")) as loader:
+        answers = [loader.ask(names, small.engine.tokenize("And then")) for names in (["d0", "d1"], ["d1", "d0"])]
+    begun, elsewhere = (answer.prompt.document(n).values[-1][:, :1] for n, answer in enumerate(answers))
+    assert all(each.action == "fetch" for answer in answers for each in answer.decisions)
+    assert float((begun - first.values[-1]).abs().max()) < 0.51
+    assert float((elsewhere - first.values[-1]).norm()) > 2 * float((begun - first.values[-1]).norm())
 
 
 def test_blobs_hold_documents_as_they_are_behind_their_prefix(small):

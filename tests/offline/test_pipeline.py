@@ -107,7 +107,9 @@ def test_documents_of_one_length_are_computed_at_once_where_that_changes_no_bit(
         (folder / f"{ref.document_id}.txt").write_text(engine.detokenize(ids[:30]))
     lengths = [len(engine.tokenize((folder / f"{ref.document_id}.txt").read_text())) for ref in refs]
     watched = Watched(engine, differs=differs)
-    batched, profile = Corpus(watched, MemoryStore()), corpus.profile()
+    plain, profile = Coding(neutral_prefix=0), corpus.profile()
+    batched, corpus = Corpus(watched, MemoryStore(), coding=plain), Corpus(engine, MemoryStore(), coding=plain)
+    corpus.set_profile(profile)
     batched.set_profile(profile)
     alone = untimed(encode_serially(corpus, refs, profile))
     batches = Batches(watched)
