@@ -162,8 +162,10 @@ def _past(caches: Sequence[KVCache]) -> DynamicCache:
     )
 
 
-def ways(asked: Asked, profile: Profile, share: float, selector: str, level: str) -> Iterator[tuple[str, KVCache]]:
-    """The prompt's cache by each way; all but the first two are of the same length."""
+def ways(
+    asked: Asked, profile: Profile, args: argparse.Namespace, level: str, *, every: bool
+) -> Iterator[tuple[str, KVCache]]:
+    """The prompt's cache by each way, all of the same length; ``every``: also at each level, and as papers repair."""
     engine = asked.engine
     documents = compute_documents(engine, asked.documents)
     alone = engine.prefill(asked.documents)
@@ -173,15 +175,17 @@ def ways(asked: Asked, profile: Profile, share: float, selector: str, level: str
     for each in SHARES:
         yield f"{each:.0%} repaired", asked.repaired(blind, "attention", each)
     yield f"computed alone, {CODED:.0%} repaired", asked.repaired(before, "attention", CODED)
-    for name, other in PAPERS.items():
-        yield f"{name} {CODED:.0%}", asked.repaired(before, other, CODED)
     blobs = [kvwire.encode(cache, profile) for cache in documents]
     for index, each in enumerate(kvwire.inspect(blobs[0]).levels):
-        coded = asked.linked([kvwire.decode(blob, index, profile, dtype=torch.float32) for blob in blobs])
-        yield f"level {index}, linked", coded
-        yield f"level {index}, {CODED:.0%} repaired", asked.repaired(coded, "attention", CODED)
+        if every or each.name == level:
+            coded = asked.linked([kvwire.decode(blob, index, profile, dtype=torch.float32) for blob in blobs])
+        if every:
+            yield f"level {index}, linked", coded
+            yield f"level {index}, {CODED:.0%} repaired", asked.repaired(coded, "attention", CODED)
         if each.name == level:
-            yield "default", asked.repaired(coded, selector, share)
+            yield "default", asked.repaired(coded, args.selector, args.share)
+    for name, other in PAPERS.items() if every else ():
+        yield f"{name} {CODED:.0%}", asked.repaired(before, other, CODED)
 
 
 def judged(asked: Asked, right: Sequence[str], caches: dict[str, KVCache]) -> dict[str, dict[str, float]]:
@@ -204,11 +208,13 @@ def summed(found: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
     """Means over questions; of the divergence what is closed of linking documents computed alone, with its interval."""
     out = {}
     for name in found[0]:
-        rows = [each[name] for each in found]
-        kls, before = [row["kl"] for row in rows], [each[ALONE]["kl"] for each in found]
+        asked = [each for each in found if name in each]
+        rows, before = [each[name] for each in asked], [each[ALONE]["kl"] for each in asked]
+        kls = [row["kl"] for row in rows]
         apart = [ours - theirs for ours, theirs in zip(kls, before, strict=True)]
         out[name] = {key: statistics.fmean(row[key] for row in rows) for key in ("em", "f1", "kl", "same")}
         out[name] |= {
+            "n": len(rows),
             "kl_median": statistics.median(kls),
             "closed": 1 - statistics.fmean(kls) / statistics.fmean(before),
             "kl_less_95": 1.96 * statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0,
@@ -303,6 +309,8 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=50.0)
     parser.add_argument("--share", type=float, default=0.3, help="rows that the default repairs")
     parser.add_argument("--selector", default="attention")
+    parser.add_argument("--every", type=int, default=60, help="questions that are also asked at each level")
+    parser.add_argument("--profile", type=Path, help="of kvwire profile fit; else one is fitted on books and wikitext")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "answers.json")
     args, began = parser.parse_args(), time.perf_counter()
@@ -315,7 +323,7 @@ def main() -> None:
     for number in tqdm(range(args.questions), unit="question", disable=None, file=sys.stderr):
         row, texts = passages(rng, rows, 4 + number % 3)
         asked = Asked(engine, texts, f"{row['question'].capitalize()}?")
-        caches = {NOTHING: asked.head} | dict(ways(asked, profile, args.share, args.selector, level))
+        caches = {NOTHING: asked.head} | dict(ways(asked, profile, args, level, every=number < args.every))
         found.append(judged(asked, row["answers"], caches))
         if number % 20 == 19:
             print(number + 1, {name: round(each["kl"], 4) for name, each in summed(found).items()}, flush=True)
@@ -337,14 +345,16 @@ def show(results: dict[str, Any]) -> None:
         ttft = timed.get(name)
         first = f"{ttft['ttft_s']:.2f}, {ttft['of_text']:.0%}" if ttft else ""
         lines.append([
-            name, f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['kl']:.4f}", f"{row['closed']:.1%}",
+            name, str(row["n"]), f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['kl']:.4f}", f"{row['closed']:.1%}",
             f"{row['same']:.0%} +- {row['same_95']:.0%}", first,
         ])  # fmt: skip
-    print(table(["way", "EM", "F1", "KL", "closed", "same text", "first token, s"], lines))
+    print(table(["way", "n", "EM", "F1", "KL", "closed", "same text", "first token, s"], lines))
 
 
 def fitted(engine: TransformersEngine, args: argparse.Namespace) -> Profile:
     """A profile of books and an encyclopaedia, as encoding fits one."""
+    if args.profile:
+        return kvwire.Profile.from_bytes(args.profile.read_bytes())
     wiki = SHARED / "text" / "heldout" / "wikitext2-test.txt"
     chosen = random.Random(args.seed).sample(books(), 10)
     texts = [windows_in(engine, path.read_text(encoding="utf-8"), path.name, 1, 1024, args.seed)[0] for path in chosen]
