@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt scripts/set_up.py
 	@touch $(READY)
 
 demo: $(READY)
-	$(BIN)/kvwire demo
+	$(BIN)/kvwire demo --model "$$($(BIN)/python scripts/demo_model.py)"
 
 # KVWIRE_EXPLORE=<seed> makes property tests draw other examples than the usual ones: the same for the same seed.
 # A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached; slow files

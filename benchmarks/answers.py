@@ -174,7 +174,6 @@ def ways(
     yield ALONE, before
     for each in SHARES:
         yield f"{each:.0%} repaired", asked.repaired(blind, "attention", each)
-    yield f"computed alone, {CODED:.0%} repaired", asked.repaired(before, "attention", CODED)
     blobs = [kvwire.encode(cache, profile) for cache in documents]
     for index, each in enumerate(kvwire.inspect(blobs[0]).levels):
         if every or each.name == level:
@@ -184,7 +183,7 @@ def ways(
             yield f"level {index}, {CODED:.0%} repaired", asked.repaired(coded, "attention", CODED)
         if each.name == level:
             yield "default", asked.repaired(coded, args.selector, args.share)
-    for name, other in PAPERS.items() if every else ():
+    for name, other in {"computed alone, attention": "attention", **PAPERS}.items() if every else ():
         yield f"{name} {CODED:.0%}", asked.repaired(before, other, CODED)
 
 
@@ -309,7 +308,9 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=50.0)
     parser.add_argument("--share", type=float, default=0.3, help="rows that the default repairs")
     parser.add_argument("--selector", default="attention")
-    parser.add_argument("--every", type=int, default=60, help="questions that are also asked at each level")
+    parser.add_argument(
+        "--every", type=int, default=40, help="questions that are also asked at each level and by other selectors"
+    )
     parser.add_argument("--profile", type=Path, help="of kvwire profile fit; else one is fitted on books and wikitext")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "answers.json")

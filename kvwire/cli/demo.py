@@ -17,10 +17,15 @@ from kvwire.errors import KvwireError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvwire.engines.base import Engine
+
+
+_MODEL, _TOWN = "demo/model", "demo/town"
+
 
 class _DemoOptions(TypedDict):
     model: str
-    documents: str
+    documents: str | None
     questions: str | None
     out: str
     links: tuple[str, ...]
@@ -30,10 +35,13 @@ class _DemoOptions(TypedDict):
 
 
 @click.command()
-@click.option("--model", default="demo/model", show_default=True, envvar="KVWIRE_MODEL")
-@click.option("--documents", default="demo/documents", show_default=True, help="Folder of .txt or .md files.")
+@click.option("--model", default=_MODEL, show_default=True, envvar="KVWIRE_MODEL")
 @click.option(
-    "--questions", help="JSON list of {documents, question}; default: questions.json beside the documents, if any."
+    "--documents", help="Folder of .txt or .md files; default: demo/town for chat models, demo/documents for others."
+)
+@click.option(
+    "--questions",
+    help="JSON list of {documents, question, answer}; default: questions.json in the documents' folder or beside it.",
 )
 @click.option("--out", default="demo/out", show_default=True, help="Where demo.json and the picture go.")
 @click.option("--link", "links", multiple=True, help="name=50mbit,20ms; default: slow, middling and fast ones.")
@@ -49,14 +57,21 @@ def demo(**options: Unpack[_DemoOptions]) -> None:
     from kvwire.comparison.run import run_demo
     from kvwire.runtime.text_files import read_texts
 
-    for path in (options["model"], options["documents"]):
-        if not Path(path).is_dir():
-            msg = f"{path} is not a folder; run this in the repository, or name --model and --documents of your own"
-            raise NotFoundError(msg)
+    advice = "is not a folder; run this in the repository, or name --model and --documents of your own"
+    model = options["model"]
+    if model == _MODEL and not Path(model).is_dir():
+        msg = f"{model} {advice}"
+        raise NotFoundError(msg)
+    engine = open_engine(model)
+    documents = options["documents"] or (_TOWN if _chats(engine) else "demo/documents")
+    if not Path(documents).is_dir():
+        msg = f"{documents} {advice}"
+        raise NotFoundError(msg)
     report = run_demo(
-        open_engine(options["model"]),
-        read_texts([options["documents"]]),
-        questions=options["questions"] or _beside(options["documents"]),
+        engine,
+        read_texts([documents]),
+        more=read_texts(["demo/documents"]) if documents == _TOWN and Path("demo/documents").is_dir() else {},
+        questions=options["questions"] or _beside(documents),
         out=Path(options["out"]),
         links=options["links"],
         say=lambda text: say_text(text, err=options["as_json"]),
@@ -77,6 +92,18 @@ def _difference(report: Mapping[str, Any], bound: float, agreement: float) -> Kv
     return KvwireError(f"answers differ: KL divergence up to {worst:.4f} nats, {least:.0%} of the next tokens agree")
 
 
+def _chats(engine: Engine) -> bool:
+    """Whether the model has a chat template."""
+    from kvwire.types import Chat
+
+    try:
+        engine.render_chat(Chat(), "?")
+    except KvwireError:
+        return False
+    return True
+
+
 def _beside(documents: str) -> str | None:
-    path = Path(documents).resolve().parent / "questions.json"
-    return str(path) if path.is_file() else None
+    folder = Path(documents).resolve()
+    found = (path for path in (folder / "questions.json", folder.parent / "questions.json") if path.is_file())
+    return next(map(str, found), None)

@@ -29,12 +29,17 @@ class _Prompt(Protocol):
     @property
     def question(self) -> tuple[int, ...]: ...
 
+    @property
+    def head(self) -> tuple[int, ...]: ...
 
-def text_ttft(engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
+
+def text_ttft(
+    engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int], head: Sequence[int] = ()
+) -> float:
     """Measure one prefill of documents and question, whose token ids are at hand."""
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
-    int(engine.forward(None, [*engine.opening_tokens, *ids, *question], 0, logits=1)[-1].argmax())
+    int(engine.forward(None, [*(head or engine.opening_tokens), *ids, *question], 0, logits=1)[-1].argmax())
     return time.perf_counter() - started
 
 
@@ -66,7 +71,7 @@ class RawCaches:
         """Fetch all documents at once, shift, concatenate and run the question."""
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
-        linked = link_opened(engine, caches)
+        linked = link_opened(engine, caches, prompt.head)
         past = engine.past_key_values(linked)
         int(engine.forward(past, prompt.question, linked.tokens, logits=1)[-1].argmax())
         return time.perf_counter() - started, size

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvwire._json import strict_json
 from kvwire.comparison.baselines import RawCaches, text_ttft
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.costs import measure_costs
@@ -32,6 +32,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.text_files import problem_with, token_ids
 from kvwire.store.schemes import open_store
 from kvwire.transport import parse_link
+from kvwire.types import Chat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,10 +48,15 @@ DEADLINE_SHARE = 0.5
 """The deadline, as a share of the measured time of recomputing from text: it means the same on every machine."""
 REPAIR = 0.05
 """Share of the rows that is repaired beside, to show what documents that see each other change."""
+ANSWER_REPAIR = 0.3
+"""The same where answers are shown."""
+_SAID_TOKENS = 24
 _REPEATS = 5
 _RAW_BUDGET_S = 8.0
 """Raw caches are loaded again for a median only where that takes less than this in all."""
 _ANSWER_TOKENS = 32
+SYSTEM = "Answer in a few words, from the documents alone."
+"""What chat models are told."""
 _QUESTION = "\n\nWhen all this had been told, it was plain that"
 
 
@@ -61,10 +67,24 @@ class Prompt:
     Attributes:
         documents: Their ids, in order.
         question: Token ids.
+        asked: The question in words where the model answers in its chat template; empty where it continues text.
+        right: The right answer, where that is known.
+        head: Token ids of the template before the documents.
+        stop: Token ids that end the answer.
     """
 
     documents: tuple[str, ...]
     question: tuple[int, ...]
+    asked: str = ""
+    right: str = ""
+    head: tuple[int, ...] = ()
+    stop: frozenset[int] = frozenset()
+
+    def ask(self, loader: Loader, **how: Any) -> Answer:  # noqa: ANN401 - of ``Loader.ask``
+        """Ask a loader."""
+        if self.asked:
+            return loader.ask(self.documents, self.asked, chat=Chat(system=SYSTEM), **how)
+        return loader.ask(self.documents, self.question, **how)
 
 
 def run_demo(
@@ -74,19 +94,25 @@ def run_demo(
     questions: str | None = None,
     out: Path,
     links: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``."""
+    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``.
+
+    more: Texts that the profile is fitted on beside the documents, where these are few.
+    """
     named = [_named_link(link) for link in (links or LINKS)]
     tokens = _fitting(engine, texts, say)
     prompts = _prompts(engine, tokens, questions)
     with tempfile.TemporaryDirectory(prefix="kvwire-demo-") as folder:
         store = open_store(folder)
-        encoded = _encode(engine, store, tokens, say)
+        encoded = _encode(engine, store, tokens, _fitting(engine, more, say) if more else {}, say)
         raw = RawCaches.write(store, engine, tokens)
         neutral = neutral_tokens(Coding(), Corpus(engine, store).profile())
         references = [
-            Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS, neutral=neutral)
+            Reference.of(
+                engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS, neutral=neutral, head=p.head
+            )
             for p in prompts
         ]
         with local_server(folder) as url, closing(open_store(url)) as remote:
@@ -97,16 +123,20 @@ def run_demo(
             count = len(prompts[0].documents)
             say(f"\nprompt: {comparison.prompt_tokens} tokens in {count} documents; deadline {deadline:.2f} s")
             rows = [comparison.over(name, link, deadline) for name, link in named]
+            answers = comparison.answers(named[-1][1])
     linking_kl = references[0].linking_kl
     tokens_asked = comparison.prompt_tokens
     report: dict[str, Any] = {
         "links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": tokens_asked,
     }  # fmt: skip
+    report["answers"] = answers
     report["linking"] = {"kl_of_linked_to_full_prefill": linking_kl}
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
     say(table(rows))
     say(_links_table(linking_kl, rows))
+    for line in _answers_table(answers):
+        say(line)
     _draw(report, out / "demo.png", say)
     return report
 
@@ -136,12 +166,39 @@ class _Comparison:
         """Tokens of the prompt that is timed, its question included."""
         first = self._prompts[0]
         texts = sum(len(self._tokens[document]) for document in first.documents)
-        return len(self._engine.opening_tokens) + texts + len(first.question)
+        return len(first.head or self._engine.opening_tokens) + texts + len(first.question)
 
     def text(self) -> float:
         """Seconds to the first token by prefill of the whole prompt, its token ids being at hand."""
         first = self._prompts[0]
-        return text_ttft(self._engine, [self._tokens[document] for document in first.documents], first.question)
+        documents = [self._tokens[document] for document in first.documents]
+        return text_ttft(self._engine, documents, first.question, first.head)
+
+    def answers(self, link: LinkSettings) -> list[dict[str, str]]:
+        """What a full prefill and kvwire answer to each question, where the model answers questions."""
+        settings, found = LoadSettings(repair=ANSWER_REPAIR), []
+        nothing = EstimatesFile(None)
+        with Loader(
+            self._engine, self._corpus, costs=self._costs, link=link, memory=nothing, settings=settings
+        ) as loader:
+            for prompt in (each for each in self._prompts if each.asked):
+                answer = prompt.ask(loader, tokens=_SAID_TOKENS)
+                full, ours = self._full_answer(prompt), self._in_words(prompt, answer.tokens)
+                found.append({"question": prompt.asked.strip(), "right": prompt.right, "full": full, "kvwire": ours})
+        return found
+
+    def _full_answer(self, prompt: Prompt) -> str:
+        """What the model answers behind a prefill of the whole prompt."""
+        ids = [*prompt.head, *(token for document in prompt.documents for token in self._tokens[document])]
+        (cache,) = self._engine.prefill([ids])
+        past = self._engine.past_key_values(cache)
+        first = int(self._engine.forward(past, prompt.question, cache.tokens, logits=1)[-1].argmax())
+        start = cache.tokens + len(prompt.question)
+        return self._in_words(prompt, self._engine.generate(past, first, start, _SAID_TOKENS))
+
+    def _in_words(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        end = next((at for at, token in enumerate(ids) if token in prompt.stop), len(ids))
+        return " ".join(self._engine.detokenize(list(ids[:end]), special=False).split())
 
     def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         """All three ways over one link."""
@@ -158,9 +215,9 @@ class _Comparison:
     def _repaired(self, loader: Loader) -> dict[str, float]:
         """The same prompts with some rows repaired: the first one's time, and how far all are from a full prefill."""
         first, *others = self._prompts
-        loader.ask(first.documents, first.question)
-        answers = [loader.ask(first.documents, first.question) for _ in range(_REPEATS)]
-        answers += [loader.ask(prompt.documents, prompt.question) for prompt in others]
+        first.ask(loader)
+        answers = [first.ask(loader) for _ in range(_REPEATS)]
+        answers += [prompt.ask(loader) for prompt in others]
         return {
             "share": REPAIR,
             "ttft_s": statistics.median(answer.timing.ttft_s for answer in answers[:_REPEATS]),
@@ -175,21 +232,19 @@ class _Comparison:
     def _over(self, loader: Loader, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         first = self._prompts[0]
         # A server in use knows its link.
-        loader.ask(first.documents, first.question, deadline_s=deadline, objective="earliest")
+        first.ask(loader, deadline_s=deadline, objective="earliest")
         raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
         again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first one only warms up
         times: dict[str, list[float]] = {"text": [], "raw": [] if again else [raw_s], "kvwire": []}
         answers = []
         for _ in range(_REPEATS):
             times["text"].append(self.text())
-            answers.append(loader.ask(first.documents, first.question, deadline_s=deadline, objective="earliest"))
+            answers.append(first.ask(loader, deadline_s=deadline, objective="earliest"))
             if again:
                 times["raw"].append(self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)[0])
         times["kvwire"] = [answer.timing.ttft_s for answer in answers]
         answer = sorted(answers, key=lambda answer: answer.timing.ttft_s)[_REPEATS // 2]
-        others = [
-            loader.ask(p.documents, p.question, deadline_s=deadline, objective="earliest") for p in self._prompts[1:]
-        ]
+        others = [p.ask(loader, deadline_s=deadline, objective="earliest") for p in self._prompts[1:]]
         compared = zip(self._references, [answer, *others], strict=True)
         kls, agreements = zip(*(r.compare(self._engine, a.prompt.cache) for r, a in compared), strict=True)
         text_bytes = 4 * sum(len(self._tokens[document]) for document in first.documents)
@@ -250,9 +305,7 @@ def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str
         return [Prompt(tuple(chosen), ids)]
     try:
         rows = strict_json(Path(questions).read_bytes())
-        prompts = [
-            Prompt(tuple(row["documents"]), tuple(engine.tokenize(row["question"], place="last"))) for row in rows
-        ]
+        prompts = [_prompt(engine, row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{questions} is not a list of documents and questions ({error})"
         raise ArgumentError(msg) from error
@@ -263,11 +316,30 @@ def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str
     return prompts
 
 
+def _prompt(engine: Engine, row: Mapping[str, Any]) -> Prompt:
+    """A question in the model's chat template where that has an answer, else text to continue."""
+    documents, question = tuple(row["documents"]), row["question"]
+    if "answer" in row:
+        with suppress(NotFoundError):  # no template
+            asked = f"\nQuestion: {question}"
+            chat = engine.render_chat(Chat(system=SYSTEM), asked)
+            return Prompt(documents, chat.tail, asked, str(row["answer"]), chat.head, chat.stop)
+    return Prompt(documents, tuple(engine.tokenize(question, place="last")))
+
+
 def _encode(
-    engine: Engine, store: Store, tokens: Mapping[str, Sequence[int]], say: Callable[[str], None]
+    engine: Engine,
+    store: Store,
+    tokens: Mapping[str, Sequence[int]],
+    more: Mapping[str, Sequence[int]],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    corpus = Corpus(engine, store)
+    corpus = Corpus(engine, store, coding=Coding(calibration="quick" if more else "full"))
+    if more:
+        corpus.calibrate([Document(name, tuple(ids)) for name, ids in (*tokens.items(), *more.items())])
+        say(f"fitted a profile in {time.perf_counter() - started:.1f} s, once for the model")
+        started = time.perf_counter()
     done = list(corpus.encode([Document(name, tuple(ids)) for name, ids in tokens.items()]))
     seconds = time.perf_counter() - started
     elements = sum(e.info.tokens * e.info.meta.elements_per_token for e in done)
@@ -350,6 +422,16 @@ def _links_table(linking_kl: float, rows: Sequence[Mapping[str, Any]]) -> str:
             f"repaired {repaired['kl_from_full']:.4f} after {repaired['ttft_s']:.2f} s"
         )
     return "\n".join(lines)
+
+
+def _answers_table(answers: Sequence[Mapping[str, str]]) -> list[str]:
+    """Answers side by side, as lines."""
+    lines = [f"\nanswers, with {ANSWER_REPAIR:.0%} of the rows repaired:"] if answers else []
+    for row in answers:
+        same = " (the same)" if row["full"] == row["kvwire"] else ""
+        lines += [f"  {row['question']}  [{row['right']}]", f"    full prefill: {row['full']}"]
+        lines.append(f"    kvwire:       {row['kvwire']}{same}")
+    return lines
 
 
 def _levels(decisions: Sequence[Mapping[str, Any]]) -> str:

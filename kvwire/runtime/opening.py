@@ -73,11 +73,12 @@ def opened(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(token_ids) if tuple(token_ids[: len(opening)]) == opening else (*opening, *token_ids)
 
 
-def link_opened(engine: Engine, caches: Sequence[KVCache]) -> KVCache:
+def link_opened(engine: Engine, caches: Sequence[KVCache], head: Sequence[int] = ()) -> KVCache:
     """Link documents behind the opening tokens."""
     from kvwire.reuse import link
 
-    front = engine.prefill([engine.opening_tokens]) if engine.opening_tokens else []
+    head = head or engine.opening_tokens
+    front = engine.prefill([head]) if head else []
     linked = link([*front, *caches])
     if not front and caches[0].meta.offset and caches[0].token_ids:
         (first,) = engine.prefill([caches[0].token_ids[:1]])  # it was computed behind something, and begins this prompt

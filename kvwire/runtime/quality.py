@@ -202,6 +202,7 @@ class Reference:
         answer_tokens: int,
         *,
         neutral: int = 0,
+        head: Sequence[int] = (),
     ) -> Reference:
         """Compute the documents one by one, link them, and let the model answer.
 
@@ -211,12 +212,13 @@ class Reference:
             question: Token ids of the question.
             answer_tokens: Longest answer, in tokens; the model's window may shorten it.
             neutral: Tokens of neutral texts at most that documents are computed behind; 0: alone.
+            head: Token ids before the documents, such as a chat's, opening tokens included; empty: these alone.
 
         Returns:
             The reference to compare other caches of the same prompt with.
         """
         caches = compute_documents(engine, documents, neutral)
-        linked = link_opened(engine, caches)
+        linked = link_opened(engine, caches, head)
         start = linked.tokens
         past = engine.past_key_values(linked)
         first = int(engine.forward(past, question, start, logits=1)[-1].argmax())
@@ -225,7 +227,7 @@ class Reference:
         tokens = (*question, *answer[:-1])
         logits = engine.forward(engine.past_key_values(linked), tokens, start)
         whole = [token for document in documents for token in document]
-        full = engine.forward(None, [*engine.opening_tokens, *whole, *tokens], 0, logits=len(tokens))
+        full = engine.forward(None, [*(head or engine.opening_tokens), *whole, *tokens], 0, logits=len(tokens))
         return cls(start, tokens, logits, full, mean_kl(full, logits))
 
     def from_full(self, engine: Engine, cache: KVCache) -> float:
