@@ -1,5 +1,5 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
-.PHONY: help .venv other-python demo docs test test-servers test-engines fuzz check check-install clean
+.PHONY: help .venv other-python demo docs test test-all test-servers test-engines fuzz check check-install clean
 
 # The Python that .venv is of, so that a change of the requirements renews it as it is.
 PYTHON ?= $(or $(shell test -x "$$(cat .venv/python 2>/dev/null)" && cat .venv/python),python3)
@@ -9,7 +9,8 @@ READY = .venv/installed
 
 help:
 	@echo "make demo    run the demonstration; results go to demo/out"
-	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
+	@echo "make test    run the tests, JOBS=$(JOBS) at a time; a few minutes"
+	@echo "make test-all   these and the exhaustive ones: kills, soak, fuzz, Triton's interpreter, a real model, packaging"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
 	@echo "make test-engines   the tests inside vLLM, LMCache and SGLang, in an environment of their own: VLLM_ENV=$(VLLM_ENV)"
 	@echo "make fuzz N=100000 SEED=1   mutants of every file format; findings go to build/fuzz"
@@ -42,8 +43,12 @@ demo: $(READY)
 # A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached; slow files
 # first, in the order of tests/conftest.py. Python keeps what it compiles, also where the environment says otherwise: else
 # each worker and each process that a test starts compiles all tests and the package anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not servers and not exhaustive"
+
+test-all: $(READY)
+	$(PYTEST)
 
 # Ceph's gateway, Swift and nginx, downloaded once into KVWIRE_SERVERS (~/.cache/kvwire-servers); Debian 12, no root.
 test-servers: $(READY)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvwire.codec.format.codecs import DEFAULT_METHOD, error_of_method, methods
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text, read_text_documents
-    from kvwire.codec.gpu.streams import Mark, Pending, StreamEvent
+    from kvwire.codec.gpu.streams import Pending, StreamEvent
     from kvwire.codec.kinds.base import LevelKind, kind_of_method
     from kvwire.codec.kinds.cachegen_coding import fit_cachegen_profile
     from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
@@ -49,7 +49,6 @@ __all__ = [
     "KVCache",
     "Ladder",
     "LevelKind",
-    "Mark",
     "PagedKVCache",
     "Pending",
     "Plane",
@@ -100,7 +99,7 @@ __getattr__ = lazy(
         "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "error_of_method", "methods"),
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text", "read_text_documents"),
-        "kvwire.codec.gpu.streams": ("Mark", "Pending", "StreamEvent"),
+        "kvwire.codec.gpu.streams": ("Pending", "StreamEvent"),
         "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method"),
         "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),
         "kvwire.codec.kinds.cachegen_profile": ("CacheGenProfile",),

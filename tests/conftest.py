@@ -50,6 +50,31 @@ The first one compiles the codec's kernels, which takes half a minute in a new c
 use for kernels meanwhile: else all would compile the same ones; later they find them kept.
 """
 
+EXHAUSTIVE = (
+    "benchmarks/",
+    "codec/attacks/test_fuzz.py",
+    "codec/test_device_decode.py",
+    "codec/test_device_encode.py",
+    "codec/test_mutations.py",
+    "controller/simulator/test_scenario.py",
+    "controller/test_insurance.py",
+    "controller/test_look.py",
+    "controller/test_overload.py",
+    "controller/test_sharing.py",
+    "engines/test_gradients.py",
+    "engines/test_round_trips.py",
+    "front/test_canaries.py",
+    "front/test_kills.py",
+    "front/test_weight.py",
+    "real/",
+    "test_packaging.py",
+    "test_set_up.py",
+    "training/",
+    "transport/test_fault_matrix.py",
+    "transport/test_soak.py",
+)
+"""Files, and folders, that ``make test-all`` alone runs."""
+
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in a hook of the same name
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,9 +120,12 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first, all else as it was."""
+    """Slow files first, all else as it was; mark those that only ``make test-all`` runs."""
     rank = {ROOT / "tests" / name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").as_posix().startswith(EXHAUSTIVE):
+            item.add_marker("exhaustive")
 
 
 def _repeat() -> str:

@@ -108,7 +108,6 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     prefix_layers: int = 0,
     hidden: Sequence[Tensor] | None = None,
     keeper: MomentKeeper | None = None,
-    head_start: int = 0,
 ) -> Profile | None:
     """Learn a profile from calibration caches of one model (a few thousand tokens will do).
 
@@ -125,7 +124,6 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
             them.
         keeper: Keeps what was summed of the caches, so that a fit that was interrupted goes on from there; None: it
             begins anew.
-        head_start: Old name of ``prefix_layers``, for one more version.
 
     Returns:
         The profile; None where there are no caches, or all of them hold a single token: ``encode(cache, profile=None)``
@@ -138,7 +136,6 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     if not caches or sum(map(tokens_of, caches)) <= 1:
         return None
     _check(caches, statistics, group_width, rank_cut)
-    prefix_layers = prefix_layers or head_start
     if (prefix_layers > 0) != (hidden is not None):
         msg = "prefix_layers names the layers that hidden comes from: give both or neither"
         raise ArgumentError(msg)

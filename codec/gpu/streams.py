@@ -42,10 +42,6 @@ class StreamEvent:
             (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
 
 
-Mark = StreamEvent
-"""Old name of ``StreamEvent``, for one more version."""
-
-
 class Queue:
     """A stream of a device."""
 

@@ -181,10 +181,6 @@ class TransformersEngine(ExtendsTogether):
         self.check_ids(token_ids)
         return prefix_states(self.model, token_ids, layers)
 
-    def head_start(self, token_ids: Sequence[int], layers: int) -> Tensor:
-        """Old name of ``prefix_states``, for one more version."""
-        return self.prefix_states(token_ids, layers)
-
     def past_key_values(self, cache: KVCache) -> DynamicCache:
         """A transformers cache for ``model(input_ids=..., past_key_values=...)``.
 

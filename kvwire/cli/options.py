@@ -54,12 +54,10 @@ CALIBRATION = click.option(
 )
 PREFIX_LAYERS = click.option(
     "--prefix-layers",
-    "--head-start",
-    "prefix_layers",
     default=0,
     show_default=True,
     type=click.IntRange(0),
-    help="Layers that readers compute anew, which makes blobs smaller; --head-start is the old name.",
+    help="Layers that readers compute anew, which makes blobs smaller.",
 )
 RESUME = click.option(
     "--resume",

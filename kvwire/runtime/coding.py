@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
@@ -97,7 +97,6 @@ class Coding:
         calibration: How much text a profile is fitted on: ``full`` or ``quick``, see ``calibration_tokens``.
         resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
             interrupted goes on from it. None for none.
-        head_start: Old name of ``prefix_layers``, for one more version.
     """
 
     method: str = DEFAULT_METHOD
@@ -112,12 +111,9 @@ class Coding:
     drop_tokens: float = 0.0
     resume: Path | None = None
     calibration: Extent = "full"
-    head_start: InitVar[int] = 0
 
-    def __post_init__(self, head_start: int) -> None:
+    def __post_init__(self) -> None:
         """Refuse what does not go together."""
-        if head_start:
-            object.__setattr__(self, "prefix_layers", head_start)
         if self.prefix_layers < 0:
             msg = f"a head start takes layers, {self.prefix_layers} are none; 0 goes without"
             raise ArgumentError(msg)

@@ -40,11 +40,6 @@ class LevelInfo:
     lossless: bool = False
     predicted_kl: float | None = None
 
-    @property
-    def alone(self) -> bool:
-        """Old name of ``independent``, for one more version."""
-        return self.independent
-
 
 @dataclass(frozen=True)
 class SegmentInfo:
@@ -196,16 +191,6 @@ class BlobInfo:
     sinks: tuple[int, ...] = ()
     opening: int = 0
     can_begin: bool = False
-
-    @property
-    def head_bytes(self) -> int:
-        """Old name of ``header_bytes``, for one more version."""
-        return self.header_bytes
-
-    @property
-    def head_start(self) -> int:
-        """Old name of ``prefix_layers``, for one more version."""
-        return self.prefix_layers
 
     @property
     def chunks(self) -> int:

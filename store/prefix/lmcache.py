@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blake3 import blake3
+
 from kvwire.store.prefix.base import check_chunk_tokens, chunks_of
-from kvwire.store.prefix.blake3 import blake3
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +40,8 @@ class LmcacheChain:
 
     def hashes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Hash a prompt, see ``HashScheme``."""
-        before, found = blake3(_BEFORE_ALL), []
+        before, found = blake3(_BEFORE_ALL).digest(), []
         for chunk in chunks_of(token_ids, self.chunk_tokens, ">"):
-            before = blake3(before + chunk)
+            before = blake3(before + chunk).digest()
             found.append(before)
         return found
