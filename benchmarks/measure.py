@@ -131,7 +131,7 @@ def add_common_options(parser: argparse.ArgumentParser, name: str) -> None:
         "--model",
         type=Path,
         default=default_model(),
-        help="folder of a Hugging Face model; default: SmolLM2 where make demo has fetched it",
+        help="a model's folder; default: SmolLM2 where make demo has fetched it",
     )
     parser.add_argument("--fit", type=Path, nargs="+", default=books(), help="texts that the profile is fitted on")
     parser.add_argument("--seed", type=int, default=1)
@@ -149,10 +149,53 @@ def books() -> list[Path]:
 
 
 def default_model() -> Path:
-    """SmolLM2 where the demonstration has fetched it; else the bundled model, or the trained one beside the repository."""
+    """SmolLM2 where the demonstration has fetched it; else the bundled model, or the one beside the repository."""
     place = user_file(os.environ, "KVWIRE_MODELS", "models")
     real = sorted(place.glob("SmolLM2-135M-Instruct*/config.json")) if place else []
     if real:
         return real[0].parent
     demo = ROOT / "demo" / "model"
     return demo if demo.is_dir() else SHARED / "models" / "ebook-llama-14m"
+
+
+def windows(engine: TransformersEngine, path: Path, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """``count`` stretches of ``tokens`` token ids, drawn at random from a text and cut at line ends."""
+    return windows_in(engine, path.read_text(encoding="utf-8"), path.name, count, tokens, seed)
+
+
+def windows_in(engine: TransformersEngine, text: str, name: str, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """``windows`` of a text that is at hand; seed and name decide where they lie."""
+    room = CHARACTERS_PER_TOKEN * tokens
+    if len(text) < 2 * room:
+        msg = f"{name} is too short for windows of {tokens} tokens; name a longer text"
+        raise SystemExit(msg)
+    draw = random.Random(f"{seed} {name}")
+    found = []
+    while len(found) < count:
+        start = text.find("\n", draw.randrange(len(text) - 2 * room)) + 1
+        ids = engine.tokenize(text[start : start + room])
+        if len(ids) >= tokens:
+            found.append(ids[:tokens])
+    return found
+
+
+def calibration(
+    engine: TransformersEngine, texts: Sequence[Path], count: int, tokens: int, seed: int
+) -> list[list[int]]:
+    """``count`` windows from as many different texts, in an order that the seed decides."""
+    if not texts:
+        msg = "no text to fit the profile on; name some with --fit"
+        raise SystemExit(msg)
+    order = list(texts)
+    random.Random(seed).shuffle(order)
+    return [windows(engine, order[index % len(order)], 1, tokens, seed + index)[0] for index in range(count)]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns, the first column flush left, the others flush right."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    return "\n".join(lines)
