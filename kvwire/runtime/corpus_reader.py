@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import copy
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvwire._forks import lock_of_process
 from kvwire.codec import BlobDecoder, level_index
@@ -13,6 +13,7 @@ from kvwire.runtime.link_report import LinkReport
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Sequence
 
     import torch
 
@@ -137,6 +138,35 @@ class CorpusReader:
             segments = [reader.check(*read) if reader.check else read[1] for read in reads]
             decoder.decode_chunk(chunk, segments, index)
         return decoder.cache.slice(first, info.tokens) if first else decoder.cache
+
+    def prefetch(self, documents: Sequence[str], level: int | str | None = None) -> None:
+        """Hint that documents will be loaded soon: a store with a cache fetches them in the background.
+
+        Args:
+            documents: Their names.
+            level: The finest level that will be read: index, name, or None for the finest that is not lossless.
+
+        Raises:
+            ArgumentError: The store has no cache, or there is no such level.
+            NotFoundError: There is no such document.
+        """
+        store: Any = self.catalog.store
+        if not hasattr(store, "prefetch"):
+            msg = "what is fetched ahead needs a cache to lie in: open the store with one (open_tiers, --cache)"
+            raise ArgumentError(msg)
+        for entry in map(self.find, documents):
+            if entry.is_text:
+                continue
+            keys = self.catalog.blobs_of(entry)
+            if len(keys) > 1 or self.catalog.is_sealed:  # a header has the offsets of one plain blob
+                for key in keys:
+                    store.prefetch(key)
+                continue
+            info = self.read_header(entry)
+            index = level_index(info, level)
+            for chunk in range(info.chunks):
+                reads = info.reads(chunk, index)
+                store.prefetch(entry.blob_key, reads[0].offset, reads[-1].end)
 
     def profile(
         self, digest: str | None = None, *, outline: tuple[int, str] | None = None, level: int | None = None

@@ -86,6 +86,11 @@ class TenantObjects:
         """A blob as it is to be stored: sealed, where this tenant's are."""
         return self._keys.seal_blob(blob) if self._keys else blob
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether this tenant's objects are stored encrypted."""
+        return bool(self._keys)
+
     def blob_reader(self) -> BlobReader:
         """A reader for one blob as it is stored."""
         from kvwire.store.crypto.sealing import PlainBlob
