@@ -2,7 +2,7 @@
 
     python benchmarks/answers.py --model FOLDER
 
-Each prompt is a question in the model's chat template behind four to six passages of other questions (NaturalQuestions
+Each prompt is a question in the model's chat template behind four or five passages of other questions (NaturalQuestions
 with its gold passage). The reference is a full prefill; its greedy answer is fed to every other way, so a way gives the
 same text exactly where it prefers each of these tokens too. Times to the first token are those of ``Loader.ask`` on six
 MuSiQue passages over an emulated link; the picture puts the divergence over them.
@@ -306,10 +306,10 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--timed", type=int, default=6, help="prompts of 3,000 tokens whose first token is timed")
     parser.add_argument("--mbit", type=float, default=50.0)
-    parser.add_argument("--share", type=float, default=0.3, help="rows that the default repairs")
+    parser.add_argument("--share", type=float, default=0.15, help="rows that the default repairs")
     parser.add_argument("--selector", default="attention")
     parser.add_argument(
-        "--every", type=int, default=40, help="questions that are also asked at each level and by other selectors"
+        "--every", type=int, default=10, help="questions that are also asked at each level and by other selectors"
     )
     parser.add_argument("--profile", type=Path, help="of kvwire profile fit; else one is fitted on books and wikitext")
     parser.add_argument("--seed", type=int, default=1)
@@ -320,17 +320,19 @@ def main() -> None:
     level = kvwire_level(engine, profile)
     with gzip.open(SHARED / "text" / "qa" / "nq-open-oracle.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [row for row in map(json.loads, lines) if row["answers"]]
+    results: dict[str, Any] = {"model": args.name or args.model.name, "default_level": level}
+    results["first_tokens"] = first_tokens(engine, profile, args, args.share)
+    print(results["first_tokens"], flush=True)
     rng, found = random.Random(args.seed), []
     for number in tqdm(range(args.questions), unit="question", disable=None, file=sys.stderr):
-        row, texts = passages(rng, rows, 4 + number % 3)
+        row, texts = passages(rng, rows, 4 + number % 2)
         asked = Asked(engine, texts, f"{row['question'].capitalize()}?")
         caches = {NOTHING: asked.head} | dict(ways(asked, profile, args, level, every=number < args.every))
         found.append(judged(asked, row["answers"], caches))
-        if number % 20 == 19:
-            print(number + 1, {name: round(each["kl"], 4) for name, each in summed(found).items()}, flush=True)
-    results: dict[str, Any] = {"model": args.name or args.model.name, "questions": len(found), "default_level": level}
-    results["answers"] = summed(found)
-    results["first_tokens"] = first_tokens(engine, profile, args, args.share)
+        if number % 10 == 9:
+            told = {name: (round(each["kl"], 4), round(each["same"], 2)) for name, each in summed(found).items()}
+            print(number + 1, told, flush=True)
+    results["questions"], results["answers"] = len(found), summed(found)
     show(results)
     draw(results, args.out.with_suffix(".png"))
     settings = {"seed": args.seed, "share": args.share, "selector": args.selector, "answer_tokens": ANSWER_TOKENS,
