@@ -138,14 +138,17 @@ def _planned(
         share = 1.0 if repair == "all" else float(repair)
         option = replace(known, least=share, most=share, looks=looks, scan=scan, weighs_text=share > 0)
         return LinkPlan(option, chooser, is_wanted=True, report=report)
-    least = floor
-    if least is None and report is None:
-        least = UNMEASURED_SHARE if getattr(profile, "has_sinks", False) else 0.0
-    elif least is None and report is not None:
-        wanted = report.least_share(selector)
-        least = MOST if wanted is None else wanted
+    least = _usual_floor(report, selector, profile) if floor is None else floor
     option = replace(known, least=least, most=max(least, MOST), looks=looks, scan=scan, weighs_text=least > 0)
     return LinkPlan(option, chooser, report=report)
+
+
+def _usual_floor(report: LinkReport | None, selector: str, profile: AnyProfile | None) -> float:
+    """The share of rows that is repaired at least where nothing was said."""
+    if report is None:
+        return UNMEASURED_SHARE if getattr(profile, "has_sinks", False) else 0.0
+    wanted = report.least_share(selector)
+    return MOST if wanted is None else wanted
 
 
 def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> RepairOption:
