@@ -27,14 +27,18 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 def main() -> None:
     """Fetch and convert, unless that was done."""
     place = user_file(os.environ, "KVWIRE_MODELS", "models")
-    found = sorted(place.glob(f"{Path(GGUF).stem}-*/config.json")) if place else []
+    if place is None:
+        print(f"KVWIRE_MODELS is off, so there is no place for {NAME}; {BUNDLED} is used", file=sys.stderr)
+        print(BUNDLED)
+        return
+    found = sorted(place.glob(f"{Path(GGUF).stem}-*/config.json"))
     if found:
         print(found[0].parent)
         return
     print(f"fetching {NAME} (93 MB, once)", file=sys.stderr)
     try:
         print(_fetched())
-    except (KvwireError, OSError, subprocess.SubprocessError, zipfile.BadZipFile, KeyError) as error:
+    except (KvwireError, OSError, subprocess.SubprocessError, zipfile.BadZipFile, KeyError, ValueError) as error:
         told = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         last = (told.strip().splitlines() or [type(error).__name__])[-1]
         print(f"{NAME} cannot be had ({last}); the small model in {BUNDLED} is used", file=sys.stderr)

@@ -95,6 +95,11 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     if soft_tokens is not None and max(cache.token_ids or (1 << 32,)) >= soft_tokens.first + soft_tokens.count:
         msg = "a cache with soft tokens comes with its token ids, of which none lies beyond them"
         raise ArgumentError(msg)
+    if beginning is not None and (
+        beginning.tokens != 1 or beginning.meta.offset or not neutral_prefix or prefix is not None or cache.kept
+    ):
+        msg = "a beginning is one token at position 0, of a whole document behind a neutral prefix that is not pruned"
+        raise ArgumentError(msg)
     request = EncodeRequest(cache, profile, levels, min(cache.tokens, chunk_tokens), hidden, on_device, beginning)
     encoders = [kind_of(number).encoder(request) for number in _codecs(profile, levels, lossless=lossless)]
     spans = [(start, min(start + chunk_tokens, cache.tokens)) for start in range(0, cache.tokens, chunk_tokens)]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 LINKS = ("slow=10mbit,60ms", "middling=50mbit,20ms", "fast=500mbit,5ms")
 DEADLINE_SHARE = 0.5
 """The deadline, as a share of the measured time of recomputing from text: it means the same on every machine."""
-REPAIR = 0.05
+REPAIR = 0.15
 """Share of the rows that is repaired beside, to show what documents that see each other change."""
 ANSWER_REPAIR = 0.3
 """The same where answers are shown."""
@@ -203,7 +203,8 @@ class _Comparison:
     def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         """All three ways over one link."""
         nothing = EstimatesFile(None)  # a link of this comparison alone is not worth remembering
-        with Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing) as loader:
+        blind = LoadSettings(repair="none")
+        with Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing, settings=blind) as loader:
             row = self._over(loader, name, link, deadline)
         settings = LoadSettings(repair=REPAIR)
         with Loader(

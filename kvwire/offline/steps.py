@@ -160,7 +160,7 @@ class DocumentSteps:
     def compute_group(self, works: list[Work]) -> list[Work]:
         """Run the model over documents of one length, at once where that changes no bit."""
         due, started = [work for work in works if not work.is_done], time.perf_counter()
-        if self._encoder.coding.is_prefill:
+        if self._encoder.is_prefill(self._profile):
             caches: Sequence[KVCache | None] = [None] * len(due)
             with suppress(KvwireError):  # of one of them: alone, each tells its own
                 caches = self._batches.caches([_there(work.document).token_ids for work in due])

@@ -13,7 +13,7 @@ from kvwire.runtime.link_report import LinkReport
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -92,6 +92,7 @@ class CorpusReader:
         dtype: torch.dtype | None = None,
         offset: int | None = 0,
         first: int = 0,
+        begins: bool | None = None,
     ) -> KVCache:
         """Read a document's blob, or its parts, and decode it; no engine is needed.
 
@@ -105,6 +106,8 @@ class CorpusReader:
             dtype: Of the output; None: the one that the cache was encoded from.
             offset: Position of the first token that is kept; None leaves positions off.
             first: How many tokens to leave out at the front, as a chat does that outgrows its window.
+            begins: Whether nothing stands before the document in its prompt, see ``BlobInfo.can_begin``; None: where
+                ``offset`` is 0. Say no to what is linked behind others.
 
         Returns:
             The cache.
@@ -131,7 +134,13 @@ class CorpusReader:
             raise ArgumentError(msg)
         profile, at = self.profile_of(entry, index), None if offset is None else offset - first
         decoder = BlobDecoder(
-            reader.parsed or b"", profile, device=device, dtype=dtype, offset=at, level=index, begins=at == 0
+            reader.parsed or b"",
+            profile,
+            device=device,
+            dtype=dtype,
+            offset=at,
+            level=index,
+            begins=at == 0 if begins is None else begins,
         )
         for chunk in info.chunks_of(first, info.tokens):
             reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
@@ -164,9 +173,9 @@ class CorpusReader:
                 continue
             info = self.read_header(entry)
             index = level_index(info, level)
-            for chunk in range(info.chunks):
-                reads = info.reads(chunk, index)
-                store.prefetch(entry.blob_key, reads[0].offset, reads[-1].end)
+            for start, end in _merged((reads[0].offset, reads[-1].end) for reads in
+                                      (info.reads(chunk, index) for chunk in range(info.chunks))):  # fmt: skip
+                store.prefetch(entry.blob_key, start, end)
 
     def profile(
         self, digest: str | None = None, *, outline: tuple[int, str] | None = None, level: int | None = None
@@ -406,3 +415,13 @@ class CorpusReader:
                 f"{self.window}; split the document and encode it again"
             )
             raise CorruptError(msg)
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that follow each other without a gap, as one each."""
+    merged: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]  # noqa: PLW2901 - the two are one
+        merged.append((start, end))
+    return merged

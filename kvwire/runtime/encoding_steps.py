@@ -206,13 +206,15 @@ class EncodingSteps:
 
     def compute(
         self, document: Document, profile: AnyProfile | None, around: Neighbours | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | None = None, *, neutral_tokens: int | None = None,
     ) -> Computed:  # fmt: skip
         """Run the model over a document; all that encoding asks of the engine is done here."""
         engine, ids = self.engine, document.token_ids
         opening = opening_of(engine, ids)
         if cache is None:
-            cache, neutral = compute_document(engine, ids, self.coding, self._neutral(profile))
+            cache, neutral = compute_document(
+                engine, ids, self.coding, self._neutral(profile) if neutral_tokens is None else neutral_tokens
+            )
         else:  # by its position it was computed behind the opening tokens, or behind nothing
             neutral = opening if cache.meta.offset == len(opening) else ()
         deviation = around.measure(cache, ids) if around else None
@@ -343,24 +345,35 @@ class EncodingSteps:
             raise MismatchError(msg)
         self._corpus.set_profile(profile)
 
+    def is_prefill(self, profile: AnyProfile | None) -> bool:
+        """Whether documents are computed as the engine's ``prefill`` does."""
+        return self.coding.is_prefill and not self._neutral(profile)
+
     def _neutral(self, profile: AnyProfile | None) -> int:
         from kvwire.runtime.neutral import neutral_tokens
 
         return neutral_tokens(self.coding, profile)
 
     def _is_behind(self, info: BlobInfo, token_ids: Sequence[int], profile: AnyProfile | None) -> bool:
-        """Whether a blob was computed behind the neutral prefix that encoding would give it."""
+        """Whether a blob was computed behind what encoding would give it; alone is enough where nothing was asked."""
         from kvwire.runtime.neutral import neutral_prefix
 
-        return info.neutral_prefix == neutral_prefix(self.engine, token_ids, self._neutral(profile))
+        count = self._neutral(profile)
+        if len(info.neutral_prefix) == info.opening:
+            return not count or self.coding.neutral_prefix is None
+        return count > 0 and info.neutral_prefix == neutral_prefix(self.engine, token_ids, count)
 
     def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None, profile: AnyProfile | None) -> bool:
-        """Whether a blob has the levels and chunks that encoding would give. token_ids: None: behind anything."""
+        """Whether a blob has the levels and chunks that encoding would give. token_ids: None: computed alone."""
         coding = self.coding
         if token_ids is not None and lacks_opening(self.engine, info, token_ids):
             self._tell_old()
             return False
-        if token_ids is not None and not self._is_behind(info, token_ids, profile):
+        if (
+            len(info.neutral_prefix) > info.opening
+            if token_ids is None
+            else not self._is_behind(info, token_ids, profile)
+        ):
             return False
         if info.soft_tokens != self.soft_tokens:
             return False

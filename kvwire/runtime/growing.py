@@ -197,7 +197,8 @@ class DocumentGrower(EncodingSteps):
         layers = info.prefix_layers
         opening = info.neutral_prefix[: info.opening]
         hidden = states_of(self.engine, ids, layers, opening)[before:] if layers else None
-        return Computed(part, info.neutral_prefix, hidden, opening=info.opening)
+        beginning = self.engine.prefill([ids[:1]])[0] if info.can_begin and not before else None
+        return Computed(part, info.neutral_prefix, hidden, opening=info.opening, beginning=beginning)
 
     def _alike(self, part: KVCache, info: BlobInfo) -> CacheMeta:
         """The part's meta, as the other parts have theirs."""
@@ -249,7 +250,11 @@ class DocumentGrower(EncodingSteps):
             cache = None
         if cache is not None:
             _check_cache(cache, grown, self._config)
-        blob, info = self.code(self.compute(whole, profile, cache=cache), profile)
+        if len(grown.info.neutral_prefix) > grown.info.opening:
+            computed = self._computed(replace(grown, token_ids=(), added=whole.token_ids), cache)
+        else:
+            computed = self.compute(whole, profile, cache=cache, neutral_tokens=0)
+        blob, info = self.code(computed, profile)
         entry = self.write(whole, blob, info, profile, etag=grown.etag)
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 

@@ -262,8 +262,8 @@ class _Measured:
         blobs = [encode(cache, profile, hidden=state) for cache, state in zip(self._caches, hidden, strict=True)]
         for level, info in enumerate(inspect(blobs[0]).levels):
             caches = [
-                decode(blob, level, profile, engine.device, engine.dtype, hidden=state)
-                for blob, state in zip(blobs, hidden, strict=True)
+                decode(blob, level, profile, engine.device, engine.dtype, hidden=state, offset=cache.meta.offset)
+                for blob, state, cache in zip(blobs, hidden, self._caches, strict=True)
             ]
             yield info.name, caches
 

@@ -258,7 +258,7 @@ class Repairer:
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache."""
         lengths = told.lengths(prompt)
-        if share <= 0 or (len(lengths) == 1 and told.laid_out is None):
+        if share <= 0 or (len(lengths) == 1 and told.laid_out is None and share < 1):
             return None, ""
         if not _may(told, prompt):
             return self._refused(plan, told.trouble or "the text of a document is not known")

@@ -67,8 +67,9 @@ def compute_behind(
 
 def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None, *, more: int = 0) -> KVCache | None:
     """What ``more`` tokens of a document see behind its neutral prefix, of which the end alone may have room."""
+    kept = len(engine.opening_tokens) if tuple(neutral[: len(engine.opening_tokens)]) == engine.opening_tokens else 0
     room = engine.window - more - (before.tokens if before else 0)
-    neutral = neutral[max(0, len(neutral) - room) :]
+    neutral = (*neutral[:kept], *neutral[kept + max(0, len(neutral) - room) :])
     if not neutral:
         return before
     known = _computed.get(engine)

@@ -269,6 +269,8 @@ class PromptJobs:
         neutral: tuple[int, ...] = ()
         if not behind and offset:  # nothing stands before what begins the prompt
             neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, whole)
+            if offset == len(self._engine.opening_tokens):  # behind BOS alone
+                neutral = neutral[: len(self._engine.opening_tokens)]
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.neutral import behind as behind_neutral
 
