@@ -94,6 +94,30 @@ def test_what_documents_are_computed_behind_by_default(small):
     assert alone.info.neutral_prefix == ()
 
 
+def test_runs_with_an_index_and_without_leave_each_others_documents_alone(small):
+    corpus = Corpus(small.engine, MemoryStore())
+    corpus.set_profile(with_sinks(small.profile))
+    document = Document("d", pieces(small)["d0"])
+    runs = [next(corpus.encode([document], index=index)) for index in (["kvwire"], [], ["kvwire"])]
+    assert [run.skipped for run in runs] == [False, True, True]
+    assert not runs[-1].info.neutral_prefix
+    assert corpus.encoder().is_prefill(small.profile)
+    assert not corpus.encoder().is_prefill(corpus.profile())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_document_that_grew_stays_as_it_was_computed(small, alone):
+    corpus = Corpus(small.engine, MemoryStore())
+    corpus.set_profile(with_sinks(small.profile))
+    ids = pieces(small)["d0"]
+    list(corpus.encode([Document("d", ids[:300])], index=["kvwire"] if alone else []))
+    before = corpus.read_header(corpus.find("d"))
+    corpus.append("d", ids[300:])
+    compacted = corpus.compact("d").info
+    assert (compacted.neutral_prefix, compacted.can_begin) == (before.neutral_prefix, before.can_begin)
+    assert bool(compacted.neutral_prefix) != alone
+
+
 def test_a_document_that_begins_a_prompt_has_its_own_first_token(small):
     """As the model computes it, whatever it stood behind at encode time."""
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=BEHIND))
