@@ -10,7 +10,6 @@ import torch
 
 from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect, positions_off
 from kvwire.codec.fitting.fit import identity_profile
-from kvwire.codec.format import segment
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.joining import join_headers
 from kvwire.codec.prediction.text import TextPredictor
@@ -22,20 +21,13 @@ from kvwire.types import BlobPrefix, KVCache, digest_tokens
 from . import surgery as cut
 from .measures import measured
 from .synthetic import DEEP, make_cache, make_hidden, make_statistics, stored_plainly, with_sinks
-from .test_device_decode import paged, pieces_of
+from .test_device_decode import _many_lanes, paged, pieces_of  # noqa: F401 - a fixture
 from .test_lazy import Reader
 from .write_golden import quantised
 
 LADDER = Ladder(3.6, ("coarse", "standard", "fine", "finest"))
 WIDTH = 116
 BACKENDS = pytest.mark.parametrize("backend", ["numba", "triton"])
-
-
-@pytest.fixture(autouse=True)
-def _many_lanes(monkeypatch):
-    """Triton's interpreter takes a step for a symbol of every lane: short lanes are fast."""
-    real = segment.lanes_for
-    monkeypatch.setattr(segment, "lanes_for", lambda symbols: real(symbols, 16))
 
 
 def document(tokens, seed, places=(0,), **how):
@@ -139,10 +131,7 @@ def naive_sinks(cache, profile, text):
             x, e = gather_planes(cache, group.planes, at, at + 1)[0].double(), rows[int(index[0])].double()
             sink, unit = (torch.from_numpy(each).double() for each in (group.sink, group.sink_steps))
             parts.append((float(((x - e) / unit).square().sum()), (x - sink) / unit))
-        to_text, to_sink = (
-            [part[0] for part in parts],
-            [float(part[1].square().sum()) for part in parts],
-        )
+        to_text, to_sink = ([part[0] for part in parts], [float(part[1].square().sum()) for part in parts])
         if to_sink[middle] < NEARER * to_text[middle] and sum(to_sink) < NEARER * sum(to_text):
             found[at] = torch.cat([part[1] for part in parts]).round().numpy()
     return found
