@@ -113,16 +113,6 @@ def test_any_text_is_expected_as_the_naive_twin_says(split_profile, ids, data):
     )
 
 
-def test_threads_share_what_is_kept(split_profile):
-    profile = replace(split_profile)
-    text = TextPredictor(profile, 400, make_cache(400, 4).token_ids)
-    wanted = [expected(text, 1, start, start + 20) for start in range(0, 400, 20)]
-    shared = TextPredictor(replace(split_profile), 400, make_cache(400, 4).token_ids)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda start: expected(shared, 1, start, start + 20), range(0, 400, 20)))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-
-
 def test_threads_compute_at_the_same_time(monkeypatch, split_profile):
     """Each waits within the computation until the other is there as well."""
     both = threading.Barrier(2, timeout=10)
@@ -341,15 +331,6 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden, 
     torch.testing.assert_close(got.covariance, x0.T @ x0 / 173, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.cross, f0.T @ x0 / 173, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.apart, f0[apart].T @ x0[apart], rtol=1e-4, atol=1e-3)
-
-
-def test_a_quarter_of_the_vocabulary_is_set_apart():
-    cache = make_cache(VOCABULARY, ids=range(VOCABULARY))
-    features = Features([cache], None, None)
-    chosen = features.set_apart(cache, 0, VOCABULARY)
-    assert 0.2 < float(chosen.float().mean()) < 0.3
-    twice = make_cache(2 * VOCABULARY, ids=[*range(VOCABULARY)] * 2)
-    assert torch.equal(features.set_apart(twice, 0, 2 * VOCABULARY), chosen.repeat(2))
 
 
 def test_the_identity_expects_means():
