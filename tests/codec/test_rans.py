@@ -119,8 +119,7 @@ def test_a_damaged_stream_is_refused_or_decodes_to_something(seed, words):
 
 
 def test_the_naive_twin_refuses_damage():
-    symbols = np.full((4, 4), 128, np.uint8)
-    index = np.zeros((4, 4), np.int64)
+    symbols, index = np.full((4, 4), 128, np.uint8), np.zeros((4, 4), np.int64)
     states, words = encode_lanes(symbols, index, TABLES.base, 2)
     with pytest.raises(CorruptError):
         decode_lanes([states[0] ^ 1, states[1]], words, index, TABLES.base)
