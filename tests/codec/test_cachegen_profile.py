@@ -29,7 +29,7 @@ from kvwire.types import LayerSpec
 
 from . import surgery as cut
 from .streams_by_the_text import read_range
-from .synthetic import GQA, MIXED, MIXED_ROPES, ROPE, make_cache
+from .synthetic import GQA, MIXED, MIXED_ROPES, make_cache
 
 DEFAULT = 1
 LENGTHS = (1, 2, 9, 10, 11, 63, 100)
@@ -145,12 +145,15 @@ def test_bins_grow_by_thirds_of_the_layers(layers, bins):
     assert (profile.bins(2) / profile.bins(DEFAULT)).tolist() == pytest.approx([0.5] * 2 * layers)
 
 
-def test_the_unit_is_the_root_mean_square_of_deltas():
-    cache = make_cache(200, layers=GQA[:1])
+def test_the_unit_is_the_root_mean_square_of_deltas_and_ropes_do_not_matter_without_positions():
+    cache = make_cache(200)
     profile = fit_cachegen_profile([cache])
     values = gather(cache, "value", (0,), 0, 200).numpy().reshape(20, 10, -1).astype(np.float64)
     spread = float(np.sqrt(np.square(values[:, 1:] - values[:, :1]).mean()))
-    assert float(profile.units[1]) == pytest.approx(spread, rel=0.01)  # anchors are decoded ones: a little apart
+    assert float(profile.units[4]) == pytest.approx(spread, rel=0.01)  # anchors are decoded ones: a little apart
+    keys = [gather(cache, "key", (layer,), 0, 200).reshape(200, 2, 8).permute(1, 0, 2) for layer in range(4)]
+    off = KVCache(keys, cache.values, replace(cache.meta, positions="off"))
+    assert encode_cachegen(off, profile, 1, 0, 30) == encode_cachegen(cache, profile, 1, 0, 30)
 
 
 @pytest.mark.parametrize("alphabet", [2, 64, 255])
@@ -423,12 +426,3 @@ def test_damage_earns_no_memory(mixed):
         assert peak(lambda: refused(hostile)) < 10 * len(hostile)
     finally:
         tracemalloc.stop()
-
-
-def test_ropes_do_not_matter_to_a_cache_without_positions():
-    """The same tensors, positions off, whatever regime their metadata names."""
-    cache = make_cache(30, ropes=(ROPE,))
-    profile = fit_cachegen_profile([cache])
-    keys = [gather(cache, "key", (layer,), 0, 30).reshape(30, 2, 8).permute(1, 0, 2) for layer in range(4)]
-    off = KVCache(keys, cache.values, replace(cache.meta, positions="off"))
-    assert encode_cachegen(off, profile, 1, 0, 30) == encode_cachegen(cache, profile, 1, 0, 30)

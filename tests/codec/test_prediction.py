@@ -226,20 +226,14 @@ def test_a_profile_that_predicts_needs_the_text(profile):
     assert fit_profile([make_cache(300)], make_statistics(words=True)).needs_tokens
 
 
-def test_tokens_beyond_the_table_are_of_another_model(profile):
+def test_tokens_beyond_the_table_are_of_another_model(profile, plain_profile):
     cache = make_cache(30)
     stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
     with pytest.raises(MismatchError, match=f"token id {VOCABULARY} is not in"):
         encode(stranger, profile)
     with pytest.raises(ArgumentError, match="beyond the 400"):
         fit_profile([stranger], make_statistics(words=True))
-
-
-def test_a_blob_whose_text_is_not_in_the_table_is_refused(profile, plain_profile):
-    """Its header names the predicting profile, its ids are none of the profile's."""
-    cache = make_cache(30)
-    stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
-    blob = encode(stranger, plain_profile)
+    blob = encode(stranger, plain_profile)  # whose header shall name the predicting profile
     other = cut.with_metadata(blob, cut.metadata(blob) | {"profile": profile.digest})
     with pytest.raises(MismatchError, match="is not in the profile's vocabulary"):
         decode(other, None, profile)
@@ -247,12 +241,10 @@ def test_a_blob_whose_text_is_not_in_the_table_is_refused(profile, plain_profile
 
 def test_text_that_explains_nothing_is_left_out():
     """Words whose features are of another document's tokens."""
-    statistics = make_statistics(words=True)
-    shuffled = statistics.token_features[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))]
-    rng = np.random.default_rng(1)
     cache = make_cache(512, 1)
-    noise = KVCache.from_tensors(cache.keys, cache.values, cache.meta, rng.permutation(cache.token_ids).tolist())
-    assert not fit_profile([noise], replace(statistics, token_features=shuffled)).needs_tokens
+    ids = np.random.default_rng(1).permutation(cache.token_ids).tolist()
+    noise = KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids)
+    assert not fit_profile([noise], make_statistics(words=True)).needs_tokens
 
 
 def test_hidden_states_are_checked(head_profile):
@@ -267,6 +259,9 @@ def test_hidden_states_are_checked(head_profile):
         for read in (decode, BlobDecoder):
             with pytest.raises(ArgumentError, match=r"hidden=engine\.prefix_states"):
                 read(blob, profile=head_profile, hidden=wrong)
+    other = cut.with_metadata(blob, cut.metadata(blob) | {"head_start": 3})
+    with pytest.raises(CorruptError, match="head start"):
+        decode(other, None, head_profile, hidden=hidden)
     hidden = hidden.clone()
     hidden[3, 1] = torch.nan
     with pytest.raises(CacheValueError, match="NaN or infinity"):
@@ -282,15 +277,6 @@ def test_fitting_checks_hidden_states():
     for wrong in ([hidden[:-1]], [hidden, hidden], []):
         with pytest.raises(ArgumentError, match="one"):
             fit_profile([cache], prefix_layers=1, hidden=wrong)
-
-
-def test_a_head_start_that_the_profile_does_not_have_is_refused(head_profile):
-    cache = make_cache(40, 3)
-    hidden = make_hidden(cache)
-    blob = encode(cache, head_profile, hidden=hidden)
-    other = cut.with_metadata(blob, cut.metadata(blob) | {"head_start": 3})
-    with pytest.raises(CorruptError, match="head start"):
-        decode(other, None, head_profile, hidden=hidden)
 
 
 # Moments

@@ -148,19 +148,15 @@ def test_fitting_twice_gives_the_same_profile():
     assert fit_profile(caches, statistics).digest == fit_profile(caches, statistics).digest
 
 
-def test_directions_that_attention_ignores_stay_bounded_at_fine_steps(profile):
+def test_directions_that_attention_ignores_stay_bounded_and_a_dependent_basis_is_refused(profile):
     cache = make_cache(76, 3)
     fine = decode(encode(cache, profile, Ladder(0.004, ("x",))), None, profile)
     assert max(float((a - b).abs().max()) for a, b in zip(cache.values, fine.values, strict=True)) < 0.3
-
-
-def test_a_dependent_basis_is_refused_by_the_encoder(profile):
-    group = profile.groups[0]
-    rows = group.rows.clone()
+    rows = profile.groups[0].rows.clone()
     rows[1] = 0
-    broken = replace(profile, groups=(replace(group, rows=rows), *profile.groups[1:]))
+    broken = replace(profile, groups=(replace(profile.groups[0], rows=rows), *profile.groups[1:]))
     with pytest.raises(CorruptError, match="not independent"):
-        encode(make_cache(8), broken)
+        encode(cache, broken)
 
 
 def test_what_nothing_is_fitted_on():
@@ -195,25 +191,20 @@ def test_wide_layers_have_their_keys_and_values_apart():
     ]
 
 
-def test_statistics_may_lack_layers():
+def test_statistics_may_lack_layers_and_are_refused_in_another_shape():
     whole = make_statistics()
-    queries = (None, *whole.query_metric[1:])
-    metrics = (*whole.value_metric[:-1], None)
-    partial = replace(whole, query_metric=queries, value_metric=metrics)
+    queries, metrics = whole.query_metric, whole.value_metric
+    partial = replace(whole, query_metric=(None, *queries[1:]), value_metric=(*metrics[:-1], None))
     fitted = fit_profile([make_cache(256, 1)], partial)
     assert inspect(encode(make_cache(64, 3), fitted)).levels[-1].measured_error < 0.01
-
-
-def test_statistics_of_another_shape_are_refused():
-    whole = make_statistics()
     for broken in (
-        replace(whole, query_metric=whole.query_metric[:-1]),
-        replace(whole, query_metric=(torch.ones(2, 9, 9), *whole.query_metric[1:])),
-        replace(whole, query_metric=(torch.ones(2, 8), *whole.query_metric[1:])),
-        replace(whole, value_metric=(torch.full((2, 8, 8), torch.nan), *whole.value_metric[1:])),
+        {"query_metric": queries[:-1]},
+        {"query_metric": (torch.ones(2, 9, 9), *queries[1:])},
+        {"query_metric": (torch.ones(2, 8), *queries[1:])},
+        {"value_metric": (torch.full((2, 8, 8), torch.nan), *metrics[1:])},
     ):
         with pytest.raises(ArgumentError):
-            fit_profile([make_cache(16)], broken)
+            fit_profile([make_cache(16)], replace(whole, **broken))
 
 
 def test_models_with_odd_layers_are_fitted():
@@ -268,17 +259,6 @@ def test_rows_of_8_bits_are_stored_as_such_and_exactly():
     whole = group.rows.float() / step[:, None]
     assert torch.equal(whole, whole.round())
     assert int(whole.abs().max()) <= 127
-
-
-def test_what_is_solved_is_kept_where_only_notes_change(packed_profile, monkeypatch):
-    """A fit solves its groups; the profile that it returns, and copies with other cuts, do not solve them again."""
-    packed = Profile.from_bytes(packed_profile.data)
-    solved = [group.analysis for group in packed.groups]
-    monkeypatch.setattr("kvwire.codec.profile.group.solve", None)
-    for group, known in zip(packed.groups, solved, strict=True):
-        assert replace(group, cuts=(1,)).analysis is known
-        with pytest.raises(TypeError):
-            _ = replace(group, rows=group.rows.clone()).gram
 
 
 def test_rows_that_are_nearly_orthonormal_are_solved_in_float32_as_well_as_in_float64(packed_profile, monkeypatch):
