@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvwire.codec import positions_off
@@ -27,3 +28,9 @@ def apart(cache, decoded):
         for c in (cache, decoded)
     ]
     return float((sides[0] - sides[1]).norm() / sides[0].norm())
+
+
+def drawn(rng, frequencies):
+    """A symbol for each row of frequencies, drawn by them."""
+    ends = np.cumsum(frequencies, axis=-1)
+    return (rng.integers(0, 4096, ends.shape[:-1])[..., None] >= ends).sum(-1).astype(np.uint8)

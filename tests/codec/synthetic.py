@@ -29,10 +29,7 @@ MIXED = (
     LayerSpec(3, 6, 10),
 )
 MIXED_ROPES = (ROPE, RopeRegime((0.5, 0.25, 0.125), interleaved=True, attention_scaling=1.2, max_positions=4096))
-LATENT = (
-    LayerSpec(1, 16, 8, value_rope=0),
-    LayerSpec(2, 12, 6, rope=0, key_rope_start=4),
-)
+LATENT = (LayerSpec(1, 16, 8, value_rope=0), LayerSpec(2, 12, 6, rope=0, key_rope_start=4))
 """Multi-head latent attention, whose values carry the positions; and keys whose rotary part comes last."""
 VOCABULARY = 400
 _RANK = 8

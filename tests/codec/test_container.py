@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import tracemalloc
 
-import numpy as np
 import pytest
 
 from kvwire.codec import BlobDecoder, decode, encode, inspect, read_header
@@ -55,16 +52,12 @@ def test_needed_leads_to_the_whole_head(blob):
     assert have == info.header_bytes
 
 
-def test_bytes_after_the_end_are_refused(blob, profile):
+def test_damaged_bytes_and_bytes_after_the_end_are_noticed(blob, profile):
     refused(blob + b"\0", profile, CorruptError, "1 bytes follow")
-
-
-def test_every_damaged_byte_is_noticed(blob, profile):
     for at in range(0, len(blob), 13):
         damaged = bytearray(blob)
         damaged[at] ^= 0x10
-        with pytest.raises((CorruptError, FormatVersionError)):
-            decode(bytes(damaged), None, profile)
+        refused(bytes(damaged), profile, (CorruptError, FormatVersionError))
 
 
 @pytest.mark.parametrize(
@@ -116,42 +109,24 @@ def test_overlaps_gaps_and_ends_in_the_index_are_refused(blob, profile, cell, na
     refused(cut.entry(blob, cell, name, (was + change) % 2**32), profile)
 
 
-@pytest.mark.parametrize(("name", "value"), [("codec", 0), ("codec", 2), ("codec", 4), ("flags", 1)])
-def test_segments_coded_in_unknown_ways_are_not_called_damage(blob, profile, name, value):
+@pytest.mark.parametrize(("name", "value"), [("codec", 0), ("codec", 2), ("codec", 4), ("codec", 0xFFFF), ("flags", 1)])
+def test_segments_and_levels_coded_in_unknown_ways_are_not_called_damage(blob, profile, name, value):
     refused(cut.entry(blob, 6, name, value), profile, FormatVersionError, "upgrade kvwire")
-
-
-@pytest.mark.parametrize("codec", [0, 4, 2**16])
-def test_levels_coded_in_unknown_ways_are_not_called_damage(blob, profile, codec):
-    unknown = cut.with_metadata(blob, changed(cut.metadata(blob), ("levels", 3, 1), codec))
-    refused(unknown, profile, FormatVersionError, "upgrade kvwire")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("error", np.nan), ("error", np.inf), ("energy", np.nan), ("energy", -1.0)]
-)
-def test_impossible_errors_are_refused(blob, profile, name, value):
-    refused(cut.entry(blob, 6, name, value), profile)
-
-
-def without_finest(blob):
-    """The last chunk's finest level left out."""
-    end = len(blob) - len(cut.segment(blob, 11))
-    shorter = cut.put(blob[:end], cut.BLOB_FIELDS, "file_bytes", end)
-    return cut.entry(shorter, 11, "offset", MISSING)
+    if name == "codec" and value != 2:
+        unknown = cut.with_metadata(blob, changed(cut.metadata(blob), ("levels", 3, 1), value + (value > 4)))
+        refused(unknown, profile, FormatVersionError, "upgrade kvwire")
 
 
 def test_missing_levels_are_known_as_missing(blob, profile):
-    shorter = without_finest(blob)
+    """The last chunk's finest level is left out; one below a level that is there may not be."""
+    end = len(blob) - len(cut.segment(blob, 11))
+    shorter = cut.entry(cut.put(blob[:end], cut.BLOB_FIELDS, "file_bytes", end), 11, "offset", MISSING)
     info = inspect(shorter)
     assert [len(row) for row in info.segments] == [4, 4, 3]
     assert info.levels[-1].cumulative_bytes == len(shorter)
     assert decode(shorter, "fine", profile).tokens == 76
     with pytest.raises(ArgumentError, match="chunk 2 lacks level 3"):
         decode(shorter, None, profile)
-
-
-def test_a_missing_level_below_a_present_one_is_refused(blob, profile):
     refused(cut.entry(blob, 10, "offset", MISSING), profile, CorruptError, "lacks a level")
 
 
@@ -199,9 +174,8 @@ def test_impossible_metadata_is_refused(blob, profile, path, to):
     refused(cut.with_metadata(blob, changed(cut.metadata(blob), path, to)), profile)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"3", b'{"a": NaN}', b"\xff\xfe", b"[" * 5000, b'{"a": 1, "a": 1}', b""])
-def test_metadata_that_is_no_plain_object_is_refused(blob, profile, text):
-    refused(cut.with_metadata(blob, text), profile)
+def test_a_frame_with_something_after_it_is_refused(blob, profile):
+    refused(cut.with_metadata(blob, cut.metadata(blob), packed=cut.frame(b"{}") + b"\0", raw_length=2), profile)
 
 
 def test_metadata_of_the_largest_length_takes_little_memory(blob, profile):
@@ -223,32 +197,6 @@ def test_a_profile_that_no_level_needs_is_refused():
     refused(draft.pack(), None, match="one that it does not need")
 
 
-def test_duplicate_keys_are_refused_wherever_they_stand(blob, profile):
-    text = json.dumps(cut.metadata(blob)).replace('"kind"', '"kind": "x", "kind"', 1).encode()
-    refused(cut.with_metadata(blob, text), profile, CorruptError, "twice")
-
-
-def claim(length):
-    """A zstd frame of an empty raw block whose header claims that many bytes."""
-    return struct.pack("<IBQ", 0xFD2FB528, 0b11100000, length) + b"\x01\x00\x00"
-
-
-@pytest.mark.parametrize("length", [2**34, 2**63, 2**20])
-def test_frames_that_claim_much_are_refused_unread(blob, profile, length):
-    refused(cut.with_metadata(blob, b"{}", claim(length), min(length, 2**32 - 1)), profile)
-    refused(cut.with_metadata(blob, b"{}", claim(length)), profile)
-    whole = cut.segment(blob, 0)
-    class_bytes = cut.get(whole, cut.SEGMENT_FIELDS, "class_bytes")
-    other = cut.put(
-        whole[:16] + claim(length) + whole[16 + class_bytes :], cut.SEGMENT_FIELDS, "class_bytes", len(claim(0))
-    )
-    refused(cut.with_segment(blob, 0, other), profile)
-
-
-def test_a_frame_with_something_after_it_is_refused(blob, profile):
-    refused(cut.with_metadata(blob, cut.metadata(blob), packed=cut.frame(b"{}") + b"\0", raw_length=2), profile)
-
-
 @pytest.mark.parametrize("name", ["words", "class_bytes", "escape_bytes", "lanes"])
 @pytest.mark.parametrize("value", [0, 1, 0xFFFF])
 def test_segments_whose_parts_do_not_add_up_are_refused(blob, profile, name, value):
@@ -258,16 +206,12 @@ def test_segments_whose_parts_do_not_add_up_are_refused(blob, profile, name, val
             refused(cut.with_segment(blob, cell, cut.put(data, cut.SEGMENT_FIELDS, name, value)), profile)
 
 
-def test_segments_cut_short_are_refused(blob, profile):
+def test_segments_cut_short_and_escapes_above_level_0_are_refused(blob, profile):
     for cell in (0, 3):
         data = cut.segment(blob, cell)
         for end in (0, 1, 15, 16, len(data) - 2):
             refused(cut.with_segment(blob, cell, data[:end]), profile)
-
-
-def test_an_escape_list_above_level_0_is_refused(blob, profile):
-    data = cut.segment(blob, 1)
-    extra = cut.frame(bytes(4))
+    data, extra = cut.segment(blob, 1), cut.frame(bytes(4))
     at = 16 + cut.get(data, cut.SEGMENT_FIELDS, "class_bytes")
     longer = cut.put(data[:at] + extra + data[at:], cut.SEGMENT_FIELDS, "escape_bytes", len(extra))
     refused(cut.with_segment(blob, 1, longer), profile, CorruptError, "holds escapes")

@@ -33,6 +33,7 @@ from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
 
 from . import surgery as cut
+from .measures import drawn
 from .synthetic import LATENT, MIXED, MIXED_ROPES, ROPE, make_cache, make_hidden, make_statistics
 
 TABLES = fit_tables(np.zeros((CLASSES, ALPHABET)), np.zeros((CLASSES, CONTEXTS, 3)))
@@ -150,11 +151,6 @@ def launched(tokens, columns, tables, streams, coded=None):
     return out[:, :coded].int().numpy(), int(flags[0])
 
 
-def drawn(rng, frequencies):
-    ends = np.cumsum(frequencies, axis=-1)
-    return (rng.integers(0, 4096, ends.shape[:-1])[..., None] >= ends).sum(-1).astype(np.uint8)
-
-
 @pytest.mark.parametrize(
     ("tokens", "columns", "lanes"),
     [(63, 1, 1), (7, 9, 2), (9, 7, 300), (10, 10, 1), (10, 10, 64), (4, 25, 65), (20, 50, 300), (2, 500, 64)],
@@ -270,31 +266,24 @@ def test_values_equal_the_processors(seed, tokens, keys, values, scale):
     assert apart(decode(blob, 2, backend="numba"), decode(blob, 2, backend="triton")) < 1e-6
 
 
+def both_ways(blob, level, profile=None, **how):
+    """A level as Triton's kernels and as numba's decode it."""
+    return tuple(decode(blob, level, profile, backend=each, **how) for each in ("triton", "numba"))
+
+
 @pytest.mark.parametrize(
     ("level", "dtype"),
     [
-        (0, torch.float32),
-        (1, torch.bfloat16),
-        (1, torch.float16),
-        (2, torch.float32),
-        (2, torch.bfloat16),
-        (2, torch.float64),
+        (0, torch.float32), (1, torch.bfloat16), (1, torch.float16), (2, torch.float32), (2, torch.bfloat16),
+        (2, torch.float64), (0, torch.float8_e4m3fn), (0, torch.float8_e5m2),
     ],
-)
+)  # fmt: skip
 def test_tensors_equal_the_processors(small, document, level, dtype):
     blob = encode(document, small, LADDER, chunk_tokens=12)
-    ours = decode(blob, level, small, dtype=dtype, backend="triton", offset=7)
-    theirs = decode(blob, level, small, dtype=dtype, backend="numba", offset=7)
+    ours, theirs = both_ways(blob, level, small, dtype=dtype, offset=7)
     assert ours.meta == theirs.meta
     assert ours.keys[0].dtype == dtype
-    assert apart(theirs, ours) < HALF[dtype]
-
-
-def test_float8(small, document):
-    blob = encode(document, small, 1, chunk_tokens=32)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        ours, theirs = (decode(blob, 0, small, dtype=dtype, backend=each) for each in ("triton", "numba"))
-        assert apart(theirs, ours) < 0.13  # a step of float8
+    assert apart(theirs, ours) < HALF.get(dtype, 0.13)  # a step of float8
 
 
 @pytest.mark.parametrize(
@@ -314,9 +303,7 @@ def test_layouts_and_profiles(layers, ropes, more, offset):
     cache = make_cache(11, 4, layers=layers, ropes=ropes)
     hidden = make_hidden(cache) if "prefix_layers" in more else None
     blob = encode(cache, profile, 1, chunk_tokens=8, hidden=hidden)
-    ours, theirs = (
-        decode(blob, 0, profile, offset=offset, hidden=hidden, backend=each) for each in ("triton", "numba")
-    )
+    ours, theirs = both_ways(blob, 0, profile, offset=offset, hidden=hidden)
     assert apart(theirs, ours) < 2e-6
 
 
@@ -333,7 +320,7 @@ def test_wide_heads(layers, dtype):
     profile = fitted(layers, ropes, words=False, rank_cut=0.3)
     cache = make_cache(5, 4, layers=layers, ropes=ropes)
     blob = encode(cache, profile, 1)
-    ours, theirs = (decode(blob, 0, profile, dtype=dtype, offset=9, backend=each) for each in ("triton", "numba"))
+    ours, theirs = both_ways(blob, 0, profile, dtype=dtype, offset=9)
     assert apart(theirs, ours) < HALF[dtype]
     tiles = BlobDecoder(blob, profile, dtype=dtype, backend="triton")._lossy.device._tiles
     assert tiles.aligned == (layers[0].key_dim == 32)
@@ -341,9 +328,8 @@ def test_wide_heads(layers, dtype):
 
 
 def test_without_a_profile():
-    cache = make_cache(9, 1, layers=SMALL)
-    blob = encode(cache, None, 2)
-    assert apart(decode(blob, 1, backend="numba"), decode(blob, 1, backend="triton")) < 2e-6
+    blob = encode(make_cache(9, 1, layers=SMALL), None, 2)
+    assert apart(*both_ways(blob, 1)) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -352,7 +338,7 @@ def test_wide_values_and_escapes(small, dtype):
     cache.values[1][0, 2] *= 4000
     cache.keys[0][0, 0] *= 300
     blob = encode(cache, small, Ladder(0.01, ("a", "b")), chunk_tokens=12)
-    ours, theirs = (decode(blob, 1, small, dtype=dtype, backend=each) for each in ("triton", "numba"))
+    ours, theirs = both_ways(blob, 1, small, dtype=dtype)
     assert apart(theirs, ours) < HALF[dtype]
     rest = [0, 1, *range(3, 12)]
     for a, b in zip(ours.values, theirs.values, strict=True):
@@ -361,12 +347,10 @@ def test_wide_values_and_escapes(small, dtype):
 
 
 def test_many_refinements_need_wide_values(small):
-    cache = make_cache(6, 5, layers=SMALL)
-    blob = encode(cache, small, Ladder(10.0, tuple("abcdefgh")), chunk_tokens=8)
-    state = on_processor(blob, small, 7)
+    blob = encode(make_cache(6, 5, layers=SMALL), small, Ladder(10.0, tuple("abcdefgh")), chunk_tokens=8)
     ((whole, _),), batch = on_gpu(blob, small, 7)
     assert batch.values.dtype == torch.int32
-    assert np.array_equal(whole, state.values)
+    assert np.array_equal(whole, on_processor(blob, small, 7).values)
 
 
 def test_pruned_caches(small):
@@ -374,7 +358,7 @@ def test_pruned_caches(small):
     kept = torch.rand(1, 10, generator=torch.Generator().manual_seed(1)) < 0.6
     pruned = KVCache.from_tensors(cache.keys, cache.values, cache.meta, cache.token_ids, kept=[kept, None])
     blob = encode(pruned, small, 1, chunk_tokens=8)
-    ours, theirs = (decode(blob, 0, small, backend=each) for each in ("triton", "numba"))
+    ours, theirs = both_ways(blob, 0, small)
     assert not ours.keys[0][0, ~kept[0]].any()
     assert apart(theirs, ours) < 2e-6
     pages = paged(cache.meta, 10, dtype=torch.float32)
@@ -427,18 +411,13 @@ def test_a_page_table_may_be_a_column_of_a_larger_one(small, document):
     assert apart(decode(blob, 0, small, backend="numba"), strange.read()) < 2e-6
 
 
-def test_pages_and_their_table_lie_together(document):
+def test_an_output_lies_on_one_device(small, document):
     pages = paged(document.meta, 29)
     with pytest.raises(ArgumentError, match="keep them together"):
         replace(pages, page_table=pages.page_table.to("meta"))
-
-
-def test_an_output_on_two_devices_is_the_processors(small, document):
-    blob = encode(document, small, 1)
-    keys = [document.keys[0], document.keys[1].to("meta")]
-    out = KVCache(keys, document.values, document.meta)
+    out = KVCache([document.keys[0], document.keys[1].to("meta")], document.values, document.meta)
     with pytest.raises(ArgumentError, match="onto one device"):
-        BlobDecoder(blob, small, out=out, backend="triton")
+        BlobDecoder(encode(document, small, 1), small, out=out, backend="triton")
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -535,55 +514,43 @@ def test_a_damaged_chunk_leaves_the_others_of_its_batch_alone(small, document):
 def test_unchecked_decoding_lets_a_damaged_stream_pass(small, document):
     blob = encode(document, small, 1, chunk_tokens=12)
     damaged = cut.with_segment(blob, 1, damaged_stream(blob, 1, 0x01))
-    ours, theirs = (decode(damaged, 0, small, check=False, backend=each) for each in ("triton", "numba"))
-    assert apart(theirs, ours) < 2e-6
+    assert apart(*both_ways(damaged, 0, small, check=False)) < 2e-6
 
 
-def test_escapes_that_do_not_match_their_list(small):
+def escaping(profile):
+    """A chunk of twelve tokens at a fine step, some of whose values are far beyond the alphabet."""
     cache = make_cache(12, 5, layers=SMALL)
     cache.values[1][0, 2] *= 4000
-    blob = encode(cache, small, Ladder(0.01, ("a",)), chunk_tokens=12)
-    data = cut.segment(blob, 0)
-    at = cut.SEGMENT_FIELDS
-    classes, size = cut.get(data, at, "class_bytes"), cut.get(data, at, "escape_bytes")
-    begin = 16 + classes
-    listed = np.frombuffer(segment._list(data[begin : begin + size], 4 * counted_escapes(blob, small), "escape"), "<i4")
-    packed = cut.frame(listed[:-1].tobytes())
-    shorter = cut.put(data[:begin] + packed + data[begin + size :], at, "escape_bytes", len(packed))
-    damaged = cut.with_segment(blob, 0, bytes(shorter))
-    for backend in ("numba", "triton"):
-        with pytest.raises(CorruptError, match="escape list decompresses to another length"):
-            decode(damaged, 0, small, backend=backend)
+    return encode(cache, profile, Ladder(0.01, ("a",)), chunk_tokens=12)
 
 
-def test_escapes_without_a_list(small):
-    cache = make_cache(12, 5, layers=SMALL)
-    cache.values[1][0, 2] *= 4000
-    blob = encode(cache, small, Ladder(0.01, ("a",)), chunk_tokens=12)
+@pytest.mark.parametrize(
+    ("listed", "match"), [(True, "escape list decompresses to another length"), (False, "escape list")]
+)
+def test_escapes_that_do_not_match_their_list(small, listed, match):
+    blob = escaping(small)
     data, at = cut.segment(blob, 0), cut.SEGMENT_FIELDS
     begin, size = 16 + cut.get(data, at, "class_bytes"), cut.get(data, at, "escape_bytes")
-    bare = cut.put(data[:begin] + data[begin + size :], at, "escape_bytes", 0)
-    damaged = cut.with_segment(blob, 0, bytes(bare))
+    numbers = segment._list(data[begin : begin + size], 4 * counted_escapes(blob, small), "escape")
+    packed = cut.frame(numbers[:-4]) if listed else b""
+    other = cut.put(data[:begin] + packed + data[begin + size :], at, "escape_bytes", len(packed))
+    damaged = cut.with_segment(blob, 0, bytes(other))
     for backend in ("numba", "triton"):
-        with pytest.raises(CorruptError, match="escape list"):
+        with pytest.raises(CorruptError, match=match):
             decode(damaged, 0, small, backend=backend)
 
 
-def test_what_would_hold_a_gpu_up_goes_to_the_processor(small, document, monkeypatch):
-    blob = encode(document, small, 1, chunk_tokens=12)
-    wide = make_cache(12, 5, layers=SMALL)
-    wide.values[1][0, 2] *= 4000
-    escaping = encode(wide, small, Ladder(0.01, ("a",)), chunk_tokens=12)
-    for limits in ({"_LONGEST_LANE": 3}, {"_FREE_ESCAPES": 4, "_MOST_UNPACKED": 1}):
-        with monkeypatch.context() as patched:
-            for name, value in limits.items():
-                patched.setattr(staging, name, value)
-            target = blob if "_LONGEST_LANE" in limits else escaping
-            decoder = BlobDecoder(target, small, backend="triton")
-            pending = decoder.submit([(0, pieces_of(target, 0, 0), 0)])
-            assert not pending._flags
-            first = decode(target, 0, small, backend="numba")
-            assert torch.equal(decoder.cache.keys[0][:, :12], first.keys[0][:, :12])
+@pytest.mark.parametrize(
+    ("is_escaping", "limits"), [(False, {"_LONGEST_LANE": 3}), (True, {"_FREE_ESCAPES": 4, "_MOST_UNPACKED": 1})]
+)
+def test_what_would_hold_a_gpu_up_goes_to_the_processor(small, document, monkeypatch, is_escaping, limits):
+    blob = escaping(small) if is_escaping else encode(document, small, 1, chunk_tokens=12)
+    for name, value in limits.items():
+        monkeypatch.setattr(staging, name, value)
+    decoder = BlobDecoder(blob, small, backend="triton")
+    assert not decoder.submit([(0, pieces_of(blob, 0, 0), 0)])._flags
+    first = decode(blob, 0, small, backend="numba")
+    assert torch.equal(decoder.cache.keys[0][:, :12], first.keys[0][:, :12])
 
 
 @pytest.mark.parametrize("room", [1, 1 << 30])
@@ -603,8 +570,7 @@ def test_chunks_before_a_damaged_header_are_complete(small, document, room):
 
 def test_a_decoder_serves_inside_and_outside_of_inference_mode(small, document):
     blob = encode(document, small, 1, chunk_tokens=12)
-    out = KVCache([torch.zeros_like(k) for k in document.keys], [torch.zeros_like(v) for v in document.values],
-                  document.meta)  # fmt: skip
+    out = KVCache.zeros(document.meta, document.tokens, dtype=torch.float32)
     decoder = BlobDecoder(blob, small, out=out, backend="triton")
     with torch.inference_mode():
         decoder.decode_chunk(0, pieces_of(blob, 0, 0))

@@ -38,8 +38,8 @@ from kvwire.errors import CacheValueError
 from kvwire.types import KVCache
 
 from .compiling import compile_for
-from .measures import measured
-from .synthetic import GQA, LATENT, MIXED, MIXED_ROPES, make_cache, make_hidden, make_statistics
+from .measures import drawn, measured
+from .synthetic import GQA, LATENT, MIXED, MIXED_ROPES, ROPE, make_cache, make_hidden, make_statistics
 from .write_golden import quantised
 
 CPU = torch.device("cpu")
@@ -57,12 +57,6 @@ def with_certain_symbols(tables):
 
 
 TABLES = with_certain_symbols(FITTED)
-
-
-def drawn(rng, frequencies):
-    """A symbol for each row of frequencies, drawn by them."""
-    ends = np.cumsum(frequencies, axis=-1)
-    return (rng.integers(0, 4096, ends.shape[:-1])[..., None] >= ends).sum(-1).astype(np.uint8)
 
 
 class Stream:
@@ -235,26 +229,6 @@ def assert_alike(ours, theirs, profile, ladder=LADDER):
         assert left.measured_error == pytest.approx(right.measured_error, rel=1e-2)
 
 
-@pytest.fixture(scope="module")
-def narrow_profile():
-    """32 numbers a token."""
-    caches = [make_cache(300, seed, layers=NARROW) for seed in (1, 2)]
-    return fit_profile(caches, make_statistics(NARROW))
-
-
-@pytest.fixture(scope="module")
-def mixed_profile():
-    """Layers of several shapes, in several groups."""
-    caches = [make_cache(300, seed, layers=MIXED, ropes=MIXED_ROPES) for seed in (1, 2)]
-    return fit_profile(caches, make_statistics(MIXED, MIXED_ROPES), group_width=40)
-
-
-@pytest.fixture(scope="module")
-def latent_profile():
-    caches = [make_cache(300, seed, layers=LATENT) for seed in (1, 2)]
-    return fit_profile(caches, make_statistics(LATENT, words=True))
-
-
 def pruned(cache):
     """Without about half of its entries, and with all of one layer's."""
     shape, generator = (2, cache.tokens), torch.Generator().manual_seed(3)
@@ -287,10 +261,41 @@ def test_a_blob_predicted_from_the_text(profile):
         assert measured(cache, decode(theirs, level, profile), profile) < 1.1 * stated.measured_error + 1e-6
 
 
-@pytest.mark.parametrize("ladder", [LADDER, FINE], ids=["halved where that is fast", "float32"])
-def test_without_a_text_at_coarse_and_fine_steps(narrow_profile, ladder):
-    cache = make_cache(9, 3, layers=NARROW, dtype=torch.bfloat16)
-    assert_alike(*encoded_twice(cache, narrow_profile, ladder), narrow_profile, ladder)
+@pytest.fixture(scope="module")
+def narrow_profile():
+    """32 numbers a token."""
+    return fitted(NARROW)
+
+
+def fitted(layers, ropes=(ROPE,), *, words=False, **more):
+    caches = [make_cache(300, seed, layers=layers, ropes=ropes) for seed in (1, 2)]
+    return fit_profile(caches, make_statistics(layers, ropes, words=words), **more)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ropes", "ladder", "more"),
+    [
+        (NARROW, (ROPE,), LADDER, {}),
+        (NARROW, (ROPE,), FINE, {}),
+        (MIXED, MIXED_ROPES, LADDER, {"group_width": 40}),
+        (LATENT, (ROPE,), LADDER, {"words": True}),
+        (NARROW, (ROPE,), LADDER, None),
+    ],
+    ids=["coarse", "fine", "shapes", "latent", "without a transform"],
+)
+def test_blobs_of_layouts_steps_and_profiles(layers, ropes, ladder, more):
+    cache = positions_on(make_cache(10, 3, layers=layers, ropes=ropes, dtype=torch.bfloat16), 11)
+    profile = identity_profile(cache, ladder) if more is None else fitted(layers, ropes, **more)
+    assert_alike(*encoded_twice(cache, profile, ladder), profile, ladder)
+
+
+def test_a_head_start_and_a_pruned_cache(profile, head_profile):
+    cache = make_cache(10, 3)
+    assert_alike(*encoded_twice(cache, head_profile, hidden=make_hidden(cache)), head_profile)
+    ours, theirs = encoded_twice(pruned(cache), profile)
+    assert_alike(ours, theirs, profile)
+    for mine, other in zip(decode(ours, None, profile).kept, decode(theirs, None, profile).kept, strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -305,36 +310,6 @@ def test_products_in_bfloat16_repeat_tokens_with_large_coefficients(monkeypatch,
     ours, theirs = encoded_twice(cache, narrow_profile, ladder)
     assert_alike(ours, theirs, narrow_profile, ladder)
     assert abs(quantised(ours, narrow_profile, 1)).max() > 10_000
-
-
-def test_a_head_start(head_profile):
-    cache = make_cache(10, 3)
-    assert_alike(*encoded_twice(cache, head_profile, hidden=make_hidden(cache)), head_profile)
-
-
-def test_a_pruned_cache(profile):
-    cache = pruned(make_cache(10, 3))
-    ours, theirs = encoded_twice(cache, profile)
-    assert_alike(ours, theirs, profile)
-    for mine, other in zip(decode(ours, None, profile).kept, decode(theirs, None, profile).kept, strict=True):
-        assert (mine is None and other is None) or torch.equal(mine, other)
-
-
-def test_layers_of_several_shapes_at_an_offset(mixed_profile):
-    cache = make_cache(10, 3, layers=MIXED, ropes=MIXED_ROPES)
-    moved = positions_on(cache, 11)
-    assert_alike(*encoded_twice(moved, mixed_profile), mixed_profile)
-
-
-def test_latent_attention(latent_profile):
-    cache = make_cache(10, 3, layers=LATENT)
-    assert_alike(*encoded_twice(cache, latent_profile), latent_profile)
-
-
-def test_a_stored_profile_without_a_transform():
-    cache = make_cache(10, 3, layers=NARROW)
-    profile = identity_profile(cache, LADDER)
-    assert_alike(*encoded_twice(cache, profile), profile)
 
 
 def test_values_far_beyond_the_alphabet_escape(narrow_profile):

@@ -29,27 +29,18 @@ def test_contexts(values, columns):
     out = np.full((len(values), len(columns)), 77, np.uint8)
     kernels.contexts_of(values, columns, out)
     assert np.array_equal(out, np.minimum(np.abs(values[:, columns]), 2))
+    lowest = np.full((1, 1), 77, np.uint8)
+    kernels.contexts_of(np.full((1, 1), -(2**31), np.int32), np.zeros(1, np.uint32), lowest)
+    assert lowest[0, 0] <= 2
 
 
-def test_contexts_of_the_most_negative_number_stay_in_range():
-    out = np.full((1, 1), 77, np.uint8)
-    kernels.contexts_of(np.full((1, 1), -(2**31), np.int32), np.zeros(1, np.uint32), out)
-    assert out[0, 0] <= 2
-
-
-def test_refine(values, columns):
-    symbols = symbols_for(values, columns, 2)
-    expected = values.copy()
-    expected[:, columns] = 3 * values[:, columns] + np.where(values[:, columns] < 0, -1, 1) * (symbols.astype(int) - 1)
-    kernels.refine(values, columns, symbols)
-    assert np.array_equal(values, expected)
-
-
-def test_place(values, columns):
-    symbols = symbols_for(values, columns, 255)
-    expected = values.copy()
-    expected[:, columns] = symbols.astype(int) - 128
-    kernels.place(values, columns, symbols)
+@pytest.mark.parametrize(("kernel", "largest"), [(kernels.refine, 2), (kernels.place, 255)])
+def test_symbols_are_taken_in(values, columns, kernel, largest):
+    symbols, expected = symbols_for(values, columns, largest), values.copy()
+    placed = symbols.astype(int) - 128
+    refined = 3 * values[:, columns] + np.where(values[:, columns] < 0, -1, 1) * (symbols.astype(int) - 1)
+    expected[:, columns] = refined if kernel is kernels.refine else placed
+    kernel(values, columns, symbols)
     assert np.array_equal(values, expected)
 
 

@@ -263,22 +263,14 @@ def test_cachegen_settings():
         kind.read_profile_inside(b"")
 
 
-def test_an_unknown_method_names_those_there_are():
+def test_what_no_kind_is_for(cache, profile):
     with pytest.raises(ArgumentError, match="no method 'zip'; there are kvwire, cachegen"):
         kind_of_method("zip")
-
-
-def test_a_profile_of_another_kind_is_refused(cache, profile):
     other = fit_cachegen_profile([make_cache(100, 1)])
     assert isinstance(other, CacheGenProfile)
-    header = SimpleNamespace(
-        info=SimpleNamespace(profile_digest=other.digest, meta=cache.meta), lossy_codec=profile.codec
-    )
+    info = SimpleNamespace(profile_digest=other.digest, meta=cache.meta)
     with pytest.raises(CorruptError, match="another method"):
-        profile_for(header, other)
-
-
-def test_every_dtype_of_caches_has_a_lossless_form():
+        profile_for(SimpleNamespace(info=info, lossy_codec=profile.codec), other)
     assert set(DTYPES.values()) == set(FORMATS)
 
 

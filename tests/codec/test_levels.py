@@ -14,19 +14,12 @@ from kvwire.codec.profile.group import Group
 from kvwire.codec.transform.analysis import centre_planes, energy_of, gather_planes, kept_energy, metric_energy
 from kvwire.codec.transform.levels import ChunkLevels, chunk_levels_naive
 from kvwire.errors import CacheValueError
-from kvwire.types import LayerSpec, RopeRegime
+
+from .test_place import LAYERS, PLANES, ROPES
 
 COUNTS = np.random.default_rng(0)
 EXCESS = np.stack([np.full((CLASSES, 2), 1e6), COUNTS.uniform(0, 5e5, (CLASSES, 2))], axis=2)
 TABLES = fit_tables(COUNTS.integers(0, 9, (CLASSES, 256)), COUNTS.integers(0, 99, (CLASSES, CONTEXTS, 3)), EXCESS)
-ROPES = (RopeRegime((1.0, 0.25)), RopeRegime((0.5, 0.125, 0.01), interleaved=True))
-LAYERS = (
-    LayerSpec(2, 6, 5, rope=0),  # half-split, partial
-    LayerSpec(1, 9, 6, rope=1, value_rope=1),  # interleaved, both sides
-    LayerSpec(3, 7, 4, rope=0, key_rope_start=3),  # the rotary part comes last
-    LayerSpec(1, 4, 4),  # no positions
-)
-PLANES = tuple((side, layer) for side in ("key", "value") for layer in range(4))
 SMALL = settings(max_examples=40)
 
 
@@ -92,13 +85,6 @@ def test_a_chunk_of_zeros_has_no_symbols():
     assert all(symbols == 0 for _, symbols, _ in coded)
 
 
-@pytest.mark.parametrize("value", [1e30, np.inf, np.nan, float(LARGEST)])
-def test_what_exceeds_28_bits_is_refused(value):
-    coefficients = np.array([[1.0, -value], [0.0, 1.0]], np.float32)
-    with pytest.raises(CacheValueError, match="too large"):
-        ChunkLevels(coefficients, Ladder(1.0, ("only",)), np.zeros(2, np.int64), TABLES)
-
-
 def drawn(seed, dtype, offset, *, strided):
     """A cache of nine tokens; strided: a slice of a longer one, with heads and tokens in another order in memory."""
     made = torch.Generator().manual_seed(seed)
@@ -132,9 +118,13 @@ def test_planes_are_centred_as_they_are_gathered_and_then_centred(seed, dtype, o
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-6)
 
 
-def test_what_is_not_finite_is_named():
-    cache = drawn(0, torch.float32, 5, strided=False)
-    cache.values[2][1, 4, 3] = torch.inf
-    nothing = torch.zeros(1, cache.meta.elements_per_token), np.zeros(9, np.uint32)
-    with pytest.raises(CacheValueError, match="layer 2's values"):
-        centre_planes(cache, PLANES, 0, 9, nothing)
+@pytest.mark.parametrize("value", [1e30, np.inf, np.nan, float(LARGEST)])
+def test_what_exceeds_28_bits_is_refused_and_what_is_not_finite_named(value):
+    with pytest.raises(CacheValueError, match="too large"):
+        ChunkLevels(np.array([[1.0, -value], [0.0, 1.0]], np.float32), Ladder(1.0, ("x",)), np.zeros(2, int), TABLES)
+    if not np.isfinite(value):
+        cache = drawn(0, torch.float32, 5, strided=False)
+        cache.values[2][1, 4, 3] = value
+        nothing = torch.zeros(1, cache.meta.elements_per_token), np.zeros(9, np.uint32)
+        with pytest.raises(CacheValueError, match="layer 2's values"):
+            centre_planes(cache, PLANES, 0, 9, nothing)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvwire.codec import KVCache, decode, encode
 from kvwire.codec.entropy import exponent_kernels
-from kvwire.codec.entropy.exponent_kernels import Fields
 from kvwire.codec.kinds import lossless_grid, lossless_streams, lossless_survey
 from kvwire.codec.kinds.lossless_grid import FORMATS
 from kvwire.codec.kinds.lossless_streams import decode_lossless, encode_lossless
@@ -485,11 +484,3 @@ def test_what_a_segment_cannot_hold():
         decode_lossless(b"", 1 << 30, cache.meta.layers, torch.float32)
     with pytest.raises(ArgumentError, match="fewer tokens"):
         encode_lossless(of_tensors(torch.zeros(1, 1, 1).expand(1, 1 << 30, 1)), 0, 1 << 30)
-
-
-def test_fields_add_up_to_the_width():
-    for dtype, fields in FORMATS.items():
-        assert fields.width == 8 * dtype.itemsize
-        assert 1 + fields.distance + (7 - fields.distance) == 8
-        assert fields.low >= 0
-        assert fields == Fields.of(fields.exponent, fields.mantissa)

@@ -58,6 +58,20 @@ def test_a_cache_with_positions_is_moved_from_where_it_stands():
     moved = positions_on(cache, 40)
     expected = shift_keys(cache.keys[0], cache.meta.ropes[0], 29)
     torch.testing.assert_close(moved.keys[0], expected, atol=2e-5, rtol=1e-5)
+    plain = replace(cache, meta=replace(cache.meta, layers=(LayerSpec(2, 8, 8),)))
+    assert positions_off(plain).keys[0] is cache.keys[0]  # without positions
+
+
+def test_low_precision_keys_keep_their_dtype_and_what_does_not_turn_stays():
+    cache = cache_of(REGIMES["half-split"], dtype=torch.bfloat16)
+    off = positions_off(cache)
+    assert off.keys[0].dtype == torch.float32
+    assert positions_on(off).keys[0].dtype == torch.bfloat16
+    assert shift_keys(cache.keys[0], cache.meta.ropes[0], 4).dtype == torch.bfloat16
+    plain = keys_at()
+    turned = rotate(plain, REGIMES["partial"], *rotation(REGIMES["partial"], 3, 20))
+    assert torch.equal(turned[..., 4:], plain[..., 4:])
+    assert not torch.equal(turned[..., :4], plain[..., :4])
 
 
 def test_rotation_does_what_the_formula_says():
@@ -70,21 +84,6 @@ def test_rotation_does_what_the_formula_says():
     assert turned[0, 0, 5].item() == pytest.approx((4 * angle.cos() + 3 * angle.sin()).item())
 
 
-def test_dimensions_past_the_rotary_part_stay():
-    plain = keys_at()
-    turned = rotate(plain, REGIMES["partial"], *rotation(REGIMES["partial"], 3, 20))
-    assert torch.equal(turned[..., 4:], plain[..., 4:])
-    assert not torch.equal(turned[..., :4], plain[..., :4])
-
-
-def test_low_precision_keys_keep_their_dtype():
-    cache = cache_of(REGIMES["half-split"], dtype=torch.bfloat16)
-    off = positions_off(cache)
-    assert off.keys[0].dtype == torch.float32
-    assert positions_on(off).keys[0].dtype == torch.bfloat16
-    assert shift_keys(cache.keys[0], cache.meta.ropes[0], 4).dtype == torch.bfloat16
-
-
 def test_positions_beyond_the_regime_are_refused():
     regime = replace(REGIMES["half-split"], max_positions=64)
     rotation(regime, 44, 20)
@@ -95,10 +94,3 @@ def test_positions_beyond_the_regime_are_refused():
         positions_on(cache_of(regime), 50)
     with pytest.raises(RopeRegimeError):
         shift_keys(keys_at(), regime, 64)
-
-
-def test_layers_without_positions_pass_through():
-    cache = cache_of(REGIMES["half-split"])
-    meta = replace(cache.meta, layers=(LayerSpec(2, 8, 8),))
-    plain = KVCache(cache.keys, cache.values, meta)
-    assert positions_off(plain).keys[0] is cache.keys[0]

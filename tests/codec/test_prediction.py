@@ -113,16 +113,6 @@ def test_any_text_is_expected_as_the_naive_twin_says(split_profile, ids, data):
     )
 
 
-def test_threads_share_what_is_kept(split_profile):
-    profile = replace(split_profile)
-    text = TextPredictor(profile, 400, make_cache(400, 4).token_ids)
-    wanted = [expected(text, 1, start, start + 20) for start in range(0, 400, 20)]
-    shared = TextPredictor(replace(split_profile), 400, make_cache(400, 4).token_ids)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda start: expected(shared, 1, start, start + 20), range(0, 400, 20)))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-
-
 def test_threads_compute_at_the_same_time(monkeypatch, split_profile):
     """Each waits within the computation until the other is there as well."""
     both = threading.Barrier(2, timeout=10)
@@ -236,20 +226,14 @@ def test_a_profile_that_predicts_needs_the_text(profile):
     assert fit_profile([make_cache(300)], make_statistics(words=True)).needs_tokens
 
 
-def test_tokens_beyond_the_table_are_of_another_model(profile):
+def test_tokens_beyond_the_table_are_of_another_model(profile, plain_profile):
     cache = make_cache(30)
     stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
     with pytest.raises(MismatchError, match=f"token id {VOCABULARY} is not in"):
         encode(stranger, profile)
     with pytest.raises(ArgumentError, match="beyond the 400"):
         fit_profile([stranger], make_statistics(words=True))
-
-
-def test_a_blob_whose_text_is_not_in_the_table_is_refused(profile, plain_profile):
-    """Its header names the predicting profile, its ids are none of the profile's."""
-    cache = make_cache(30)
-    stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
-    blob = encode(stranger, plain_profile)
+    blob = encode(stranger, plain_profile)  # whose header shall name the predicting profile
     other = cut.with_metadata(blob, cut.metadata(blob) | {"profile": profile.digest})
     with pytest.raises(MismatchError, match="is not in the profile's vocabulary"):
         decode(other, None, profile)
@@ -257,12 +241,10 @@ def test_a_blob_whose_text_is_not_in_the_table_is_refused(profile, plain_profile
 
 def test_text_that_explains_nothing_is_left_out():
     """Words whose features are of another document's tokens."""
-    statistics = make_statistics(words=True)
-    shuffled = statistics.token_features[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))]
-    rng = np.random.default_rng(1)
     cache = make_cache(512, 1)
-    noise = KVCache.from_tensors(cache.keys, cache.values, cache.meta, rng.permutation(cache.token_ids).tolist())
-    assert not fit_profile([noise], replace(statistics, token_features=shuffled)).needs_tokens
+    ids = np.random.default_rng(1).permutation(cache.token_ids).tolist()
+    noise = KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids)
+    assert not fit_profile([noise], make_statistics(words=True)).needs_tokens
 
 
 def test_hidden_states_are_checked(head_profile):
@@ -277,6 +259,9 @@ def test_hidden_states_are_checked(head_profile):
         for read in (decode, BlobDecoder):
             with pytest.raises(ArgumentError, match=r"hidden=engine\.prefix_states"):
                 read(blob, profile=head_profile, hidden=wrong)
+    other = cut.with_metadata(blob, cut.metadata(blob) | {"head_start": 3})
+    with pytest.raises(CorruptError, match="head start"):
+        decode(other, None, head_profile, hidden=hidden)
     hidden = hidden.clone()
     hidden[3, 1] = torch.nan
     with pytest.raises(CacheValueError, match="NaN or infinity"):
@@ -292,15 +277,6 @@ def test_fitting_checks_hidden_states():
     for wrong in ([hidden[:-1]], [hidden, hidden], []):
         with pytest.raises(ArgumentError, match="one"):
             fit_profile([cache], prefix_layers=1, hidden=wrong)
-
-
-def test_a_head_start_that_the_profile_does_not_have_is_refused(head_profile):
-    cache = make_cache(40, 3)
-    hidden = make_hidden(cache)
-    blob = encode(cache, head_profile, hidden=hidden)
-    other = cut.with_metadata(blob, cut.metadata(blob) | {"head_start": 3})
-    with pytest.raises(CorruptError, match="head start"):
-        decode(other, None, head_profile, hidden=hidden)
 
 
 # Moments
@@ -341,15 +317,6 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden, 
     torch.testing.assert_close(got.covariance, x0.T @ x0 / 173, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.cross, f0.T @ x0 / 173, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.apart, f0[apart].T @ x0[apart], rtol=1e-4, atol=1e-3)
-
-
-def test_a_quarter_of_the_vocabulary_is_set_apart():
-    cache = make_cache(VOCABULARY, ids=range(VOCABULARY))
-    features = Features([cache], None, None)
-    chosen = features.set_apart(cache, 0, VOCABULARY)
-    assert 0.2 < float(chosen.float().mean()) < 0.3
-    twice = make_cache(2 * VOCABULARY, ids=[*range(VOCABULARY)] * 2)
-    assert torch.equal(features.set_apart(twice, 0, 2 * VOCABULARY), chosen.repeat(2))
 
 
 def test_the_identity_expects_means():

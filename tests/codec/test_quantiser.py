@@ -40,18 +40,12 @@ def test_a_ladder_divides_its_step_by_three():
     ladder = Ladder(9.0, ("a", "b", "c"))
     assert ladder.steps == (9.0, 3.0, 1.0)
     assert ladder.shifts == (12, 6, 0)
-
-
-@pytest.mark.parametrize("step", [0.0, -1.0, float("nan"), float("inf"), 1e30, 1e-30])
-def test_impossible_steps_are_refused(step):
-    with pytest.raises(ArgumentError):
-        Ladder(step)
-
-
-@pytest.mark.parametrize("names", [(), tuple("abcdefghi")])
-def test_ladders_have_one_to_eight_levels(names):
-    with pytest.raises(ArgumentError):
-        Ladder(1.0, names)
+    for step in (0.0, -1.0, float("nan"), float("inf"), 1e30, 1e-30):
+        with pytest.raises(ArgumentError):
+            Ladder(step)
+    for names in ((), tuple("abcdefghi")):
+        with pytest.raises(ArgumentError):
+            Ladder(1.0, names)
 
 
 def test_levels_may_be_counted():

@@ -21,16 +21,12 @@ from kvwire.codec.entropy.rans_naive import decode_lanes, encode_lanes
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
 from kvwire.errors import CorruptError
 
+from .measures import drawn
+
 TABLES = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 64), st.integers(0, 2**32 - 1))
 # The naive twin takes microseconds a symbol: large shapes come as often as small ones, but not many of either.
 FEW = settings(max_examples=12)
-
-
-def drawn(rng, frequencies):
-    """A symbol for each row of frequencies, drawn by them."""
-    ends = np.cumsum(frequencies, axis=-1)
-    return (rng.integers(0, 4096, ends.shape[:-1])[..., None] >= ends).sum(-1).astype(np.uint8)
 
 
 def naive_words(words):
@@ -123,8 +119,7 @@ def test_a_damaged_stream_is_refused_or_decodes_to_something(seed, words):
 
 
 def test_the_naive_twin_refuses_damage():
-    symbols = np.full((4, 4), 128, np.uint8)
-    index = np.zeros((4, 4), np.int64)
+    symbols, index = np.full((4, 4), 128, np.uint8), np.zeros((4, 4), np.int64)
     states, words = encode_lanes(symbols, index, TABLES.base, 2)
     with pytest.raises(CorruptError):
         decode_lanes([states[0] ^ 1, states[1]], words, index, TABLES.base)

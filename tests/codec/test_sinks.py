@@ -10,7 +10,6 @@ import torch
 
 from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect, positions_off
 from kvwire.codec.fitting.fit import identity_profile
-from kvwire.codec.format import segment
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.joining import join_headers
 from kvwire.codec.prediction.text import TextPredictor
@@ -22,20 +21,13 @@ from kvwire.types import BlobPrefix, KVCache, digest_tokens
 from . import surgery as cut
 from .measures import measured
 from .synthetic import DEEP, make_cache, make_hidden, make_statistics, stored_plainly, with_sinks
-from .test_device_decode import paged, pieces_of
+from .test_device_decode import _many_lanes, paged, pieces_of  # noqa: F401 - a fixture
 from .test_lazy import Reader
 from .write_golden import quantised
 
 LADDER = Ladder(3.6, ("coarse", "standard", "fine", "finest"))
 WIDTH = 116
 BACKENDS = pytest.mark.parametrize("backend", ["numba", "triton"])
-
-
-@pytest.fixture(autouse=True)
-def _many_lanes(monkeypatch):
-    """Triton's interpreter takes a step for a symbol of every lane: short lanes are fast."""
-    real = segment.lanes_for
-    monkeypatch.setattr(segment, "lanes_for", lambda symbols: real(symbols, 16))
 
 
 def document(tokens, seed, places=(0,), **how):
@@ -114,13 +106,10 @@ def test_one_text_alone_teaches_a_sink_where_it_surprises_most():
     assert fitted([document(300, 1)]).has_sinks
 
 
-def test_what_does_not_begin_a_text_teaches_no_sinks(texts):
-    assert not fitted([each.slice(1, each.tokens) for each in texts]).has_sinks
-
-
-def test_sinks_do_not_weigh_on_the_fit(texts, profile):
+def test_what_does_not_begin_a_text_teaches_no_sinks_and_sinks_do_not_weigh_on_the_fit(texts, profile):
     """But for them the profile is that of the texts without their first tokens."""
     rest = fitted([each.slice(1, each.tokens) for each in texts])
+    assert not rest.has_sinks
     for ours, theirs in zip(profile.groups, rest.groups, strict=True):
         np.testing.assert_allclose(ours.mean, theirs.mean, rtol=1e-3, atol=1e-3)
         assert ours.rank == theirs.rank
@@ -139,10 +128,7 @@ def naive_sinks(cache, profile, text):
             x, e = gather_planes(cache, group.planes, at, at + 1)[0].double(), rows[int(index[0])].double()
             sink, unit = (torch.from_numpy(each).double() for each in (group.sink, group.sink_steps))
             parts.append((float(((x - e) / unit).square().sum()), (x - sink) / unit))
-        to_text, to_sink = (
-            [part[0] for part in parts],
-            [float(part[1].square().sum()) for part in parts],
-        )
+        to_text, to_sink = ([part[0] for part in parts], [float(part[1].square().sum()) for part in parts])
         if to_sink[middle] < NEARER * to_text[middle] and sum(to_sink) < NEARER * sum(to_text):
             found[at] = torch.cat([part[1] for part in parts]).round().numpy()
     return found
@@ -211,17 +197,12 @@ def test_other_tokens_are_as_good_as_ever(cache, profile, backend):
 
 
 @BACKENDS
-def test_segments_leave_sinks_out(cache, profile, backend):
-    blob = encode(cache, profile, LADDER, chunk_tokens=32, backend=backend)
-    finest = quantised(blob, profile, 3)
+def test_numba_and_triton_agree_on_both_ways(cache, profile, blob, backend):
+    """Each decodes what the other encoded; segments leave sinks out."""
+    other = encode(cache, profile, LADDER, chunk_tokens=32, backend=backend)
+    finest = quantised(other, profile, 3)
     assert not finest[[0, 40]].any()
     assert finest[1:40].any(1).all()
-
-
-@BACKENDS
-def test_numba_and_triton_agree_on_both_ways(cache, profile, blob, backend):
-    """Each decodes what the other encoded."""
-    other = encode(cache, profile, LADDER, chunk_tokens=32, backend=backend)
     assert cut.sink_frames(other) == cut.sink_frames(blob)
     ours, theirs = (decode(other, 1, profile, backend=each) for each in ("numba", "triton"))
     for mine, its in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
@@ -231,7 +212,7 @@ def test_numba_and_triton_agree_on_both_ways(cache, profile, blob, backend):
 
 
 @BACKENDS
-def test_pages_have_them_too(cache, profile, blob, backend):
+def test_pages_have_them_too_and_chunks_that_are_not_decoded_stay_empty(cache, profile, blob, backend):
     expected = decode(blob, 1, profile, offset=5)
     pages = paged(cache.meta, 76, dtype=torch.float32)
     decoder = BlobDecoder(blob, profile, out=pages, offset=5, backend=backend)
@@ -240,10 +221,6 @@ def test_pages_have_them_too(cache, profile, blob, backend):
     found = pages.read()
     for ours, theirs in zip((*found.keys, *found.values), (*expected.keys, *expected.values), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@BACKENDS
-def test_chunks_that_are_not_decoded_stay_empty(profile, blob, backend):
     decoder = BlobDecoder(blob, profile, backend=backend)
     decoder.decode_chunk(2, pieces_of(blob, 2, 0))
     assert all(not tensor[:, :64].any() for tensor in (*decoder.cache.keys, *decoder.cache.values))

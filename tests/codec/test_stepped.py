@@ -10,13 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import Ladder, Profile, encode, fit_profile, inspect
-from kvwire.codec.fitting import rounding
+from kvwire.codec import Profile, encode, fit_profile, inspect
 from kvwire.codec.fitting.rounding import (
-    Precision,
     factor_of,
-    round_predictor,
-    round_rows,
     round_with_feedback,
     round_with_feedback_naive,
 )
@@ -57,33 +53,6 @@ def test_rounding_with_feedback_is_that_of_the_readable_twin(count, width, seed)
     assert torch.equal(found, twin)
 
 
-def test_feedback_hides_errors_where_much_is_left(monkeypatch):
-    monkeypatch.setattr(rounding, "PREDICTOR_SHARE", 0.09)
-    left, width = covariance(96), 96
-    weights = torch.randn(40, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rounded = round_predictor(weights, torch.ones(40, dtype=torch.float64), left)
-    plain = weights + (rounded.values().double() - weights).abs().mean() * torch.randn_like(weights)
-
-    def share(other):
-        error = other - weights
-        return float((error @ torch.linalg.inv(left) * error).sum()) / width
-
-    assert share(rounded.values().double()) < 0.25 * share(plain)
-    assert share(rounded.values().double()) < 2 * 0.09
-
-
-def test_rows_of_wide_coefficients_are_the_most_precise():
-    rows = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64))[0]
-    spread = torch.logspace(1, -3, 64, dtype=torch.float64)
-    rounded = round_rows(rows, spread, torch.ones(64, dtype=torch.float64), Precision(0.04))
-    errors = (rounded.values().double() - rows).square().sum(1)
-    assert bool((errors[:10] < 1e-4).all())
-    assert bool((errors < 0.2).all())
-    largest = np.abs(rounded.entries).max(1)
-    assert largest[0] > 100 * largest[-1]
-    assert int(np.linalg.matrix_rank(rounded.values().double().numpy())) == 64
-
-
 def test_a_metric_comes_back_from_its_factors():
     metric = torch.stack([covariance(16, seed) for seed in (1, 2)])
     found = torch.from_numpy(factor_of(metric).metric).double()
@@ -114,14 +83,6 @@ def test_a_matrix_that_was_replaced_is_stored_as_it_is(packed_profile):
     assert again.groups[0].stepped is None
     assert again.groups[1].stepped is not None
     assert np.array_equal(again.table, packed_profile.table)
-
-
-def test_precision_follows_the_ladder():
-    caches = [make_cache(400, seed) for seed in (1, 2)]
-    coarse, fine = (
-        fit_profile(caches, make_statistics(), ladder=Ladder(3.6, names)) for names in (("a", "b"), tuple("abcdefgh"))
-    )
-    assert len(coarse.data) < 0.9 * len(fine.data)
 
 
 @pytest.mark.parametrize("seed", [5, 6])

@@ -62,19 +62,10 @@ def test_what_later_minor_versions_may_add_is_ignored(data):
 @pytest.mark.parametrize(
     ("number", "to"),
     [
-        (1, "<f8"),
-        (1, "|O"),
-        (1, 3),
-        (2, [-1]),
-        (2, [2**40]),
-        (2, [1.0]),
-        (2, 5),
-        (3, 0),
-        (3, -1),
-        (3, 2**60),
+        (1, "<f8"), (1, "|O"), (1, 3), (2, [-1]), (2, [2**40]), (2, [1.0]), (2, 5), (3, 0), (3, -1), (3, 2**60),
         (0, "base"),
     ],
-)
+)  # fmt: skip
 def test_impossible_array_lists_are_refused(data, number, to):
     meta, parts = cut.profile_parts(data)
     meta["arrays"][2][number] = to

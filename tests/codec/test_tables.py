@@ -57,15 +57,14 @@ def test_all_bytes_that_a_table_holds_come_back():
         assert np.array_equal(decode_base(coded, np.array([cls]), PURE, len(symbols)), symbols)
 
 
-def test_lookups_agree_with_frequencies():
+def test_lookups_and_sizes_agree_with_frequencies_and_points():
     lookup = PURE.lookup.reshape(CLASSES, 4096)
     for row in (0, 17, CLASSES - 1):
         assert np.array_equal(np.bincount(lookup[row] >> 24, minlength=ALPHABET), PURE.base[row])
-
-
-def test_wider_classes_have_wider_tables():
-    zeros = PURE.base[:, 128].astype(int)
-    assert (np.diff(zeros) <= 0).all()
+    assert (np.diff(PURE.base[:, 128].astype(int)) <= 0).all()  # wider classes have wider tables
+    assert PURE.sizes[0].tolist() == [0, 1, 2]
+    assert np.array_equal(PURE.sizes[1:, 0], np.zeros(CLASSES))
+    np.testing.assert_allclose(PURE.sizes[1:, 1:], np.array([1, 2]) - PURE.points / 65536, rtol=1e-6)
 
 
 def test_classes_follow_the_grid():
@@ -110,10 +109,3 @@ def test_points_are_the_means_of_laplacian_values():
     for row in (0, 11, 23, CLASSES - 1):
         weight = np.exp(-np.sqrt(2) / (FINEST_SCALE * 3.0 ** (row / 6)) * (grid - 0.5))
         assert PURE.points[row, 0] / 65536 == pytest.approx(1 - (grid * weight).sum() / weight.sum(), abs=2e-5)
-
-
-def test_sizes_are_whole_but_for_points():
-    sizes = PURE.sizes
-    assert sizes[0].tolist() == [0, 1, 2]
-    assert np.array_equal(sizes[1:, 0], np.zeros(CLASSES))
-    np.testing.assert_allclose(sizes[1:, 1:], np.array([1, 2]) - PURE.points / 65536, rtol=1e-6)

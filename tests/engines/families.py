@@ -49,12 +49,7 @@ def _config(name: str, **options: object) -> PreTrainedConfig:
     return getattr(transformers, name)(**{**_COMMON, **options})
 
 
-_LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _LONG = _rope("longrope", long_factor=[2.0] * 4, short_factor=[1.0] * 4, original_max_position_embeddings=LONGROPE)
 _LATENT = {
     "num_key_value_heads": 6,

@@ -65,20 +65,12 @@ def test_prefill_equals_the_models_own_cache(family):
 
 def test_batches_hold_as_many_tokens_as_asked():
     engine = engine_of("llama")
+    wanted = engine.prefill(documents())
     for batch_tokens in (1, 16, 30, 1000):
-        for cache, wanted in zip(
-            engine.prefill(documents(), batch_tokens=batch_tokens), engine.prefill(documents()), strict=True
-        ):
-            assert cache_error(cache, wanted) < TOLERANCE
-
-
-def test_caches_of_a_batch_own_their_memory():
-    for cache in engine_of("llama").prefill(documents()):
-        assert cache.keys[0].untyped_storage().nbytes() == cache.keys[0].numel() * 4
-
-
-def test_no_documents_are_no_caches():
-    assert engine_of("llama").prefill([]) == []
+        for cache, other in zip(engine.prefill(documents(), batch_tokens=batch_tokens), wanted, strict=True):
+            assert cache_error(cache, other) < TOLERANCE
+            assert cache.keys[0].untyped_storage().nbytes() == cache.keys[0].numel() * 4  # it owns its memory
+    assert engine.prefill([]) == []
 
 
 @pytest.mark.parametrize("offset", [0, 21])
@@ -97,16 +89,11 @@ def test_extend_equals_the_tail_of_a_prefill(family, offset):
     assert cache_error(ignorant, whole.slice(cut, len(ids))) > SEEN
 
 
-def test_extend_takes_a_prefix_without_positions():
+def test_extend_takes_a_prefix_without_positions_and_keeps_only_what_is_new_alive():
     engine, ids = engine_of("gemma3"), tokens(29)
     whole = engine.extend(None, ids, offset=5)
     tail = engine.extend(positions_off(whole.slice(0, 17)), ids[17:])
     assert cache_error(tail, whole.slice(17, 29)) < TOLERANCE
-
-
-def test_extend_keeps_only_what_is_new_alive():
-    engine, ids = engine_of("llama"), tokens(29)
-    tail = engine.extend(engine.prefill([ids[:17]])[0], ids[17:])
     assert tail.keys[0].untyped_storage().nbytes() == tail.keys[0].numel() * 4
 
 
@@ -124,19 +111,15 @@ def test_a_question_on_a_cache_equals_the_whole_text(family):
     assert error_between(ours, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", SLIDES)
-def test_sliding_layers_are_served_with_their_window(family):
+@pytest.mark.parametrize("family", ["llama", *SLIDES])
+def test_serving_takes_what_windows_see_and_leaves_the_cache_as_it_was(family):
     engine = engine_of(family)
-    past = engine.past_key_values(engine.prefill([tokens(29)])[0])
-    for spec, layer in zip(engine.meta.layers, past.layers, strict=False):
-        assert layer.keys.shape[2] == (29 if spec.window is None else SLIDING - 1)
-
-
-def test_serving_leaves_the_cache_as_it_was():
-    engine = engine_of("llama")
     (cache,) = engine.prefill([tokens(29)])
     before = [key.clone() for key in cache.keys]
-    engine.forward(engine.past_key_values(cache), query(), 29)
+    past = engine.past_key_values(cache)
+    for spec, layer in zip(engine.meta.layers, past.layers, strict=False):
+        assert layer.keys.shape[2] == (29 if spec.window is None else SLIDING - 1)
+    engine.forward(past, query(), 29)
     assert all(torch.equal(key, old) for key, old in zip(cache.keys, before, strict=True))
     assert cache.tokens == 29
 
@@ -207,45 +190,27 @@ def test_a_cache_of_another_model_is_refused():
     for use in (ours.past_key_values, ours.check_fits, lambda cache: ours.extend(cache, tokens(3))):
         with pytest.raises(MismatchError, match="encode the documents with this model"):
             use(cache)
-    ours.check_fits(ours.prefill([tokens(12)])[0])
-
-
-def test_a_cache_of_other_weights_is_refused_where_both_are_known():
-    engine = engine_of("llama")
-    (cache,) = engine.prefill([tokens(12)])
-    other = KVCache(cache.keys, cache.values, replace(cache.meta, model_revision="other"), cache.token_ids)
+    (cache,) = ours.prefill([tokens(12)])
+    ours.check_fits(cache)
+    ours.check_fits(replace(cache, meta=replace(cache.meta, model_revision="")))
     with pytest.raises(MismatchError):
-        engine.past_key_values(other)
-    engine.check_fits(KVCache(cache.keys, cache.values, replace(cache.meta, model_revision=""), cache.token_ids))
+        ours.past_key_values(replace(cache, meta=replace(cache.meta, model_revision="other")))
+    ours.check_fits(KVCache.from_tensors(cache.keys, cache.values))
 
 
-def test_a_cache_that_turns_otherwise_is_refused_where_weights_are_not_named():
-    engine = engine_of("llama")
-    for family, fits in (("llama", True), ("llama-linear", False), ("smollm3", False)):
-        (cache,) = engine_of(family).prefill([tokens(12)])
-        meta = replace(cache.meta, model_revision="", layers=cache.meta.layers[:3])
-        anonymous = KVCache(cache.keys[:3], cache.values[:3], meta, cache.token_ids)
-        if family == "smollm3":
-            anonymous = replace(
-                anonymous, meta=replace(meta, layers=(*meta.layers[:2], replace(meta.layers[2], rope=None)))
-            )
-        if fits:
-            engine.check_fits(anonymous)
-            continue
-        with pytest.raises(MismatchError):
-            engine.check_fits(anonymous)
-    bare = KVCache.from_tensors(cache.keys[:3], cache.values[:3])
-    engine.check_fits(bare)
+@pytest.mark.parametrize("family", ["llama-linear", "llama"])
+def test_a_cache_that_turns_otherwise_is_refused_where_weights_are_not_named(family):
+    (cache,) = engine_of(family).prefill([tokens(12)])
+    meta = replace(cache.meta, model_revision="")
+    if family == "llama":
+        meta = replace(meta, layers=(*meta.layers[:2], replace(meta.layers[2], rope=None)))
+    with pytest.raises(MismatchError):
+        engine_of("llama").check_fits(replace(cache, meta=meta))
 
 
 @pytest.mark.parametrize(
     ("ids", "reason"),
-    [
-        ([], "without tokens"),
-        ([3] * (WINDOW + 1), "window"),
-        ([3, VOCABULARY], "token ids"),
-        ([3, -1], "token ids"),
-    ],
+    [([], "without tokens"), ([3] * (WINDOW + 1), "window"), ([3, VOCABULARY], "token ids"), ([3, -1], "token ids")],
     ids=["empty", "long", "high", "negative"],
 )
 def test_documents_that_cannot_be_run_are_refused(ids, reason):

@@ -10,7 +10,6 @@ import transformers
 from hypothesis import given, settings, strategies
 from packaging.version import Version
 
-import kvwire
 from kvwire import generate_inputs
 from kvwire.codec import positions_off
 from kvwire.engines.transformers import TransformersEngine
@@ -88,20 +87,13 @@ def by_hand(engine, texts, question, rows=1, **options):
     return out[:, ids.shape[1] :]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_prompt_equals_masked_passes(family):
-    check_equals_masked(engine_of(family), [documents()], [query()])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_of_unequal_prompts_equals_masked_passes(family):
-    check_equals_masked(engine_of(family), TEXTS, QUESTIONS)
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_static_caches_equal_masked_passes(family):
-    check_equals_masked(engine_of(family), [documents()], [query()], max_cache_len=80)
-    check_equals_masked(engine_of(family), TEXTS, QUESTIONS, max_cache_len=60)
+@pytest.mark.parametrize(
+    ("family", "rooms"),
+    [(family, (None, None)) for family in FAMILIES] + [(family, (80, 60)) for family in HYBRIDS],
+)
+def test_one_prompt_and_unequal_ones_equal_masked_passes(family, rooms):
+    check_equals_masked(engine_of(family), [documents()], [query()], max_cache_len=rooms[0])
+    check_equals_masked(engine_of(family), TEXTS, QUESTIONS, max_cache_len=rooms[1])
 
 
 @given(
@@ -339,21 +331,21 @@ def test_rows_that_do_not_fit_the_cache_are_refused():
     def inputs():
         return generate_inputs(engine, [linked(engine, texts) for texts in TEXTS], list(QUESTIONS))
 
-    ours = inputs()
-    ours["attention_mask"] = torch.ones_like(ours["attention_mask"])
-    with pytest.raises(ArgumentError, match="must cover 44 tokens"):
-        engine.model.generate(**ours, **PLAIN)
-    ours = {name: each if name == "past_key_values" else each[:2] for name, each in inputs().items()}
-    with pytest.raises(ArgumentError, match="3 prompts, the model was given 2"):
-        engine.model.generate(**ours, **PLAIN)
+    used = inputs()
+    engine.model.generate(**used, **PLAIN)
+    whole = inputs() | {"attention_mask": torch.ones_like(used["attention_mask"])}
+    two = {name: each if name == "past_key_values" else each[:2] for name, each in inputs().items()}
+    for ours, options, reason in (
+        (whole, {}, "must cover 44 tokens"),
+        (two, {}, "3 prompts, the model was given 2"),
+        (used, {"num_beams": 2}, "holds 3 rows, the model was given 6"),
+    ):
+        with pytest.raises(ArgumentError, match=reason):
+            engine.model.generate(**ours, **PLAIN, **options)
     ours = inputs()
     del ours["attention_mask"]
     with pytest.raises(ArgumentError, match="position_ids must follow"):
         engine.model(**ours)
-    ours = inputs()
-    engine.model.generate(**ours, **PLAIN)
-    with pytest.raises(ArgumentError, match="holds 3 rows, the model was given 6"):
-        engine.model.generate(**ours, **PLAIN, num_beams=2)
 
 
 def test_another_model_is_refused():
@@ -446,7 +438,3 @@ def moved_to(device):
         return value.to(device) if torch.is_tensor(value) else value
 
     return lambda _module, inputs, named: (there(inputs), {name: there(value) for name, value in named.items()})
-
-
-def test_it_is_public():
-    assert kvwire.generate_inputs is generate_inputs

@@ -13,7 +13,6 @@ from kvwire.engines import calibration as gathering
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.engines.transformers.backward import _draw
 from kvwire.errors import ArgumentError
-from kvwire.reuse import link
 
 from .families import config_of, engine_of, make_model, tokens
 
@@ -101,32 +100,6 @@ def test_statistics_hold_a_metric_of_each_plane(family):
     again = engine.statistics(documents, tokens=False)
     assert all(torch.equal(again.gradients[plane], metric) for plane, metric in statistics.gradients.items())
     assert not engine.statistics(documents, tokens=False, sensitivity=False).gradients
-
-
-def test_texts_are_read_right_behind_late_and_linked(monkeypatch):
-    engine, seen = engine_of("llama"), []
-    uses, builder = gathering._uses, StatisticsBuilder(engine.meta)
-    monkeypatch.setattr(gathering, "_uses", lambda *given: seen.extend(uses(*given)) or iter(seen))
-    documents = [tokens(100, seed) for seed in range(4)]
-    assert gathering.gather_gradients(engine, documents, builder) == 4
-    for use, number in ((seen[0], 0), (seen[3], 3)):
-        assert (use[0].tokens, *use[1:]) == (75, (0,), 75, documents[number][75:])
-    late, linked = seen[1:3]
-    assert (late[0].tokens, *late[1:]) == (75, (0,), 45, documents[1][75:])
-    wanted = link(engine.prefill([ids[:25] for ids in documents[:3]]))
-    assert linked[1:] == ((0, 25, 50), 75, documents[2][25:50])
-    assert torch.equal(linked[0].keys[0], wanted.keys[0])
-
-
-def test_long_and_short_texts():
-    engine = engine_of("llama")
-    assert gathering._pieces(engine, [tokens(63)]) == []
-    assert gathering._pieces(engine, [tokens(64)]) == [tokens(64)]
-    spread = [tokens(64, seed) for seed in range(16)]
-    assert gathering._pieces(engine, spread) == [spread[number * 16 // 6] for number in range(6)]
-    many = gathering._pieces(engine, [tokens(engine.window * 5 + 3), *([tokens(70)] * 10)])
-    assert len(many) == 6
-    assert {len(piece) for piece in many} == {engine.window, 70}
 
 
 def test_a_model_without_a_way_back_goes_without_gradients(monkeypatch, caplog):

@@ -161,22 +161,17 @@ def test_a_question_and_its_answer_are_the_same(family, room):  # gemma3 has lay
     cache, whole = prompt_with_room(engine, room)
     before = [part.clone() for part in (*cache.keys, *cache.values)]
     logits, answers = [], []
-    for past in (engine.past_key_values(cache), engine.own_past(cache), engine.growing_past(cache, whole)):
+    pasts = engine.past_key_values(cache), engine.own_past(cache), engine.growing_past(cache, whole)
+    for past in pasts:
         logits.append(engine.forward(past, query(), cache.tokens))
         answers.append(engine.generate(past, 7, cache.tokens + len(query()), 12))
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
     assert answers[0] == answers[1] == answers[2]
     assert all(torch.equal(*pair) for pair in zip(before, (*cache.keys, *cache.values), strict=True))
-
-
-def test_nothing_of_the_prompt_is_copied():
-    engine = engine_of("llama")
-    cache, whole = prompt_with_room(engine, 40)
-    past = engine.growing_past(cache, whole)
-    engine.generate(past, int(engine.forward(past, query(), cache.tokens)[-1].argmax()), cache.tokens + len(query()), 9)
-    assert [layer.keys.data_ptr() for layer in past.layers] == [keys.data_ptr() for keys in cache.keys]
-    assert [layer.values.data_ptr() for layer in past.layers] == [values.data_ptr() for values in cache.values]
+    if (family, room) == ("llama", 100):  # nothing of the prompt was copied
+        for layer, keys, values in zip(pasts[2].layers, cache.keys, cache.values, strict=True):
+            assert (layer.keys.data_ptr(), layer.values.data_ptr()) == (keys.data_ptr(), values.data_ptr())
 
 
 def test_other_pasts_of_the_prompt_are_not_disturbed():

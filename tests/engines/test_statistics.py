@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvwire.codec import rotate, rotation
-from kvwire.engines.transformers import TransformersEngine, observing
+from kvwire.engines.transformers import TransformersEngine
 from kvwire.engines.transformers.capture import recording
 from kvwire.errors import ArgumentError
 
@@ -171,26 +171,6 @@ def test_energies_do_not_depend_on_how_much_was_seen():
     engine, ids = engine_of("smollm3"), tokens(20)  # its last layer needs no draws
     once, twice = engine.statistics([ids], tokens=False), engine.statistics([ids, ids], tokens=False)
     assert torch.allclose(once.query_metric[3], twice.query_metric[3], rtol=1e-5, atol=1e-5)
-
-
-def test_queries_are_those_of_a_few_texts(monkeypatch):
-    """Of the longer half, spread over it, and no more than the beginning of each."""
-    monkeypatch.setattr(observing, "_LONGEST", 30)
-    engine, read = engine_of("llama"), []
-    texts = [tokens(length, length) for length in (5, 40, 50, 6, 60, 70, 7, 80, 90, 8, 20, 21)]
-    hook = (
-        engine.model.get_decoder()
-        .layers[0]
-        .register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0].shape[1]))
-    )
-    try:
-        statistics = engine.statistics(texts, tokens=False, sensitivity=False)
-    finally:
-        hook.remove()
-    assert read == [30, 30, 30]
-    wanted = engine.statistics([texts[place][:30] for place in (1, 4, 7)], tokens=False, sensitivity=False)
-    pairs = zip(statistics.query_metric, wanted.query_metric, strict=True)
-    assert all(torch.equal(found, other) for found, other in pairs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

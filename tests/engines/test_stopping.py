@@ -40,10 +40,8 @@ def test_it_stops_between_layers_where_it_is():
             setter.start()
             setter.join()
 
-    hooks = [
-        layer.register_forward_hook(lambda *_, number=number: ran(number))
-        for number, layer in enumerate(layers_of(engine.model))
-    ]
+    layers = layers_of(engine.model)
+    hooks = [layer.register_forward_hook(lambda *_, at=at: ran(at)) for at, layer in enumerate(layers)]
     try:
         with engine.stoppable(stop), pytest.raises(PassStoppedError):
             engine.extend(None, tokens(13, 2))
@@ -51,6 +49,20 @@ def test_it_stops_between_layers_where_it_is():
         for hook in hooks:
             hook.remove()
     assert run == [0]
+
+
+def test_a_hook_that_is_taken_away_meanwhile_may_be_called_as_others_are(monkeypatch):
+    engine = engine_of("llama")
+    (layer, *_), stop = layers_of(engine.model), threading.Event()
+    with engine.stoppable(stop):
+        (hook,) = layer._forward_pre_hooks.values()
+        assert hook(layer, (torch.zeros(1),)) is None
+        stop.set()
+        with pytest.raises(PassStoppedError):
+            hook(layer, (torch.zeros(1),))
+    assert engine.can_stop
+    monkeypatch.setattr(engine.model, "_compiled_call_impl", engine.model._call_impl)  # as ``Module.compile`` does
+    assert not engine.can_stop
 
 
 def test_other_threads_run_on():
@@ -62,21 +74,3 @@ def test_other_threads_run_on():
         other.start()
         other.join()
     assert cache_error(found[0], whole) < TOLERANCE
-
-
-def test_a_hook_that_is_taken_away_meanwhile_may_be_called_as_others_are():
-    engine = engine_of("llama")
-    (layer, *_), stop = layers_of(engine.model), threading.Event()
-    with engine.stoppable(stop):
-        (hook,) = layer._forward_pre_hooks.values()
-        assert hook(layer, (torch.zeros(1),)) is None
-        stop.set()
-        with pytest.raises(PassStoppedError):
-            hook(layer, (torch.zeros(1),))
-
-
-def test_what_is_compiled_cannot_be_stopped(monkeypatch):
-    engine = engine_of("llama")
-    assert engine.can_stop
-    monkeypatch.setattr(engine.model, "_compiled_call_impl", engine.model._call_impl)  # as ``Module.compile`` does
-    assert not engine.can_stop

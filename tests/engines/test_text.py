@@ -59,26 +59,18 @@ def test_a_head_start_is_the_models_own_hidden_states(family, count):
 
 
 @families
-def test_a_head_start_runs_no_later_layer(family):
+def test_a_head_start_runs_no_later_layer_and_leaves_no_hooks(family):
     engine, ran = engine_of(family), []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _m, _i, index=index: ran.append(index))
-        for index, layer in enumerate(layers_of(engine.model))
-    ]
+    layers = layers_of(engine.model)
+    hooks = [layer.register_forward_pre_hook(lambda _m, _i, at=at: ran.append(at)) for at, layer in enumerate(layers)]
+    before = [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks)) for layer in layers]
     try:
         engine.prefix_states(tokens(9), 1)
+        assert before == [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks)) for layer in layers]
     finally:
         for hook in hooks:
             hook.remove()
     assert ran == [0]
-
-
-def test_a_head_start_leaves_no_hooks():
-    model = make_model(config_of("llama"))
-    model(input_ids=torch.tensor([tokens(9)]))
-    hooks = [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks)) for layer in layers_of(model)]
-    prefix_states(model, tokens(9), 2)
-    assert hooks == [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks)) for layer in layers_of(model)]
 
 
 def test_other_threads_run_on_undisturbed():
@@ -116,16 +108,16 @@ def test_head_starts_of_half_precision_are_float32():
     assert error_between(got, engine.prefix_states(tokens(9), 2)) < 0.1
 
 
-@pytest.mark.parametrize("count", [-1, 0, 4])
-def test_a_head_start_of_no_or_too_many_layers_is_refused(count):
-    with pytest.raises(ArgumentError, match="1 to 3 layers"):
-        engine_of("llama").prefix_states(tokens(9), count)
-
-
-@pytest.mark.parametrize("ids", [[], [VOCABULARY], [3] * 1000], ids=["empty", "high", "long"])
-def test_a_head_start_of_a_text_that_cannot_be_run_is_refused(ids):
-    with pytest.raises(ArgumentError):
-        engine_of("llama").prefix_states(ids, 1)
+@pytest.mark.parametrize(
+    ("ids", "count", "words"),
+    [
+        *[(tokens(9), count, "1 to 3 layers") for count in (-1, 0, 4)],
+        *[(ids, 1, None) for ids in ([], [VOCABULARY], [3] * 1000)],
+    ],
+)
+def test_a_head_start_that_cannot_be_run_is_refused(ids, count, words):
+    with pytest.raises(ArgumentError, match=words):
+        engine_of("llama").prefix_states(ids, count)
 
 
 def test_layers_that_hand_on_something_else_are_refused():
@@ -204,15 +196,6 @@ def test_tokens_that_were_not_run_are_guessed_by_their_embeddings(monkeypatch):
     closest = torch.cdist(guessed, features[: VOCABULARY - 8]).argmin(1)
     assert closest.tolist() == list(range(10, 18))
     assert float((guessed - known).norm() / known.norm()) < 0.9
-
-
-def test_batches_change_nothing(monkeypatch):
-    engine = engine_of("gemma3")
-    context = engine.prefill([tokens(11)])[0]
-    whole = look_up(engine.model, engine.meta, context, [])
-    monkeypatch.setattr(text, "_BATCH_BYTES", 1)
-    single = look_up(engine.model, engine.meta, context, [])
-    assert error_between(torch.cdist(single, single), torch.cdist(whole, whole)) < 1e-3
 
 
 def test_axes_are_found_where_float32_is_refused(monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvwire.codec import positions_off
 from kvwire.engines.base import Engine
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, MismatchError
@@ -58,15 +59,22 @@ def test_both_kinds_of_attention_take_padding(attention):
     hold_equal(engine, *rows(engine), [0] * len(ROWS))
 
 
-def test_rows_without_any_prefix_equal_documents_alone():
-    engine = engine_of("llama")
-    hold_equal(engine, *rows(engine, ((0, 4), (0, 9))), [0, 0])
-
-
-def test_a_row_that_ends_at_the_window_is_padded_within_it():
-    engine = engine_of("llama-dynamic")
-    lengths = ((WINDOW - 2, 2), (3, 20))
+@pytest.mark.parametrize(
+    ("family", "lengths"), [("llama", ((0, 4), (0, 9))), ("llama-dynamic", ((WINDOW - 2, 2), (3, 20)))]
+)
+def test_rows_without_any_prefix_and_a_row_that_ends_at_the_window(family, lengths):
+    engine = engine_of(family)
     hold_equal(engine, *rows(engine, lengths), [0, 0])
+
+
+def test_prefixes_with_positions_off_are_put_in_place_and_what_comes_out_owns_its_memory():
+    engine = engine_of("llama")
+    prefixes, news = rows(engine)
+    off = [None if each is None else positions_off(each) for each in prefixes]
+    pairs = (engine.extend_together(each, news, offsets=[0] * len(news)) for each in (off, prefixes))
+    for cache, alone in zip(*pairs, strict=True):
+        assert cache_error(cache, alone) < TOLERANCE
+        assert cache.keys[0].untyped_storage().nbytes() == cache.keys[0].numel() * 4
 
 
 def test_random_rows_equal_rows_alone():
@@ -76,26 +84,6 @@ def test_random_rows_equal_rows_alone():
         before = torch.randint(0, 40, (count,), generator=generator).tolist()
         new = torch.randint(1, 30, (count,), generator=generator).tolist()
         hold_equal(engine, *rows(engine, tuple(zip(before, new, strict=True))), [0] * count)
-
-
-def test_what_comes_out_owns_its_memory():
-    engine = engine_of("llama")
-    for cache in engine.extend_together(*rows(engine), offsets=[0] * len(ROWS)):
-        assert cache.keys[0].untyped_storage().nbytes() == cache.keys[0].numel() * 4
-
-
-def test_prefixes_with_positions_off_are_put_in_place():
-    from kvwire.codec import positions_off
-
-    engine = engine_of("llama")
-    prefixes, news = rows(engine)
-    off = [None if each is None else positions_off(each) for each in prefixes]
-    for cache, alone in zip(
-        engine.extend_together(off, news, offsets=[0] * len(news)),
-        engine.extend_together(prefixes, news, offsets=[0] * len(news)),
-        strict=True,
-    ):
-        assert cache_error(cache, alone) < TOLERANCE
 
 
 def test_bfloat16_is_held_to_its_own_roundings():

@@ -123,15 +123,12 @@ def test_a_document_spells_no_token_for_the_unknown():
     assert tokenizer.eos_token_id in PieceTokenizer(tokenizer)("a</s>b", "last", "frame")
 
 
-def test_words_that_the_vocabulary_lacks_are_no_control_tokens():
+def test_words_that_the_vocabulary_lacks():
+    """They are no control tokens; a tokenizer without a token for them fails, which is told."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(["[UNK]"])
-    read = PieceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
-    assert read("a zz a") == [1, 0, 1]
-
-
-def test_a_tokenizer_that_fails_on_a_text_is_told():
+    assert PieceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))("a zz a") == [1, 0, 1]
     words = Tokenizer(models.WordLevel({"a": 1}, "missing"))
     with pytest.raises(CorruptError, match="fail on this text"):
         PieceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))("zz")

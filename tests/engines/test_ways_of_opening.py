@@ -181,13 +181,8 @@ def test_quantised_folders_open_where_they_are(saved, tmp_path, bits):  # noqa: 
 @pytest.mark.parametrize("away", ["model.layers.2", "model.embed_tokens"])
 def test_models_whose_weights_wait_on_the_disk(saved, tmp_path, away):  # noqa: F811
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    parts = (
-        "model.embed_tokens",
-        "model.norm",
-        "model.rotary_emb",
-        "lm_head",
-        *(f"model.layers.{n}" for n in range(3)),
-    )
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    parts += [f"model.layers.{n}" for n in range(3)]
     places = dict.fromkeys(parts, "cpu") | {away: "disk"}
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(saved, device_map=places, offload_folder=tmp_path / "off", dtype=torch.float32)

@@ -1,12 +1,3 @@
 """Tiny models run fastest on one thread."""
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from ..engines.conftest import one_thread  # noqa: F401 - a fixture

@@ -37,21 +37,6 @@ LAYOUTS = (
 ANCHORED = ("llama", "qwen3", "gpt-neox", "glm", *SLIDES)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
-@pytest.mark.parametrize("family", ANCHORED)
-def test_anchored_documents_equal_one_masked_pass(family, layout):
-    engine = engine_of(family)
-    prompt = layout.lay_out(TEXTS, query(), tokens(3, 7))
-    caches = [compute_cached(engine, layout, text) for text in TEXTS]
-    linked = link_documents(engine, caches, prompt)
-    found = engine.forward(engine.own_past(linked.cache), query(), prompt.question_start)
-    wanted = engine.masked_forward(prompt.token_ids, prompt.visible())[-len(query()) :]
-    assert error_between(found, wanted) < TOLERANCE
-    everything = [torch.ones(each.tokens, dtype=torch.bool) for each in prompt.documents]
-    unpruned = engine.masked_forward(prompt.token_ids, prompt.visible(everything))[-len(query()) :]
-    assert error_between(found, unpruned) > 1e-3
-
-
 def test_of_an_anchored_document_anchors_alone_are_stored():
     engine, layout = engine_of("llama"), LAYOUTS[0]
     cache = compute_cached(engine, layout, TEXTS[2])
@@ -69,15 +54,30 @@ def test_of_an_anchored_document_anchors_alone_are_stored():
     assert cache_error(back, cache) == 0
 
 
+def found_and_wanted(engine, layout, prompt):
+    """Logits of the question behind anchored documents, and of one masked pass."""
+    linked = link_documents(engine, [compute_cached(engine, layout, text) for text in TEXTS], prompt)
+    found = engine.forward(engine.own_past(linked.cache), query(), prompt.question_start)
+    return found, engine.masked_forward(prompt.token_ids, prompt.visible())[-len(query()) :]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("family", ANCHORED)
+def test_anchored_documents_equal_one_masked_pass(family, layout):
+    engine = engine_of(family)
+    prompt = layout.lay_out(TEXTS, query(), tokens(3, 7))
+    found, wanted = found_and_wanted(engine, layout, prompt)
+    assert error_between(found, wanted) < TOLERANCE
+    everything = [torch.ones(each.tokens, dtype=torch.bool) for each in prompt.documents]
+    unpruned = engine.masked_forward(prompt.token_ids, prompt.visible(everything))[-len(query()) :]
+    assert error_between(found, unpruned) > 1e-3
+
+
 def test_anchors_may_be_soft_tokens():
     engine = TransformersEngine(make_model(config_of("llama")), model_id="llama", revision="llama")
     engine.use_soft_tokens(SoftTokens(torch.randn(2, 48), "anchors:4/2", "llama", "llama"))
     layout = anchors(4, 2)
-    prompt = layout.lay_out(TEXTS, query())
-    linked = link_documents(engine, [compute_cached(engine, layout, text) for text in TEXTS], prompt)
-    found = engine.forward(engine.own_past(linked.cache), query(), prompt.question_start)
-    wanted = engine.masked_forward(prompt.token_ids, prompt.visible())[-len(query()) :]
-    assert error_between(found, wanted) < TOLERANCE
+    assert error_between(*found_and_wanted(engine, layout, layout.lay_out(TEXTS, query()))) < TOLERANCE
 
 
 def some_layout(draw):
@@ -164,14 +164,11 @@ def test_own_tokens_are_found_among_anchors(seed):
     assert own_tokens(soft, own, 100) == own
 
 
-def test_without_anchors_a_document_is_computed_as_ever():
+def test_without_anchors_a_document_is_computed_as_ever_and_without_masks_no_anchors():
     engine, layout = engine_of("llama"), LinkLayout("markers", (60,), (61,))
     found = compute_cached(engine, layout, TEXTS[0])
     assert found.kept is None
     assert cache_error(found, engine.prefill([(60, *TEXTS[0], 61)])[0]) == 0
-
-
-def test_an_engine_without_masks_computes_no_anchors():
     with pytest.raises(MismatchError, match="encode without anchors"):
         compute_cached(TinyEngine(), LinkLayout("anchors", anchors=Anchors(4, (5,))), [1, 2, 3])
 

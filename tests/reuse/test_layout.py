@@ -182,15 +182,11 @@ def test_a_layout_is_immutable_and_a_key() -> None:
     assert layout != kvlink(1)
 
 
-NAMED = ["plain", "kvlink:0", "kvlink:5", "kvlink:5:evaluation", "links:3", "wrappers:8+8", "anchors:100/25"]
-
-
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name", ["plain", "kvlink:0", "kvlink:5", "kvlink:5:evaluation", "links:3", "wrappers:8+8", "anchors:100/25"]
+)
 def test_names_read_back(name: str) -> None:
     assert read_layout(name).name == name
-
-
-def test_names_with_token_ids() -> None:
     assert read_layout("turborag:1,2/3") == turborag([1, 2], [3])
     assert read_layout("block-attention:4,5") == block_attention([4, 5])
     assert read_layout("kvlink") == kvlink(5)

@@ -92,14 +92,6 @@ def test_a_cache_that_stands_right_is_not_copied():
     assert moved(part, 1) is part
 
 
-def test_a_move_in_half_precision_keeps_the_type():
-    cache = random_cache(4)
-    half = KVCache([k.half() for k in cache.keys], [v.half() for v in cache.values], replace(META, dtype="float16"))
-    shifted = moved(half, 9)
-    assert {key.dtype for key in shifted.keys} == {torch.float16}
-    assert cache_error(KVCache([k.float() for k in shifted.keys], cache.values, META), moved(cache, 9)) < 1e-2
-
-
 def test_a_link_of_two_types_takes_the_wider():
     cache = random_cache(4)
     half = KVCache([k.half() for k in cache.keys], [v.half() for v in cache.values], replace(META, dtype="float16"))
@@ -113,28 +105,24 @@ def test_token_ids_are_known_only_where_all_are():
     linked = link([random_cache(3), random_cache(4, ids=False)])
     assert linked.token_ids is None
     assert linked.meta.token_digest == ""
+    elsewhere = random_cache(3, meta=replace(META, model_id="elsewhere"))  # another folder of the same model
+    assert link([random_cache(3), elsewhere]).tokens == 6
 
 
-def test_layers_without_keys_and_values_stay_empty():
-    meta = replace(META, layers=(LAYERS[0], LayerSpec(0, 0, 0, kind="none")))
-
-    def cache(count):
-        filled = random_cache(count)
-        empty = torch.zeros(0)
-        return KVCache.from_tensors([filled.keys[0], empty], [filled.values[0], empty], meta)
-
-    linked = link([cache(3), cache(4)])
-    assert linked.tokens == 7
-    assert not linked.keys[1].numel()
-    prompt = LinkedPrompt([3, 4], meta)
-    prompt.write(1, 0, cache(4))
-    assert torch.equal(prompt.cache.keys[0][:, 3:], linked.keys[0][:, 3:])
-
-
-def test_nothing_to_link():
+def test_what_does_not_link():
     for use in (lambda: link([]), lambda: LinkedPrompt([], META), lambda: LinkedPrompt([3, 0], META)):
         with pytest.raises(ArgumentError):
             use()
+    with pytest.raises(ArgumentError, match="positions count from 0"):
+        moved(random_cache(3), -1)
+    assert moved(random_cache(3), 1_000_000).meta.offset == 1_000_000
+    ours, theirs = (engine_of(family).prefill([tokens(8)])[0] for family in ("llama", "llama-linear"))
+    with pytest.raises(MismatchError):
+        link([ours, theirs])
+    with pytest.raises(MismatchError, match="another layout"):
+        LinkedPrompt([8], ours.meta).write(0, 0, theirs)
+    with pytest.raises(MismatchError):
+        LinkedPrompt([3], META).write(0, 0, random_cache(3, meta=replace(META, model_revision="other")))
 
 
 @pytest.mark.parametrize(
@@ -151,20 +139,6 @@ def test_caches_of_different_models_do_not_link(meta):
         link([random_cache(3), random_cache(3, meta=meta)])
 
 
-def test_a_model_in_another_folder_is_the_same_model():
-    assert link([random_cache(3), random_cache(3, meta=replace(META, model_id="elsewhere"))]).tokens == 6
-
-
-def test_engines_of_two_families_do_not_link():
-    ours, theirs = (engine_of(family).prefill([tokens(8)])[0] for family in ("llama", "llama-linear"))
-    with pytest.raises(MismatchError):
-        link([ours, theirs])
-    with pytest.raises(MismatchError, match="another layout"):
-        LinkedPrompt([8], ours.meta).write(0, 0, theirs)
-    with pytest.raises(MismatchError):
-        LinkedPrompt([3], META).write(0, 0, random_cache(3, meta=replace(META, model_revision="other")))
-
-
 def test_pieces_are_checked_against_their_document():
     prompt = LinkedPrompt([4, 5], META)
     for document, start, count in ((0, 2, 3), (0, -1, 2), (0, 5, 1), (1, 0, 6), (2, 0, 1), (-1, 0, 1)):
@@ -174,11 +148,6 @@ def test_pieces_are_checked_against_their_document():
     for use in (lambda: prompt.document(2), lambda: prompt.offset(-1)):
         with pytest.raises(ArgumentError, match="documents 0 to 1"):
             use()
-
-
-def test_positions_before_the_first_are_refused():
-    with pytest.raises(ArgumentError, match="positions count from 0"):
-        moved(random_cache(3), -1)
 
 
 @pytest.mark.parametrize(("family", "limit"), [("llama-dynamic", WINDOW), ("phi3-longrope", LONGROPE)])
@@ -201,7 +170,3 @@ def test_prompts_past_the_limit_of_a_regime_are_refused(family, limit):
     assert fitting.tokens == limit
     with pytest.raises(ArgumentError, match="window"):
         engine.forward(engine.past_key_values(fitting), tokens(1), limit)
-
-
-def test_regimes_without_a_limit_reach_as_far_as_asked():
-    assert moved(random_cache(3), 1_000_000).meta.offset == 1_000_000

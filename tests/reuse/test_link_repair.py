@@ -7,16 +7,14 @@ import torch
 
 from kvwire.engines.transformers.plain import filled
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.reuse import PLAIN, LinkLayout, link_documents, repair_laid_out, repair_prompt, selector_of
+from kvwire.reuse import PLAIN, link_documents, repair_laid_out, repair_prompt, selector_of
 from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, RepairInput
 
 from ..engines.families import engine_of, error_between, query, tokens
+from .test_link_rows import FIVE, SYSTEM, TOLERANCE, layout_of
 from .test_schema import masks_of
 
-FIVE = ("llama", "qwen3", "gpt-neox", "glm", "gemma3")
-TOLERANCE = 1e-5
 TEXTS = tokens(9, 1), tokens(6, 2), tokens(14, 3)
-SYSTEM = tokens(5, 4)
 
 
 class These:
@@ -32,11 +30,6 @@ class These:
 
     def cost(self, _, rows, *__):
         return RepairCost(float(rows), 0.0)
-
-
-def layout_of(count, *, markers=True):
-    links = tuple(tuple(range(20 + 5 * i, 20 + 5 * i + count)) for i in range(6)) if count else ()
-    return LinkLayout(f"links of {count}", opening=(90,) * markers, links=links, closing=(91,) * markers)
 
 
 def repaired(engine, layout, selector, share, system=SYSTEM, **more):

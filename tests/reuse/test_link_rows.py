@@ -161,16 +161,16 @@ def test_a_document_that_comes_later_does_not_change_earlier_links():
         assert not torch.equal(ours[:, stop:], theirs[:, stop:])
 
 
-def test_caches_of_other_lengths_are_refused():
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (turborag([92], [93]), "compute them from LinkLayout"),
+        (LinkLayout("kvlink", opening=(128254,)), "token ids must lie in 0 to 95"),
+    ],
+)
+def test_caches_of_other_lengths_and_tokens_beyond_the_vocabulary_are_refused(layout, words):
     engine = engine_of("llama")
-    prompt = turborag([92], [93]).lay_out(TEXTS, query())
-    with pytest.raises(ArgumentError, match="compute them from LinkLayout"):
-        link_documents(engine, engine.prefill(TEXTS), prompt)
-
-
-def test_tokens_beyond_the_vocabulary_are_refused():
-    engine, layout = engine_of("llama"), LinkLayout("kvlink", opening=(128254,))
-    with pytest.raises(ArgumentError, match="token ids must lie in 0 to 95"):
+    with pytest.raises(ArgumentError, match=words):
         link_documents(engine, engine.prefill(TEXTS), layout.lay_out(TEXTS, query()))
 
 

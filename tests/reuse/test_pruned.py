@@ -107,15 +107,8 @@ def test_a_link_keeps_what_its_documents_kept(pruned, seed):
         at += cache.tokens
 
 
-def test_a_pruned_piece_may_be_overwritten_by_a_whole_one():
-    prompt = LinkedPrompt([5], META)
-    prompt.write(0, 0, random_cache(5))
-    prompt.write(0, 0, random_cache(5, pruned=False))
-    assert all(bool(mask.all()) for mask in prompt.cache.kept)
-
-
 def test_documents_written_in_place_say_what_they_keep():
-    """As a decoder does that writes into the prompt itself."""
+    """As a decoder does that writes into the prompt itself; a whole piece may overwrite a pruned one."""
     caches = [random_cache(4, 1), random_cache(5, 2, pruned=False), random_cache(3, 3)]
     prompt, wanted = LinkedPrompt([4, 5, 3], META), link(caches)
     for index, cache in enumerate(caches):
@@ -127,6 +120,10 @@ def test_documents_written_in_place_say_what_they_keep():
             prompt.keep(index, cache.kept)
     assert same_masks(prompt.cache.kept, wanted.kept)
     assert same_masks(prompt.document(2).kept[:1], caches[2].kept[:1])
+    over = LinkedPrompt([5], META)
+    for is_pruned in (True, False):
+        over.write(0, 0, random_cache(5, pruned=is_pruned))
+    assert all(bool(mask.all()) for mask in over.cache.kept)
 
 
 def test_masks_that_do_not_fit_the_prompt_are_refused():
@@ -188,13 +185,6 @@ def test_pruned_documents_link_and_answer():
         assert torch.equal(ours.values, theirs.values[:, :, keep])
 
 
-def test_whole_masks_are_no_pruning():
-    engine = engine_of("gemma3")
-    (cache,) = engine.prefill([tokens(29)])
-    past = engine.past_key_values(pruned_alike(cache, []))
-    assert torch.equal(past.layers[0].keys, engine.past_key_values(cache).layers[0].keys)
-
-
 def test_sliding_layers_need_only_what_their_window_sees():
     engine, ids, question = engine_of("gemma3"), tokens(29), query()
     (cache,) = engine.prefill([ids])
@@ -227,3 +217,10 @@ def test_caches_pruned_unevenly_do_not_fit_a_plain_cache(where):
     for use in uses[:1] if where == "sliding" else uses:
         with pytest.raises(MismatchError, match="keep it unpruned, or give its entries"):
             use(pruned)
+
+
+def test_whole_masks_are_no_pruning():
+    engine = engine_of("gemma3")
+    (cache,) = engine.prefill([tokens(29)])
+    past = engine.past_key_values(pruned_alike(cache, []))
+    assert torch.equal(past.layers[0].keys, engine.past_key_values(cache).layers[0].keys)

@@ -13,16 +13,7 @@ from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import SELECTORS, RepairInput, link, repair_prompt, rows_for, selector_of
 from kvwire.types import KVCache
 
-from ..engines.families import (
-    FAMILIES,
-    LENGTHS,
-    cache_error,
-    documents,
-    engine_of,
-    error_between,
-    query,
-    tokens,
-)
+from ..engines.families import FAMILIES, LENGTHS, cache_error, documents, engine_of, error_between, query, tokens
 
 TOLERANCE = 1e-5
 SEEN = 1e-3
@@ -109,15 +100,6 @@ def test_all_rows_are_a_prefill_of_the_whole_prompt(family):
     assert error_between(logits, engine.forward(None, TEXT + query(), 0)[TOTAL:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_suffix_equals_extending(family):
-    engine = engine_of(family)
-    linked, start = linked_of(engine), LENGTHS[0] + LENGTHS[1]
-    wanted = engine.extend(linked.slice(0, start), documents()[2])
-    engine.update_rows(linked, TEXT, torch.arange(start, TOTAL))
-    assert cache_error(linked.slice(start, TOTAL), wanted) < TOLERANCE
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "minicpm3", "smollm3", "glm"])
 def test_double_precision_is_exact(family):
     engine = engine_of(family)
@@ -162,34 +144,6 @@ def test_a_later_token_changes_no_earlier_row(family):
     early = SPARSE[SPARSE < 30]
     assert cache_error(part(ours, early), part(theirs, early)) < 1e-6  # one pass has as many rows as the other
     assert not same_bits(part(ours, SPARSE), part(theirs, SPARSE))
-
-
-def test_masks_that_end_with_the_prompt_let_later_tokens_through():
-    """The masks of LMCache and of CacheBlend's artefact take the rows to be the prompt's last ones."""
-    engine = engine_of("llama")
-    rows = SPARSE[:5]
-    found = []
-    for text in (TEXT, [*TEXT[:30], *tokens(TOTAL - 30, 5)]):
-        linked = link(engine.prefill([text[:15], text[15:26], text[26:]]))
-        wrong = torch.arange(TOTAL) <= torch.arange(TOTAL - len(rows), TOTAL)[:, None]
-        pairs = [(key[None], value[None]) for key, value in zip(linked.keys, linked.values, strict=True)]
-        found.append(wrongly_masked(engine, pairs, torch.tensor(text)[rows], rows, wrong))
-    early = int((rows < 30).sum())
-    assert error_between(found[0][:early], found[1][:early]) > SEEN
-
-
-@torch.no_grad()
-def wrongly_masked(engine, pairs, ids, rows, visible):
-    from transformers.cache_utils import Cache
-
-    from kvwire.engines.transformers.rows import _Layer, _Pass
-
-    cache = KVCache.from_tensors([k[0] for k, _ in pairs], [v[0] for _, v in pairs], engine.meta, None)
-    work = _Pass(engine.model, cache, rows, None)
-    past = Cache(layers=[_Layer(k[0], v[0], work, i) for i, (k, v) in enumerate(pairs)])
-    mask = visible[None, None]
-    out = engine.model(input_ids=ids[None], position_ids=rows[None], attention_mask=mask, past_key_values=past)
-    return out.logits[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -298,8 +252,9 @@ def test_dropping_rows_on_the_way(family, writes_all):
     engine = engine_of(family)
     cache, before = linked_of(engine), linked_of(engine)
     rows = torch.arange(LENGTHS[0], TOTAL)
-    halving = Halving(1, writes_all=writes_all)
+    halving, hooks = Halving(1, writes_all=writes_all), hooks_of(engine.model)
     done = engine.update_rows(cache, TEXT, rows, halving)
+    assert hooks_of(engine.model) == hooks
     assert torch.equal(done, rows[::2])
     layers = [number for number, spec in enumerate(engine.meta.layers) if spec.kind != "none"]
     assert [count for number, count in halving.seen if number <= 1] == [len(rows)] * 2
@@ -315,13 +270,6 @@ def test_dropping_rows_on_the_way(family, writes_all):
     last = layers[-1]
     if last > 1:
         assert error_between(cache.keys[last][:, rows[::2]], before.keys[last][:, rows[::2]]) > SEEN
-
-
-def test_hooks_are_gone_after_a_pass():
-    engine = engine_of("llama")
-    before = hooks_of(engine.model)
-    engine.update_rows(linked_of(engine), TEXT, torch.arange(15, TOTAL), Halving(1, writes_all=True))
-    assert hooks_of(engine.model) == before
 
 
 def hooks_of(model):

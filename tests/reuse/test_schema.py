@@ -152,12 +152,21 @@ def test_what_an_argument_leaves_of_its_slot_holds_nothing():
     assert not linked.cache.keys[1][:, ~mask].any()
 
 
-def test_documents_that_follow_each_other_have_no_holes():
+def test_documents_follow_each_other_without_holes_or_overlap():
     engine = engine_of("llama")
     caches = engine.prefill([TEXTS["system"], TEXTS["unused"]])
-    linked = place_modules(caches, SCHEMA.prompt(["system", "unused"]))
-    assert linked.cache.kept is None
+    assert place_modules(caches, SCHEMA.prompt(["system", "unused"])).cache.kept is None
     assert LinkedPrompt([3, 4], engine.meta).starts == (0, 3)
+    for starts in ([0, 2], [0], [3, 0]):
+        with pytest.raises(ArgumentError):
+            LinkedPrompt([3, 4], engine.meta, starts=starts)
+
+
+def test_lengths_have_to_be_known():
+    schema = Schema((Module("a"), Module("b", tokens=3)))
+    with pytest.raises(ArgumentError, match="length of 'a' is not known"):
+        schema.prompt(["b"])
+    assert schema.with_modules({"a": Module("a", tokens=7)}).prompt(["b"]).starts == (7,)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +219,6 @@ def test_impossible_schemas(parts):
         Schema(parts)
 
 
-def test_lengths_have_to_be_known():
-    schema = Schema((Module("a"), Module("b", tokens=3)))
-    with pytest.raises(ArgumentError, match="length of 'a' is not known"):
-        schema.prompt(["b"])
-    assert schema.with_modules({"a": Module("a", tokens=7)}).prompt(["b"]).starts == (7,)
-
-
 def test_schemas_are_read_from_json():
     said = {
         "modules": [
@@ -242,10 +244,3 @@ def test_schemas_are_read_from_json():
 def test_what_is_no_schema(data):
     with pytest.raises(ArgumentError):
         read_schema(data)
-
-
-def test_documents_do_not_overlap():
-    engine = engine_of("llama")
-    for starts in ([0, 2], [0], [3, 0]):
-        with pytest.raises(ArgumentError):
-            LinkedPrompt([3, 4], engine.meta, starts=starts)

@@ -68,6 +68,9 @@ def test_soft_tokens_equal_a_pass_over_embeddings(engine, layout):
 
 
 def test_ids_beyond_the_vocabulary_are_soft_tokens_too(engine):
+    for wrong in (-1, VOCABULARY):
+        with pytest.raises(ArgumentError, match="are the layout's soft tokens in use"):
+            engine.prefill([[wrong]])
     engine.use_soft_tokens(made())
     ids = [soft_token(0), 5, soft_token(4)]
     stored = as_stored(ids, engine.vocabulary_size)
@@ -106,12 +109,6 @@ def test_soft_tokens_of_another_model_are_refused(engine):
         gemma.use_soft_tokens(made(revision=""))
     with pytest.raises(MismatchError, match="takes no soft tokens"):
         Engine.use_soft_tokens(engine, made())
-
-
-def test_without_them_no_id_is_one(engine):
-    for wrong in (-1, VOCABULARY):
-        with pytest.raises(ArgumentError, match="are the layout's soft tokens in use"):
-            engine.prefill([[wrong]])
 
 
 def test_damaged_files_are_refused():

@@ -144,15 +144,7 @@ def entry(rng):
     return {"json": data}, judge.judge_entry(data, legal=legal)
 
 
-KINDS = (
-    *[legal_blob] * 4,
-    *[damaged_blob] * 9,
-    *[damaged_profile] * 3,
-    text,
-    sealed,
-    sealed,
-    entry,
-)
+KINDS = (*[legal_blob] * 4, *[damaged_blob] * 9, *[damaged_profile] * 3, text, sealed, sealed, entry)
 
 
 TRACED = 4

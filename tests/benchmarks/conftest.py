@@ -1,5 +1,0 @@
-"""The GPU benchmark's checks run in Triton's interpreter."""
-
-from ..interpreter import quicken
-
-quicken()
