@@ -113,13 +113,7 @@ def test_bad_addresses_are_refused(server, url, words):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"part_bytes": 1 << 20},
-        {"connections": 0},
-        {"stall_s": 0.0},
-        {"address_s": 8 * 24 * 3600},
-        {"page_keys": 1001},
-    ],
+    [{"part_bytes": 1 << 20}, {"connections": 0}, {"stall_s": 0.0}, {"address_s": 8 * 24 * 3600}, {"page_keys": 1001}],
 )
 def test_settings_that_no_server_takes_are_refused(options):
     with pytest.raises(ArgumentError):

@@ -536,13 +536,7 @@ def test_hints_for_what_is_not_there_harm_nobody():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"memory_bytes": -1},
-        {"folder_bytes": 5},
-        {"write_back": True},
-        {"folder": "x", "write_back": True},
-    ],
+    "wrong", [{"memory_bytes": -1}, {"folder_bytes": 5}, {"write_back": True}, {"folder": "x", "write_back": True}]
 )
 def test_tiers_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ArgumentError):

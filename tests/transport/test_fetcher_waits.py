@@ -365,10 +365,7 @@ async def test_parts_with_a_wrong_sum_are_all_asked_for_again(misbehaving, fetch
     assert len(server.requests) == 1 + 5 + 5
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 200)), max_size=8),
-    st.integers(1, 100),
-)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 200)), max_size=8), st.integers(1, 100))
 def test_parts_cover_their_pieces_and_are_no_longer_than_allowed(cells, limit):
     pieces = [WantedRange(offset, length, index) for index, (offset, length) in enumerate(cells)]
     parts = split(pieces, max_bytes=limit)

@@ -422,17 +422,7 @@ async def test_requests_over_the_limit_are_sent_away(client, store):
             response.close()
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "0.0.0.0",
-        "::",
-        "",
-        "192.0.2.1",
-        "example.org",
-        "127.0.0.1.example.org",
-    ],
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "example.org", "127.0.0.1.example.org"])
 async def test_a_public_address_needs_a_token(host):
     with pytest.raises(AuthError, match="token"):
         async with serve(MemoryStore(), host):

@@ -446,12 +446,7 @@ async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, c
         async with client.get(target) as response:
             seen += [await response.text("latin-1"), str(response.headers)]
     host, port = url.removeprefix("http://").split(":")
-    for bad in (
-        "GET /k HTTP/9.x",
-        "GET  / HTTP/1.1",
-        "G\x01T / HTTP/1.1",
-        f"GET /{KEYS['anna']}?{address} HTTP/1.1",
-    ):
+    for bad in ("GET /k HTTP/9.x", "GET  / HTTP/1.1", "G\x01T / HTTP/1.1", f"GET /{KEYS['anna']}?{address} HTTP/1.1"):
         reader, writer = await asyncio.open_connection(host, port)
         lines = (bad, "Host: x", f"Authorization: Bearer {FULL}\x01", "Content-Length: x", "", "")
         writer.write("\r\n".join(lines).encode())
