@@ -13,27 +13,18 @@ from hypothesis import strategies as st
 
 from kvwire.codec import pack_text
 from kvwire.errors import ArgumentError
-from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
+from kvwire.store import Catalog, FolderStore, tenant_hash
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.store.upkeep import collect as collecting
 from kvwire.store.upkeep.collect import Collected
 from kvwire.types import digest_tokens
 
-CONFIG = "c" * 64
-DAY = 24 * 3600.0
+from .conftest import CONFIG, DAY, AgedStore
+
 IDS = (5, 6, 7)
 collect = partial(collecting.collect, allow_empty_catalog=True)
 """In most of these tests nothing that is there is named; whether that passes for a lost catalog is tested by itself."""
-
-
-class AgedStore(MemoryStore):
-    """Objects can be made older than they are."""
-
-    def age(self, seconds, but=()):
-        for key, one in self._objects.items():
-            if key not in but:
-                one.modified -= seconds
 
 
 def put(catalog, document_id="doc", blob=b"blob bytes", ids=IDS, **fields):
@@ -380,25 +371,17 @@ class SteppingStore(AgedStore):
         super().__init__()
         self.schedule = schedule
 
-    def get(self, key, start=0, end=None):
-        self.schedule.step()
-        return super().get(key, start, end)
 
-    def stat(self, key):
+def _stepping(method):
+    def call(self, *arguments, **options):
         self.schedule.step()
-        return super().stat(key)
+        return getattr(AgedStore, method)(self, *arguments, **options)
 
-    def put(self, key, data):
-        self.schedule.step()
-        super().put(key, data)
+    return call
 
-    def delete(self, key):
-        self.schedule.step()
-        super().delete(key)
 
-    def scan(self, prefix, after=""):
-        self.schedule.step()
-        return super().scan(prefix, after)
+for _method in ("get", "stat", "put", "delete", "scan"):
+    setattr(SteppingStore, _method, _stepping(_method))
 
 
 def _put_again(catalog, _):
@@ -493,15 +476,6 @@ def test_in_every_order_of_steps_nothing_is_lost_that_an_entry_names(
 ):
     turns = [actor for actor, steps in runs for _ in range(steps)]
     _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns, **how)
-
-
-def test_without_anybody_beside_it_everything_old_is_collected_in_one_go(store, catalog):
-    put(catalog)
-    catalog.remove(CONFIG, "doc")
-    store.age(2 * DAY)
-    done = collect(store)
-    assert (done.blobs, done.texts) == (1, 1)
-    assert list(store.keys("")) == []
 
 
 def test_real_threads_over_a_real_folder(tmp_path):

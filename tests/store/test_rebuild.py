@@ -7,21 +7,13 @@ import pytest
 
 from kvwire.codec import encode, pack_text
 from kvwire.errors import ArgumentError
-from kvwire.store import Catalog, Keyring, MemoryStore, collect, rebuild, verify_store
+from kvwire.store import Catalog, Keyring, collect, rebuild, verify_store
 from kvwire.types import digest_tokens
 
 from ..codec.synthetic import make_cache
+from .conftest import DAY, AgedStore
 
-DAY = 24 * 3600.0
 RING = Keyring([bytes(range(32))])
-
-
-class AgedStore(MemoryStore):
-    """Objects can be made older than they are."""
-
-    def age(self, seconds):
-        for one in self._objects.values():
-            one.modified -= seconds
 
 
 @pytest.fixture
