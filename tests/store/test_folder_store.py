@@ -4,7 +4,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import subprocess
 import threading
 import time
 import urllib.request
@@ -314,36 +313,3 @@ def test_tags_of_replaced_files_are_not_remembered(store):
         assert store.stat("k") == first
         store.put("other", b"%03d" % n)
         assert store.stat("other").etag == first.etag
-
-
-@pytest.fixture
-def tiny_disk(tmp_path):
-    """A real file system of one MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_really_full_disk(tiny_disk):
-    store = FolderStore(tiny_disk)
-    store.put("small", b"x" * 1000)
-    with pytest.raises(StorageError, match="disk is full"):
-        store.put("big", bytes(2 << 20))
-    assert files_below(tiny_disk) == ["small"]
-    assert store.get("small") == b"x" * 1000
-
-
-def test_a_really_read_only_disk(tiny_disk):
-    store = FolderStore(tiny_disk)
-    store.put("a/k", b"x")
-    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
-    for action in (lambda: store.put("a/k", b"y"), lambda: store.put("b/k", b"y"), lambda: store.delete("a/k")):
-        with pytest.raises(StorageError, match="read-only"):
-            action()
-    assert store.get("a/k") == b"x"
