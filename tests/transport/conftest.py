@@ -5,15 +5,58 @@ import random
 from contextlib import asynccontextmanager, closing, suppress
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from kvwire.store import MemoryStore
-from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, open_session
+from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, SegmentError, open_session
 from kvwire.transport.testing import build_blob as build
 from kvwire.transport.testing import read_blob_head as read_header
 
 KEY = "v1/blob.kvw"
 FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=ReadTimeouts(5, 5))
+
+HEAD = 65536
+
+
+def everything(info):
+    return [segment for row in info.segments for segment in row]
+
+
+def behind_the_head(info):
+    return [segment for segment in everything(info) if segment.end > HEAD]
+
+
+async def outcome(fetcher, segments, **options):
+    good, bad = {}, {}
+    async for result in fetcher.fetch(segments, **options):
+        (bad if isinstance(result, SegmentError) else good)[result.segment] = result
+    assert len(good) + len(bad) == len(segments)
+    return good, bad
+
+
+def check_all(blob, good):
+    assert all(arrival.data == blob[s.offset : s.end] for s, arrival in good.items())
+
+
+async def fetched(fetcher, blob, wanted=behind_the_head, **options):
+    """Open a blob and fetch what is wanted of it, all of which has to arrive whole."""
+    good, bad = await outcome(fetcher, wanted(await fetcher.open()), **options)
+    assert not bad
+    check_all(blob, good)
+    return good
+
+
+async def answered(asked):
+    """Status of an answer, of which nothing else is looked at."""
+    async with asked as response:
+        return response.status
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession() as client:
+        yield client
 
 
 @pytest.fixture
