@@ -13,6 +13,8 @@ from kvwire.transport.server import application, connections
 from kvwire.transport.server.connections import Connection
 from kvwire.transport.server.limits import RateLimiter
 
+from .conftest import answered
+
 DATA = bytes(range(256)) * 8
 BIG = bytes(30_000_000)
 
@@ -22,12 +24,6 @@ def store(request, tmp_path):
     store = MemoryStore() if request.param == "memory" else FolderStore(tmp_path)
     store.put("k", DATA)
     return store
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as client:
-        yield client
 
 
 @contextlib.asynccontextmanager
@@ -182,8 +178,7 @@ async def test_a_client_over_the_rate_is_told_when_to_come_back(store, client):
             async with client.get(f"{url}/k", headers={"Authorization": f"Bearer {n}"}) as response:
                 statuses.append(response.status)
         assert statuses == [401, 401, 401, 429, 429]
-        async with client.get(f"{url}/healthz") as response:
-            assert response.status == 200
+        assert await answered(client.get(f"{url}/healthz")) == 200
 
 
 async def test_who_guesses_too_fast_is_not_told_when_right(store, client):
@@ -313,8 +308,7 @@ async def test_a_stopping_server_takes_nobody_and_ends_what_it_began(client):
     async with running(store, shutdown_s=20) as (server, url, stop), connected(url) as (reader, writer):
         writer.write(get("slow"))
         assert await asyncio.to_thread(store.reached.wait, 20)
-        async with client.get(f"{url}/readyz") as response:
-            assert response.status == 200
+        assert await answered(client.get(f"{url}/readyz")) == 200
         await stopped(server, stop)
         with pytest.raises(aiohttp.ClientConnectorError):
             await client.get(f"{url}/readyz")

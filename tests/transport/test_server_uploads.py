@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from kvwire.codec import pack_text
@@ -23,6 +22,8 @@ from kvwire.transport.server.limits import SpoolBudget
 from kvwire.transport.server.metrics import ServerMetrics
 from kvwire.types import SEALED_MAGIC
 
+from .conftest import answered
+
 DATA = bytes(range(256)) * 8192  # 2 MiB: several batches
 DIGEST = hashlib.sha256(DATA).hexdigest()
 BLOB = f"v1/t/{DIGEST}.kvw"
@@ -33,12 +34,6 @@ ROOT = f"v1/{tenant_hash('default')}/{CONFIG[:16]}/"
 @pytest.fixture(params=["memory", "folder"])
 def store(request, tmp_path):
     return MemoryStore() if request.param == "memory" else FolderStore(tmp_path / "store")
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as client:
-        yield client
 
 
 @pytest.fixture
@@ -95,8 +90,7 @@ async def test_a_blob_is_written_and_read_back(url, client, store, spool):
 
 async def test_an_empty_profile(url, client, store):
     key = f"v1/t/profiles/{hashlib.sha256(b'').hexdigest()}.kvp"
-    async with client.put(f"{url}/{key}", data=b"") as response:
-        assert response.status == 201
+    assert await answered(client.put(f"{url}/{key}", data=b"")) == 201
     assert store.get(key) == b""
 
 
@@ -123,8 +117,7 @@ async def test_what_lies_there_decides(url, client, store):
     assert await put(If_Match='"other"') == 412
     assert await put(If_Match=f'"{DIGEST}"') == 201
     assert await put(If_None_Match=f'"{DIGEST}"') == 412
-    async with client.delete(f"{url}/{BLOB}", headers={"If-Match": '"other"'}) as response:
-        assert response.status == 412
+    assert await answered(client.delete(f"{url}/{BLOB}", headers={"If-Match": '"other"'})) == 412
     assert store.get(BLOB) == DATA
 
 
@@ -132,8 +125,7 @@ async def test_what_lies_there_decides(url, client, store):
 async def test_the_catalog_takes_no_blobs_and_no_texts(url, client, store, suffix):
     """A folder would keep them as rows of its database, and read all of one for each range."""
     key = f"{ROOT}catalog/{DIGEST}.{suffix}"
-    async with client.put(f"{url}/{key}", data=io.BytesIO(DATA)) as response:
-        assert response.status == 403
+    assert await answered(client.put(f"{url}/{key}", data=io.BytesIO(DATA))) == 403
     assert all_keys(store) == []
 
 
@@ -176,8 +168,7 @@ async def test_of_many_that_replace_one_version_one_wins(url, client, store, ent
 
 @pytest.mark.parametrize("key", ["a/k", "x.kvw", "v1/t/" + "0" * 63 + ".kvw", "v1/t/" + "0" * 64 + ".kvx", "readyz2"])
 async def test_other_keys_are_not_written(url, client, store, key):
-    async with client.put(f"{url}/{key}", data=b"x") as response:
-        assert response.status == 403
+    assert await answered(client.put(f"{url}/{key}", data=b"x")) == 403
     assert all_keys(store) == []
 
 
@@ -188,8 +179,7 @@ async def test_deleting(url, client, store):
             assert (response.status, await response.read()) == (204, b"")
     assert all_keys(store) == []
     for path in ("", "?list"):
-        async with client.delete(f"{url}/{path}") as response:
-            assert response.status in (404, 405)
+        assert await answered(client.delete(f"{url}/{path}")) in (404, 405)
 
 
 # Listing.
@@ -229,15 +219,11 @@ async def test_a_listing_that_cannot_be(url, client):
         "prefix=/x",
         "prefix=..%2f",
     ):
-        async with client.get(f"{url}/?list&{query}") as response:
-            assert response.status == 400
-    async with client.get(f"{url}/?list&after=%2fx") as response:
-        assert response.status == 400
+        assert await answered(client.get(f"{url}/?list&{query}")) == 400
+    assert await answered(client.get(f"{url}/?list&after=%2fx")) == 400
     for query in ("", "?prefix=x", "?listing"):
-        async with client.get(f"{url}/{query}") as response:
-            assert response.status == 404
-    async with client.get(f"{url}/?list&" + "a=1&" * 50) as response:
-        assert response.status == 400
+        assert await answered(client.get(f"{url}/{query}")) == 404
+    assert await answered(client.get(f"{url}/?list&" + "a=1&" * 50)) == 400
 
 
 # Catalog entries.
@@ -259,17 +245,14 @@ async def test_catalog_entries_are_written(url, client, store, entries):
         async with client.put(f"{url}/{key}", data=data) as response:
             assert response.status == 201
             assert response.headers["ETag"] == f'"{hashlib.sha256(data).hexdigest()}"'
-        async with client.put(f"{url}/{key}", data=data, headers={"If-None-Match": "*"}) as response:
-            assert response.status == 412
+        assert await answered(client.put(f"{url}/{key}", data=data, headers={"If-None-Match": "*"})) == 412
         assert store.get(key) == data
     announcement = ROOT + "catalog/collecting/" + "0" * 32 + ".json"
     text = ROOT + "texts/00/" + "0" * 64 + ".kvt"
     for added, data in ((announcement, b'{"collecting": ["x"]}'), (text, pack_text([1, 2]))):
-        async with client.put(f"{url}/{added}", data=data) as response:
-            assert response.status == 201
+        assert await answered(client.put(f"{url}/{added}", data=data)) == 201
     sealed = SEALED_MAGIC + b"anything"
-    async with client.put(f"{url}/{key}", data=sealed) as response:
-        assert response.status == 201
+    assert await answered(client.put(f"{url}/{key}", data=sealed)) == 201
     assert store.get(key) == sealed
 
 
@@ -297,10 +280,8 @@ async def test_entries_belong_to_their_keys(url, client, store, entries):
         (document, b""),
         (document, b"{" * 100_000),
     ]:
-        async with client.put(f"{url}/{key}", data=data) as response:
-            assert response.status in (403, 422), key
-    async with client.put(f"{url}/{document}", data=io.BytesIO(bytes((1 << 20) + 1))) as response:
-        assert response.status == 413
+        assert await answered(client.put(f"{url}/{key}", data=data)) in (403, 422), key
+    assert await answered(client.put(f"{url}/{document}", data=io.BytesIO(bytes((1 << 20) + 1)))) == 413
     assert all_keys(store) == []
 
 
@@ -416,8 +397,7 @@ async def test_uploads_share_the_spool(store, spool, client):
             assert (response.status, response.headers["Retry-After"]) == (503, "5")
         writer.transport.abort()
         await settled(client, url)
-        async with client.put(f"{url}/{BLOB}", data=io.BytesIO(DATA)) as response:
-            assert response.status == 201
+        assert await answered(client.put(f"{url}/{BLOB}", data=io.BytesIO(DATA))) == 201
 
 
 def test_each_client_has_its_share_of_the_spool():
@@ -456,8 +436,7 @@ async def test_announcing_much_takes_no_room_from_others(store, spool, client, t
             writers.append(writer)
         key = f"v1/{tenant_hash('berta')}/c/{DIGEST}.kvw"
         headers = {"Authorization": f"Bearer {made['berta'][0]}"}
-        async with client.put(f"{url}/{key}", data=io.BytesIO(DATA), headers=headers) as response:
-            assert response.status == 201
+        assert await answered(client.put(f"{url}/{key}", data=io.BytesIO(DATA), headers=headers)) == 201
         for writer in writers:
             writer.transport.abort()
 
