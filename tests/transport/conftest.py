@@ -178,3 +178,17 @@ def misbehaving():
             await listening.wait_closed()
 
     return start
+
+
+class FakeTime:
+    """A clock that moves only in sleeps; each overruns by ``late`` seconds."""
+
+    def __init__(self, late=0.0):
+        self.now, self.late, self.sleeps = 1000.0, late, 0
+
+    def clock(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.sleeps += 1
+        self.now += seconds + self.late
