@@ -9,14 +9,8 @@ from kvwire.store.http_ranges import content_range
 @pytest.mark.parametrize(
     ("field", "result"),
     [
-        ("bytes 0-9/10", (0, 10, 10)),
-        ("bytes 5-5/*", (5, 6, None)),
-        ("bytes 5-4/10", None),
-        ("bytes 5-10/10", None),
-        ("bytes */10", None),
-        ("bytes 0-9/10 ", None),
-        ("", None),
-        (None, None),
+        *(("bytes 0-9/10", (0, 10, 10)), ("bytes 5-5/*", (5, 6, None)), ("bytes 5-4/10", None)),
+        *(("bytes 5-10/10", None), ("bytes */10", None), ("bytes 0-9/10 ", None), ("", None), (None, None)),
         ("bytes 0-" + "9" * 30 + "/*", None),
     ],
 )

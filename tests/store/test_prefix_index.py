@@ -108,9 +108,6 @@ def index(catalog):
     return made
 
 
-# Hashes.
-
-
 @pytest.mark.parametrize("told", THEIRS)
 def test_hashes_are_those_of_the_engines_themselves(told):
     scheme = hash_scheme(told, CONFIG)
@@ -166,9 +163,6 @@ def test_only_kvwires_own_chain_names_the_model():
 def test_what_is_no_scheme_is_refused(told):
     with pytest.raises(ArgumentError, match=r"an index is one of kvwire, lmcache, sglang|a chunk of an index has"):
         hash_scheme(told, CONFIG)
-
-
-# Entries.
 
 
 def entry_of(index, document, chunk, ids):
@@ -252,9 +246,6 @@ def test_what_is_indexed_already_costs_one_read(catalog, index, store):
     assert index.add(document, IDS[:100]) == 6
     short = add(catalog, "short", [1, 2, 3])
     assert index.add(short, [1, 2, 3], is_new=False) == index.add(short, [1, 2, 3]) == 0
-
-
-# The longest prefix.
 
 
 def hits(present):
@@ -435,9 +426,6 @@ def test_a_store_that_fails_is_told(index, store, monkeypatch):
     monkeypatch.setattr(store, "get", broken)
     with pytest.raises(StorageError, match="the disk is gone"):
         index.longest(IDS)
-
-
-# Tenants, servers and upkeep.
 
 
 def test_tenants_and_models_have_indexes_of_their_own(catalog, index, store):

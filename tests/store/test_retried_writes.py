@@ -133,9 +133,6 @@ def test_any_client_of_a_server_sees_what_lies_there_where_a_condition_fails(req
             assert put(f"{url}/{ENTRY}", text, **condition) == (412, lies)
 
 
-# Uploads in parts.
-
-
 class _Parts(BaseHTTPRequestHandler):
     """S3 as far as an upload in parts goes; the first answer to ``completing`` is lost, and it is over then."""
 
@@ -226,9 +223,6 @@ def test_aborting_what_is_over_is_no_trouble(moto_server, monkeypatch, caplog):
     assert not caplog.text
 
 
-# Write-back tiers.
-
-
 class _Dropping(StoreWrapper):
     """Does the first put of an entry, and is away then until it is told otherwise."""
 
@@ -313,9 +307,6 @@ def test_an_entry_that_was_pending_when_it_was_read_is_replaced(moto_server, mon
         assert tiers.replace(ENTRY, pointer("b"), tag)
         assert tiers.get(ENTRY) == pointer("b")
         assert not tiers.replace(ENTRY, pointer("c"), tag)
-
-
-# The catalog.
 
 
 def test_a_removal_that_ended_early_is_ended_by_the_next(tmp_path):

@@ -214,9 +214,6 @@ def test_an_object_larger_than_the_memory_passes_through(tmp_path):
         assert tiers.counters().memory.held_bytes <= 2000
 
 
-# Lengths.
-
-
 class Cutting(StoreWrapper):
     """Gives half of what is asked for where ``cuts`` says so."""
 
@@ -288,9 +285,6 @@ def test_a_read_that_asks_for_more_than_an_old_length_asks_the_remote_again(monk
         assert tiers.get(key, 0, 1000) == data[:300]
         down.down = False
         assert tiers.get(key, 0, 1000) == data
-
-
-# Many readers.
 
 
 def test_a_thousand_threads_read_64_blobs_once():
@@ -432,9 +426,6 @@ def test_a_remote_that_gives_more_than_asked_is_an_error():
         tiers.get(key, 0, 10)
 
 
-# Hints.
-
-
 def test_what_is_prefetched_is_there_when_it_is_read_and_hints_for_what_is_not_there_harm_nobody():
     memory, [(key, data)] = filled(size=10_000)
     remote = CountingStore(memory)
@@ -478,8 +469,6 @@ def test_tiers_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ArgumentError):
         open_tiers(MemoryStore(), **wrong)
 
-
-# Against a dictionary.
 
 BLOBS = dict(samples.blob(number, size) for number, size in enumerate([1, 40, 300, 1000, 2500]))
 

@@ -341,9 +341,6 @@ def test_a_slow_disk_is_not_waited_for(tmp_path):
         assert disk_bytes(tmp_path) == tiers.counters().disk.held_bytes
 
 
-# Disks that hang or fail for a moment.
-
-
 def test_where_the_disk_hangs_the_remote_is_asked_and_the_disk_left_alone(tmp_path, monkeypatch):
     remote, pairs = filled()
     free, others = threading.Event(), set(threading.enumerate())  # of tests before this one, on their way out
@@ -438,8 +435,6 @@ def test_opening_a_slow_folder_takes_one_slot_however_often_it_is_tried(tmp_path
         assert tiers.settle(30)
         assert [one.name for one in (tmp_path / "cache").iterdir()] == ["slot-0"]
 
-
-# Killed at any moment.
 
 VICTIM = """
 import random, sys

@@ -319,8 +319,6 @@ def test_readers_meet_a_write_at_every_moment_of_its_upload(tmp_path):
             assert tiers.get(key) == data
 
 
-# Entries and collectors.
-
 CONFIG = "ab" * 32
 
 
@@ -445,9 +443,6 @@ def test_an_announcement_is_on_the_remote_before_anything_is_deleted(remote, tmp
         assert list(tiers.keys(space.announcements)) == [at]
         tiers.delete(at)
         assert not list(tiers.keys(space.announcements))
-
-
-# Reading and queueing.
 
 
 def test_pending_content_is_checked_once_and_then_read_in_ranges(remote, tmp_path, monkeypatch):

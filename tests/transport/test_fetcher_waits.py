@@ -146,9 +146,6 @@ def test_the_budget_of_hedges():
     assert [pace.may_hedge(0.1) for _ in range(3)] == [True, True, False]
 
 
-# Deadlines.
-
-
 async def test_what_misses_the_deadline_is_given_as_late(blob, misbehaving, fetcher_for, fake):
     plan = lambda number, *_: {"after": 12_000, "stall": True} if number else None  # noqa: E731
     async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
@@ -171,9 +168,6 @@ async def test_a_deadline_that_has_passed_still_gives_what_is_at_hand(store, fet
     assert {s for s in everything if s.end <= HEAD} <= set(good)
     assert set(bad) <= {s for s in everything if s.end > HEAD}
     assert bad
-
-
-# Come back later.
 
 
 @pytest.mark.parametrize(
@@ -211,9 +205,6 @@ async def test_a_date_to_come_back_at(misbehaving, session, blob):
         with pytest.raises(BusyError) as caught:
             await HttpSource(session, server.url).read(0, 10, lambda _: None)
     assert caught.value.retry_after_s == 0  # the date has passed
-
-
-# Addresses.
 
 
 def refused_unless(good):
@@ -275,9 +266,6 @@ async def test_an_address_that_is_no_url(session):
         await HttpSource(session, lambda _: HttpAddress("s3://bucket/key")).read(0, 10, lambda _: None)
 
 
-# Long segments.
-
-
 def flips_until(last, spot):
     return lambda number, start, end: {"flip": spot} if number < last and start <= spot < end else None
 
@@ -310,9 +298,6 @@ def test_parts_cover_their_pieces_and_are_no_longer_than_allowed(cells, limit):
         assert len(mine) == max(1, -(-piece.length // limit))
         assert max(part.length for part in mine) <= limit
         assert max(part.length for part in mine) - min(part.length for part in mine) <= 1
-
-
-# Copies that lie.
 
 
 class Remembering(StoreSource):
@@ -380,9 +365,6 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
     assert isinstance(next(iter(good.values())), FetchedSegment)
 
 
-# Opening.
-
-
 async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for):
     async with misbehaving(blob, lambda *_: {"after": 10, "stall": True}) as server, fetcher_for(server.url) as fetcher:
         started = time.monotonic()
@@ -443,9 +425,6 @@ async def test_an_object_opened_for_nobody_is_closed(tmp_path, cancelled):
             await asyncio.sleep(0.001)
 
 
-# Parts of long segments.
-
-
 async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
     """Each of six parts fails as often as it may: the segment arrives all the same."""
     blob, seen = fake.build([[400_000]]), {}
@@ -469,9 +448,6 @@ async def test_parts_of_a_segment_that_was_given_up_are_not_asked_for(misbehavin
         _, bad = await outcome(fetcher, [info.segments[0][0]])
     assert len(bad) == 1
     assert len(server.requests) == 2
-
-
-# Bytes that did not cross the link.
 
 
 class HalfLocal(StoreSource):
