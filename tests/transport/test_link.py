@@ -73,17 +73,6 @@ async def test_an_idle_link_saves_nothing_up():
         assert fake.now - start == pytest.approx(0.1)
 
 
-async def test_catching_up_is_limited_by_the_burst():
-    fake = FakeTime()
-    link = EmulatedLink(1e6, burst_bytes=10_000, clock=fake.clock, sleep=fake.sleep)
-    async with link.sending():
-        await link.transmit(1000)
-        fake.now += 5  # the sender was busy elsewhere
-        start = fake.now
-        await link.transmit(110_000)
-        assert fake.now - start == pytest.approx(0.1)
-
-
 @pytest.fixture
 def big_store():
     store = MemoryStore()
