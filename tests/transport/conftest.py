@@ -2,7 +2,9 @@
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, closing, suppress
+import socket
+import threading
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from types import SimpleNamespace
 
 import aiohttp
@@ -178,6 +180,35 @@ def misbehaving():
             await listening.wait_closed()
 
     return start
+
+
+@pytest.fixture
+def answering():
+    """A raw server that gives each connection one answer, or what it was sent (None), and then closes or holds it."""
+    threads = []
+    with ExitStack() as held, socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def start(answer, hold=False):
+            def work():
+                with suppress(OSError):
+                    while True:
+                        connection, _ = listening.accept()
+                        if hold:
+                            held.callback(connection.close)
+                        with suppress(OSError):  # who asked may have seen enough
+                            sent = connection.recv(65536)
+                            connection.sendall(sent if answer is None else answer)
+                        if not hold:
+                            connection.close()
+
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+            return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        yield start
+        listening.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
 
 
 class FakeTime:

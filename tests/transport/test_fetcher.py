@@ -291,7 +291,13 @@ async def test_a_file_cut_short_while_being_read(tmp_path, blob, fetcher_for):
     assert all(isinstance(error, SegmentError) and isinstance(error, StorageError) for error in bad.values())
 
 
-@pytest.mark.parametrize("change", [{"concurrency": 0}, {"retries": -1}, {"header_bytes": 0}, {"gap_bytes": -1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"concurrency": 0}, {"retries": -1}, {"header_bytes": 0}, {"gap_bytes": -1}),
+        *({"hedge_factor": -1}, {"hedge_share": -0.1}, {"max_retry_after_s": -1}),
+    ],
+)
 def test_settings_that_cannot_work(change):
     with pytest.raises(ArgumentError):
         FetchSettings(**change)

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 
@@ -161,39 +160,6 @@ def test_bad_addresses_are_refused_and_no_password_repeated(url):
     with pytest.raises(ArgumentError) as caught:
         HttpStore(url)
     assert "hush" not in str(caught.value)
-
-
-@pytest.fixture
-def answering():
-    """A raw server that gives one fixed answer to each connection, then closes it, or stays silent."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    held = []
-
-    def start(answer, hold=False):
-        def work():
-            while True:
-                try:
-                    connection, _ = listening.accept()
-                except OSError:
-                    return
-                with suppress(OSError):  # who asked may have seen enough
-                    connection.recv(65536)
-                    connection.sendall(answer)
-                if hold:
-                    held.append(connection)
-                else:
-                    connection.close()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        held.append(thread)
-        return f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-    yield start
-    listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
-    for thing in held:
-        thing.join(5) if isinstance(thing, threading.Thread) else thing.close()
 
 
 PARTIAL = b"HTTP/1.1 206 X\r\nContent-Range: bytes "
@@ -355,11 +321,6 @@ def test_compressed_answers_are_refused(answering):
         store.get("k")
 
 
-def test_a_chunked_answer_is_read(answering):
-    with closing(HttpStore(answering(CHUNKED + b"0\r\n\r\n"))) as store:
-        assert store.get("k") == b"abcde"
-
-
 def test_a_silent_server_is_given_up(answering):
     url = answering(b"HTTP/1.1 200 X\r\nContent-Le", hold=True)
     with (
@@ -376,6 +337,11 @@ def test_sizes_are_checked(answering, size):
         store.stat("k")
 
 
-def test_a_server_without_ranges_is_read_whole(answering):
-    with closing(HttpStore(answering(answer_of(200, "0123456789")))) as store:
-        assert store.get("k", 2, 5) == b"234"
+@pytest.mark.parametrize(
+    ("answer", "span", "found"),
+    [(CHUNKED + b"0\r\n\r\n", (), b"abcde"), (answer_of(200, "0123456789"), (2, 5), b"234")],
+    ids=["chunked", "without ranges"],
+)
+def test_answers_of_other_forms_are_read(answering, answer, span, found):
+    with closing(HttpStore(answering(answer))) as store:
+        assert store.get("k", *span) == found
