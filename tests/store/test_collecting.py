@@ -33,6 +33,15 @@ def put(catalog, document_id="doc", blob=b"blob bytes", ids=IDS, **fields):
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
 
 
+def garbage(store, count):
+    """Old blobs that nobody names."""
+    space = Catalog(store).keys(CONFIG)
+    for number in range(count):
+        store.put(space.blob(f"{number:064x}"), b"nobody's")
+    store.age(2 * DAY)
+    return space
+
+
 @pytest.fixture
 def store():
     return AgedStore()
@@ -164,8 +173,7 @@ def test_progress_counts_everything_that_was_looked_at(store, catalog):
 
 
 def test_a_slow_collector_deletes_nothing(store, catalog, monkeypatch):
-    store.put(catalog.keys(CONFIG).blob("ab" * 32), b"nobody's")
-    store.age(2 * DAY)
+    garbage(store, 1)
     monkeypatch.setattr("kvwire.store.upkeep.collect.LEASE_S", -1.0)
     done = collect(store)
     assert done.blobs == 0
@@ -192,10 +200,7 @@ class FarStore(StoreWrapper):
 
 
 def test_what_takes_longer_than_a_lease_is_collected_under_several(store, catalog, monkeypatch):
-    space = catalog.keys(CONFIG)
-    for number in range(1000):
-        store.put(space.blob(f"{number:064x}"), b"nobody's")
-    store.age(2 * DAY)
+    garbage(store, 1000)
     far = FarStore(store, 0.04)
     monkeypatch.setattr("kvwire.store.upkeep.collect.time", SimpleNamespace(time=time.time, monotonic=lambda: far.now))
     monkeypatch.setattr("kvwire.store.upkeep.collect.LEASE_S", 20.0)  # 500 round trips
@@ -266,10 +271,7 @@ class MeetingStore(StoreWrapper):
 
 
 def test_objects_of_far_stores_are_looked_at_several_at_a_time(store, catalog):
-    space = catalog.keys(CONFIG)
-    for number in range(32):
-        store.put(space.blob(f"{number:064x}"), b"nobody's")
-    store.age(2 * DAY)
+    garbage(store, 32)
     assert collect(MeetingStore(store)).blobs == 32
 
 
@@ -292,10 +294,7 @@ def test_where_the_store_fails_the_other_tenants_are_collected_and_counted(store
 
 
 def test_what_was_deleted_before_the_store_failed_is_counted(store, catalog):
-    space = catalog.keys(CONFIG)
-    for number in range(500):
-        store.put(space.blob(f"{number:064x}"), b"nobody's")
-    store.age(2 * DAY)
+    space = garbage(store, 500)
     calls = []
 
     def plan(_number, called, _key):

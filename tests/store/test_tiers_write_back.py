@@ -247,16 +247,19 @@ def test_a_pending_file_whose_header_is_damaged_is_given_up(remote, tmp_path):
         assert not list(place.iterdir())
 
 
-def test_where_the_pending_folder_fails_writes_go_to_the_remote_at_once(remote, tmp_path):
+@pytest.mark.parametrize("is_late", [True, False])
+def test_where_the_folder_fails_writes_go_to_the_remote_at_once(remote, tmp_path, is_late):
     key, data = samples.blob(1)
-    with closing(writing_back(remote, tmp_path)) as tiers:
-        place = tmp_path / "slot-0" / "pending"
-        place.rmdir()
-        place.write_bytes(b"in the way")
+    (tmp_path / "file").write_bytes(b"")
+    with closing(writing_back(remote, tmp_path / ("cache" if is_late else "file/cache"))) as tiers:
+        if is_late:
+            place = tmp_path / "cache" / "slot-0" / "pending"
+            place.rmdir()
+            place.write_bytes(b"in the way")
         tiers.put(key, data)
         tiers.put(ENTRY, b"{}")
         assert remote.written == [key, ENTRY]
-        assert tiers.counters().uploads.direct == 2
+        assert tiers.counters().uploads.direct == 2 * is_late
 
 
 def test_the_bytes_are_flushed_before_they_have_their_name_and_the_name_before_the_put_returns(
@@ -280,14 +283,6 @@ def test_the_bytes_are_flushed_before_they_have_their_name_and_the_name_before_t
         assert folder.name == "pending"
         assert (len(before), len(after)) == (0, 1)
         remote.gate.set()
-
-
-def test_without_a_usable_folder_write_back_is_write_through(remote, tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    key, data = samples.blob(1)
-    with closing(writing_back(remote, tmp_path / "file" / "cache")) as tiers:
-        tiers.put(key, data)
-        assert remote.written == [key]
 
 
 def test_a_store_that_breaks_its_promise_does_not_stop_the_uploads(tmp_path):
