@@ -10,7 +10,7 @@ from kvwire.store import MemoryStore
 from kvwire.transport import HttpStore, HttpStoreSettings
 from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, first, serving
 
-QUICK = HttpStoreSettings(stall_s=0.5, backoff_s=0.01)
+QUICK = HttpStoreSettings(stall_s=5, backoff_s=0.01)
 KEY = "v1/" + "ab" * 16 + "/" + "cd" * 8 + "/" + "a" * 2 + "/" + "aa" * 32 + ".kvw"
 PASSING = [
     ProxyFault(FaultKind.STATUS, status=503),
@@ -62,7 +62,8 @@ def test_a_server_that_says_when_is_obeyed_within_a_limit(proxied):
 
 
 def test_silence_is_waited_for_once_and_what_is_not_there_asked_for_once(proxied):
-    found, requests = asked(proxied, lambda _: ProxyFault(FaultKind.SILENT, seconds=5))
+    silent, brief = ProxyFault(FaultKind.SILENT, seconds=5), HttpStoreSettings(stall_s=0.5)
+    found, requests = asked(proxied, lambda _: silent, settings=brief)
     assert isinstance(found, StorageError)
     assert "timed out" in str(found)
     assert requests == 1
