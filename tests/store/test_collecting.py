@@ -13,33 +13,33 @@ from hypothesis import strategies as st
 
 from kvwire.codec import pack_text
 from kvwire.errors import ArgumentError
-from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
+from kvwire.store import Catalog, FolderStore, tenant_hash
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.store.upkeep import collect as collecting
 from kvwire.store.upkeep.collect import Collected
 from kvwire.types import digest_tokens
 
-CONFIG = "c" * 64
-DAY = 24 * 3600.0
+from .conftest import CONFIG, DAY, AgedStore
+
 IDS = (5, 6, 7)
 collect = partial(collecting.collect, allow_empty_catalog=True)
 """In most of these tests nothing that is there is named; whether that passes for a lost catalog is tested by itself."""
-
-
-class AgedStore(MemoryStore):
-    """Objects can be made older than they are."""
-
-    def age(self, seconds, but=()):
-        for key, one in self._objects.items():
-            if key not in but:
-                one.modified -= seconds
 
 
 def put(catalog, document_id="doc", blob=b"blob bytes", ids=IDS, **fields):
     digest = catalog.put_text(CONFIG, ids)
     fields = {"header_bytes": 4, "tokens": len(ids), "token_digest": digest} | fields
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
+
+
+def garbage(store, count):
+    """Old blobs that nobody names."""
+    space = Catalog(store).keys(CONFIG)
+    for number in range(count):
+        store.put(space.blob(f"{number:064x}"), b"nobody's")
+    store.age(2 * DAY)
+    return space
 
 
 @pytest.fixture
@@ -173,8 +173,7 @@ def test_progress_counts_everything_that_was_looked_at(store, catalog):
 
 
 def test_a_slow_collector_deletes_nothing(store, catalog, monkeypatch):
-    store.put(catalog.keys(CONFIG).blob("ab" * 32), b"nobody's")
-    store.age(2 * DAY)
+    garbage(store, 1)
     monkeypatch.setattr("kvwire.store.upkeep.collect.LEASE_S", -1.0)
     done = collect(store)
     assert done.blobs == 0
@@ -201,10 +200,7 @@ class FarStore(StoreWrapper):
 
 
 def test_what_takes_longer_than_a_lease_is_collected_under_several(store, catalog, monkeypatch):
-    space = catalog.keys(CONFIG)
-    for number in range(1000):
-        store.put(space.blob(f"{number:064x}"), b"nobody's")
-    store.age(2 * DAY)
+    garbage(store, 1000)
     far = FarStore(store, 0.04)
     monkeypatch.setattr("kvwire.store.upkeep.collect.time", SimpleNamespace(time=time.time, monotonic=lambda: far.now))
     monkeypatch.setattr("kvwire.store.upkeep.collect.LEASE_S", 20.0)  # 500 round trips
@@ -275,10 +271,7 @@ class MeetingStore(StoreWrapper):
 
 
 def test_objects_of_far_stores_are_looked_at_several_at_a_time(store, catalog):
-    space = catalog.keys(CONFIG)
-    for number in range(32):
-        store.put(space.blob(f"{number:064x}"), b"nobody's")
-    store.age(2 * DAY)
+    garbage(store, 32)
     assert collect(MeetingStore(store)).blobs == 32
 
 
@@ -301,10 +294,7 @@ def test_where_the_store_fails_the_other_tenants_are_collected_and_counted(store
 
 
 def test_what_was_deleted_before_the_store_failed_is_counted(store, catalog):
-    space = catalog.keys(CONFIG)
-    for number in range(500):
-        store.put(space.blob(f"{number:064x}"), b"nobody's")
-    store.age(2 * DAY)
+    space = garbage(store, 500)
     calls = []
 
     def plan(_number, called, _key):
@@ -380,25 +370,17 @@ class SteppingStore(AgedStore):
         super().__init__()
         self.schedule = schedule
 
-    def get(self, key, start=0, end=None):
-        self.schedule.step()
-        return super().get(key, start, end)
 
-    def stat(self, key):
+def _stepping(method):
+    def call(self, *arguments, **options):
         self.schedule.step()
-        return super().stat(key)
+        return getattr(AgedStore, method)(self, *arguments, **options)
 
-    def put(self, key, data):
-        self.schedule.step()
-        super().put(key, data)
+    return call
 
-    def delete(self, key):
-        self.schedule.step()
-        super().delete(key)
 
-    def scan(self, prefix, after=""):
-        self.schedule.step()
-        return super().scan(prefix, after)
+for _method in ("get", "stat", "put", "delete", "scan"):
+    setattr(SteppingStore, _method, _stepping(_method))
 
 
 def _put_again(catalog, _):
@@ -493,15 +475,6 @@ def test_in_every_order_of_steps_nothing_is_lost_that_an_entry_names(
 ):
     turns = [actor for actor, steps in runs for _ in range(steps)]
     _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns, **how)
-
-
-def test_without_anybody_beside_it_everything_old_is_collected_in_one_go(store, catalog):
-    put(catalog)
-    catalog.remove(CONFIG, "doc")
-    store.age(2 * DAY)
-    done = collect(store)
-    assert (done.blobs, done.texts) == (1, 1)
-    assert list(store.keys("")) == []
 
 
 def test_real_threads_over_a_real_folder(tmp_path):

@@ -21,7 +21,10 @@ ROOT = "v1/" + "ab" * 16 + "/" + "cd" * 8 + "/"
 ENTRY = f"{ROOT}catalog/doc/aa/{'aa' * 32}.json"
 ANNOUNCEMENT = f"{ROOT}catalog/collecting/{'0' * 32}.json"
 
-FILLED = """
+
+def test_on_a_full_disk_documents_are_read_removed_and_collected_and_writes_refused_with_words(tmp_path):
+    told = on_small_disk(
+        """
 import io, json, random
 from contextlib import closing, redirect_stdout
 from kvwire.store import Catalog, FolderStore
@@ -50,14 +53,17 @@ with closing(FolderStore(disk)) as store:
         catalog.add_text(CONFIG, f"text {number}", ids(number))
     with open(sys.argv[2], "rb") as file:
         catalog.put_blob(CONFIG, file.read(), document_id="blob", header_bytes=100, tokens=5)
-"""
-
-
-def test_documents_are_removed_and_collected_on_a_full_disk_and_nothing_else_is_lost(tmp_path):
-    told = on_small_disk(
-        FILLED
-        + """
 fill()
+assert os.path.exists(RESERVE)
+with closing(FolderStore(disk)) as store:
+    catalog = Catalog(store)
+    assert len(list(catalog.documents(CONFIG))) == 121
+    assert list(catalog.get_text(CONFIG, catalog.by_document(CONFIG, "text 3").token_digest)) == ids(3)
+    for key, data in (("v1/a/b/ab/x", b"x" * 5000), ("v1/a/b/catalog/x.json", b"{}")):
+        try:
+            store.put(key, data)
+        except StorageError as error:
+            print(error.errno, "the disk is full" in str(error))
 assert os.path.exists(RESERVE)
 assert kvwire("rm", *[f"text {n}" for n in range(50)])["absent"] == []
 spent = free()
@@ -81,29 +87,7 @@ print("done")
         tmp_path,
         GOLDEN / "v1.0-inside.kvw",
     )
-    assert told == "done\n"
-
-
-def test_a_full_disk_is_read_and_refuses_writes_with_words(tmp_path):
-    told = on_small_disk(
-        FILLED
-        + """
-fill()
-with closing(FolderStore(disk)) as store:
-    catalog = Catalog(store)
-    assert len(list(catalog.documents(CONFIG))) == 121
-    assert list(catalog.get_text(CONFIG, catalog.by_document(CONFIG, "text 3").token_digest)) == ids(3)
-    for key, data in (("v1/a/b/ab/x", b"x" * 5000), ("v1/a/b/catalog/x.json", b"{}")):
-        try:
-            store.put(key, data)
-        except StorageError as error:
-            print(error.errno, "the disk is full" in str(error))
-    assert os.path.exists(RESERVE)
-""",
-        tmp_path,
-        GOLDEN / "v1.0-inside.kvw",
-    )
-    assert told == f"{errno.ENOSPC} True\n" * 2
+    assert told == f"{errno.ENOSPC} True\n" * 2 + "done\n"
 
 
 def test_what_a_killed_writer_left_unmerged_is_read_and_deleted_on_a_full_disk(tmp_path):

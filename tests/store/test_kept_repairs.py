@@ -85,18 +85,13 @@ def test_finer_documents_and_far_more_rows_take_the_place():
 
 
 def test_only_the_entry_of_a_key_belongs_under_it():
-    space = Catalog(MemoryStore()).keys(CONFIG)
+    catalog = Catalog(MemoryStore())
+    space, made = catalog.keys(CONFIG), put(catalog)
     check_object(space.kept_repair(KEPT.digest), KEPT.to_json())
     with pytest.raises(CorruptError, match="other documents than its key"):
         check_object(space.kept_repair("7" * 64), KEPT.to_json())
     with pytest.raises(ArgumentError):
         space.kept_repair("7")
-
-
-def test_an_entry_that_was_moved_is_noticed():
-    catalog = Catalog(MemoryStore())
-    made = put(catalog)
-    space = catalog.keys(CONFIG)
     catalog.store.put(space.kept_repair(made[0].digest), made[1].to_json())
     with pytest.raises(CorruptError, match="of other documents"):
         catalog.kept.find(CONFIG, DOCUMENTS[:2])

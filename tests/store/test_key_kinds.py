@@ -31,18 +31,9 @@ from kvwire.transport import HttpStore
 from kvwire.types import SHIFT_MAGIC, digest_tokens
 
 from ..http_servers import serving
+from .conftest import CONFIG, DAY, AgedStore
 
-CONFIG = "c" * 64
-DAY = 24 * 3600.0
 INDEX = b"index of similar prompts"
-
-
-class AgedStore(MemoryStore):
-    """Objects can be made older than they are."""
-
-    def age(self, seconds):
-        for one in self._objects.values():
-            one.modified -= seconds
 
 
 def names(key, data):

@@ -30,13 +30,7 @@ def catalog():
     for number in range(120):
         blob, tokens = b"KVW1" + number.to_bytes(4, "big"), (number, 1, 2)
         catalog.put_blob(
-            CONFIG,
-            blob,
-            document_id=f"document {number}",
-            header_bytes=4,
-            tokens=3,
-            token_digest=digest_tokens(tokens),
-            levels=[],
+            CONFIG, blob, document_id=f"document {number}", header_bytes=4, tokens=3, token_digest=digest_tokens(tokens)
         )
         catalog.put_text(CONFIG, tokens)
         catalog.store.put(space.profile(hashlib.sha256(blob).hexdigest()), blob)
@@ -70,10 +64,15 @@ def test_parts_are_about_equal(catalog):
     assert max(sizes) < 1.5 * min(sizes)
 
 
-def test_checking_by_parts_finds_what_checking_the_whole_does(catalog):
+def copied(catalog):
     store = MemoryStore()
     for key in catalog.store.keys(""):
         store.put(key, catalog.store.get(key))
+    return store
+
+
+def test_checking_by_parts_finds_what_checking_the_whole_does(catalog):
+    store = copied(catalog)
     space = catalog.keys(CONFIG)
     blob = catalog.by_document(CONFIG, "document 7").blob_key
     store.put(blob, b"KVW1 and something else")
@@ -98,16 +97,18 @@ def test_a_part_as_a_command_takes_it():
     assert Part.parse("3/16") == Part(3, 16)
 
 
-def collected_by(store, parts, **options):
-    done = [collect(store, part=part, **options) for part in parts]
-    return sum(done, Collected())
+def collected(store, how, count, **options):
+    """Collect parts in any order, or all of them in one go."""
+    if how == "at once":
+        return collect(store, parts=count, **options)
+    parts = [Part(number + 1, count) for number in range(count)]
+    random.Random(count).shuffle(parts)
+    return sum((collect(store, part=part, **options) for part in parts), Collected())
 
 
 def littered(catalog):
     """A copy with prefixes' entries of which every third document is gone, two days later."""
-    store = MemoryStore()
-    for key in catalog.store.keys(""):
-        store.put(key, catalog.store.get(key))
+    store = copied(catalog)
     copy = Catalog(store)
     index_documents(copy, copy.keys(CONFIG), ["kvwire:1"])
     for number in range(0, 120, 3):
@@ -117,46 +118,36 @@ def littered(catalog):
     return store
 
 
-@pytest.mark.parametrize("count", [1, 3, 64])
-def test_collecting_by_parts_in_any_order_deletes_what_collecting_the_whole_does(catalog, count):
-    parts = [Part(number + 1, count) for number in range(count)]
-    random.Random(count).shuffle(parts)
-    whole, by_parts = littered(catalog), littered(catalog)
-    dry = collected_by(by_parts, parts, dry_run=True)
+@pytest.mark.parametrize(
+    ("how", "count"), [*(("by parts", count) for count in (1, 3, 64)), *(("at once", n) for n in (2, 3, 64, 300))]
+)
+def test_collecting_parts_deletes_what_collecting_the_whole_does(catalog, how, count):
+    whole, in_parts = littered(catalog), littered(catalog)
+    dry = collected(in_parts, how, count, dry_run=True)
     expected = [collect(whole), collect(whole)]
-    found = [collected_by(by_parts, parts), collected_by(by_parts, parts)]
+    found = [collected(in_parts, how, count), collected(in_parts, how, count)]
     assert expected[0].failures == found[0].failures == found[1].failures == ()
     assert (found[0].blobs, found[0].texts, found[0].bytes) == (expected[0].blobs, expected[0].texts, expected[0].bytes)
     assert (dry.blobs, dry.texts, dry.bytes) == (found[0].blobs, found[0].texts, found[0].bytes)
-    assert found[0].entries + found[1].entries == expected[0].entries
     assert found[0].misplaced == expected[0].misplaced
-    assert set(by_parts.keys("")) == set(whole.keys(""))
+    if how == "at once":
+        assert found[0].looked_at == expected[0].looked_at
+    else:
+        assert found[0].entries + found[1].entries == expected[0].entries
+    assert set(in_parts.keys("")) == set(whole.keys(""))
     assert found[0].blobs == 40
 
 
+@pytest.mark.parametrize("how", ["by parts", "at once"])
 @pytest.mark.parametrize("count", [2, 64])
-def test_a_lost_catalog_stops_every_part(catalog, count):
+def test_a_lost_catalog_stops_every_part(catalog, how, count):
     store = littered(catalog)
-    space = Catalog(store).keys(CONFIG)
-    for key in list(store.keys(space.catalog)):
-        store.delete(key)
+    store.delete_many(list(store.keys(Catalog(store).keys(CONFIG).catalog)))
     before = set(store.keys(""))
-    done = collected_by(store, [Part(number + 1, count) for number in range(count)])
+    failures = collected(store, how, count).failures
     assert set(store.keys("")) == before
-    assert "rebuild" in done.failures[0]
-
-
-@pytest.mark.parametrize("count", [2, 3, 64, 300])
-def test_collecting_as_parts_deletes_what_collecting_the_whole_does(catalog, count):
-    whole, as_parts = littered(catalog), littered(catalog)
-    dry = collect(as_parts, parts=count, dry_run=True)
-    expected = [collect(whole), collect(whole)]
-    found = [collect(as_parts, parts=count), collect(as_parts, parts=count)]
-    assert expected[0].failures == found[0].failures == found[1].failures == ()
-    assert (found[0].blobs, found[0].texts, found[0].bytes) == (expected[0].blobs, expected[0].texts, expected[0].bytes)
-    assert (dry.blobs, dry.texts, dry.bytes) == (found[0].blobs, found[0].texts, found[0].bytes)
-    assert found[0].looked_at == expected[0].looked_at
-    assert set(as_parts.keys("")) == set(whole.keys(""))
+    assert "rebuild" in failures[0]
+    assert len(failures) == 1 or how == "by parts"
 
 
 class Reading(StoreWrapper):
@@ -351,24 +342,10 @@ def test_marks_of_many_pieces(monkeypatch):
                 assert {key for key in own if not part.has(key)} >= set(elsewhere)
 
 
-@pytest.mark.parametrize("count", [2, 64])
-def test_a_lost_catalog_stops_all_parts(catalog, count):
-    store = littered(catalog)
-    space = Catalog(store).keys(CONFIG)
-    for key in list(store.keys(space.catalog)):
-        store.delete(key)
-    before = set(store.keys(""))
-    (failure,) = collect(store, parts=count).failures
-    assert "rebuild" in failure
-    assert set(store.keys("")) == before
-
-
-def test_one_part_and_several_are_not_asked_for_at_once(catalog):
-    with pytest.raises(ArgumentError, match="not both"):
-        collect(catalog.store, part=Part(1, 2), parts=3)
-
-
-@pytest.mark.parametrize("parts", [0, -1, 65537])
-def test_the_whole_has_a_number_of_parts(catalog, parts):
-    with pytest.raises(ArgumentError, match=str(parts)):
-        collect(catalog.store, parts=parts)
+@pytest.mark.parametrize(
+    ("options", "say"),
+    [({"part": Part(1, 2), "parts": 3}, "not both"), *(({"parts": n}, str(n)) for n in (0, -1, 65537))],
+)
+def test_parts_that_cannot_be_are_refused(catalog, options, say):
+    with pytest.raises(ArgumentError, match=say):
+        collect(catalog.store, **options)

@@ -42,9 +42,8 @@ from kvwire.transport import HttpStore
 from kvwire.types import digest_tokens
 
 from ..http_servers import serving
+from .conftest import CONFIG, DAY, AgedStore
 
-CONFIG = "c" * 64
-DAY = 24 * 3600.0
 IDS = [(i * i + 7 * i) % 50021 for i in range(800)]
 # As LMCache 0.5.6 (TokenHasher) and SGLang 0.5.23 (get_hash_str) give them for these ids in chunks of 256.
 THEIRS = {
@@ -62,6 +61,7 @@ THEIRS = {
 
 # As the package blake3 1.0.11 gives them for that many bytes of ``random.Random(size)``.
 BLAKE3 = {
+    0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",  # as its authors give it
     1: "520666427bfbf37af8eaf4d953ac4fac7a8c19a40077028cea88e5714ed34313",
     63: "4ee14e123aa9f4cb2ac968a160b71583f5b8986288fb0fc1055f9110c23d08e1",
     64: "69c3edea503fcad0a846f8dd51b37b8e3b0e62db6875543475321aa3dd19b44c",
@@ -78,22 +78,6 @@ BLAKE3 = {
 }
 
 
-class AgedStore(MemoryStore):
-    """Objects can be made older than they are; the names of those that are read are kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.read = []
-
-    def get(self, key, start=0, end=None):
-        self.read.append(key)
-        return super().get(key, start, end)
-
-    def age(self, seconds):
-        for one in self._objects.values():
-            one.modified -= seconds
-
-
 def add(catalog, name, ids, **options):
     """A document with a text and a blob."""
     catalog.put_text(CONFIG, ids, document_id=name)
@@ -104,10 +88,6 @@ def add(catalog, name, ids, **options):
         CONFIG, blob, document_id=name, header_bytes=info.header_bytes, tokens=len(ids),
         token_digest=digest_tokens(ids), overwrite=True,
     )  # fmt: skip
-
-
-def remove_document(catalog, name):
-    assert catalog.remove(CONFIG, name)
 
 
 @pytest.fixture
@@ -128,9 +108,6 @@ def index(catalog):
     return made
 
 
-# Hashes.
-
-
 @pytest.mark.parametrize("told", THEIRS)
 def test_hashes_are_those_of_the_engines_themselves(told):
     scheme = hash_scheme(told, CONFIG)
@@ -138,20 +115,12 @@ def test_hashes_are_those_of_the_engines_themselves(told):
     assert scheme.name == told.replace(":", "-")
 
 
-@pytest.mark.parametrize(("data", "digest"), [
-    (b"", "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"),
-    (b"abc", "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"),
-])  # fmt: skip
-def test_blake3_is_that_of_its_authors(data, digest):
-    assert blake3(data).hex() == digest
-
-
 @pytest.mark.parametrize("size", BLAKE3)
 def test_blake3_is_that_of_the_package(size):
     assert blake3(random.Random(size).randbytes(size)).hex() == BLAKE3[size]
 
 
-def reference(told, ids, tokens, config="c" * 16):
+def reference(told, ids, tokens, config):
     """Each hash from the words of its scheme, one chunk at a time."""
     order, make = (">", blake3) if told == "lmcache" else ("<", lambda data: hashlib.sha256(data).digest())
     before = {
@@ -166,26 +135,18 @@ def reference(told, ids, tokens, config="c" * 16):
     return found
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=60), st.integers(1, 20), st.sampled_from(sorted(SCHEMES)))
-def test_hashes_are_those_of_the_plain_words(ids, tokens, told):
-    assert hash_scheme(f"{told}:{tokens}", "c" * 16).hashes(ids) == reference(told, ids, tokens)
+@given(
+    st.lists(st.integers(0, 2**32 - 1), max_size=60),
+    *(st.integers(1, 20), st.sampled_from(sorted(SCHEMES)), st.sampled_from(["a" * 16, "b" * 16])),
+)
+def test_hashes_are_those_of_the_plain_words_of_which_only_kvwires_name_the_model(ids, tokens, told, config):
+    assert hash_scheme(f"{told}:{tokens}", config).hashes(ids) == reference(told, ids, tokens, config)
 
 
 @pytest.mark.parametrize("told", sorted(SCHEMES))
-def test_hashes_are_chained_and_of_whole_chunks(told):
-    scheme = hash_scheme(f"{told}:8", CONFIG)
-    hashes = scheme.hashes(IDS[:39])
-    assert len(hashes) == len(set(hashes)) == 4
-    assert scheme.hashes(IDS[:20]) == hashes[:2]
-    other = scheme.hashes([*IDS[:9], 3, *IDS[10:39]])
-    assert [mine == theirs for mine, theirs in zip(hashes, other, strict=True)] == [True, False, False, False]
+def test_ids_that_have_no_place_in_a_hash_are_refused(told):
     with pytest.raises(ArgumentError, match=r"2\^32"):
-        scheme.hashes([1] * 8 + [1 << 32])
-
-
-def test_only_kvwires_own_chain_names_the_model():
-    for told, differs in (("kvwire:8", True), ("lmcache:8", False), ("sglang:8", False)):
-        assert (hash_scheme(told, "a" * 16).hashes(IDS) != hash_scheme(told, "b" * 16).hashes(IDS)) is differs
+        hash_scheme(f"{told}:8", CONFIG).hashes([1] * 8 + [1 << 32])
 
 
 @pytest.mark.parametrize(
@@ -194,9 +155,6 @@ def test_only_kvwires_own_chain_names_the_model():
 def test_what_is_no_scheme_is_refused(told):
     with pytest.raises(ArgumentError, match=r"an index is one of kvwire, lmcache, sglang|a chunk of an index has"):
         hash_scheme(told, CONFIG)
-
-
-# Entries.
 
 
 def entry_of(index, document, chunk, ids):
@@ -282,9 +240,6 @@ def test_what_is_indexed_already_costs_one_read(catalog, index, store):
     assert index.add(short, [1, 2, 3], is_new=False) == index.add(short, [1, 2, 3]) == 0
 
 
-# The longest prefix.
-
-
 def hits(present):
     entry = None
     return lambda chunks: [
@@ -341,30 +296,21 @@ def test_the_longest_prefix_is_found_to_the_token(index, ids, document, tokens):
     assert hit.token_ids[:tokens] == tuple(ids[:tokens])
 
 
-def test_chunks_are_looked_up_by_their_hashes_alone(index):
+def test_chunks_are_looked_up_by_their_hashes_alone_and_each_document_is_read_once(catalog, index, store):
     hashes = index.scheme.hashes(IDS[:100])
     found = index.look_up([hashes[5], b"\0" * 32, hashes[0]])
     assert [hit and (hit.start, hit.stop, hit.tokens) for hit in found] == [(80, 96, 96), None, (0, 16, 16)]
     assert found[0].document.document_id == "a"
-
-
-def test_only_the_document_that_is_found_is_read_and_once(index, store):
-    """Entries of the first three chunks lead to another."""
+    for ask, documents in ((lambda made: made.look_up(hashes), 4), (lambda made: made.longest(IDS[:100]), 2)):
+        made = PrefixIndex(catalog, CONFIG, "kvwire:16")
+        store.read.clear()
+        ask(made)
+        read = [key for key in store.read if "/doc/" in key or key.endswith(".kvt")]
+        assert len(read) == len(set(read)) == documents  # entries of the first three chunks lead to another
+    assert [hit.document.document_id for hit in made.look_up(hashes)] == ["b"] * 3 + ["a"] * 3
     store.read.clear()
-    index.longest(IDS[:100])
-    documents = [key for key in store.read if "/doc/" in key or key.endswith(".kvt")]
-    assert len(documents) == len(set(documents)) == 2
-    index.longest(IDS[:100])
-    assert sum(key.endswith(".kvt") for key in store.read) == 1
-
-
-def test_each_document_of_a_look_up_is_read_once(index, store):
-    hashes = index.scheme.hashes(IDS[:100])
-    store.read.clear()
-    names = [hit.document.document_id for hit in index.look_up(hashes)]
-    assert names == ["b"] * 3 + ["a"] * 3
-    documents = [key for key in store.read if "/doc/" in key or key.endswith(".kvt")]
-    assert len(documents) == len(set(documents)) == 4
+    made.longest(IDS[:100])
+    assert not any(key.endswith(".kvt") for key in store.read)
 
 
 def miss(index, ids=IDS):
@@ -379,32 +325,30 @@ def test_a_prompt_that_begins_with_a_bos_is_told(index):
     told = []
     assert index.longest([7_777, *IDS], told.append) is None
     assert len(told) == 1
-    assert "behind the prompt's first token, 7777" in told[0]
 
 
-def test_an_entry_that_names_a_missing_document_is_a_miss(catalog, index):
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_an_entry_that_names_a_missing_or_replaced_document_is_a_miss(catalog, index, is_replaced):
     for name in "ab":
-        remove_document(catalog, name)
+        assert catalog.remove(CONFIG, name)
+        if is_replaced:
+            add(catalog, name, IDS[500:700])
     assert "no document with the text of" in miss(index)
 
 
-def test_an_entry_leads_to_another_document_of_the_same_text(catalog, index):
+def test_an_entry_leads_to_another_document_of_the_same_text(catalog, index, store):
     catalog.alias(catalog.by_document(CONFIG, "a"), "other name")
-    catalog._store.delete(catalog.keys(CONFIG).document("a"))
+    store.delete(catalog.keys(CONFIG).document("a"))
     assert index.longest(IDS[:100]).document.document_id == "other name"
-
-
-def test_a_document_that_was_replaced_is_a_miss(catalog, index):
-    for name in "ab":
-        remove_document(catalog, name)
-        add(catalog, name, IDS[500:700])
-    assert "no document with the text of" in miss(index)
+    store.age(2 * DAY)
+    collect(store)  # which leaves what leads there
+    assert index.longest(IDS[:100]).tokens == 100
 
 
 def test_an_entry_whose_document_has_other_tokens_is_a_miss(catalog, index, store):
     """As if two prompts had one hash."""
     other = add(catalog, "other", IDS[200:300])
-    remove_document(catalog, "b")
+    assert catalog.remove(CONFIG, "b")
     for chunk in range(6):
         lying = replace(entry_of(index, "a", chunk, IDS[:100]), document_id="other", token_digest=other.token_digest)
         store.put(key_of(catalog, lying), lying.to_json())
@@ -438,7 +382,7 @@ def test_a_document_that_is_kept_as_text_is_a_miss(catalog):
     index = PrefixIndex(catalog, CONFIG, "kvwire:16")
     document = add(catalog, "a", IDS[:100])
     index.write(document, IDS[:100])
-    remove_document(catalog, "a")
+    assert catalog.remove(CONFIG, "a")
     catalog.add_text(CONFIG, "a", IDS[:100])
     assert "has a blob any more" in miss(index)
 
@@ -452,7 +396,7 @@ def test_rows_behind_a_neutral_prefix_are_a_miss(catalog, index):
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "of another text"])
 def test_a_blob_that_cannot_be_used_is_a_miss(catalog, index, store, damage):
-    remove_document(catalog, "b")
+    assert catalog.remove(CONFIG, "b")
     key = catalog.by_document(CONFIG, "a").blob_key
     if damage == "lost":
         store.delete(key)
@@ -474,9 +418,6 @@ def test_a_store_that_fails_is_told(index, store, monkeypatch):
     monkeypatch.setattr(store, "get", broken)
     with pytest.raises(StorageError, match="the disk is gone"):
         index.longest(IDS)
-
-
-# Tenants, servers and upkeep.
 
 
 def test_tenants_and_models_have_indexes_of_their_own(catalog, index, store):
@@ -554,7 +495,7 @@ def test_verify_tells_of_damaged_entries_and_deletes_them(catalog, index, store)
     (found,) = [one for one in verify_store(store, [catalog], delete_damaged=True).damaged if one.key == key]
     assert found.deleted
     assert key not in store.keys("")
-    remove_document(catalog, "a")  # what leads nowhere any more is no damage
+    assert catalog.remove(CONFIG, "a")  # what leads nowhere any more is no damage
     assert verify_entries(store, catalog)[1] == []
 
 
@@ -562,7 +503,7 @@ def test_the_collector_takes_what_leads_nowhere_once_it_is_old(catalog, index, s
     prefix = catalog.keys(CONFIG).prefix_entries
     there = set(store.keys(prefix))
     collect(store)
-    remove_document(catalog, "b")
+    assert catalog.remove(CONFIG, "b")
     assert collect(store).entries == 0
     store.age(2 * DAY)
     assert collect(store, dry_run=True).entries == 16
@@ -574,14 +515,6 @@ def test_the_collector_takes_what_leads_nowhere_once_it_is_old(catalog, index, s
     store.put(min(left), b"damaged")
     store.age(2 * DAY)
     assert collect(store).entries == 1
-
-
-def test_the_collector_leaves_what_another_document_of_the_same_text_has(catalog, index, store):
-    catalog.alias(catalog.by_document(CONFIG, "a"), "again")
-    store.delete(catalog.keys(CONFIG).document("a"))
-    store.age(2 * DAY)
-    collect(store)
-    assert index.longest(IDS[:100]).tokens == 100
 
 
 def test_the_collector_leaves_sealed_entries_without_their_key(store):

@@ -2,7 +2,10 @@
 
 from ..small_disk import on_small_disk
 
-FILLED = """
+
+def test_everything_is_read_and_every_write_says_that_the_disk_is_read_only(tmp_path):
+    told = on_small_disk(
+        """
 import io, json
 from contextlib import closing, redirect_stderr, redirect_stdout
 from kvwire.errors import KvwireError, NotFoundError, StorageError
@@ -37,13 +40,6 @@ with closing(FolderStore(disk)) as store:
     catalog.put_text(CONFIG, [9, 9])  # garbage
     before = sorted(store.keys(""))
 remount("ro")
-"""
-
-
-def test_everything_is_read(tmp_path):
-    told = on_small_disk(
-        FILLED
-        + """
 with closing(FolderStore(disk)) as store:
     catalog = Catalog(store)
     assert sorted(store.keys("")) == before
@@ -56,17 +52,6 @@ with closing(FolderStore(disk)) as store:
 for words in (("ls",), ("ls", "--configs"), ("stat", "text 1"), ("verify",), ("gc", "--dry-run")):
     code, words = kvwire(*words)
     assert code == 0, words
-print("done")
-""",
-        tmp_path,
-    )
-    assert told == "done\n"
-
-
-def test_every_write_says_that_the_disk_is_read_only(tmp_path):
-    told = on_small_disk(
-        FILLED
-        + """
 with closing(FolderStore(disk)) as store:
     entry = next(key for key in before if "/catalog/doc/" in key)
     for action in (

@@ -71,13 +71,9 @@ def test_entries_of_older_folders_are_found_listed_moved_and_deleted(store):
     ]  # fmt: skip
     store.delete_many([key("a"), key("b")])
     assert list(store.keys("")) == [key("c"), key("d")]
-
-
-def test_where_both_are_there_the_row_counts_once(store):
-    store.put(ENTRY, b"row")
-    as_file(store, ENTRY, b"a file, come back from a backup")
-    assert store.get(ENTRY) == b"row"
-    assert [(one.key, one.size) for one in store.scan("")] == [(ENTRY, 3)]
+    as_file(store, key("d"), b"a file, come back from a backup")
+    assert store.get(key("d")) == b"new too"
+    assert [(one.key, one.size) for one in store.scan("")] == [(key("c"), 5), (key("d"), 7)]
 
 
 _NAMES = st.from_regex(r"v1/[ab]{1,2}/c/(catalog/)?[a-c]{1,2}(/[a-c.~-]{1,2})?[a-c]", fullmatch=True).filter(
@@ -225,19 +221,8 @@ def test_damage_in_the_middle_is_corrupt(store):
 
 
 def test_a_database_of_a_later_version_is_refused(store):
-    store.put(ENTRY, b"x")
-    store.close()
-    with closing(sqlite3.connect(store.root / FILE_NAME)) as connection:
-        connection.execute("PRAGMA user_version=2")
+    damaged_by(store, "PRAGMA user_version=2")
     with pytest.raises(FormatVersionError, match="version 2"):
-        store.get(ENTRY)
-
-
-def test_rows_of_strange_types_are_corrupt(store):
-    store.put(ENTRY, b"x")
-    with closing(sqlite3.connect(store.root / FILE_NAME, isolation_level=None)) as connection:
-        connection.execute("UPDATE objects SET data = 1000000000000")
-    with pytest.raises(CorruptError, match="types"):
         store.get(ENTRY)
 
 
@@ -283,22 +268,17 @@ def test_a_database_that_declares_anything_else_is_not_asked(store, statements, 
 
 
 @pytest.mark.parametrize(
-    "statement",
+    "change",
     [
-        "UPDATE objects SET modified = 'soon'",
-        "UPDATE objects SET modified = x'00'",
-        "UPDATE objects SET modified = 9e999",
-        "UPDATE objects SET modified = -1",
-        "UPDATE objects SET data = 'text'",
-        "UPDATE objects SET data = 7",
-        "UPDATE objects SET data = zeroblob(100000000)",
+        *("modified = 'soon'", "modified = x'00'", "modified = 9e999", "modified = -1"),
+        *("data = 'text'", "data = 7", "data = zeroblob(100000000)"),
     ],
 )
-def test_rows_with_strange_values_are_corrupt(store, statement):
-    damaged_by(store, statement)
-    with pytest.raises(CorruptError, match="kvwire store rebuild"):
+def test_rows_with_strange_values_are_corrupt(store, change):
+    damaged_by(store, f"UPDATE objects SET {change}")  # noqa: S608
+    with pytest.raises(CorruptError, match="types.*kvwire store rebuild" if "7" in change else "kvwire store rebuild"):
         store.get(ENTRY)
-    if "zeroblob" not in statement:  # of which a listing tells the size
+    if "zeroblob" not in change:  # of which a listing tells the size
         with pytest.raises(CorruptError, match="kvwire store rebuild"):
             list(store.keys(""))
 
@@ -320,12 +300,17 @@ def test_a_question_that_takes_too_long_is_broken_off(store, monkeypatch):
     assert len(list(store.keys(""))) == 3000
 
 
-def test_an_unmerged_log_without_its_database_is_never_put_into_a_new_one(store):
+def killed_with_a_log(folder):
+    """A process that writes an entry and ends before its log is merged."""
     code = (
         "import os, sys; from kvwire.store import FolderStore\n"
         "s = FolderStore(sys.argv[1]); s.put(sys.argv[2], b'unmerged'); os._exit(0)"
     )
-    subprocess.run([sys.executable, "-c", code, str(store.root), ENTRY], check=True)
+    subprocess.run([sys.executable, "-c", code, str(folder), ENTRY], check=True)
+
+
+def test_an_unmerged_log_without_its_database_is_never_put_into_a_new_one(store):
+    killed_with_a_log(store.root)
     path, log = store.root / FILE_NAME, store.root / f"{FILE_NAME}-wal"
     path.rename(store.root / ".aside")
     for action in (lambda: store.get(ENTRY), lambda: store.put(ENTRY, b"x"), lambda: list(store.keys(""))):
@@ -379,43 +364,30 @@ def test_a_writer_that_never_ends_is_waited_for_and_then_named(store, monkeypatc
     assert store.get(ENTRY) == b"y"
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A real file system of two MiB that can be made read-only."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False).returncode:
-        pytest.skip("this machine does not let root mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def remount(folder, how):
     subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
 
 
 def test_a_read_only_folder_can_be_read(disk):
     with closing(FolderStore(disk)) as store:
-        store.put(ENTRY, b"entry")
+        store.put_many([(ENTRY, b"entry"), ("a/k", b"x")])
     remount(disk, "ro")
     with closing(FolderStore(disk)) as store:
         assert store.get(ENTRY) == b"entry"
-        assert list(store.keys("")) == [ENTRY]
+        assert store.get("a/k") == b"x"
+        assert list(store.keys("")) == ["a/k", ENTRY]
         with pytest.raises(NotFoundError):
             store.get(key("other"))
-        for action in (lambda: store.put(ENTRY, b"new"), lambda: store.delete(ENTRY)):
-            with pytest.raises(StorageError, match="read-only"):
-                action()
+        for action in (lambda name: store.put(name, b"new"), store.delete):
+            for name in (ENTRY, "a/k"):
+                with pytest.raises(StorageError, match="read-only"):
+                    action(name)
+        with pytest.raises(StorageError, match="read-only"):
+            store.put("b/k", b"y")
 
 
 def test_what_a_killed_writer_left_unmerged_is_never_hidden_from_a_read_only_reader(disk):
-    code = (
-        "import os, sys; from kvwire.store import FolderStore\n"
-        "s = FolderStore(sys.argv[1]); s.put(sys.argv[2], b'unmerged'); os._exit(0)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(disk), ENTRY], check=True)
+    killed_with_a_log(disk)
     assert (disk / f"{FILE_NAME}-wal").stat().st_size
     for _ in range(2):
         remount(disk, "ro")
@@ -442,10 +414,14 @@ def test_a_file_that_cannot_be_opened_as_it_is_is_not_read_past_unmerged_changes
         assert store.get(ENTRY) == b"entry"
 
 
-def test_a_full_disk_keeps_the_old_entries(disk):
+def test_a_full_disk_keeps_the_old_entries_and_files(disk):
     with closing(FolderStore(disk)) as store:
+        store.put("small", b"x" * 1000)
+        with pytest.raises(StorageError, match="disk is full"):
+            store.put("big", bytes(3 << 20))
         store.put(ENTRY, b"old")
         with pytest.raises(StorageError, match=r"full|free space"):
             store.put_many((key(str(number)), os.urandom(4000)) for number in range(1000))
         assert store.get(ENTRY) == b"old"
-        assert list(store.keys("")) == [ENTRY]
+        assert store.get("small") == b"x" * 1000
+        assert list(store.keys("")) == ["small", ENTRY]

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,15 +73,9 @@ def ranged(told, body, **headers):
 @pytest.mark.parametrize(
     "answer",
     [
-        ranged("3-7/99", b"01234"),
-        ranged("2-9/99", b"01234567"),
-        ranged("2-5/99", b"0123"),
-        ranged("2-6/99", b"0123"),
-        ranged("2-6/5", b"01234"),
-        ranged("2-6/*", b"01234"),
-        ranged("x", b"01234"),
-        (206, {}, b"01234"),
-        ranged("2-6/99", b"012", **{"Content-Length": "5"}),
+        *(ranged("3-7/99", b"01234"), ranged("2-9/99", b"01234567"), ranged("2-5/99", b"0123")),
+        *(ranged("2-6/99", b"0123"), ranged("2-6/5", b"01234"), ranged("2-6/*", b"01234"), ranged("x", b"01234")),
+        *((206, {}, b"01234"), ranged("2-6/99", b"012", **{"Content-Length": "5"})),
         (200, {"Content-Length": "999999999999999"}, b"0123"),
     ],
 )
@@ -95,21 +89,15 @@ def test_wrong_ranges_are_never_given(lying, answer):
     "headers",
     [
         {"Content-Length": None, "Transfer-Encoding": "identity"},
-        {"Content-Length": "x"},
-        {"Content-Length": "-5"},
-        {"Content-Length": "5, 5"},
-        {"Last-Modified": "never"},
-        {"x-amz-missing-meta": "x"},
-        {"ETag": None, "Content-Length": "99" * 20},
+        *({"Content-Length": length} for length in ("x", "-5", "5, 5")),
+        *({"Last-Modified": "never"}, {"x-amz-missing-meta": "x"}, {"ETag": None, "Content-Length": "99" * 20}),
     ],
 )
 def test_strange_headers_give_kvwires_errors_or_the_bytes(lying, headers):
     lying.answers |= {"GET": (200, headers, b"01234"), "HEAD": (200, headers, b"01234")}
     for call, right in ((lambda: lying.store.get("k"), b"01234"), (lambda: lying.store.stat("k").size, 5)):
-        try:
+        with suppress(StorageError):
             assert call() == right
-        except StorageError:
-            continue
 
 
 def open_files():
@@ -275,7 +263,10 @@ def test_a_bucket_that_is_gone_is_no_lost_race(lying, code):
 
 
 def test_a_server_without_lists_of_deletions_is_asked_one_by_one(lying):
-    deleted = []
+    seen, deleted = [], []
+    lying.answers["POST"] = lambda request: seen.append(request.headers["Content-MD5"]) or (200, {}, b"<DeleteResult/>")
+    lying.store.delete_many(["a"])
+    assert re.fullmatch(r"[A-Za-z0-9+/]{22}==", seen[0])  # the digest that older servers want
     lying.answers |= {
         "POST": error_page(501, "NotImplemented"),
         "DELETE": lambda request: deleted.append(request.path) or (204, {}, b""),
@@ -291,13 +282,6 @@ def test_objects_that_were_not_deleted_are_told(lying, code, kind):
     error = fails(lying.store.delete_many, ["a", "b"])
     assert isinstance(error, kind)
     assert "1 of 2" in str(error)
-
-
-def test_lists_of_deletions_carry_the_digest_that_older_servers_want(lying):
-    seen = []
-    lying.answers["POST"] = lambda request: seen.append(request.headers["Content-MD5"]) or (200, {}, b"<DeleteResult/>")
-    lying.store.delete_many(["a"])
-    assert re.fullmatch(r"[A-Za-z0-9+/]{22}==", seen[0])
 
 
 def test_a_dripping_server_is_given_up(lying):

@@ -3,7 +3,6 @@
 import random
 import tempfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open
 from kvwire.store.cache import Fetch, Wait, object_sizes
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
 from kvwire.store.testing.races import together
+
+from .conftest import until
 
 MIB = 1 << 20
 
@@ -48,13 +49,6 @@ class Ranges(StoreWrapper):
             if one == key:
                 counts[start:end] = [count + 1 for count in counts[start:end]]
         return set(counts)
-
-
-def until(holds):
-    give_up_at = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
 
 
 def filled(blobs=1, size=1000):
@@ -100,16 +94,12 @@ def test_what_is_cached_is_read_while_the_remote_is_down_and_after_others_delete
             tiers.stat(key)
 
 
-def test_entries_are_never_cached():
+def test_entries_are_never_cached_and_reads_cannot_go_past_the_tiers():
     remote = CountingStore(MemoryStore())
     with closing(open_tiers(remote, memory_bytes=MIB)) as tiers:
         for value in (b"one", b"two"):
             remote.inner.put("v1/a/catalog/profile.json", value)
             assert tiers.get("v1/a/catalog/profile.json") == value
-
-
-def test_reads_cannot_go_past_the_tiers():
-    with closing(open_tiers(MemoryStore())) as tiers:
         assert not isinstance(tiers, Addressed)
 
 
@@ -126,9 +116,9 @@ def test_deleting_forgets_the_copies(tmp_path):
         assert (counters.memory.held_bytes, counters.disk.held_bytes) == (0, 0)
 
 
-def test_what_is_put_is_kept_unless_it_is_not_what_its_key_says():
+def test_what_is_put_is_kept_unless_it_is_not_what_its_key_says_and_putting_again_heals():
     remote = CountingStore(MemoryStore())
-    (key, data), (wrong, _) = samples.blob(1), samples.blob(2)
+    (key, data), (wrong, right) = samples.blob(1), samples.blob(2)
     with closing(open_tiers(remote, memory_bytes=MIB)) as tiers:
         tiers.put(key, bytearray(data))
         tiers.put(wrong, b"something else")
@@ -137,16 +127,8 @@ def test_what_is_put_is_kept_unless_it_is_not_what_its_key_says():
         assert tiers.get(wrong) == b"something else"
         assert remote.tally("get", wrong).requests == 1
         assert tiers.create(key, data) is False
-
-
-def test_putting_again_heals_a_copy_that_was_wrong():
-    remote = MemoryStore()
-    key, data = samples.blob(1)
-    remote.put(key, b"rotten")
-    with closing(open_tiers(remote, memory_bytes=MIB)) as tiers:
-        assert tiers.get(key) == b"rotten"
-        tiers.put(key, data)
-        assert tiers.get(key) == data
+        tiers.put(wrong, right)
+        assert tiers.get(wrong) == right
 
 
 def test_distrusted_bytes_are_fetched_again_and_no_others(tmp_path):
@@ -204,21 +186,14 @@ def test_opening_an_object_is_one_use_however_many_reads_follow():
         assert uses_of(tiers, key) == 3
 
 
-def test_long_reads_are_cut_into_flights():
-    remote, [(key, data)] = filled(size=1000)
-    remote = CountingStore(remote)
-    with closing(open_tiers(remote, settings=TierSettings(flight_bytes=300))) as tiers:
-        assert tiers.get(key) == data
-        assert tiers.counters().memory.extents == 4
-
-
-def test_the_end_of_an_object_is_asked_for_once():
+def test_long_reads_are_cut_into_flights_and_the_end_of_an_object_is_asked_for_once():
     remote, [(key, data)] = filled(size=600)
     remote = CountingStore(remote)
     with closing(open_tiers(remote, settings=TierSettings(flight_bytes=300))) as tiers:
         for _ in range(3):
             assert tiers.get(key) == data
             assert tiers.get(key, 590, 9000) == data[590:]
+        assert tiers.counters().memory.extents == 2
         assert remote.tally("get").requests == 3  # the third finds nothing, which tells the size
 
 
@@ -237,9 +212,6 @@ def test_an_object_larger_than_the_memory_passes_through(tmp_path):
     with closing(open_tiers(remote, memory_bytes=2000, settings=TierSettings(flight_bytes=1000))) as tiers:
         assert tiers.get(key) == data
         assert tiers.counters().memory.held_bytes <= 2000
-
-
-# Lengths.
 
 
 class Cutting(StoreWrapper):
@@ -315,9 +287,6 @@ def test_a_read_that_asks_for_more_than_an_old_length_asks_the_remote_again(monk
         assert tiers.get(key, 0, 1000) == data
 
 
-# Many readers.
-
-
 def test_a_thousand_threads_read_64_blobs_once():
     remote, pairs = filled(64, 20_000)
     remote = Ranges(remote)
@@ -373,30 +342,14 @@ def test_a_failed_leader_leaves_its_place_to_one_who_waits_and_two_failures_are_
     )
     remote = Ranges(faulty)
     remote.gate.clear()
-    results = []
-    with closing(open_tiers(remote)) as tiers:
-
-        def read():
-            try:
-                results.append(tiers.get(key))
-            except StorageError as error:
-                results.append(error)
-
-        threads = [threading.Thread(target=read) for _ in range(20)]
-        for thread in threads:
-            thread.start()
+    with closing(open_tiers(remote)) as tiers, ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(tiers.get, key) for _ in range(20)]
         assert remote.entered.acquire(timeout=30)
         until(lambda: tiers.counters().remote.waits == 19)
         remote.gate.set()
-        for thread in threads:
-            thread.join(30)
-        failed = [one for one in results if isinstance(one, StorageError)]
-        assert len(results) == 20
-        assert all(one == data for one in results if one not in failed)
-        if remote_fails == 1:
-            assert len(failed) == 1
-        else:
-            assert 2 <= len(failed) <= 20
+        failed = [one for one in asked if isinstance(one.exception(30), StorageError)]
+        assert all(one.result() == data for one in asked if one not in failed)
+        assert len(failed) == 1 if remote_fails == 1 else 2 <= len(failed) <= 20
         assert tiers.get(key) == data
 
 
@@ -404,22 +357,11 @@ def test_what_is_not_there_is_told_to_all_at_once():
     remote = Ranges(MemoryStore())
     remote.gate.clear()
     key, _ = samples.blob(1)
-    errors = []
-    with closing(open_tiers(remote)) as tiers:
-
-        def read():
-            with pytest.raises(NotFoundError):
-                tiers.get(key)
-            errors.append(1)
-
-        threads = [threading.Thread(target=read) for _ in range(10)]
-        for thread in threads:
-            thread.start()
+    with closing(open_tiers(remote)) as tiers, ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(tiers.get, key) for _ in range(10)]
         until(lambda: tiers.counters().remote.waits == 9)
         remote.gate.set()
-        for thread in threads:
-            thread.join(30)
-        assert len(errors) == 10
+        assert all(isinstance(one.exception(30), NotFoundError) for one in asked)
         assert tiers.counters().remote.requests == 1
 
 
@@ -433,37 +375,29 @@ def test_a_failure_reaches_only_those_whose_bytes_it_concerns():
                 raise StorageError(msg)
             return self.inner.get(key, start, end)
 
-    with closing(open_tiers(HalfDead(memory))) as tiers:
-        outcomes = {}
-
-        def read(start):
-            try:
-                outcomes[start] = tiers.get(key, start, start + 100)
-            except StorageError as error:
-                outcomes[start] = error
-
-        together(*[lambda start=start: read(start) for start in range(0, 1000, 100)])
-        for start, outcome in outcomes.items():
-            assert isinstance(outcome, StorageError) if start < 500 else outcome == data[start : start + 100]
+    with closing(open_tiers(HalfDead(memory))) as tiers, ThreadPoolExecutor(10) as pool:
+        asked = {start: pool.submit(tiers.get, key, start, start + 100) for start in range(0, 1000, 100)}
+        for start, one in asked.items():
+            failed = one.exception(30)
+            assert isinstance(failed, StorageError) if start < 500 else one.result() == data[start : start + 100]
 
 
 def test_a_reader_stops_waiting_for_a_leader_from_which_nothing_comes():
     memory, [(key, data)] = filled()
     remote = Ranges(memory)
-    with closing(open_tiers(remote, settings=TierSettings(answer_s=0.05))) as tiers:
+    with (
+        closing(open_tiers(remote, settings=TierSettings(answer_s=0.05))) as tiers,
+        ThreadPoolExecutor(2) as pool,
+    ):
         remote.gate.clear()
-        stuck = threading.Thread(target=lambda: tiers.get(key))
-        stuck.start()
-        assert remote.entered.acquire(timeout=30)
-        results = []
-        second = threading.Thread(target=lambda: results.append(tiers.get(key)))
-        second.start()
-        assert remote.entered.acquire(timeout=30)  # the second asks for itself
+        asked = []
+        for _ in range(2):  # the second asks for itself
+            asked.append(pool.submit(tiers.get, key))
+            assert remote.entered.acquire(timeout=30)
         assert tiers.counters().remote.takeovers == 1
         remote.gate.set()
-        second.join(30)
-        stuck.join(30)
-        assert results == [data]
+        assert asked[1].result(30) == data
+        asked[0].result(30)
         assert tiers.get(key) == data
 
 
@@ -492,10 +426,7 @@ def test_a_remote_that_gives_more_than_asked_is_an_error():
         tiers.get(key, 0, 10)
 
 
-# Hints.
-
-
-def test_what_is_prefetched_is_there_when_it_is_read():
+def test_what_is_prefetched_is_there_when_it_is_read_and_hints_for_what_is_not_there_harm_nobody():
     memory, [(key, data)] = filled(size=10_000)
     remote = CountingStore(memory)
     with closing(open_tiers(remote, settings=TierSettings(prefetch_bytes=1000))) as tiers:
@@ -506,6 +437,9 @@ def test_what_is_prefetched_is_there_when_it_is_read():
         assert requests in (10, 11)
         assert tiers.get(key, 500, 10_000) == data[500:]
         assert remote.tally("get").requests == requests
+        tiers.prefetch(samples.blob(1)[0])
+        assert tiers.settle(30)
+        assert tiers.counters().remote.failures == 1
 
 
 def test_hints_wait_while_someone_reads_and_too_many_are_dropped():
@@ -528,28 +462,13 @@ def test_hints_wait_while_someone_reads_and_too_many_are_dropped():
         assert tiers.counters().remote.requests >= 2
 
 
-def test_hints_for_what_is_not_there_harm_nobody():
-    with closing(open_tiers(MemoryStore())) as tiers:
-        tiers.prefetch(samples.blob(1)[0])
-        assert tiers.settle(30)
-        assert tiers.counters().remote.failures == 1
-
-
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"memory_bytes": -1},
-        {"folder_bytes": 5},
-        {"write_back": True},
-        {"folder": "x", "write_back": True},
-    ],
+    "wrong", [{"memory_bytes": -1}, {"folder_bytes": 5}, {"write_back": True}, {"folder": "x", "write_back": True}]
 )
 def test_tiers_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ArgumentError):
         open_tiers(MemoryStore(), **wrong)
 
-
-# Against a dictionary.
 
 BLOBS = dict(samples.blob(number, size) for number, size in enumerate([1, 40, 300, 1000, 2500]))
 

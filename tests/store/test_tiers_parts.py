@@ -78,16 +78,8 @@ def test_halving_a_sketch_lets_old_uses_fade():
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("0", 0),
-        ("1000", 1000),
-        ("1000B", 1000),
-        ("20GB", 20 * 10**9),
-        ("512MiB", 512 << 20),
-        ("512 MiB", 512 << 20),
-        ("1.5KiB", 1536),
-        ("0.1GB", 10**8),
-        ("3k", 3000),
-        ("2Ti", 2 << 40),
+        *(("0", 0), ("1000", 1000), ("1000B", 1000), ("20GB", 20 * 10**9), ("512MiB", 512 << 20)),
+        *(("512 MiB", 512 << 20), ("1.5KiB", 1536), ("0.1GB", 10**8), ("3k", 3000), ("2Ti", 2 << 40)),
         ("1PB", 10**15),
     ],
 )
@@ -115,9 +107,6 @@ def test_a_file_name_says_which_extent_it_is(name, span):
     assert ExtentName.parse(extent.file_name) == extent
     assert ExtentName.parse(extent.file_name.upper()) is None
     assert ExtentName.parse(extent.file_name + "x") is None
-
-
-# The eviction policy.
 
 
 class Lru:
@@ -218,13 +207,7 @@ def hit_rates(trace, sizes, budget):
     return rates
 
 
-def test_on_a_skewed_trace_tinylfu_hits_more_often_than_lru():
-    rng = random.Random(1)
-    rates = hit_rates(zipf(rng, 500, 10_000), lambda _: 1, 50)
-    assert rates["tinylfu"] > rates["lru"] + 0.03
-
-
-def test_a_scan_empties_lru_and_leaves_tinylfu_alone():
+def test_on_a_skewed_trace_with_scans_tinylfu_hits_more_often_than_lru():
     rng = random.Random(2)
     trace = []
     for part in range(20):

@@ -30,6 +30,8 @@ from kvwire.store.cache import pending, write_back
 from kvwire.store.catalog.announcements import announce
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreWrapper, samples
 
+from .conftest import until
+
 MIB = 1 << 20
 QUICK = {"backoff_s": 0.001, "max_backoff_s": 0.01}
 ENTRY = "v1/t/c/catalog/doc/ab/one.json"
@@ -126,20 +128,6 @@ def test_the_last_write_of_a_key_wins(remote, tmp_path):
         assert remote.inner.get(ENTRY) == b"49"
 
 
-def test_a_catalog_over_write_back_works_as_over_any_store(remote, tmp_path):
-    remote.gate.clear()
-    with closing(writing_back(remote, tmp_path)) as tiers:
-        catalog = Catalog(tiers)
-        blob = samples.noise(1000)
-        entry = catalog.put_blob("ab" * 32, blob, document_id="doc", header_bytes=1, tokens=1)
-        found = catalog.by_document("ab" * 32, "doc")
-        assert found == entry
-        assert tiers.get(found.blob_key) == blob
-        remote.gate.set()
-        tiers.flush(30)
-        assert content_digest(remote.written[0]) == entry.sha256
-
-
 def test_a_remote_that_is_down_is_tried_until_it_is_up(remote, tmp_path):
     remote.is_down = True
     key, data = samples.blob(1)
@@ -203,38 +191,23 @@ def test_deleting_calls_off_what_is_pending(remote, tmp_path):
             tiers.get(key)
 
 
-def test_what_is_pending_when_a_process_closes_is_uploaded_by_the_next(remote, tmp_path):
+def test_what_processes_left_pending_is_uploaded_by_the_next(remote, tmp_path):
     remote.is_down = True
+    remote.inner.close = lambda: None
     pairs = [samples.blob(number) for number in range(3)]
-    remote.inner.close = lambda: None
-    with closing(writing_back(remote, tmp_path, settings={"close_s": 0.01})) as tiers:
-        for key, data in pairs:
-            tiers.put(key, data)
-        tiers.put(ENTRY, b"{}")
-    assert not remote.written
-    remote.is_down = False
-    with closing(writing_back(remote, tmp_path)) as tiers:
-        tiers.flush(30)
-    assert remote.written[-1] == ENTRY
-    assert {key: remote.inner.get(key) for key, _ in pairs} == dict(pairs)
-
-
-def test_what_another_process_left_is_taken_over(remote, tmp_path):
-    remote.is_down = True
-    remote.inner.close = lambda: None
-    (key, data), (other, more) = samples.blob(1), samples.blob(2)
     with ExitStack() as stack:
         one = stack.enter_context(closing(writing_back(remote, tmp_path, settings={"close_s": 0.01})))
         two = stack.enter_context(closing(writing_back(remote, tmp_path, settings={"close_s": 0.01})))
-        one.put(key, data)
-        two.put(other, more)
+        for tiers, (key, data) in zip((one, two, two), pairs, strict=True):
+            tiers.put(key, data)
         two.put(ENTRY, b"{}")
+    assert not remote.written
     remote.is_down = False
     with closing(writing_back(remote, tmp_path)) as tiers:
         assert tiers.get(ENTRY) == b"{}"
         tiers.flush(30)
-    assert set(remote.written) == {key, other, ENTRY}
     assert remote.written[-1] == ENTRY
+    assert {key: remote.inner.get(key) for key in remote.written[:-1]} == dict(pairs)
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -274,16 +247,19 @@ def test_a_pending_file_whose_header_is_damaged_is_given_up(remote, tmp_path):
         assert not list(place.iterdir())
 
 
-def test_where_the_pending_folder_fails_writes_go_to_the_remote_at_once(remote, tmp_path):
+@pytest.mark.parametrize("is_late", [True, False])
+def test_where_the_folder_fails_writes_go_to_the_remote_at_once(remote, tmp_path, is_late):
     key, data = samples.blob(1)
-    with closing(writing_back(remote, tmp_path)) as tiers:
-        place = tmp_path / "slot-0" / "pending"
-        place.rmdir()
-        place.write_bytes(b"in the way")
+    (tmp_path / "file").write_bytes(b"")
+    with closing(writing_back(remote, tmp_path / ("cache" if is_late else "file/cache"))) as tiers:
+        if is_late:
+            place = tmp_path / "cache" / "slot-0" / "pending"
+            place.rmdir()
+            place.write_bytes(b"in the way")
         tiers.put(key, data)
         tiers.put(ENTRY, b"{}")
         assert remote.written == [key, ENTRY]
-        assert tiers.counters().uploads.direct == 2
+        assert tiers.counters().uploads.direct == 2 * is_late
 
 
 def test_the_bytes_are_flushed_before_they_have_their_name_and_the_name_before_the_put_returns(
@@ -307,14 +283,6 @@ def test_the_bytes_are_flushed_before_they_have_their_name_and_the_name_before_t
         assert folder.name == "pending"
         assert (len(before), len(after)) == (0, 1)
         remote.gate.set()
-
-
-def test_without_a_usable_folder_write_back_is_write_through(remote, tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    key, data = samples.blob(1)
-    with closing(writing_back(remote, tmp_path / "file" / "cache")) as tiers:
-        tiers.put(key, data)
-        assert remote.written == [key]
 
 
 def test_a_store_that_breaks_its_promise_does_not_stop_the_uploads(tmp_path):
@@ -346,8 +314,6 @@ def test_readers_meet_a_write_at_every_moment_of_its_upload(tmp_path):
             assert tiers.get(key) == data
 
 
-# Entries and collectors.
-
 CONFIG = "ab" * 32
 
 
@@ -369,13 +335,6 @@ def put_document(tiers, remote):
     entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", header_bytes=1, tokens=1, token_digest="cd" * 32)
     until(lambda: entry.blob_key in remote.written)
     return entry
-
-
-def until(holds):
-    give_up_at = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
 
 
 def test_an_entry_whose_content_was_deleted_meanwhile_is_given_up(tmp_path):
@@ -450,14 +409,17 @@ def test_a_pointer_that_waited_for_long_needs_what_it_names(remote, tmp_path, mo
         assert remote.written[2:] == [space.current_profile] * 2
 
 
-def test_a_document_is_put_while_the_remote_is_down(remote, tmp_path):
+def test_a_document_is_found_while_the_remote_is_down_and_put_there_later(remote, tmp_path):
     remote.is_down = True
     with closing(writing_back(remote, tmp_path)) as tiers:
         blob = samples.noise(1000)
         entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", header_bytes=1, tokens=1)
         text = Catalog(tiers).add_text(CONFIG, "other", [1, 2, 3])
+        assert Catalog(tiers).by_document(CONFIG, "doc") == entry
+        assert tiers.get(entry.blob_key) == blob
         remote.is_down = False
         tiers.flush(30)
+        assert content_digest(remote.written[0]) == entry.sha256
         assert Catalog(remote.inner).by_document(CONFIG, "doc") == entry
         assert Catalog(remote.inner).by_document(CONFIG, "other") == text
         assert Catalog(remote.inner).get_text(CONFIG, text.token_digest) == (1, 2, 3)
@@ -476,9 +438,6 @@ def test_an_announcement_is_on_the_remote_before_anything_is_deleted(remote, tmp
         assert list(tiers.keys(space.announcements)) == [at]
         tiers.delete(at)
         assert not list(tiers.keys(space.announcements))
-
-
-# Reading and queueing.
 
 
 def test_pending_content_is_checked_once_and_then_read_in_ranges(remote, tmp_path, monkeypatch):

@@ -2,18 +2,63 @@
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, closing, suppress
+import socket
+import threading
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from kvwire.store import MemoryStore
-from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, open_session
+from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, SegmentError, open_session
 from kvwire.transport.testing import build_blob as build
 from kvwire.transport.testing import read_blob_head as read_header
 
 KEY = "v1/blob.kvw"
 FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=ReadTimeouts(5, 5))
+
+HEAD = 65536
+
+
+def everything(info):
+    return [segment for row in info.segments for segment in row]
+
+
+def behind_the_head(info):
+    return [segment for segment in everything(info) if segment.end > HEAD]
+
+
+async def outcome(fetcher, segments, **options):
+    good, bad = {}, {}
+    async for result in fetcher.fetch(segments, **options):
+        (bad if isinstance(result, SegmentError) else good)[result.segment] = result
+    assert len(good) + len(bad) == len(segments)
+    return good, bad
+
+
+def check_all(blob, good):
+    assert all(arrival.data == blob[s.offset : s.end] for s, arrival in good.items())
+
+
+async def fetched(fetcher, blob, wanted=behind_the_head, **options):
+    """Open a blob and fetch what is wanted of it, all of which has to arrive whole."""
+    good, bad = await outcome(fetcher, wanted(await fetcher.open()), **options)
+    assert not bad
+    check_all(blob, good)
+    return good
+
+
+async def answered(asked):
+    """Status of an answer, of which nothing else is looked at."""
+    async with asked as response:
+        return response.status
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession() as client:
+        yield client
 
 
 @pytest.fixture
@@ -135,3 +180,46 @@ def misbehaving():
             await listening.wait_closed()
 
     return start
+
+
+@pytest.fixture
+def answering():
+    """A raw server that gives each connection one answer, or what it was sent (None), and then closes or holds it."""
+    threads = []
+    with ExitStack() as held, socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def start(answer, hold=False):
+            def work():
+                with suppress(OSError):
+                    while True:
+                        connection, _ = listening.accept()
+                        if hold:
+                            held.callback(connection.close)
+                        with suppress(OSError):  # who asked may have seen enough
+                            sent = connection.recv(65536)
+                            connection.sendall(sent if answer is None else answer)
+                        if not hold:
+                            connection.close()
+
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+            return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        yield start
+        listening.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
+
+class FakeTime:
+    """A clock that moves only in sleeps; each overruns by ``late`` seconds."""
+
+    def __init__(self, late=0.0):
+        self.now, self.late, self.sleeps = 1000.0, late, 0
+
+    def clock(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.sleeps += 1
+        self.now += seconds + self.late

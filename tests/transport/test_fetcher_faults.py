@@ -7,33 +7,16 @@ import pytest
 
 from kvwire.errors import AuthError, CorruptError, NotFoundError, StorageError
 from kvwire.transport import (
-    FetchedSegment,
     HttpSource,
     ReadTimeouts,
     ReplacedError,
     SegmentCorruptError,
-    SegmentError,
     SegmentStorageError,
     StalledError,
     read_object,
 )
 
-HEAD = 65536
-
-
-def behind_the_head(info):
-    return [segment for row in info.segments for segment in row if segment.end > HEAD]
-
-
-async def outcome(fetcher, segments):
-    good, bad = {}, {}
-    async for result in fetcher.fetch(segments):
-        if isinstance(result, SegmentError):
-            bad[result.segment] = result
-        else:
-            good[result.segment] = result
-    assert len(good) + len(bad) == len(segments)
-    return good, bad
+from .conftest import HEAD, behind_the_head, everything, fetched, outcome
 
 
 def first_time(fault, at=1):
@@ -66,11 +49,7 @@ def patient_for(fault, settings):
 async def test_one_fault_costs_time_and_nothing_else(fault, blob, misbehaving, fetcher_for, fake):
     settings = patient_for(fault, fake.FAST)
     async with misbehaving(blob, first_time(fault)) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        wanted = behind_the_head(info)
-        good, bad = await outcome(fetcher, wanted)
-        assert not bad
-        assert all(arrival.data == blob[s.offset : s.end] for s, arrival in good.items())
+        good = await fetched(fetcher, blob)
         assert max(arrival.attempts for arrival in good.values()) == 2
         assert set(server.conditions) == {None, '"one"'}
         assert server.conditions.count(None) == 1
@@ -93,9 +72,7 @@ async def test_a_flipped_bit_costs_that_segment_alone(blob, misbehaving, fetcher
         return None
 
     async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
+        good = await fetched(fetcher, blob)
     hit = [a for s, a in good.items() if s.offset <= 200_000 < s.end]
     assert [a.attempts for a in hit] == [2]
     assert hit[0].wire_bytes == 2 * hit[0].segment.stored
@@ -115,8 +92,8 @@ async def test_a_flipped_bit_in_the_head_is_read_again(blob, misbehaving, fetche
 async def test_payload_that_came_along_damaged_is_fetched(blob, misbehaving, fetcher_for):
     async with misbehaving(blob, first_time({"flip": 30_000}, at=0)) as server, fetcher_for(server.url) as fetcher:
         info = await fetcher.open()
-        hit = next(s for row in info.segments for s in row if s.offset <= 30_000 < s.end)
-        good, bad = await outcome(fetcher, [s for row in info.segments for s in row if s.end <= HEAD])
+        hit = next(s for s in everything(info) if s.offset <= 30_000 < s.end)
+        good, bad = await outcome(fetcher, [s for s in everything(info) if s.end <= HEAD])
     assert not bad
     assert good[hit].attempts == 1
     assert server.requests[1:] == [(hit.offset, hit.end)]
@@ -242,10 +219,7 @@ async def test_faults_of_the_whole_object_end_the_opening_at_once(status, kind, 
 
 async def test_a_weak_tag_is_no_condition(blob, misbehaving, fetcher_for):
     async with misbehaving(blob, lambda *_: {"etag": 'W/"x"'}) as server, fetcher_for(server.url) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-        assert good
-        assert not bad
+        assert await fetched(fetcher, blob)
         assert set(server.conditions) == {None}
 
 
@@ -269,8 +243,5 @@ async def test_chaos(blob, misbehaving, fetcher_for, fake):
 
     settings = replace(fake.FAST, retries=30, max_bytes=16_000)
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, [s for row in info.segments for s in row])
-        assert not bad
-        assert all(isinstance(a, FetchedSegment) and a.data == blob[s.offset : s.end] for s, a in good.items())
+        await fetched(fetcher, blob, everything)
         assert len(server.requests) > 12

@@ -17,34 +17,15 @@ from kvwire.transport import (
     BusyError,
     EmulatedLink,
     FetchedSegment,
-    FetchSettings,
     HttpSource,
     LinkMeter,
-    SegmentError,
     StoreSource,
     WantedRange,
     split,
 )
 from kvwire.transport.fetch.hedging import Pace
 
-HEAD = 65536
-
-
-def behind_the_head(info):
-    return [segment for row in info.segments for segment in row if segment.end > HEAD]
-
-
-async def outcome(fetcher, segments, **options):
-    good, bad = {}, {}
-    async for result in fetcher.fetch(segments, **options):
-        (bad if isinstance(result, SegmentError) else good)[result.segment] = result
-    assert len(good) + len(bad) == len(segments)
-    return good, bad
-
-
-def check_all(blob, good):
-    assert all(arrival.data == blob[s.offset : s.end] for s, arrival in good.items())
-
+from .conftest import HEAD, behind_the_head, check_all, everything, fetched, outcome
 
 # Second requests.
 
@@ -65,10 +46,7 @@ async def test_a_request_that_hangs_gets_a_second_one(blob, misbehaving, fetcher
 
     started = time.monotonic()
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settled(fake)) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        await fetched(fetcher, blob)
     assert time.monotonic() - started < 4  # patience is 5 s
     assert (fetcher.counts.hedges, fetcher.counts.hedges_won) == (1, 1)
     assert sum(start == hung[0] for start, _ in server.requests) == 2
@@ -85,10 +63,7 @@ async def test_a_request_that_hangs_in_mid_body_is_hedged_for_the_rest(misbehavi
 
     settings = replace(settled(fake), max_bytes=60_000)
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        await fetched(fetcher, blob)
     ((start, end),) = hung
     second = [r for r in server.requests if r[1] == end and r[0] > start]
     assert len(second) == 1
@@ -102,10 +77,7 @@ async def test_hedges_are_few(blob, misbehaving, fetcher_for, fake):
     settings = replace(settled(fake), retries=6, hedge_share=0.05)
     settings = replace(settings, patience=replace(settings.patience, first_byte_s=0.4))
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        await fetched(fetcher, blob)
     assert fetcher.counts.stalled > 0
     assert 1 <= fetcher.counts.hedges <= 1 + 0.05 * fetcher.counts.requests
 
@@ -114,10 +86,7 @@ async def test_a_slow_link_is_no_reason_for_hedges(store, blob, fetcher_for, fak
     link = EmulatedLink(400_000, 0.01)
     settings = replace(fake.FAST, concurrency=4, max_bytes=20_000, gap_bytes=0, hedge_least_s=0.01)
     async with fetcher_for(StoreSource(store, fake.KEY), link=link, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        await fetched(fetcher, blob)
     assert fetcher.counts.hedges == 0
 
 
@@ -125,12 +94,8 @@ async def test_hedging_can_be_switched_off(blob, misbehaving, fetcher_for, fake)
     plan = lambda number, *_: {"silent": True} if number == 9 else None  # noqa: E731
     settings = replace(settled(fake, hedge_factor=0), patience=replace(fake.FAST.patience, first_byte_s=0.5))
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
-    assert fetcher.counts.hedges == 0
-    assert fetcher.counts.stalled == 1
+        await fetched(fetcher, blob)
+    assert (fetcher.counts.hedges, fetcher.counts.stalled) == (0, 1)
 
 
 async def test_breaking_off_leaves_no_task_behind(blob, misbehaving, fetcher_for, fake):
@@ -151,8 +116,9 @@ async def test_breaking_off_leaves_no_task_behind(blob, misbehaving, fetcher_for
     assert before
 
 
-def test_a_pace_needs_samples():
+def test_overdue_is_many_times_the_usual_and_a_least_time_and_hedges_have_a_budget():
     pace = Pace()
+    assert [pace.may_hedge(0.1), pace.may_hedge(0.1)] == [True, False]
     for _ in range(3):
         pace.completed(0.01, 0.02, 1000)
     assert pace.expected_s(1000) is None
@@ -160,27 +126,13 @@ def test_a_pace_needs_samples():
     pace.completed(0.01, 0.02, 1000)
     assert pace.expected_s(1000) == pytest.approx(0.02)
     assert pace.expected_s(10_000) == pytest.approx(0.11)
-
-
-def test_overdue_is_many_times_the_usual_and_a_least_time():
-    pace = Pace()
-    for _ in range(8):
-        pace.completed(0.01, 0.02, 1000)
     assert pace.is_overdue(0.081, 1000, factor=4, least_s=0.05)
     assert not pace.is_overdue(0.079, 1000, factor=4, least_s=0.05)
     assert not pace.is_overdue(0.081, 1000, factor=4, least_s=0.1)
     assert not pace.is_overdue(0.081, 5000, factor=4, least_s=0.05)
-
-
-def test_the_budget_of_hedges():
-    pace = Pace()
-    assert [pace.may_hedge(0.1), pace.may_hedge(0.1)] == [True, False]
-    for _ in range(30):
-        pace.completed(0.01, 0.02, 1)
+    for _ in range(26):
+        pace.completed(0.01, 0.02, 1000)
     assert [pace.may_hedge(0.1) for _ in range(3)] == [True, True, False]
-
-
-# Deadlines.
 
 
 async def test_what_misses_the_deadline_is_given_as_late(blob, misbehaving, fetcher_for, fake):
@@ -207,31 +159,19 @@ async def test_a_deadline_that_has_passed_still_gives_what_is_at_hand(store, fet
     assert bad
 
 
-async def test_a_deadline_far_away_changes_nothing(store, blob, fetcher_for, fake):
-    async with fetcher_for(StoreSource(store, fake.KEY)) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info), deadline=time.monotonic() + 60)
-    assert not bad
-    check_all(blob, good)
-
-
-# Come back later.
-
-
-@pytest.mark.parametrize("status", ["503 Busy", "429 Too Many Requests"])
-async def test_a_server_that_says_when_is_obeyed(status, blob, misbehaving, fetcher_for):
+@pytest.mark.parametrize(
+    ("status", "at"), [("503 Busy", 1), ("429 Too Many Requests", 1), ("429 Too Many Requests", 0)]
+)
+async def test_a_server_that_says_when_is_obeyed(status, at, blob, misbehaving, fetcher_for):
     pauses = []
 
     async def sleep(seconds):
         pauses.append(seconds)
 
     fault = {"status": status, "headers": ["Retry-After: 7"]}
-    plan = lambda number, *_: fault if number == 1 else None  # noqa: E731
+    plan = lambda number, *_: fault if number == at else None  # noqa: E731
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, sleep=sleep) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        await fetched(fetcher, blob)
     assert max(pauses) == 7
 
 
@@ -256,34 +196,27 @@ async def test_a_date_to_come_back_at(misbehaving, session, blob):
     assert caught.value.retry_after_s == 0  # the date has passed
 
 
-# Addresses.
-
-
 def refused_unless(good):
     return lambda _number, _start, _end: None if good() else {"status": "403 Forbidden"}
 
 
-async def test_a_refused_address_is_renewed_once(blob, misbehaving, session):
+@pytest.mark.parametrize("is_renewed", [True, False])
+async def test_a_refused_address_is_renewed_once(blob, misbehaving, session, is_renewed):
     asked = []
-    async with misbehaving(blob, refused_unless(lambda: True in asked)) as server:
+    async with misbehaving(blob, refused_unless(lambda: is_renewed and True in asked)) as server:
 
         def find(refused):
             asked.append(refused)
             return HttpAddress(f"{server.url}?X-Amz-Signature={len(asked)}")
 
         source, got = HttpSource(session, find), []
-        await source.read(0, 1000, got.append)
-        await source.read(1000, 2000, got.append)
-    assert b"".join(got) == blob[:2000]
-    assert asked == [False, True]
-
-
-async def test_an_address_that_stays_refused_is_an_error(blob, misbehaving, session):
-    asked = []
-    async with misbehaving(blob, refused_unless(lambda: False)) as server:
-        source = HttpSource(session, lambda refused: asked.append(refused) or HttpAddress(server.url))
-        with pytest.raises(AuthError):
-            await source.read(0, 10, lambda _: None)
+        if is_renewed:
+            await source.read(0, 1000, got.append)
+            await source.read(1000, 2000, got.append)
+            assert b"".join(got) == blob[:2000]
+        else:
+            with pytest.raises(AuthError):
+                await source.read(0, 10, got.append)
     assert asked == [False, True]
 
 
@@ -322,53 +255,29 @@ async def test_an_address_that_is_no_url(session):
         await HttpSource(session, lambda _: HttpAddress("s3://bucket/key")).read(0, 10, lambda _: None)
 
 
-# Long segments.
+def flips_until(last, spot):
+    return lambda number, start, end: {"flip": spot} if number < last and start <= spot < end else None
 
 
-async def test_a_long_segment_comes_in_parts(misbehaving, fetcher_for, fake):
-    blob = fake.build([[300_000], [10_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000)
-    async with misbehaving(blob, lambda *_: None) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, [row[0] for row in info.segments])
-    assert not bad
-    check_all(blob, good)
-    assert len(server.requests) == 1 + 5  # the last part and the next segment share a request
-    assert all(end - start <= 70_000 for start, end in server.requests)
-
-
-async def test_a_part_that_fails_is_asked_for_again_alone(misbehaving, fetcher_for, fake):
-    blob = fake.build([[300_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000)
-    plan = lambda number, *_: {"after": 100, "reset": True} if number == 3 else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, [info.segments[0][0]])
-    assert not bad
-    check_all(blob, good)
-    assert len(server.requests) == 1 + 5 + 1
-
-
-async def test_parts_with_a_wrong_sum_are_all_asked_for_again(misbehaving, fetcher_for, fake):
-    blob = fake.build([[300_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000)
-
-    def plan(number, start, end):
-        return {"flip": 200_000} if number < 6 and start <= 200_000 < end else None
-
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, [info.segments[0][0]])
-    assert not bad
-    check_all(blob, good)
-    assert fetcher.counts.corrupt == 1
-    assert len(server.requests) == 1 + 5 + 5
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 200)), max_size=8),
-    st.integers(1, 100),
+@pytest.mark.parametrize(
+    ("sizes", "plan", "requests", "corrupt"),
+    [
+        ([[300_000], [10_000]], lambda *_: None, 1 + 5, 0),  # the last part and the next segment share a request
+        ([[300_000]], lambda number, *_: {"after": 100, "reset": True} if number == 3 else None, 1 + 5 + 1, 0),
+        ([[300_000]], flips_until(6, 200_000), 1 + 5 + 5, 1),  # parts with a wrong sum are all asked for again
+    ],
 )
+async def test_a_long_segment_comes_in_parts(misbehaving, fetcher_for, fake, sizes, plan, requests, corrupt):
+    blob = fake.build(sizes)
+    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000, hedge_factor=0)
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        await fetched(fetcher, blob, everything)
+    assert len(server.requests) == requests
+    assert all(end - start <= 70_000 for start, end in server.requests)
+    assert fetcher.counts.corrupt == corrupt
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 200)), max_size=8), st.integers(1, 100))
 def test_parts_cover_their_pieces_and_are_no_longer_than_allowed(cells, limit):
     pieces = [WantedRange(offset, length, index) for index, (offset, length) in enumerate(cells)]
     parts = split(pieces, max_bytes=limit)
@@ -378,9 +287,6 @@ def test_parts_cover_their_pieces_and_are_no_longer_than_allowed(cells, limit):
         assert len(mine) == max(1, -(-piece.length // limit))
         assert max(part.length for part in mine) <= limit
         assert max(part.length for part in mine) - min(part.length for part in mine) <= 1
-
-
-# Copies that lie.
 
 
 class Remembering(StoreSource):
@@ -404,15 +310,10 @@ class Remembering(StoreSource):
         await super().read(start, end, damaged)
 
 
-async def test_a_source_is_told_which_bytes_were_wrong(blob, fetcher_for, fake):
-    store = MemoryStore()
-    store.put(fake.KEY, blob)
+async def test_a_source_is_told_which_bytes_were_wrong(store, blob, fetcher_for, fake):
     source = Remembering(store, fake.KEY, 200_000)
     async with fetcher_for(source) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        good = await fetched(fetcher, blob)
     ((start, end),) = source.distrusted
     assert start <= 200_000 < end
     assert any((s.offset, s.end) == (start, end) for s in good)
@@ -421,19 +322,12 @@ async def test_a_source_is_told_which_bytes_were_wrong(blob, fetcher_for, fake):
 async def test_counts_tell_what_was_done(store, blob, fetcher_for, fake):
     meter = LinkMeter()
     async with fetcher_for(StoreSource(store, fake.KEY), meter=meter) as fetcher:
-        info = await fetcher.open()
-        good, _ = await outcome(fetcher, behind_the_head(info))
+        good = await fetched(fetcher, blob, deadline=time.monotonic() + 60)
     counts = fetcher.counts
     assert counts.used_bytes == sum(s.stored for s in good)
     assert counts.wire_bytes == HEAD + counts.used_bytes
     assert counts.requests > 1
     assert (counts.retried, counts.hedges, counts.corrupt, counts.stalled, counts.late, counts.given_up) == (0,) * 6
-
-
-@pytest.mark.parametrize("change", [{"hedge_factor": -1}, {"hedge_share": -0.1}, {"max_retry_after_s": -1}])
-def test_settings_of_waits_that_cannot_work(change):
-    with pytest.raises(ArgumentError):
-        FetchSettings(**change)
 
 
 async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetcher_for, fake):
@@ -449,15 +343,9 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
     settings = replace(settled(fake, hedge_share=0.5), retries=20)
     settings = replace(settings, patience=replace(settings.patience, first_byte_s=0.3, stall_s=0.3))
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
         for _ in range(3):
-            good, bad = await outcome(fetcher, behind_the_head(info))
-            assert not bad
-            check_all(blob, good)
+            good = await fetched(fetcher, blob)
     assert isinstance(next(iter(good.values())), FetchedSegment)
-
-
-# Opening.
 
 
 async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for):
@@ -468,22 +356,7 @@ async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for):
         assert time.monotonic() - started < 3
 
 
-async def test_opening_obeys_a_server_that_says_when(blob, misbehaving, fetcher_for):
-    pauses = []
-
-    async def sleep(seconds):
-        pauses.append(seconds)
-
-    fault = {"status": "429 Too Many Requests", "headers": ["Retry-After: 3"]}
-    plan = lambda number, *_: fault if number == 0 else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, sleep=sleep) as fetcher:
-        await fetcher.open()
-    assert pauses == [3]
-
-
-async def test_a_wrong_head_is_not_trusted_again(blob, fetcher_for, fake):
-    store = MemoryStore()
-    store.put(fake.KEY, blob)
+async def test_a_wrong_head_is_not_trusted_again(store, fetcher_for, fake):
     source = Remembering(store, fake.KEY, 40)
     async with fetcher_for(source) as fetcher:
         info = await fetcher.open()
@@ -493,14 +366,12 @@ async def test_a_wrong_head_is_not_trusted_again(blob, fetcher_for, fake):
     assert end >= info.header_bytes
 
 
-async def test_a_head_is_never_longer_than_allowed(blob, fetcher_for, fake):
+async def test_a_head_is_never_longer_than_allowed(store, fetcher_for, fake):
     class Asked(Remembering):
         async def read(self, start, end, sink):
             self.spans = [*getattr(self, "spans", []), (start, end)]
             await super().read(start, end, sink)
 
-    store = MemoryStore()
-    store.put(fake.KEY, blob)
     source = Asked(store, fake.KEY, -1)
     settings = replace(fake.FAST, header_bytes=10**9, max_head_bytes=2_000)
     async with fetcher_for(source, settings=settings) as fetcher:
@@ -537,9 +408,6 @@ async def test_an_object_opened_for_nobody_is_closed(tmp_path, cancelled):
             await asyncio.sleep(0.001)
 
 
-# Parts of long segments.
-
-
 async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
     """Each of six parts fails as often as it may: the segment arrives all the same."""
     blob, seen = fake.build([[400_000]]), {}
@@ -550,10 +418,7 @@ async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
         return {"status": "500 Oops"} if number and seen[start] <= 2 else None
 
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, [info.segments[0][0]])
-    assert not bad
-    check_all(blob, good)
+        good = await fetched(fetcher, blob, everything)
     assert next(iter(good.values())).attempts == 3
 
 
@@ -566,9 +431,6 @@ async def test_parts_of_a_segment_that_was_given_up_are_not_asked_for(misbehavin
         _, bad = await outcome(fetcher, [info.segments[0][0]])
     assert len(bad) == 1
     assert len(server.requests) == 2
-
-
-# Bytes that did not cross the link.
 
 
 class HalfLocal(StoreSource):
@@ -593,10 +455,7 @@ async def test_local_bytes_say_nothing_about_the_link(store, blob, fetcher_for, 
     samples = []
     settings = replace(fake.FAST, max_bytes=20_000, gap_bytes=0)
     async with fetcher_for(HalfLocal(store, fake.KEY), settings=settings, meter=LinkMeter(samples.append)) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
-    assert not bad
-    check_all(blob, good)
+        good = await fetched(fetcher, blob)
     counts = fetcher.counts
     assert sum(sample.wire_bytes for sample in samples) == counts.wire_bytes
     assert abs(counts.wire_bytes - (len(blob) - HalfLocal.border)) < 20_000

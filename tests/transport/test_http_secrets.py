@@ -5,9 +5,8 @@ import errno
 import logging
 import os
 import socket
-import threading
 import traceback
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 
@@ -27,31 +26,6 @@ BROKEN = {
     "refused": b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n",
     "moved": b"HTTP/1.1 302 No\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n",
 }
-
-
-@pytest.fixture
-def answering():
-    """A server that answers everything with the bytes given, or with what it was sent (None), and hangs up."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threads = []
-
-        def start(answer):
-            def work():
-                with suppress(OSError):
-                    while True:
-                        connection, _ = listening.accept()
-                        with connection, suppress(OSError):
-                            sent = connection.recv(65536)
-                            connection.sendall(sent if answer is None else answer)
-
-            threads.append(threading.Thread(target=work))
-            threads[-1].start()
-            return f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-        yield start
-        listening.shutdown(socket.SHUT_RDWR)
-    for thread in threads:
-        thread.join()
 
 
 def told_by(error):

@@ -58,19 +58,15 @@ def talking():
 
 
 @pytest.mark.parametrize(
-    ("head", "piece"),
+    ("over", "head", "piece"),
     [
-        (b"", b"H"),
-        (OK + b"X-Long: ", b"a"),
-        (OK, b"X: y\r\n"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        (OK + b"Content-Length: 1000\r\n\r\n", b"x"),
-        (CHUNKED + b"5;", b"x"),
-        (CHUNKED + b"0\r\n", b"X: y\r\n"),
+        *(("status", b"", b"H"), ("header", OK + b"X-Long: ", b"a"), ("headers", OK, b"X: y\r\n")),
+        *(("tls", OK + b"X-Long: ", b"a"), ("100 Continue", b"", b"HTTP/1.1 100 Continue\r\n\r\n")),
+        *(("body", OK + b"Content-Length: 1000\r\n\r\n", b"x"), ("chunk size", CHUNKED + b"5;", b"x")),
+        ("trailers", CHUNKED + b"0\r\n", b"X: y\r\n"),
     ],
-    ids=["status", "header", "headers", "100 Continue", "body", "chunk size", "trailers"],
 )
-def test_an_answer_that_never_ends_is_given_up(talking, head, piece):
+def test_an_answer_that_never_ends_is_given_up(request, talking, over, head, piece):
     asked = []
 
     def drip(connection, done):
@@ -81,13 +77,14 @@ def test_an_answer_that_never_ends_is_given_up(talking, head, piece):
                 return
             connection.sendall(piece)
 
-    store = HttpStore(talking(drip), settings=BRIEF)
-    with closing(store), pytest.raises(StorageError, match=r"longer than 0\.5 s"):
+    url = talking(drip, request.getfixturevalue("tls") if over == "tls" else None)
+    with closing(HttpStore(url, settings=BRIEF)) as store, pytest.raises(StorageError, match=r"longer than 0\.5 s"):
         store.get("k")
     assert len(asked) == 1
 
 
-def test_an_upload_that_is_taken_too_slowly_is_given_up_at_once(talking):
+@pytest.mark.parametrize("over", ["", "tls"])
+def test_an_upload_that_is_taken_too_slowly_is_given_up_at_once(request, talking, over):
     taken = []
 
     def sip(connection, done):
@@ -96,7 +93,8 @@ def test_an_upload_that_is_taken_too_slowly_is_given_up_at_once(talking):
         while not done.wait(0.05) and connection.recv(4096):
             pass
 
-    with closing(HttpStore(talking(sip), settings=BRIEF)) as store, pytest.raises(StorageError, match="longer than"):
+    url = talking(sip, request.getfixturevalue("tls") if over else None)
+    with closing(HttpStore(url, settings=BRIEF)) as store, pytest.raises(StorageError, match="longer than"):
         store.put("k", bytes(64 << 20))
     assert len(taken) == 1
 
@@ -114,28 +112,6 @@ def tls(files):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(files.certificate, files.private_key)
     return context
-
-
-def test_the_limit_holds_over_tls(talking, tls):
-    def drip(connection, done):
-        connection.recv(65536)
-        connection.sendall(OK + b"X-Long: ")
-        for _ in range(90):
-            if done.wait(0.05):
-                return
-            connection.sendall(b"a")
-
-    with closing(HttpStore(talking(drip, tls), settings=BRIEF)) as store, pytest.raises(StorageError, match="longer"):
-        store.get("k")
-
-
-def test_an_upload_over_tls_is_given_up_too(talking, tls):
-    def sip(connection, done):
-        while not done.wait(0.05) and connection.recv(4096):
-            pass
-
-    with closing(HttpStore(talking(sip, tls), settings=BRIEF)) as store, pytest.raises(StorageError, match="longer"):
-        store.put("k", bytes(64 << 20))
 
 
 def test_bytes_travel_over_tls(files):

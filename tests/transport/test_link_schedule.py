@@ -14,21 +14,9 @@ from kvwire.errors import ArgumentError
 from kvwire.store import MemoryStore
 from kvwire.transport import EmulatedLink, LinkedSource, RateSchedule, StoreSource
 
+from .conftest import FakeTime
+
 STEPS = RateSchedule((0.0, 1.0, 1.5, 3.0), (1000.0, 4000.0, 0.0, 500.0), 4.0)  # 3500 bytes in 4 s
-
-
-class FakeTime:
-    """A clock that moves only in sleeps; each overruns by ``late`` seconds."""
-
-    def __init__(self, late=0.0):
-        self.now = 1000.0
-        self.late = late
-
-    def clock(self):
-        return self.now
-
-    async def sleep(self, seconds):
-        self.now += seconds + self.late
 
 
 def naive_bytes(schedule, moment):
@@ -56,20 +44,13 @@ def schedules(draw):
     return RateSchedule(times, tuple(rates), period)
 
 
-@pytest.mark.parametrize(
-    ("moment", "carried"),
-    [(-1, 0), (0, 0), (0.5, 500), (1, 1000), (1.25, 2000), (2.9, 3000), (3.5, 3250), (4, 3500), (9.25, 9000)],
-)
-def test_bytes_by_a_moment(moment, carried):
-    assert STEPS.bytes_by(moment) == pytest.approx(carried)
+MOMENTS = [(-1, 0), (0, 0), (0.5, 500), (1, 1000), (1.25, 2000), (2.9, 3000), (3.5, 3250), (4, 3500), (9.25, 9000)]
+ARRIVALS = [(-5, 0), (500, 0.5), (3000, 1.5), (3001, 3.002), (3500, 4), (3501, 4.001), (35_000, 40), (36_000, 41)]
 
 
-@pytest.mark.parametrize(
-    ("carried", "moment"),
-    [(-5, 0), (0, 0), (500, 0.5), (3000, 1.5), (3001, 3.002), (3500, 4), (3501, 4.001), (35_000, 40), (36_000, 41)],
-)
-def test_bytes_that_end_with_an_outage_are_there_when_it_begins(carried, moment):
-    assert STEPS.moment_of(carried) == pytest.approx(moment)
+def test_bytes_by_a_moment_and_moments_by_bytes_which_are_there_when_an_outage_begins():
+    assert [STEPS.bytes_by(moment) for moment, _ in MOMENTS] == pytest.approx([carried for _, carried in MOMENTS])
+    assert [STEPS.moment_of(carried) for carried, _ in ARRIVALS] == pytest.approx([moment for _, moment in ARRIVALS])
 
 
 @given(schedules(), st.floats(0, 20))
@@ -98,28 +79,14 @@ def test_a_sum_that_rounds_to_whole_periods_is_there_at_their_end():
         assert schedule.moment_of(whole * schedule.bytes_by(2.0)) == pytest.approx(2 * whole)
 
 
-def test_the_last_rate_lasts_without_a_period():
-    schedule = RateSchedule((0.0, 2.0), (100.0, 10.0))
-    assert schedule.bytes_by(102) == pytest.approx(1200)
-    assert schedule.moment_of(1200) == pytest.approx(102)
-
-
 @pytest.mark.parametrize(
     ("times", "rates", "period"),
     [
-        ((), (), None),
-        ((1.0,), (5.0,), None),
-        ((0.0, 0.0), (5.0, 5.0), None),
-        ((0.0, 2.0, 1.0), (5.0, 5.0, 5.0), None),
-        ((0.0, math.nan), (5.0, 5.0), None),
-        ((0.0, math.inf), (5.0, 5.0), None),
-        ((0.0, 1.0), (5.0,), None),
-        ((0.0, 1.0), (5.0, 5.0), 1.0),
-        ((0.0,), (5.0,), math.inf),
-        ((0.0,), (5.0,), math.nan),
-        ((0.0,), (-5.0,), None),
-        ((0.0, 1.0), (5.0, math.nan), 2.0),
-        ((0.0,), (math.inf,), None),
+        *(((), (), None), ((1.0,), (5.0,), None), ((0.0, 0.0), (5.0, 5.0), None)),
+        *(((0.0, 2.0, 1.0), (5.0, 5.0, 5.0), None), ((0.0, math.nan), (5.0, 5.0), None)),
+        *(((0.0, math.inf), (5.0, 5.0), None), ((0.0, 1.0), (5.0,), None), ((0.0, 1.0), (5.0, 5.0), 1.0)),
+        *(((0.0,), (5.0,), math.inf), ((0.0,), (5.0,), math.nan), ((0.0,), (-5.0,), None)),
+        *(((0.0, 1.0), (5.0, math.nan), 2.0), ((0.0,), (math.inf,), None)),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(times, rates, period):
@@ -127,15 +94,13 @@ def test_schedules_that_make_no_sense_are_refused(times, rates, period):
         RateSchedule(times, rates, period)
 
 
-@pytest.mark.parametrize(
-    ("times", "rates", "period"), [((0.0,), (0.0,), 1.0), ((0.0, 1.0), (5.0, 0.0), None), ((0.0,), (0.0,), None)]
-)
-def test_a_link_refuses_schedules_that_never_deliver(times, rates, period):
+NEVER = [((0.0,), (0.0,), 1.0), ((0.0, 1.0), (5.0, 0.0), None), ((0.0,), (0.0,), None)]
+
+
+@pytest.mark.parametrize(("times", "rates", "period"), NEVER)
+def test_a_link_refuses_schedules_that_never_deliver_and_a_round_trip_below_zero(times, rates, period):
     with pytest.raises(ArgumentError, match="stay at 0"):
         EmulatedLink(RateSchedule(times, rates, period))
-
-
-def test_a_link_with_a_schedule_refuses_a_round_trip_below_zero():
     with pytest.raises(ArgumentError):
         EmulatedLink(STEPS, -1)
 
@@ -175,8 +140,10 @@ async def test_an_outage_holds_everything_up_and_no_stock_is_kept_over_it():
 
 
 async def test_a_transfer_over_a_drop_takes_the_time_of_both_rates():
+    schedule = RateSchedule((0.0, 2.0), (1e6, 1e5))
+    assert (schedule.bytes_by(103), schedule.moment_of(12.1e6)) == pytest.approx((12.1e6, 103))  # the last rate lasts
     fake = FakeTime()
-    link = EmulatedLink(RateSchedule((0.0, 2.0), (1e6, 1e5)), clock=fake.clock, sleep=fake.sleep)
+    link = EmulatedLink(schedule, clock=fake.clock, sleep=fake.sleep)
     start = fake.now
     async with link.sending():
         await link.transmit(2_100_000)
@@ -197,7 +164,7 @@ async def test_catching_up_is_limited_at_the_rate_of_the_moment(burst, elapsed):
     assert fake.now - start == pytest.approx(elapsed)
 
 
-async def test_the_schedule_starts_with_the_first_request():
+async def test_the_schedule_starts_with_the_first_request_or_with_begin_but_not_under_a_response():
     fake = FakeTime()
     link = EmulatedLink(RateSchedule((0.0, 1.0), (1e6, 1e5)), 0.5, clock=fake.clock, sleep=fake.sleep)
     fake.now += 50
@@ -205,12 +172,9 @@ async def test_the_schedule_starts_with_the_first_request():
     await link.round_trip(start)
     async with link.sending():
         await link.transmit(600_000)
+        with pytest.raises(ArgumentError, match="before the first request"):
+            link.begin()
     assert fake.now - start == pytest.approx(2)  # 0.5 s of round trip, 0.5 s fast, 1 s slow
-
-
-async def test_begin_starts_the_schedule_before_the_first_request_and_anew():
-    fake = FakeTime()
-    link = EmulatedLink(RateSchedule((0.0, 1.0), (1e6, 1e5)), clock=fake.clock, sleep=fake.sleep)
     for _ in range(2):
         link.begin()
         fake.now += 0.9
@@ -218,13 +182,6 @@ async def test_begin_starts_the_schedule_before_the_first_request_and_anew():
         async with link.sending():
             await link.transmit(200_000)
         assert fake.now - start == pytest.approx(1.1)
-
-
-async def test_a_link_does_not_begin_anew_under_a_response():
-    link = EmulatedLink(STEPS)
-    async with link.sending():
-        with pytest.raises(ArgumentError, match="before the first request"):
-            link.begin()
 
 
 async def test_pieces_are_small_enough_for_the_slowest_rate():

@@ -9,7 +9,6 @@ import logging
 import os
 import time
 
-import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +18,8 @@ from kvwire.store import FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, ServerSettings, SigningKeys, TextLines, new_token, serve, sign_url
 from kvwire.transport.server import JsonLines, ObjectServer, TenantTokens, application
 from kvwire.transport.server.files import WatchedFile
+
+from .conftest import answered
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -72,12 +73,6 @@ async def url(store, tokens, signing_keys):
         yield url
 
 
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as client:
-        yield client
-
-
 def bearer(token):
     return {"Authorization": f"Bearer {token}"}
 
@@ -93,10 +88,8 @@ async def test_a_tenant_reads_and_writes_its_own(url, client, tokens, store):
         async with client.get(f"{url}/{KEYS[name]}", headers=bearer(tokens[name])) as response:
             assert (response.status, await response.read()) == (200, DATA)
             assert response.headers["Cache-Control"] == "private, max-age=31536000, immutable"
-    async with client.delete(f"{url}/{KEYS['anna']}", headers=bearer(tokens["anna"])) as response:
-        assert response.status == 204
-    async with client.put(f"{url}/{KEYS['anna']}", headers=bearer(tokens["anna"]), data=DATA) as response:
-        assert response.status == 201
+    assert await answered(client.delete(f"{url}/{KEYS['anna']}", headers=bearer(tokens["anna"]))) == 204
+    assert await answered(client.put(f"{url}/{KEYS['anna']}", headers=bearer(tokens["anna"]), data=DATA)) == 201
     assert store.get(KEYS["anna"]) == DATA
 
 
@@ -130,8 +123,7 @@ async def test_a_listing_shows_a_tenant_its_own(url, client, tokens):
 
 async def test_rights_end_where_they_should(url, client, tokens, store):
     for method in ("PUT", "DELETE"):
-        async with client.request(method, f"{url}/{KEYS['anna']}", headers=bearer(tokens["reader"])) as response:
-            assert response.status == 403
+        assert await answered(client.request(method, f"{url}/{KEYS['anna']}", headers=bearer(tokens["reader"]))) == 403
     for token in (tokens["expired"], "unknown", "", tokens["anna"][:-1], tokens["anna"] + "x"):
         for key in (KEYS["anna"], "absent", "?list"):
             async with client.get(f"{url}/{key}", headers=bearer(token)) as response:
@@ -144,14 +136,11 @@ async def test_metrics_need_their_token_or_the_full_one(url, client, tokens, sto
         async with client.get(f"{url}/metrics", headers=bearer(token)) as response:
             assert response.status == status
             page = await response.text()
-    async with client.get(f"{url}/{KEYS['anna']}", headers=bearer(METRICS)) as response:
-        assert response.status == 401
+    assert await answered(client.get(f"{url}/{KEYS['anna']}", headers=bearer(METRICS))) == 401
     assert not any(tenant_hash(name) in page for name in NAMES)
     async with serve(store, access=AccessSettings(metrics_token=METRICS)) as open_url:
-        async with client.get(f"{open_url}/metrics") as response:
-            assert response.status == 401
-        async with client.get(f"{open_url}/outside") as response:
-            assert response.status == 200
+        assert await answered(client.get(f"{open_url}/metrics")) == 401
+        assert await answered(client.get(f"{open_url}/outside")) == 200
 
 
 async def eventually(holds):
@@ -316,9 +305,6 @@ def test_no_text_is_a_token_by_chance(text):
     assert tenants.find(text.encode(errors="replace"), 0.0) is None
 
 
-# Signed URLs.
-
-
 def signed(url, key, **changes):
     options = {"secret": SECRET, "key_id": "k1", "expires_at": time.time() + 60} | changes
     return sign_url(url, key, **options)
@@ -327,18 +313,15 @@ def signed(url, key, **changes):
 async def test_a_signed_url_opens_one_object(url, client, store):
     address = signed(url, KEYS["anna"])
     for method in ("GET", "HEAD"):
-        async with client.request(method, address) as response:
-            assert response.status == 200
+        assert await answered(client.request(method, address)) == 200
     async with client.get(address, headers={"Range": "bytes=5-9"}) as response:
         assert (response.status, await response.read()) == (206, DATA[5:10])
     for method in ("PUT", "DELETE"):
-        async with client.request(method, address, data=DATA) as response:
-            assert response.status == 401
+        assert await answered(client.request(method, address, data=DATA)) == 401
     query = address.partition("?")[2]
     for path in (KEYS["berta"], "outside", "", "metrics", KEYS["anna"] + "x"):
         for more in ("", "&list"):
-            async with client.get(f"{url}/{path}?{query}{more}") as response:
-                assert response.status == 401
+            assert await answered(client.get(f"{url}/{path}?{query}{more}")) == 401
     assert store.get(KEYS["anna"]) == DATA
 
 
@@ -350,27 +333,21 @@ async def test_a_browsers_password_neither_hinders_nor_helps_a_signed_url(url, c
             headers = {"Authorization": f"{word} " + base64.b64encode(f"anyone:{password}".encode()).decode()}
             async with client.get(address, headers=headers) as response:
                 assert (response.status, await response.read()) == (200, DATA)
-            async with client.delete(address, headers=headers) as response:
-                assert response.status == 401
+            assert await answered(client.delete(address, headers=headers)) == 401
             for other in (f"{url}/{KEYS['berta']}?{query}", f"{url}/{KEYS['anna']}", f"{url}/outside", address + "x"):
-                async with client.get(other, headers=headers) as response:
-                    assert response.status == 401
+                assert await answered(client.get(other, headers=headers)) == 401
     for headers in (bearer("wrong"), {"Authorization": "Digest x"}, {"Authorization": ""}):
-        async with client.get(address, headers=headers) as response:
-            assert response.status == 401
+        assert await answered(client.get(address, headers=headers)) == 401
 
 
 async def test_signed_writes(url, client, store):
-    async with client.delete(signed(url, KEYS["anna"], method="DELETE")) as response:
-        assert response.status == 204
-    async with client.put(signed(url, KEYS["anna"], method="PUT"), data=DATA) as response:
-        assert response.status == 201
+    assert await answered(client.delete(signed(url, KEYS["anna"], method="DELETE"))) == 204
+    assert await answered(client.put(signed(url, KEYS["anna"], method="PUT"), data=DATA)) == 201
     assert store.get(KEYS["anna"]) == DATA
 
 
 async def test_a_signing_key_stays_in_its_namespace(url, client):
-    async with client.get(signed(url, KEYS["anna"], key_id="anna")) as response:
-        assert response.status == 200
+    assert await answered(client.get(signed(url, KEYS["anna"], key_id="anna"))) == 200
     for key in (KEYS["berta"], "outside"):
         async with client.get(signed(url, key, key_id="anna")) as response:
             assert (response.status, (await response.json())["error"]) == (404, "no such object")
@@ -379,17 +356,11 @@ async def test_a_signing_key_stays_in_its_namespace(url, client):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda url: url.replace("kid=k1", "kid=anna"),
-        lambda url: url.replace("kid=k1", "kid=unknown"),
-        lambda url: url.replace("kid=k1", "kid="),
-        lambda url: url.replace("exp=", "exp=1"),
-        lambda url: url.replace("exp=", "exp=x"),
-        lambda url: url[:-1] + ("A" if url[-1] != "A" else "Q"),
-        lambda url: url.partition("&sig")[0],
-        lambda url: url + "&sig=x",
-        lambda url: url + "&exp=99999999999",
-        lambda url: url.partition("?")[0] + "?sig=&kid=&exp=",
-        lambda url: url.partition("?")[0] + "?sig",
+        *(lambda url: url.replace("kid=k1", "kid=anna"), lambda url: url.replace("kid=k1", "kid=unknown")),
+        *(lambda url: url.replace("kid=k1", "kid="), lambda url: url.replace("exp=", "exp=1")),
+        *(lambda url: url.replace("exp=", "exp=x"), lambda url: url[:-1] + ("A" if url[-1] != "A" else "Q")),
+        *(lambda url: url.partition("&sig")[0], lambda url: url + "&sig=x", lambda url: url + "&exp=99999999999"),
+        *(lambda url: url.partition("?")[0] + "?sig=&kid=&exp=", lambda url: url.partition("?")[0] + "?sig"),
         lambda url: url + "&a=1" * 50,
     ],
 )
@@ -430,9 +401,6 @@ def test_signing_keys_are_parsed_strictly():
         assert good not in str(caught.value)
 
 
-# What is told.
-
-
 async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, caplog):
     caplog.set_level(logging.DEBUG)
     address = signed(url, KEYS["anna"])
@@ -446,12 +414,7 @@ async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, c
         async with client.get(target) as response:
             seen += [await response.text("latin-1"), str(response.headers)]
     host, port = url.removeprefix("http://").split(":")
-    for bad in (
-        "GET /k HTTP/9.x",
-        "GET  / HTTP/1.1",
-        "G\x01T / HTTP/1.1",
-        f"GET /{KEYS['anna']}?{address} HTTP/1.1",
-    ):
+    for bad in ("GET /k HTTP/9.x", "GET  / HTTP/1.1", "G\x01T / HTTP/1.1", f"GET /{KEYS['anna']}?{address} HTTP/1.1"):
         reader, writer = await asyncio.open_connection(host, port)
         lines = (bad, "Host: x", f"Authorization: Bearer {FULL}\x01", "Content-Length: x", "", "")
         writer.write("\r\n".join(lines).encode())
@@ -474,8 +437,7 @@ async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, c
 async def test_a_line_for_each_request(url, client, caplog):
     caplog.set_level(logging.INFO)
     headers = bearer(FULL) | {"X-Request-Id": "r1", "Range": "bytes=1-5"}
-    async with client.get(f"{url}/outside%0a?x=secret", headers=headers) as response:
-        assert response.status == 400
+    assert await answered(client.get(f"{url}/outside%0a?x=secret", headers=headers)) == 400
     async with client.get(f"{url}/{KEYS['anna']}", headers=headers) as response:
         await response.read()
     records = [record for record in caplog.records if hasattr(record, "request")]
@@ -510,26 +472,24 @@ async def test_an_open_server_answers_only_to_names_of_this_machine(store, clien
                 assert response.status == 403
                 assert DIGEST not in await response.text()
         for own in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8473"):
-            async with client.get(f"{url}/{KEYS['anna']}", headers={"Host": own}) as response:
-                assert response.status == 200
+            assert await answered(client.get(f"{url}/{KEYS['anna']}", headers={"Host": own})) == 200
     headers = bearer(FULL) | {"Host": host}
     async with serve(store, token=FULL) as url, client.get(f"{url}/outside", headers=headers) as response:
         assert response.status == 200
 
 
-async def test_a_page_in_a_browser_cannot_write_to_an_open_server(store, client):
-    async with serve(store) as url:
+@pytest.mark.parametrize(
+    ("options", "headers"),
+    [
+        ({}, {"Origin": "http://evil"}),
+        ({"token": FULL, "settings": ServerSettings(read_only=True)}, {"Authorization": f"Bearer {FULL}"}),
+    ],
+    ids=["a page in a browser", "read-only"],
+)
+async def test_neither_a_page_in_a_browser_nor_anybody_where_it_is_read_only_can_write(store, client, options, headers):
+    async with serve(store, **options) as url:
         for method in ("PUT", "DELETE"):
-            async with client.request(method, f"{url}/{KEYS['anna']}", headers={"Origin": "http://evil"}) as response:
-                assert response.status == 403
-    assert store.get(KEYS["anna"]) == DATA
-
-
-async def test_a_read_only_server_takes_nothing(store, client):
-    async with serve(store, token=FULL, settings=ServerSettings(read_only=True)) as url:
-        for method in ("PUT", "DELETE"):
-            async with client.request(method, f"{url}/{KEYS['anna']}", headers=bearer(FULL), data=DATA) as response:
-                assert response.status == 403
+            assert await answered(client.request(method, f"{url}/{KEYS['anna']}", headers=headers, data=DATA)) == 403
     assert store.get(KEYS["anna"]) == DATA
 
 

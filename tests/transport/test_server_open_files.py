@@ -29,7 +29,7 @@ class Server:
 
     def __init__(self, folder, *words):
         command = [sys.executable, "-P", "-m", "kvwire", "serve", "--store", str(folder), "--port", "0", "--json"]
-        limited = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", *command, *words]
+        limited = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", *command, *map(str, words)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(limited, text=True, env=os.environ | {"KVWIRE_LOG_FORMAT": "text"}, **pipes)
         self.lines = []
@@ -38,7 +38,10 @@ class Server:
         host, port = json.loads(self.process.stdout.readline())["url"].rpartition("/")[2].split(":")
         self.address = host, int(port)
 
-    def stop(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(20) == 0
         self._reading.join(20)
@@ -55,9 +58,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def server(folder):
-    server = Server(folder)
-    yield server
-    server.stop()
+    with Server(folder) as server:
+        yield server
 
 
 def ask(connection, path, *fields):
@@ -120,38 +122,31 @@ def test_answers_under_way_are_not_cut_for_new_connections(folder):
     key = f"v1/t/{hashlib.sha256(big).hexdigest()}.kvw"
     with contextlib.closing(FolderStore(folder)) as store:
         store.put(key, big)
-    server = Server(folder)
-    try:
-        with connected(server, FILES) as slow:
-            statuses = []
-            for connection in slow:
-                with contextlib.suppress(ConnectionError):  # one too many, closed before it was heard
-                    statuses.append(ask(connection, key))
-            assert {*statuses} <= {0, 200, 503}
-            assert statuses.count(200) >= 3
-            assert asked(server, "healthz") == 200
-            assert asked(server, BLOB) == 503
-            first = slow[0]
-            taken = 0
-            while taken < len(big) - (1 << 17) and (part := first.recv(1 << 20)):
-                taken += len(part)
-            assert taken >= len(big) - (1 << 17)
-    finally:
-        server.stop()
+    with Server(folder) as server, connected(server, FILES) as slow:
+        statuses = []
+        for connection in slow:
+            with contextlib.suppress(ConnectionError):  # one too many, closed before it was heard
+                statuses.append(ask(connection, key))
+        assert {*statuses} <= {0, 200, 503}
+        assert statuses.count(200) >= 3
+        assert asked(server, "healthz") == 200
+        assert asked(server, BLOB) == 503
+        first = slow[0]
+        taken = 0
+        while taken < len(big) - (1 << 17) and (part := first.recv(1 << 20)):
+            taken += len(part)
+        assert taken >= len(big) - (1 << 17)
     assert not [line for line in server.lines if "Too many open files" in line]
 
 
 def test_connections_without_a_handshake_shut_nobody_out(folder, tmp_path):
     files = write_certificate(tmp_path, "one")
-    server = Server(folder, "--certificate", str(files.certificate), "--private-key", str(files.private_key))
-    try:
-        with connected(server, IDLE):
-            for path, status in (("healthz", 200), (BLOB, 503)):
-                raw = socket.create_connection(server.address, timeout=20)
-                with trusting(files).wrap_socket(raw, server_hostname=server.address[0]) as secured:
-                    assert ask(secured, path) == status
-    finally:
-        server.stop()
+    words = ("--certificate", files.certificate, "--private-key", files.private_key)
+    with Server(folder, *words) as server, connected(server, IDLE):
+        for path, status in (("healthz", 200), (BLOB, 503)):
+            raw = socket.create_connection(server.address, timeout=20)
+            with trusting(files).wrap_socket(raw, server_hostname=server.address[0]) as secured:
+                assert ask(secured, path) == status
     assert sum(map(len, server.lines)) < 10_000
 
 

@@ -139,12 +139,8 @@ def test_what_cannot_be_served(files, words, error, say):
 
 def test_wrong_usage(files):
     for words in (
-        ["--port", "99999"],
-        ["--log-level", "loud"],
-        ["--max-requests", "0"],
-        ["--max-connections", "0"],
-        ["--spool", files[0] / "absent"],
-        ["--spool", files[0] / "keys.json"],
+        *(["--port", "99999"], ["--log-level", "loud"], ["--max-requests", "0"], ["--max-connections", "0"]),
+        *(["--spool", files[0] / "absent"], ["--spool", files[0] / "keys.json"]),
     ):
         result = run(serve.serve, "--store", files[0] / "store", *words)
         assert result.exit_code == 2

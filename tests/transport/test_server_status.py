@@ -17,6 +17,8 @@ from kvwire.transport.server.access import Access
 from kvwire.transport.server.metrics import ServerMetrics
 from kvwire.transport.server.status import StatusPage, _duration
 
+from .conftest import answered
+
 METRICS, FULL = "metrics-token-of-tests", "token-with-full-rights"
 SHOWN = ServerSettings(status=True)
 
@@ -65,10 +67,8 @@ async def test_it_is_shown_where_that_is_asked_for_alone(session, store):
             assert "default-src 'none'" in response.headers["Content-Security-Policy"]
             assert "kvwire serve" in await response.text()
         for method in ("PUT", "DELETE", "POST"):
-            async with session.request(method, f"{url}/status", data=b"x") as response:
-                assert response.status == 405
-        async with session.get(f"{url}/status", headers={"Host": "evil.example"}) as response:
-            assert response.status == 403
+            assert await answered(session.request(method, f"{url}/status", data=b"x")) == 405
+        assert await answered(session.get(f"{url}/status", headers={"Host": "evil.example"})) == 403
 
 
 async def test_whoever_may_see_metrics_sees_it_and_a_browser_may_ask_for_the_token(session, store):

@@ -21,6 +21,8 @@ from kvwire.errors import ArgumentError
 from kvwire.store import FolderStore
 from kvwire.transport import ServerSettings, ServerTls, TlsFiles, serve
 
+from .conftest import answered
+
 DATA = bytes(range(256)) * 8192  # 2 MiB
 DIGEST = hashlib.sha256(DATA).hexdigest()
 BLOB = f"v1/t/{DIGEST}.kvw"
@@ -84,13 +86,11 @@ async def test_objects_travel_over_tls(store, files):
         tls = trusting(files)
         async with client.get(f"{url}/{BLOB}", ssl=tls, headers={"Range": "bytes=5-1999999"}) as response:
             assert (response.status, await response.read()) == (206, DATA[5:2_000_000])
-        async with client.delete(f"{url}/{BLOB}", ssl=tls) as response:
-            assert response.status == 204
+        assert await answered(client.delete(f"{url}/{BLOB}", ssl=tls)) == 204
         with (store.root.parent / "body").open("wb") as file:
             file.write(DATA)
         with (store.root.parent / "body").open("rb") as file:
-            async with client.put(f"{url}/{BLOB}", ssl=tls, data=file) as response:
-                assert response.status == 201
+            assert await answered(client.put(f"{url}/{BLOB}", ssl=tls, data=file)) == 201
     assert store.get(BLOB) == DATA
 
 
@@ -157,8 +157,7 @@ async def test_a_new_certificate_is_taken_for_new_connections(store, files, tmp_
         write_certificate(tmp_path, "two")
         tls.reload()
         assert await served_name(url, trusting(files)) == "two"
-        async with client.get(f"{url}/{BLOB}", ssl=first) as response:
-            assert response.status == 200
+        assert await answered(client.get(f"{url}/{BLOB}", ssl=first)) == 200
         second = trusting(files)
         files.private_key.write_bytes(b"-----BEGIN PRIVATE KEY-----\nnonsense\n")
         tls.reload()

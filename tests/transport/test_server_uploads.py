@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from kvwire.codec import pack_text
@@ -23,6 +22,8 @@ from kvwire.transport.server.limits import SpoolBudget
 from kvwire.transport.server.metrics import ServerMetrics
 from kvwire.types import SEALED_MAGIC
 
+from .conftest import answered
+
 DATA = bytes(range(256)) * 8192  # 2 MiB: several batches
 DIGEST = hashlib.sha256(DATA).hexdigest()
 BLOB = f"v1/t/{DIGEST}.kvw"
@@ -33,12 +34,6 @@ ROOT = f"v1/{tenant_hash('default')}/{CONFIG[:16]}/"
 @pytest.fixture(params=["memory", "folder"])
 def store(request, tmp_path):
     return MemoryStore() if request.param == "memory" else FolderStore(tmp_path / "store")
-
-
-@pytest.fixture
-async def client():
-    async with aiohttp.ClientSession() as client:
-        yield client
 
 
 @pytest.fixture
@@ -91,13 +86,9 @@ async def test_a_blob_is_written_and_read_back(url, client, store, spool):
     assert counted["kvwire_uploads_accepted_total"] == 2
     assert counted["kvwire_http_received_bytes_total"] == 2 * len(DATA)
     assert counted["kvwire_spool_bytes"] == 0
-
-
-async def test_an_empty_profile(url, client, store):
-    key = f"v1/t/profiles/{hashlib.sha256(b'').hexdigest()}.kvp"
-    async with client.put(f"{url}/{key}", data=b"") as response:
-        assert response.status == 201
-    assert store.get(key) == b""
+    empty = f"v1/t/profiles/{hashlib.sha256(b'').hexdigest()}.kvp"
+    assert await answered(client.put(f"{url}/{empty}", data=b"")) == 201
+    assert store.get(empty) == b""
 
 
 async def test_other_bytes_than_the_key_says_stay_invisible(url, client, store, spool):
@@ -123,18 +114,8 @@ async def test_what_lies_there_decides(url, client, store):
     assert await put(If_Match='"other"') == 412
     assert await put(If_Match=f'"{DIGEST}"') == 201
     assert await put(If_None_Match=f'"{DIGEST}"') == 412
-    async with client.delete(f"{url}/{BLOB}", headers={"If-Match": '"other"'}) as response:
-        assert response.status == 412
+    assert await answered(client.delete(f"{url}/{BLOB}", headers={"If-Match": '"other"'})) == 412
     assert store.get(BLOB) == DATA
-
-
-@pytest.mark.parametrize("suffix", ["kvw", "kvp", "kvt"])
-async def test_the_catalog_takes_no_blobs_and_no_texts(url, client, store, suffix):
-    """A folder would keep them as rows of its database, and read all of one for each range."""
-    key = f"{ROOT}catalog/{DIGEST}.{suffix}"
-    async with client.put(f"{url}/{key}", data=io.BytesIO(DATA)) as response:
-        assert response.status == 403
-    assert all_keys(store) == []
 
 
 async def test_what_changed_while_the_body_came_decides(url, client, store, entries):
@@ -174,10 +155,14 @@ async def test_of_many_that_replace_one_version_one_wins(url, client, store, ent
     assert int(won, 16) == statuses.index(201)
 
 
-@pytest.mark.parametrize("key", ["a/k", "x.kvw", "v1/t/" + "0" * 63 + ".kvw", "v1/t/" + "0" * 64 + ".kvx", "readyz2"])
+IN_CATALOG = [f"{ROOT}catalog/{DIGEST}.{suffix}" for suffix in ("kvw", "kvp", "kvt")]
+"""A folder would keep them as rows of its database, and read all of one for each range."""
+OTHERS = ["a/k", "x.kvw", "v1/t/" + "0" * 63 + ".kvw", "v1/t/" + "0" * 64 + ".kvx", "readyz2"]
+
+
+@pytest.mark.parametrize("key", [*IN_CATALOG, *OTHERS])
 async def test_other_keys_are_not_written(url, client, store, key):
-    async with client.put(f"{url}/{key}", data=b"x") as response:
-        assert response.status == 403
+    assert await answered(client.put(f"{url}/{key}", data=io.BytesIO(DATA))) == 403
     assert all_keys(store) == []
 
 
@@ -188,11 +173,7 @@ async def test_deleting(url, client, store):
             assert (response.status, await response.read()) == (204, b"")
     assert all_keys(store) == []
     for path in ("", "?list"):
-        async with client.delete(f"{url}/{path}") as response:
-            assert response.status in (404, 405)
-
-
-# Listing.
+        assert await answered(client.delete(f"{url}/{path}")) in (404, 405)
 
 
 async def test_listing_in_pages(url, client, store):
@@ -220,27 +201,13 @@ async def test_listing_in_pages(url, client, store):
 
 async def test_a_listing_that_cannot_be(url, client):
     for query in (
-        "limit=0",
-        "limit=1001",
-        "limit=x",
-        "limit=-1",
-        "limit=",
-        "limit=%C2%B2",
-        "prefix=/x",
-        "prefix=..%2f",
+        *("limit=0", "limit=1001", "limit=x", "limit=-1", "limit=", "limit=%C2%B2", "prefix=/x", "prefix=..%2f"),
     ):
-        async with client.get(f"{url}/?list&{query}") as response:
-            assert response.status == 400
-    async with client.get(f"{url}/?list&after=%2fx") as response:
-        assert response.status == 400
+        assert await answered(client.get(f"{url}/?list&{query}")) == 400
+    assert await answered(client.get(f"{url}/?list&after=%2fx")) == 400
     for query in ("", "?prefix=x", "?listing"):
-        async with client.get(f"{url}/{query}") as response:
-            assert response.status == 404
-    async with client.get(f"{url}/?list&" + "a=1&" * 50) as response:
-        assert response.status == 400
-
-
-# Catalog entries.
+        assert await answered(client.get(f"{url}/{query}")) == 404
+    assert await answered(client.get(f"{url}/?list&" + "a=1&" * 50)) == 400
 
 
 @pytest.fixture
@@ -259,17 +226,14 @@ async def test_catalog_entries_are_written(url, client, store, entries):
         async with client.put(f"{url}/{key}", data=data) as response:
             assert response.status == 201
             assert response.headers["ETag"] == f'"{hashlib.sha256(data).hexdigest()}"'
-        async with client.put(f"{url}/{key}", data=data, headers={"If-None-Match": "*"}) as response:
-            assert response.status == 412
+        assert await answered(client.put(f"{url}/{key}", data=data, headers={"If-None-Match": "*"})) == 412
         assert store.get(key) == data
     announcement = ROOT + "catalog/collecting/" + "0" * 32 + ".json"
     text = ROOT + "texts/00/" + "0" * 64 + ".kvt"
     for added, data in ((announcement, b'{"collecting": ["x"]}'), (text, pack_text([1, 2]))):
-        async with client.put(f"{url}/{added}", data=data) as response:
-            assert response.status == 201
+        assert await answered(client.put(f"{url}/{added}", data=data)) == 201
     sealed = SEALED_MAGIC + b"anything"
-    async with client.put(f"{url}/{key}", data=sealed) as response:
-        assert response.status == 201
+    assert await answered(client.put(f"{url}/{key}", data=sealed)) == 201
     assert store.get(key) == sealed
 
 
@@ -280,31 +244,19 @@ async def test_entries_belong_to_their_keys(url, client, store, entries):
     fold = document.split("/")[5]
     misfolded = document.replace(f"/{fold}/", "/zz/").replace("/zz/", f"/{fold[::-1] if fold != fold[::-1] else '01'}/")
     for key, data in [
-        (document, entries[pointer]),
-        (tokens, entries[document].replace(b"1" * 64, b"2" * 64)),
+        *((document, entries[pointer]), (tokens, entries[document].replace(b"1" * 64, b"2" * 64))),
         (pointer, entries[document]),
         (other, entries[document]),  # leads readers of one tenant to another's blob
-        (shifted, entries[document]),
-        (misfolded, entries[document]),
-        (ROOT + "catalog/other.json", b"{}"),
-        (ROOT + "catalog/other.json", SEALED_MAGIC),
-        ("catalog/x.json", b"{}"),
+        *((shifted, entries[document]), (misfolded, entries[document]), (ROOT + "catalog/other.json", b"{}")),
+        *((ROOT + "catalog/other.json", SEALED_MAGIC), ("catalog/x.json", b"{}")),
         ("a/catalog/profile.json", b'{"profile_digest": "' + b"0" * 64 + b'"}'),
-        (pointer, b'{"profile_digest": "../x"}'),
-        (pointer, b"[]"),
+        *((pointer, b'{"profile_digest": "../x"}'), (pointer, b"[]")),
         (ROOT + "catalog/collecting/" + "0" * 32 + ".json", b'{"collecting": [1]}'),
-        (ROOT + "texts/00/" + "0" * 64 + ".kvt", b"{}"),
-        (document, b""),
-        (document, b"{" * 100_000),
+        *((ROOT + "texts/00/" + "0" * 64 + ".kvt", b"{}"), (document, b""), (document, b"{" * 100_000)),
     ]:
-        async with client.put(f"{url}/{key}", data=data) as response:
-            assert response.status in (403, 422), key
-    async with client.put(f"{url}/{document}", data=io.BytesIO(bytes((1 << 20) + 1))) as response:
-        assert response.status == 413
+        assert await answered(client.put(f"{url}/{key}", data=data)) in (403, 422), key
+    assert await answered(client.put(f"{url}/{document}", data=io.BytesIO(bytes((1 << 20) + 1)))) == 413
     assert all_keys(store) == []
-
-
-# Clients that break off, lie or are slow.
 
 
 async def raw(url, head, body=b"", *, end=False):
@@ -416,8 +368,7 @@ async def test_uploads_share_the_spool(store, spool, client):
             assert (response.status, response.headers["Retry-After"]) == (503, "5")
         writer.transport.abort()
         await settled(client, url)
-        async with client.put(f"{url}/{BLOB}", data=io.BytesIO(DATA)) as response:
-            assert response.status == 201
+        assert await answered(client.put(f"{url}/{BLOB}", data=io.BytesIO(DATA))) == 201
 
 
 def test_each_client_has_its_share_of_the_spool():
@@ -456,8 +407,7 @@ async def test_announcing_much_takes_no_room_from_others(store, spool, client, t
             writers.append(writer)
         key = f"v1/{tenant_hash('berta')}/c/{DIGEST}.kvw"
         headers = {"Authorization": f"Bearer {made['berta'][0]}"}
-        async with client.put(f"{url}/{key}", data=io.BytesIO(DATA), headers=headers) as response:
-            assert response.status == 201
+        assert await answered(client.put(f"{url}/{key}", data=io.BytesIO(DATA), headers=headers)) == 201
         for writer in writers:
             writer.transport.abort()
 

@@ -50,9 +50,6 @@ async def assert_reads(store, key="k"):
     assert (await asyncio.to_thread(store.stat, key)).size == len(DATA)
 
 
-# Regions
-
-
 @pytest.mark.parametrize("elsewhere", [400, 301, 307])
 async def test_a_bucket_in_another_region_is_found_by_both(elsewhere):
     with posing_s3(region="eu-west-1", elsewhere=elsewhere) as pose:
@@ -92,9 +89,6 @@ async def test_region_endpoint_and_credentials_of_a_profile_hold_for_both(monkey
             await assert_reads(store)
 
 
-# Credentials
-
-
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
 async def test_credentials_that_are_written_anew_are_found_by_both(monkeypatch, tmp_path, code):
     use_keys(monkeypatch, None)
@@ -120,9 +114,6 @@ async def test_credentials_that_are_written_anew_are_found_by_both(monkeypatch, 
             pose.keys = dict.fromkeys(pose.keys, code)
             assert code in str(fails(store.get, "k"))
             assert code in str(await failed(store))
-
-
-# Proxies
 
 
 async def test_an_s3_server_behind_a_proxy_is_reached_by_both(monkeypatch):
@@ -192,9 +183,6 @@ def test_a_proxy_that_cannot_be_used_is_told_without_its_password(monkeypatch, n
     assert "hush" not in f"{error!r} {error.__cause__!r}"
 
 
-# Trust
-
-
 @pytest.mark.parametrize(
     ("variable", "is_s3"),
     [
@@ -221,9 +209,6 @@ async def test_both_trust_the_same(monkeypatch, tmp_path, variable, is_s3):
         monkeypatch.setenv(variable, str(files.certificate))
         with opened() as store:
             await assert_reads(store)
-
-
-# Redirects
 
 
 class Web(BaseHTTPRequestHandler):
@@ -356,9 +341,6 @@ async def test_writes_follow_where_they_stay_writes(web, other):
     with closing(HttpStore(web.url, settings=ONCE)) as store:
         assert "name the address" in str(fails(store.put, "k", b"x"))
     assert other.objects["/there/k"] == b"308"
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("status", [400, 405, 414, 418])
