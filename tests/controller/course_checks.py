@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller import (
-    DocumentPlanInput,
-    Goal,
-)
+from kvwire.controller import DocumentPlanInput, Goal
 from kvwire.controller import events as ev
 from kvwire.types import ChunkId
 

@@ -90,12 +90,8 @@ def plan_requests(draw):
         bandwidth_low=bandwidth * draw(st.floats(0.3, 1)),
         prompt_tokens=int(chunks.tokens.sum()),
         committed=CommittedWork(
-            np.array([left for left, _ in fetches]),
-            np.array([work for _, work in fetches]),
-            draw(SECONDS),
-            draw(SECONDS),
-            draw(st.floats(0, 1e6)),
-            draw(SECONDS),
+            np.array([left for left, _ in fetches]), np.array([work for _, work in fetches]), draw(SECONDS),
+            draw(SECONDS), draw(st.floats(0, 1e6)), draw(SECONDS),
         ),
         last_decode=DecodeCost(draw(st.floats(0, 0.01)), draw(st.floats(0, 1e-4)), draw(st.floats(0, 1e-7))),
         left_s=deadline,
@@ -105,4 +101,4 @@ def plan_requests(draw):
         parallel=draw(st.integers(1, 8)),
         workers=draw(st.sampled_from([1, 2])),
         pass_chunks=draw(st.sampled_from([inf, inf, 1.0, 2.0, 3.0])),
-    )
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
 from math import inf, log, nan
 
 import numpy as np
@@ -60,10 +59,6 @@ def test_fit_never_goes_below_zero():
     assert fit.seconds(200) == pytest.approx(0.4, rel=0.3)
 
 
-def test_one_sample_is_enough_to_predict_itself():
-    assert fit_prefill([(256, 0, 0.1)]).seconds(256) == pytest.approx(0.1)
-
-
 def test_fit_refuses_what_it_cannot_use():
     for samples in ([], [(256, 0, nan)], [(256, -1, 0.1)]):
         with pytest.raises(ArgumentError):
@@ -79,23 +74,6 @@ def test_a_prior_of_the_wrong_scale_heals_with_one_pass(wrong, first, second):
     assert worst(estimator) < 0.02
 
 
-@given(st.floats(1 / 16, 16))
-def test_what_is_known_well_yields_to_two_passes_not_to_one(wrong):
-    estimator = PrefillEstimator(TRUE.scaled(wrong), spread=0.1, known=8)
-    estimator.add(256, 0, TRUE.seconds(256))
-    estimator.add(256, 512, TRUE.seconds(256, 512))
-    assert worst(estimator) < 0.02
-
-
-def test_a_slow_first_pass_is_forgiven():
-    estimator = PrefillEstimator(TRUE)
-    estimator.add(256, 0, 20 * TRUE.seconds(256))
-    for _ in range(2):
-        estimator.add(256, 0, TRUE.seconds(256))
-    assert estimator.cost.seconds(256) == pytest.approx(TRUE.seconds(256), rel=0.1)
-    assert worst(estimator) < 0.3
-
-
 @pytest.mark.parametrize("prior", [PrefillCost(0.001, 2e-4, 1e-8), PrefillCost(0.01, 5e-5), PrefillCost(0, 0)])
 def test_the_shape_is_learnt_from_diverse_passes(prior):
     for seed in range(4):
@@ -104,31 +82,6 @@ def test_the_shape_is_learnt_from_diverse_passes(prior):
             estimator.add(*sample)
         assert worst(estimator) < 0.2
         assert 0.02 < estimator.spread < 0.25
-
-
-def test_one_outlier_among_many_changes_little():
-    estimator = PrefillEstimator(TRUE)
-    for index, (tokens, context, seconds) in enumerate(passes(32)):
-        estimator.add(tokens, context, seconds * (10 if index == 20 else 1))
-    assert worst(estimator) < 0.15
-
-
-def test_many_equal_passes_do_not_push_out_the_rare_long_one():
-    estimator = PrefillEstimator(PrefillCost(0.01, 5e-5))
-    for context in (4096, 8192, 16384):
-        estimator.add(1024, context, TRUE.seconds(1024, context))
-    for _ in range(500):
-        estimator.add(256, 0, TRUE.seconds(256))
-    assert estimator.cost.seconds(1024, 16384) == pytest.approx(TRUE.seconds(1024, 16384), rel=0.15)
-    assert len(estimator._learner._window.arrays()[1]) <= 64
-
-
-def test_equal_noisy_passes_invent_no_shape():
-    rng = np.random.default_rng(0)
-    estimator = PrefillEstimator(TRUE)
-    for _ in range(30):
-        estimator.add(256, 0, TRUE.seconds(256) * float(rng.lognormal(0, 0.1)))
-    assert worst(estimator) < 0.25
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -182,53 +135,12 @@ def test_decoding_is_learnt_alone_and_in_batches():
     assert estimator.known == 8
 
 
-def sizes(rng, levels):
-    """Tokens and bytes of batches, five for a load: of twelve at the coarsest level, then of one at each level."""
-    for level in (12_000,) * 12 + tuple(levels):
-        yield from ((512, int(level * rng.uniform(0.8, 1.2))) for _ in range(5))
-
-
-@pytest.mark.parametrize("noise", [0.03, 0.1, 0.3])
-@pytest.mark.parametrize("speed", [1.0, 3.5])
-def test_batches_that_are_alike_do_not_bend_the_shape_that_was_measured_before(noise, speed):
-    """Else the first load at a finer level is expected to take twice as long, or half as long, as it does."""
-    prior = DecodeCost(0.002, 2e-5, 2.5e-7)
-    off = []
-    for seed in range(20):
-        rng, estimator = np.random.default_rng(seed), DecodeEstimator(prior)
-        for tokens, size in sizes(rng, []):
-            estimator.add(tokens, size, speed * prior.seconds(tokens, size) * float(rng.lognormal(0, noise)))
-        off.append(log(estimator.cost.seconds(512, 100_000) / (speed * prior.seconds(512, 100_000))))
-    assert np.sqrt(np.mean(np.square(off))) < 0.35
-
-
-@pytest.mark.parametrize("noise", [0.03, 0.1])
-def test_another_shape_is_learnt_as_soon_as_sizes_differ(noise):
-    """What takes ten times as long as batches of other sizes is no outlier."""
-    true = DecodeCost(0.002, 1e-6, 6e-7)
-    off = []
-    for seed in range(20):
-        rng, estimator = np.random.default_rng(seed), DecodeEstimator(DecodeCost(0.002, 4e-5, 2.5e-8))
-        for number, (tokens, size) in enumerate(sizes(rng, [100_000, 40_000, 100_000, 12_000, 40_000])):
-            if number >= 62:
-                off.append(log(estimator.cost.seconds(tokens, size) / true.seconds(tokens, size)))
-            estimator.add(tokens, size, true.seconds(tokens, size) * float(rng.lognormal(0, noise)))
-    assert np.sqrt(np.mean(np.square(off))) < max(noise, 0.06)
-
-
 def test_measurements_that_leave_nothing_of_a_cost_still_give_one():
     estimator = DecodeEstimator(DecodeCost(9e-12, 0.0026, 74.0), known=5)
     for tokens, size, seconds in ((512, 12_000, 620_418.0), (512, 0, 0.0)):
         estimator.add(tokens, size, seconds)
         cost = estimator.cost
         assert min(cost.base_s, cost.token_s, cost.byte_s) >= 0
-
-
-def test_free_decoding_is_a_prior_like_any_other():
-    estimator = DecodeEstimator(DecodeCost(0, 0))
-    assert estimator.cost.seconds(256, 1000) == 0
-    estimator.add(256, 100_000, 0.01)
-    assert estimator.cost.seconds(256, 100_000) == pytest.approx(0.01, rel=0.05)
 
 
 def test_what_batches_and_threads_share():
@@ -241,32 +153,6 @@ def test_what_batches_and_threads_share():
     assert busiest(chunks, 2) == (528, 21)
     assert busiest(chunks[:4], 2) == (512, 30)
     assert busiest(chunks[2:4], 8) == (256, 20)
-
-
-@pytest.mark.parametrize("ratio", [1.25, 1.5])
-def test_a_machine_that_changes_its_speed_is_known_again_after_a_dozen_samples(ratio):
-    off = []
-    for seed in range(20):
-        estimator, rng = DecodeEstimator(DecodeCost(0.01, 1e-5)), np.random.default_rng(seed)
-        for sample in range(92):
-            slower = ratio if sample >= 80 else 1.0
-            estimator.add(256, 50_000, 0.02 * slower * np.exp(0.1 * rng.standard_normal()))
-            estimator.cost.seconds(256, 50_000)
-        off.append(abs(log(estimator.cost.seconds(256, 50_000) / (0.02 * ratio))))
-    assert np.mean(off) < 0.06
-
-
-def test_a_settled_fit_is_made_anew_for_a_surprise_and_ever_more_seldom():
-    estimator, rng = DecodeEstimator(DecodeCost(0.01, 1e-5)), np.random.default_rng(0)
-    fits = []
-    for _ in range(40):
-        estimator.add(256, 50_000, 0.02 * rng.uniform(0.95, 1.05))
-        fits.append(estimator.cost.seconds(256, 50_000))
-    changed = np.flatnonzero(np.diff(fits)) + 2  # samples that were known then
-    assert 3 <= sum(changed > 8) <= 5
-    assert all(later <= 1.5 * earlier + 1 for earlier, later in pairwise(changed[changed >= 8]))
-    estimator.add(256, 50_000, 0.04)
-    assert estimator.cost.seconds(256, 50_000) != fits[-1]
 
 
 def test_closing_follows_and_forgives_an_outlier():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,36 +86,6 @@ def test_few_chunks_come_close_to_the_best_choice():
         best = min(error(way, tokens, errors) for way in ways if seconds(way, valid, tokens, sizes) <= left_s)
         lost.append(error(chosen, tokens, errors) / best - 1)
     assert np.median(lost) < 0.1
-
-
-def test_a_chunk_at_its_base_goes_before_finer_ones_that_came_sooner():
-    valid, level, tokens, sizes, errors = columns([(3, 4, 256, 1.0), (3, 4, 256, 1.0), (0, 4, 256, 1.0)])
-    one_s = seconds((3, 3, 4), valid, tokens, sizes)
-    assert chosen_of(1.5 * one_s, valid, level, tokens, sizes, errors).tolist() == [3, 3, 4]
-    assert chosen_of(2.5 * one_s, valid, level, tokens, sizes, errors).tolist() in ([4, 3, 4], [3, 4, 4])
-    assert chosen_of(0.1 * one_s, valid, level, tokens, sizes, errors).tolist() == [3, 3, 0]
-
-
-def test_steps_that_gain_alike_are_taken_one_after_another():
-    """Chunks alike, of which each level removes as much per second as the one before, but for rounding."""
-    draw, cost = np.random.default_rng(0), DecodeCost(0.0, 0.0, 1e-9)
-    for _ in range(500):
-        step, gain = int(draw.integers(1, 100)) * 1000, float(draw.uniform(0.01, 0.1))
-        sizes = np.tile((np.arange(4) + 1)[:, None] * step, (1, 4))
-        errors = np.tile(1 - gain * np.array([[0], [2], [3], [4]]), (1, 4))
-        left_s = float(draw.uniform(4, 15)) * step * 1e-9
-        nothing, all_ = np.zeros(4, np.int64), np.full(4, 3)
-        chosen = decodable(
-            left_s, nothing, all_, tokens=np.full(4, 256), sizes=sizes, errors=errors, cost=cost, threads=1
-        )
-        assert 1e-9 * sum(sizes[level, 0] for level in chosen.tolist() if level) <= left_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_where_nothing_came_nothing_is_decoded(threads):
-    nothing = np.zeros(0, np.int64)
-    found = chosen_of(1.0, nothing, nothing, nothing, np.zeros((5, 0), np.int64), np.zeros((5, 0)), threads=threads)
-    assert not len(found)
 
 
 @settings(max_examples=200)

@@ -38,23 +38,3 @@ def test_sums_that_fade_equal_sums_over_all(seed):
     got = demand.limit_s(came[own][1], came[own][0], now, least_s=least_s, left_s=left_s)
     others = [each for at, each in enumerate(came) if at != own]
     assert got == pytest.approx(naive(others, now, least_s=least_s, left_s=left_s), rel=1e-6, abs=1e-6)
-
-
-def test_a_load_by_itself_has_all_the_time():
-    demand = Demand()
-    demand.add(0.1, 5.0)
-    assert demand.limit_s(0.1, 5.0, 5.2, least_s=0.1, left_s=1.0) == inf
-
-
-def test_what_was_long_ago_is_forgotten():
-    demand = Demand()
-    demand.add(0.1, 0.0)
-    demand.add(0.1, 60.0)
-    assert demand.limit_s(0.1, 60.0, 60.1, least_s=0.1, left_s=1.0) == inf
-
-
-def test_where_floors_take_all_the_time_nothing_is_left_for_quality():
-    demand = Demand()
-    for at in range(50):
-        demand.add(0.05, at / 20)
-    assert demand.limit_s(0.05, 49 / 20, 49 / 20, least_s=0.12, left_s=1.0) == 0.12

@@ -4,10 +4,10 @@ from math import inf, nan
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, Memory, RecentMedian, TtfbEstimator
+from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, Memory, TtfbEstimator
 from kvwire.errors import ArgumentError
 
 MB = 1_000_000
@@ -61,13 +61,6 @@ def test_a_wrong_prior_is_forgotten_on_any_steady_link(rate, wrong, step):
     assert estimator.value == pytest.approx(rate, rel=0.2)
 
 
-@pytest.mark.parametrize("rate", [12.5 * MB, 125 * MB, 1250 * MB, 5000 * MB])
-def test_a_fast_link_is_known_after_three_samples(rate):
-    for wrong in (0.01, 100):
-        samples = steady(rate, 0, 0.06, step=max(0.005, 16_000 / rate))[:3]
-        assert fed(rate * wrong, samples).value == pytest.approx(rate, rel=0.1)
-
-
 @given(RATES, st.floats(0.01, 100))
 def test_the_lower_bound_comes_close_on_a_steady_link(rate, wrong):
     step = max(0.005, 20_000 / rate)
@@ -76,50 +69,18 @@ def test_the_lower_bound_comes_close_on_a_steady_link(rate, wrong):
     assert estimator.low > 0.95 * estimator.value
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.4])
-@pytest.mark.parametrize("rate", [1.25 * MB, 125 * MB, 5000 * MB])
-def test_the_bounds_hold_on_a_noisy_link_and_say_something(rate, noise):
-    estimator = BandwidthEstimator(rate)
-    kept, lows = [], []
-    for index, sample in enumerate(steady(rate, 0, 2, noise=noise)):
-        estimator.add(*sample)
-        if index >= 20:
-            kept.append(estimator.low <= rate)
-            lows.append(estimator.low)
-            assert estimator.low <= estimator.value <= estimator.high
-    assert np.mean(kept) > 0.85
-    assert np.mean(lows) > (0.9 if noise < 0.2 else 0.7) * rate
-
-
 @pytest.mark.parametrize(
     ("rate", "low_s", "value_s"),
     [  # 10 Mbit/s to 40 Gbit/s
-        (1.25 * MB, 0.055, 0.25),
-        (12.5 * MB, 0.02, 0.08),
-        (125 * MB, 0.02, 0.06),
-        (1250 * MB, 0.02, 0.04),
+        (1.25 * MB, 0.055, 0.25), (12.5 * MB, 0.02, 0.08), (125 * MB, 0.02, 0.06), (1250 * MB, 0.02, 0.04),
         (5000 * MB, 0.02, 0.04),
     ],
-)
+)  # fmt: skip
 def test_a_fall_to_a_third_is_noticed_within_a_short_load(rate, low_s, value_s):
     before = steady(rate, 0, 1)
     after = steady(rate / 3, 1, 2)
     assert until(fed(rate, before), after, lambda e: e.low < 0.4 * rate) <= low_s
     assert until(fed(rate, before), after, lambda e: e.value < 0.4 * rate) <= value_s
-
-
-@pytest.mark.parametrize("rate", [1.25 * MB, 12.5 * MB, 125 * MB, 5000 * MB])
-def test_a_rise_is_followed_but_not_at_once(rate):
-    before = steady(rate / 3, 0, 1)
-    waited = until(fed(rate, before), steady(rate, 1, 2), lambda e: e.value > 0.8 * rate)
-    assert 0.015 < waited < 0.2
-
-
-def test_a_burst_does_not_raise_what_is_planned_with():
-    estimator = fed(10 * MB, steady(10 * MB, 0, 1))
-    for sample in steady(300 * MB, 1, 1.01):  # a buffer on the way empties
-        estimator.add(*sample)
-    assert estimator.low < 20 * MB
 
 
 def test_a_silent_link_falls_to_nothing():
@@ -131,18 +92,6 @@ def test_a_silent_link_falls_to_nothing():
             estimator.add(0, 2 + 0.05 * i, 2.05 + 0.05 * i)
         assert estimator.value < 0.002 * rate
         assert estimator.low < 0.001 * rate
-
-
-def test_one_report_of_a_long_silence_counts_by_its_length():
-    estimator = fed(10 * MB, steady(10 * MB, 0, 2))
-    estimator.add(0, 2, 4)
-    assert estimator.value < 0.05 * 10 * MB
-
-
-def test_what_a_later_load_starts_from_outlives_a_stall():
-    estimator = fed(10 * MB, [*steady(10 * MB, 0, 2), (0, 2.0, 2.3)])
-    assert estimator.usual > 0.8 * 10 * MB
-    assert estimator.value < 0.5 * estimator.usual
 
 
 def test_gaps_between_the_packets_of_a_slow_link_are_no_silence():
@@ -158,14 +107,6 @@ def test_parallel_requests_count_each_second_once():
     assert four.value == pytest.approx(one.value, rel=0.05)
 
 
-def test_a_long_request_around_short_ones_adds_only_its_own_seconds():
-    short = [(MB, 1.0, 1.5), (MB, 1.5, 2.0)]
-    around = [*short, (2 * MB, 0.0, 2.0), (2 * MB, 2.0, 3.0)]
-    endless = Memory(1e6)
-    assert fed(0, around, BandwidthSettings(fast=endless, slow=endless)).value == pytest.approx(2 * MB, rel=0.35)
-    assert fed(0, around).usual == pytest.approx(2 * MB, rel=0.2)  # 6 MB in the 3 busy seconds
-
-
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), min_size=1, max_size=40))
 def test_busy_time_is_the_length_of_the_union(intervals):
     estimator = BandwidthEstimator(MB)
@@ -178,11 +119,6 @@ def test_thousands_of_intervals_are_forgotten_not_kept():
     estimator = fed(0, [(20_000, i * 0.02, i * 0.02 + 0.01) for i in range(5000)], settings)
     assert len(estimator._busy._starts) <= 1025
     assert estimator.value == pytest.approx(2 * MB, rel=0.01)
-
-
-def test_idle_time_does_not_count():
-    apart = [(100_000, 10.0 * i, 10.0 * i + 0.1) for i in range(20)]
-    assert fed(0, apart).value == pytest.approx(MB, rel=0.01)
 
 
 def test_tiny_samples_are_kept_back_not_lost():
@@ -235,16 +171,6 @@ def test_one_outlier_does_not_move_the_time_to_first_byte(times, outlier, at):
         ttfb.add(seconds)
     assert 0.01 <= ttfb.value <= 0.012
     assert ttfb.value <= ttfb.high <= 0.02
-
-
-@given(st.lists(st.floats(0, 10), max_size=20), st.floats(0, 10))
-def test_a_recent_median_is_one_of_what_there_was(values, prior):
-    recent = RecentMedian(prior)
-    for value in values:
-        recent.add(value)
-    assume(values)
-    assert min(prior, *values) <= recent.value <= max(prior, *values)
-    assert recent.deviation >= 0
 
 
 def test_arguments_that_cannot_be_are_refused():

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller.estimators import BandwidthEstimator
 from kvwire.controller.horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
 from kvwire.errors import ArgumentError
 
-MB = 1_000_000
 SAMPLES = st.lists(
     st.tuples(st.integers(0, 10**7), st.floats(1e-3, 0.6), st.floats(1.0, 1e9)), min_size=1, max_size=120
 )
@@ -80,21 +78,6 @@ def test_what_nobody_measured_is_what_is_assumed():
     assert errors.low(0.5, 0.1, 0.7) == 0.7
     assert errors.low(0.5, 0.1, 1.3) == 1.0
     assert errors.risk(0.5) == pytest.approx(0.05)
-
-
-def test_a_link_that_falls_at_times_is_remembered_for_longer_than_its_last_samples():
-    """Every second it gives a tenth of what it usually does for 0.3 s; the last 0.7 s were as usual."""
-    rng = np.random.default_rng(0)
-    shaky, steady = (BandwidthEstimator(10 * MB) for _ in range(2))
-    for number in range(3000):
-        at = number * 0.01
-        rate = 10 * MB * rng.uniform(0.98, 1.02)
-        steady.add(int(rate * 0.01), at, at + 0.01)
-        shaky.add(int(rate * (0.001 if at % 1.0 < 0.3 else 0.01)), at, at + 0.01)
-    assert shaky.low > 0.85 * shaky.value  # errors of single samples are forgotten by now
-    assert shaky.low_over(0.4) < 0.8 * steady.low_over(0.4)
-    assert steady.low_over(0.4) > 0.93 * steady.value
-    assert shaky.horizons.risk(0.2) > 3 * steady.horizons.risk(0.2)
 
 
 def test_fading_halves_what_is_known():

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller import Controller, ControllerSettings, DecodeCost, Estimates, Goal, PrefillCost
+from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
-from kvwire.controller.policies.base import NOTHING_MORE, UpgradeCandidates, decode_s, wire_s
+from kvwire.controller.policies.base import UpgradeCandidates, decode_s, wire_s
 from kvwire.controller.policies.naive import finish_naive, splits
 from kvwire.controller.policies.refining import Refining
 from kvwire.controller.policies.timeline import Timeline, first_levels
@@ -115,22 +115,6 @@ def test_insurance_is_what_keeps_the_deadline():
     assert all(fetch.first == 1 for fetch in fetches[32:])
 
 
-def test_what_recomputation_reaches_in_time_needs_no_insurance():
-    _, log = played(None, RateTrace((0.0,), (30 * MB,)), ((document(16, scale=8),),), quality(0.3))
-    fetched = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
-    coarse = {fetch.chunk.chunk for fetch in fetched if fetch.level == 0}
-    assert coarse
-    assert min(coarse) * 256 * COSTS.prefill.token_s > 0.2  # what takes 0.3 s less closing and passes
-
-
-def test_refinements_take_one_decode_however_many_levels_they_add():
-    _, log = played(None, RateTrace((0.0,), (30 * MB,)), ((document(8, text=False, scale=4),),), quality(2.0))
-    decoded = [
-        chunk for entry in log for each in entry.instructions if isinstance(each, ev.Decode) for chunk in each.chunks
-    ]
-    assert max(decoded.count(chunk) for chunk in decoded) <= 2
-
-
 # A silent link.
 
 
@@ -167,16 +151,6 @@ def test_a_prior_that_is_far_too_low_costs_little(rate):
     assert wrong.ttft_s < 0.25 * one(Goal(), 1.0, documents, workers=2)[0].ttft_s
 
 
-@pytest.mark.parametrize("rate", [0.02 * MB, 0.2 * MB, 1 * MB])
-def test_listening_for_the_first_bytes_costs_a_slow_link_nothing_to_speak_of(rate):
-    documents = document(32)
-    known = Estimates(COSTS, rate, RTT_S)
-    assert known.bandwidth.is_guess
-    unsure, _ = one(Goal(), rate, documents, workers=2, prior=10 * MB)
-    text, _ = one(Goal(), 1.0, documents, workers=2, policy=TextOnly())
-    assert unsure.ttft_s < 1.1 * text.ttft_s
-
-
 def end_s(finer, request, some, levels):
     """``Refining.end_s`` with what each candidate takes worked out for these levels alone."""
     raised = np.flatnonzero(levels > some.level)
@@ -206,20 +180,3 @@ def test_what_refining_takes_is_worked_out_once_for_all_levels(request, rows):
     more = some.sizes[levels, range(len(rows))] - some.sizes[some.level, range(len(rows))]
     best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
     assert finer.order(levels).tolist() == best[levels[best] > some.level[best]].tolist()
-
-
-@given(plan_requests(), st.lists(st.integers(0, 2), min_size=1, max_size=8), st.floats(1.0, 1e6))
-@settings(max_examples=100, deadline=None)
-def test_what_others_fetch_first_delays_what_becomes_finer(request, before, ahead_bytes):
-    """Where only the link takes time, by as long as that takes."""
-    costs = replace(request.costs, prefill=PrefillCost(0.0, 0.0), decode=DecodeCost(0.0, 0.0))
-    alone = replace(request.committed, ahead_bytes=0.0, prefill_s=0.0, decode_s=0.0, last_s=0.0)
-    alone = replace(alone, work_s=np.zeros_like(alone.work_s))
-    some = candidates(before, [True] * len(before))
-    request = replace(request, costs=costs, last_decode=NOTHING_MORE)
-    ends = [
-        Refining(replace(request, committed=replace(alone, ahead_bytes=size)), some).end_s(some.top)
-        for size in (0.0, ahead_bytes)
-    ]
-    assume(np.isfinite(ends).all())
-    assert ends[1] - ends[0] == pytest.approx(ahead_bytes / request.bandwidth_low, rel=1e-6)

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
-from kvwire.controller.lanes import ComputeLanes, Job
-from kvwire.controller.limits import Limits
 from kvwire.controller.simulator import (
     LoadArrival,
     Scenario,
@@ -26,7 +24,7 @@ from kvwire.controller.simulator import (
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
-from .playing import COSTS, MB, RTT_S, ByHand, document, one, play, quality
+from .playing import COSTS, MB, RTT_S, ByHand, document, quality
 
 SLOW = 5.0
 DEADLINE_S = 1.0
@@ -89,15 +87,6 @@ def told_until(steps, kind, until_s):
     return None, until_s
 
 
-def test_passes_that_can_be_stopped_are_long():
-    passes = {}
-    for interrupts in (False, True):
-        _, played = one(quality(1.0), 5 * MB, LONG, workers=2, interrupts=interrupts)
-        passes[interrupts] = len(played.instructions(ev.Recompute))
-        assert not [each for entry in played.log for each in entry.instructions if isinstance(each, ev.Interrupt)]
-    assert passes[True] < passes[False]
-
-
 @given(slow_from_s=st.floats(0, 0.4), gbit_s=st.sampled_from([2.0, 4.0, 10.0]))
 @example(slow_from_s=0.0, gbit_s=2.0)
 @example(slow_from_s=0.2, gbit_s=4.0)
@@ -125,32 +114,6 @@ def test_a_pass_is_not_slow_for_a_driver_that_was_held_up():
         assert [each for each in out if isinstance(each, ev.Interrupt)] == [ev.Interrupt(running.first)] * (
             not paused_s
         )
-
-
-def test_a_pass_is_stopped_no_sooner_than_it_must_be():
-    """One that is overdue may still end; what it computes takes little time to fetch."""
-    steps, running = begun()
-    expected_s = COSTS.prefill.seconds(256 * (running.last.chunk - running.first.chunk + 1))
-    found, at = told_until(steps, ev.Interrupt, 0.7)
-    assert found == ev.Interrupt(running.first)
-    assert at > 0.002 + 1.5 * expected_s
-    # All but its own chunks have come: what is left is the time to fetch and decode these, to close five times, and
-    # to stop, which an engine does after a sixteenth of a pass that takes five times as long.
-    link, chunks = steps.controller._dispatch.link, running.last.chunk + 1
-    assert not link.open_bytes
-    closing_s, size = COSTS.closing_s(24 * 256), 12_800
-    fetching_s = RTT_S + chunks * size / link.bandwidth_low + chunks * COSTS.decode.seconds(256, size)
-    left_s = 0.7 - ControllerSettings().reserve_s - at
-    assert left_s == pytest.approx(5 * closing_s + fetching_s + 5 / 16 * expected_s, abs=0.003)
-
-
-def test_a_pass_that_is_over_before_it_stops_counts():
-    steps, running = begun()
-    told_until(steps, ev.Interrupt, 0.7)
-    chunks = PASS[: running.last.chunk + 1]
-    steps.tell(ev.RecomputeDone(chunks, steps.now - 0.002))
-    load = steps.controller.loads[0]
-    assert all(load.table.state[chunk.chunk] == 5 for chunk in chunks)
 
 
 def test_stopped_chunks_are_open_again_and_the_engine_counts_as_slow():
@@ -195,100 +158,3 @@ def test_text_without_a_blob_is_computed_however_slow():
     assert any(isinstance(each, ev.Recompute) for each in out)
     for step in range(1, 100):
         assert not [each for each in controller.handle(ev.Tick(), 0.01 * step) if isinstance(each, ev.Interrupt)]
-
-
-def test_the_link_does_not_rest_while_chunks_may_become_finer():
-    """Coarse levels come first; finer ones are asked for as soon as these are here, whatever the engine does."""
-    scenario = scene(1.49, deadline_s=0.5)
-    _, log = slowed(scenario, float("inf"))
-    open_, idle_s, since = set(), [], None
-    for entry in log:
-        now = entry.now - scenario.begins_s
-        if isinstance(entry.event, (ev.ChunkArrived, ev.ChunkFailed)):
-            open_.discard(entry.event.chunk)
-        for each in entry.instructions:
-            if isinstance(each, ev.Fetch):
-                if since is not None and not open_:
-                    idle_s.append(now - since)
-                open_.add(each.chunk)
-            elif isinstance(each, ev.Cancel):
-                open_.discard(each.chunk)
-        since = None if open_ else now if since is None else since
-    assert len(said(log, ev.Fetch)) > 100
-    assert max(idle_s, default=0.0) < 0.02
-
-
-def stopped_after(seconds, expected_s=0.1):
-    """Lanes whose pass was asked to stop, and has so many seconds after it began."""
-    lanes = ComputeLanes(2)
-    lanes.start("prefill", Job("recompute", 0, 0, PASS, 1.0, expected_s))
-    lanes.interrupt()
-    lanes.end("prefill", "recompute", PASS, 0, 0, 1.0 + seconds)
-    return lanes
-
-
-def test_an_engine_whose_pass_nobody_waited_for_is_not_slow():
-    assert not stopped_after(0.05).was_interrupted(1.1)
-    assert stopped_after(0.05).slowness(1.1) == 1.0
-    assert stopped_after(0.5).was_interrupted(1.6)
-    assert stopped_after(0.5).slowness(1.6) == pytest.approx(5.0)
-
-
-def test_a_closing_counts_as_slow_once():
-    """Before any pass was stopped with four times more than its cut keeps, and then the cut keeps that itself."""
-    steps, running = begun()
-    limits, load = steps.controller._dispatch, steps.controller.loads[0]
-    closing = steps.controller.estimates.closing
-    for seconds in (0.006, 0.006, 0.006, 0.008) * 3:
-        closing.add(24 * 256, seconds)
-    limits.known_costs.clear()
-    closing_s = steps.controller.estimates.costs().closing_s(24 * 256)
-    kept_s = limits._closing_s(load)  # what most closings take: more than what is expected, less than five times that
-    assert closing_s < kept_s < 5 * closing_s
-    assert limits._slow_cut(load) == pytest.approx(limits._cut(load) + kept_s - 5 * closing_s)
-    told_until(steps, ev.Interrupt, 0.7)
-    steps.tell(ev.RecomputeInterrupted(PASS[: running.last.chunk + 1], steps.now - 0.002))
-    limits._now = steps.now
-    assert limits._slow_cut(load) == limits._cut(load)
-
-
-def test_a_closing_that_runs_ends_no_later_for_a_driver_that_was_held_up():
-    lanes = ComputeLanes(2)
-    lanes.close(Job("closing", 0, -1, (), 1.0, 0.02))
-    lanes.paused(0.35)
-    assert lanes.left_s("prefill", 1.355) == pytest.approx(0.015)
-
-
-def test_an_engine_is_slow_until_a_pass_keeps_its_time():
-    for seconds, still in ((0.1, False), (0.5, True)):
-        lanes = stopped_after(0.5)
-        lanes.start("prefill", Job("recompute", 0, 0, PASS, 2.0, 0.1))
-        lanes.end("prefill", "recompute", PASS, 0, 0, 2.0 + seconds)
-        assert lanes.was_interrupted(2.6) is still
-
-
-@given(began=st.floats(0, 1e5), expected_s=st.floats(1e-6, 1e3))
-def test_who_looks_the_moment_a_pass_is_overdue_finds_it_slow(began, expected_s):
-    job = Job("recompute", 0, 0, PASS, began, expected_s)
-    assert job.slowness(job.overdue_at) > 1
-    assert job.slowness(began + 1.4 * expected_s) == 1
-
-
-def test_with_one_worker_passes_stay_short():
-    longest = {}
-    for workers in (1, 2):
-        found = play([LoadArrival(0.0, ((LONG,),), quality(2.0))], 5 * MB, workers=workers, interrupts=True)
-        first = next(each for _, each in found.instructions(ev.Recompute))
-        longest[workers] = first.last.chunk - first.first.chunk
-    assert longest[1] < longest[2]
-
-
-@pytest.mark.parametrize("gbit_s", [1.0, 2.0])
-def test_the_link_does_not_wait_for_the_ends_of_fetches(gbit_s, monkeypatch):
-    """Those side by side end together: asked for only then, the next ones leave it idle for a round trip."""
-    scenario = replace(scene(gbit_s, 2.0, documents=4), machine=machine_named("h100"), rtt_s=0.002)
-    found, _ = slowed(scenario, 0.0)
-    monkeypatch.setattr(Limits, "opens_at", lambda *_: float("inf"))
-    without, _ = slowed(scenario, 0.0)
-    assert found.in_time
-    assert found.received > 1.01 * without.received

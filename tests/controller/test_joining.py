@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller import (
-    Controller,
-    ControllerSettings,
-    CostModel,
-    DecodeCost,
-    Estimates,
-    Goal,
-    PrefillCost,
-)
+from kvwire.controller import Controller, ControllerSettings, CostModel, DecodeCost, Estimates, Goal, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.controller.core import replay
 from kvwire.controller.joining import WaitingPass, joined, sum_of_ends
@@ -98,11 +90,6 @@ def test_equal_passes_are_joined_as_well_as_any_choice_of_them(tokens, context, 
     assert sum_of_ends(passes, joined(passes, costs, count), costs) <= best * 1.06 + 1e-12
 
 
-def test_rows_that_would_not_fit_in_memory_are_left_out():
-    passes = [WaitingPass(64, 0, 1.0), WaitingPass(64, 40_000, 1.0), WaitingPass(64, 0, 1.0)]
-    assert joined(passes, JOINS, 8) == [0, 2]
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_eight_loads_at_once_end_sooner_joined_than_one_by_one(workers):
     alone = play(loads(8), SLOW, costs=ALONE, workers=workers)
@@ -125,13 +112,6 @@ def test_where_joining_is_slower_nothing_changes(count):
 def test_one_load_is_played_as_without_joining():
     plain, able = (play(loads(1, doc=document(8)), 1e6, costs=costs) for costs in (ALONE, JOINS))
     assert able.log == plain.log
-
-
-def test_no_more_passes_are_joined_than_allowed():
-    played = play(loads(8), SLOW, costs=JOINS, max_joined=3)
-    assert together(played)
-    assert max(len(each.passes) for each in together(played)) <= 3
-    assert not together(play(loads(8), SLOW, costs=JOINS, max_joined=1))
 
 
 def drawn(seed, over_s):
@@ -191,18 +171,6 @@ def test_what_a_joined_pass_takes_is_learnt_and_remembered():
     assert Estimates.of_state(Estimates(ALONE, 1e6, 0.01).to_state(), None, 1e6, 0.01).joined is None
 
 
-def test_joined_costs_follow_the_speed_of_passes_alone():
-    estimates = Estimates(JOINS, 1e6, 0.01)
-    assert estimates.costs().joined == PREFILL
-    for _ in range(4):
-        estimates.prefill.add(256, 0, PREFILL.seconds(256) / 20)
-    assert estimates.costs().joined.seconds(256) == pytest.approx(PREFILL.seconds(256) / 20, rel=0.2)
-    for _ in range(4):
-        estimates.joined.add_rows([(64, 0)] * 4, 2 * PREFILL.seconds(256) / 20)
-    assert estimates.costs().joined.seconds(256) == pytest.approx(2 * PREFILL.seconds(256) / 20, rel=0.2)
-    assert estimates.costs() is estimates.costs()
-
-
 class Two:
     """A controller with some loads of one chunk each, told by hand until a joined pass runs."""
 
@@ -236,20 +204,6 @@ class Two:
         return {each.load for each in self.out if isinstance(each, ev.Finish)}
 
 
-def test_all_loads_of_a_joined_pass_are_ready_with_it():
-    hand = Two()
-    hand.tell(ev.RecomputedTogether(hand.joined.passes, 0.03))
-    assert hand.finished() >= {each.first.load for each in hand.joined.passes}
-
-
-def test_a_load_that_leaves_in_the_middle_leaves_the_others_whole():
-    hand = Two()
-    gone, *others = (each.first.load for each in hand.joined.passes)
-    hand.tell(ev.LoadAbandoned(gone))
-    hand.tell(ev.RecomputedTogether(hand.joined.passes, 0.03, joined=False))
-    assert hand.finished() & {gone, *others} == set(others)
-
-
 def test_a_pass_that_fails_in_the_middle_leaves_the_others_whole_and_is_fetched():
     hand = Two()
     bad, *others = hand.joined.passes
@@ -270,21 +224,6 @@ def test_each_load_is_told_its_own_trouble():
     for each in passes:
         load = hand.controller.loads[each.first.load]
         assert list(load.doc(0).troubles.values()) == [f"recomputation failed: trouble of {load.number}"]
-
-
-def test_loads_that_cannot_be_rows_are_not_asked_again_and_count_for_nothing():
-    hand = Two()
-    bad, *_ = hand.joined.passes
-    failed, unfit = (ev.RecomputeFailed(bad.first, "memory"),), (bad.first.load,)
-    hand.tell(ev.RecomputedTogether(hand.joined.passes, 0.03, joined=False, failed=failed, unfit=unfit))
-    assert not hand.controller.loads[bad.first.load].joins
-    assert hand.controller._dispatch._in_vain == 0
-
-
-def test_a_controller_that_is_to_join_none_does_as_one_that_cannot():
-    arrivals = loads(24, every_s=0.02)
-    logs = [play(arrivals, SLOW, costs=costs, max_joined=1).log for costs in (ALONE, JOINS)]
-    assert logs[0] == logs[1]
 
 
 def test_wrong_reports_change_nothing():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller import Goal, PrefillCost
+from kvwire.controller import Goal
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.policies import Adaptive
@@ -97,23 +97,6 @@ def test_loads_that_look_lose_little_where_they_gain_nothing(query, gbit, deadli
     alike, looked = (loaded(each, quality(deadline_s), gbit, query=query) for each in ((), attention))
     assert looked.in_time
     assert looked.seen_error <= 1.3 * seen(alike, attention)
-
-
-def test_levels_that_do_not_build_on_each_other_are_not_looked_at():
-    whole = tuple((replace(each, layered=False),) for (each,) in DOCUMENTS)
-    attention = uneven(DOCUMENTS)
-    alike, looked = (loaded(each, documents=whole) for each in ((), attention))
-    assert not looks(looked)
-    assert looked.error == alike.error
-
-
-def test_a_look_that_turns_out_to_take_too_long_is_left_out():
-    """Estimates that err a lot make a look that was planned impossible; finer levels are fetched all the same."""
-    slow = PrefillCost(0.2, 1e-3)
-    arrival = LoadArrival(0.0, ((document(chunks=20, text=False),),), quality(1.0), 32, attention=((1.0,) * 20,))
-    played = play([arrival], 30 * MB, policy=LookFirst(), costs=replace(COSTS, prefill=slow))
-    assert not played.instructions(ev.Look)
-    assert max(level for level, tokens in enumerate(played.outcomes[0].levels) if tokens) == 3
 
 
 def test_a_look_that_sees_nothing_changes_nothing_that_follows():

@@ -10,11 +10,9 @@ import pytest
 from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.core import Controller
-from kvwire.controller.lanes import ComputeLanes, Job
 from kvwire.controller.policies import Fixed
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.errors import ArgumentError
-from kvwire.types import ChunkId
 
 from .playing import COSTS, MB, RTT_S, document, play, quality
 
@@ -127,24 +125,6 @@ def test_a_closing_is_reported_once():
     assert controller.estimates.closing.link_s_per_token == learnt
     with pytest.raises(ArgumentError, match="never asked for"):
         controller.handle(ev.PromptAssembled(7, 256, 0.001), 0.17)
-
-
-def test_closings_count_from_when_they_begin():
-    lanes = ComputeLanes(2)
-    pass_ = Job("recompute", 0, 0, (ChunkId(0, 0),), 0.0, 1.0)
-    lanes.start("prefill", pass_)
-    for load in (1, 2):
-        lanes.close(Job("closing", load, -1, (), 0.5, 1.0))
-    assert lanes.left_s("prefill", 0.5) == pytest.approx(2.5)
-    lanes.end("prefill", "recompute", pass_.chunks, 0, 0, 1.0)
-    assert lanes.left_s("prefill", 1.25) == pytest.approx(1.75)
-    assert not lanes.is_free("prefill")
-    assert lanes.closed(1, 2.0)
-    assert lanes.left_s("prefill", 2.0) == pytest.approx(1.0)
-    assert lanes.closed(2, 3.0)
-    assert not lanes.closed(2, 3.0)
-    assert lanes.is_free("prefill")
-    assert lanes.left_s("prefill", 3.0) == 0
 
 
 # Loads that say nothing.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller import CostModel, Goal, PrefillCost, RepairOption, replay
+from kvwire.controller import Goal, RepairOption, replay
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import CacheBlend
@@ -105,17 +105,6 @@ def test_options_that_cannot_be_are_refused(wrong):
         RepairOption(**wrong)
 
 
-def test_what_repair_costs_is_part_of_the_closing():
-    costs = CostModel(PrefillCost(0.01, 0.001, 1e-6), COSTS.decode, 0.0, 10)
-    plain = costs.closing_s(1000)
-    repairing = replace(costs, repair_rows=100)
-    assert repairing.closing_s(1000) == pytest.approx(plain + 0.01 + 0.1 + 1e-6 * 100 * 1000)
-    looking = replace(repairing, repair_looks=True)
-    assert looking.closing_s(1000) == pytest.approx(repairing.closing_s(1000) + costs.prefill.seconds(10, 1000))
-    slow = replace(repairing, repair_scale=2.0)
-    assert slow.repair_s(1000) == pytest.approx(2 * repairing.repair_s(1000))
-
-
 def test_idle_time_before_a_deadline_is_spent_on_repair():
     played = play([arrival(OPTION)], 100 * MB)
     assert finish(played).repair == OPTION.most
@@ -190,13 +179,6 @@ def test_a_load_that_is_late_waits_for_no_repair():
     late = arrival(None, at=0.02, deadline_s=0.05)
     plain, repaired = (play([arrival(option), late], 30 * MB).outcomes[1].ttft_s for option in (None, OPTION))
     assert repaired < plain + 0.05
-
-
-def test_several_loads_leave_each_other_room():
-    plain = play([arrival(None, at=0.01 * at, deadline_s=1.0) for at in range(6)], 100 * MB)
-    played = play([arrival(OPTION, at=0.01 * at, deadline_s=1.0) for at in range(6)], 100 * MB)
-    assert all(outcome.in_time for outcome in plain.outcomes)
-    assert all(outcome.in_time for outcome in played.outcomes)
 
 
 def test_loads_with_repair_are_replayed_and_written_down():

@@ -22,29 +22,25 @@ def bound(ttft_s=0.5, error=0.0001, size=80.0, in_time=True) -> Optimum:
     return Optimum(ttft_s=ttft_s, error=error, bytes=size, in_time=in_time, recomputed=0, fetched=(1,))
 
 
-def test_regret_of_quality_is_the_share_of_decibels_lost():
-    assert Scored(IN_A_SECOND, outcome(0.9), bound()).regret == pytest.approx(1 - 30 / 40)
+CHEAPEST = Goal(objective="cheapest", deadline_s=1.0)
 
 
-def test_regret_of_quality_counts_only_where_both_are_in_time():
-    assert Scored(IN_A_SECOND, outcome(1.1), bound()).regret is None
-    assert Scored(IN_A_SECOND, outcome(0.9), bound(in_time=False)).regret is None
-
-
-@pytest.mark.parametrize("error", [1.0, 2.0])
-def test_there_is_no_share_of_no_quality_to_lose(error):
-    assert Scored(IN_A_SECOND, outcome(0.9, error=error), bound(error=error)).regret is None
-
-
-def test_regret_of_the_earliest_is_the_time_lost():
-    assert Scored(Goal(), outcome(0.6, deadline_s=None), bound()).regret == pytest.approx(0.2)
-    assert Scored(Goal(), outcome(0.6, deadline_s=None, failed=True), bound()).regret is None
-
-
-def test_regret_of_the_cheapest_is_the_bytes_too_many():
-    goal = Goal(objective="cheapest", deadline_s=1.0)
-    assert Scored(goal, outcome(0.9), bound()).regret == pytest.approx(0.25)
-    assert Scored(goal, outcome(0.9), bound(size=0.0)).regret is None
+@pytest.mark.parametrize(
+    ("goal", "found", "best", "regret"),
+    [
+        (IN_A_SECOND, outcome(0.9), bound(), 1 - 30 / 40),  # the share of decibels lost, where both are in time
+        (IN_A_SECOND, outcome(1.1), bound(), None),
+        (IN_A_SECOND, outcome(0.9), bound(in_time=False), None),
+        (IN_A_SECOND, outcome(0.9, error=1.0), bound(error=1.0), None),
+        (IN_A_SECOND, outcome(0.9, error=2.0), bound(error=2.0), None),
+        (Goal(), outcome(0.6, deadline_s=None), bound(), 0.2),  # the time lost
+        (Goal(), outcome(0.6, deadline_s=None, failed=True), bound(), None),
+        (CHEAPEST, outcome(0.9), bound(), 0.25),  # the bytes too many
+        (CHEAPEST, outcome(0.9), bound(size=0.0), None),
+    ],
+)
+def test_regret_is_what_the_goal_counts(goal, found, best, regret):
+    assert Scored(goal, found, best).regret == (None if regret is None else pytest.approx(regret))
 
 
 def test_a_miss_is_avoidable_where_the_bound_is_in_time():
@@ -78,9 +74,6 @@ def test_figures_over_loads_equal_those_by_hand():
 def test_figures_that_no_load_tells_are_none():
     found = Summary.of([Scored(IN_A_SECOND, outcome(0.5, failed=True), bound())])
     assert (found.ttft_s, found.quality_db, found.error, found.regret, found.late) == (None,) * 5
-
-
-def test_no_loads_have_no_figures():
     with pytest.raises(ArgumentError):
         Summary.of([])
 

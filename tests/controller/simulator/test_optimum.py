@@ -30,16 +30,9 @@ class Case:
 
     def bound(self, objective: str, deadline_s: float | None = None) -> Optimum:
         return optimum(
-            self.documents,
-            self.costs,
-            self.rate,
-            start_s=self.start_s,
-            rtt_s=self.rtt_s,
-            objective=objective,
-            deadline_s=deadline_s,
-            floor=self.floor,
-            workers=self.workers,
-        )
+            self.documents, self.costs, self.rate, start_s=self.start_s, rtt_s=self.rtt_s, objective=objective,
+            deadline_s=deadline_s, floor=self.floor, workers=self.workers,
+        )  # fmt: skip
 
     @property
     def closing_s(self) -> float:

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import Controller, DocumentPlanInput, Goal
-from kvwire.controller.events import Fetch, Recompute
+from kvwire.controller.events import Recompute
 from kvwire.controller.simulator import (
     LoadArrival,
     Machine,
     Model,
     RateTrace,
     Scenario,
-    Steering,
     Trouble,
     World,
     ar1,
@@ -261,18 +260,6 @@ def test_documents_need_a_method():
         variants_for(MODEL, [100], [])
 
 
-def test_what_is_not_surely_recomputed_in_time_is_fetched_with_all_that_waits_for_it():
-    # Nothing of prefill is measured yet, and the plan would recompute the first chunks of one document.
-    slowly = Steering(event_s=1.5e-4, request_s=1e-4)
-    model, machine = model_named("deepseek-v3"), replace(machine_named("8xh200"), steering=slowly)
-    scenario = Scenario(
-        model=model, machine=machine, documents=variants_for(model, (4096,) * 8), rate=constant(5e9), rtt_s=0.02,
-        goal=Goal(),
-    )  # fmt: skip
-    ours, coarsest = (simulate(scenario, policy_named(name, scenario.rate))[0] for name in ("adaptive", "level-0"))
-    assert ours.ttft_s < 1.02 * coarsest.ttft_s
-
-
 class Slowed(World):
     """A world whose forward passes take five times as long between two instants."""
 
@@ -300,21 +287,6 @@ def test_an_engine_that_becomes_slow_on_the_way_makes_nothing_late_that_the_coar
     (outcome,) = world.run([LoadArrival(scene.begins_s, scene.documents, scene.goal, scene.query_tokens)])
     assert [each for entry in log for each in entry.instructions if isinstance(each, Recompute)]
     assert outcome.in_time
-
-
-def test_many_fetches_are_not_opened_one_by_one():
-    model, machine = model_named("deepseek-v3"), machine_named("8xh200")
-    scene = Scenario(
-        model=model, machine=machine, documents=variants_for(model, (4096,) * 8), rate=constant(8e8), rtt_s=0.001,
-        goal=Goal(),
-    )  # fmt: skip
-    log = []
-    (ours,) = simulate(scene, policy_named("adaptive", scene.rate), record=log.append)
-    (coarsest,) = simulate(scene, policy_named("level-0", scene.rate))
-    asked = [sum(isinstance(each, Fetch) for each in entry.instructions) for entry in log]
-    assert sum(asked) == 128
-    assert sum(map(bool, asked)) < 64
-    assert ours.ttft_s < 1.05 * coarsest.ttft_s
 
 
 def test_a_load_waits_for_no_bytes_of_others_that_were_asked_for_behind_its_own():
