@@ -14,13 +14,13 @@ from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.policies import Adaptive, CacheGen, Fixed
 from kvwire.controller.policies.base import RECOMPUTE
-from kvwire.controller.policies.naive import finish_naive, splits
 from kvwire.controller.policies.timeline import Timeline
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.offline_optimum import optimum
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 
+from .naive_timeline import finish_naive, splits
 from .playing import COSTS, MB, document, one, play, quality
 from .requests import LEVELS, plan_requests
 

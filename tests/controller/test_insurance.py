@@ -14,13 +14,13 @@ from kvwire.controller import events as ev
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
 from kvwire.controller.policies.base import UpgradeCandidates, decode_s, wire_s
-from kvwire.controller.policies.naive import finish_naive, splits
 from kvwire.controller.policies.refining import Refining
 from kvwire.controller.policies.timeline import Timeline, first_levels
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.world import World
 from kvwire.types.rates import RateTrace
 
+from .naive_timeline import finish_naive, splits
 from .playing import COSTS, MB, RTT_S, document, one, quality
 from .requests import LEVELS, plan_requests
 

@@ -25,9 +25,9 @@ from kvwire.controller.policies import (
 )
 from kvwire.controller.policies.base import SLOWEST
 from kvwire.controller.policies.cachegen import STRETCH_TOKENS
-from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
 from kvwire.errors import ArgumentError
 
+from .naive_timeline import fetch_order, finish_naive, splits
 from .requests import LEVELS, columns, plan_requests
 
 COSTS = CostModel(PrefillCost(0.0, 1e-4), DecodeCost(0.0, 0.0), 0.0)

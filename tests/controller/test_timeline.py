@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller.policies.base import RECOMPUTE, prefill_s
-from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
 from kvwire.controller.policies.timeline import Timeline, unfetched_s
 
+from .naive_timeline import fetch_order, finish_naive, splits
 from .requests import LEVELS, plan_requests
 
 
