@@ -162,7 +162,7 @@ def half_of(link: str) -> Half:
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedLoad:
     """One load, by the causes that were taken away."""
 
     model: str
@@ -171,7 +171,7 @@ class Played:
     scored: dict[str, Scored]
 
 
-def play(case: Case) -> list[Played]:
+def play(case: Case) -> list[SimulatedLoad]:
     """Both deadlines of a case."""
     model, machine = model_named(case.model), machine_named(MACHINES[case.model])
     count = LENGTHS[case.length]
@@ -183,11 +183,11 @@ def play(case: Case) -> list[Played]:
             goal=Goal(objective="quality", deadline_s=deadline_s), leaves_s=GIVEN_UP_S, seed=case.seed,
         )  # fmt: skip
         scored = {name: without(scenario, causes) for name, causes in CAUSES.items()}
-        out.append(Played(case.model, deadline_s, half_of(case.link.name), scored))
+        out.append(SimulatedLoad(case.model, deadline_s, half_of(case.link.name), scored))
     return out
 
 
-def groups(loads: list[Played]) -> Iterator[tuple[str, list[Played]]]:
+def groups(loads: list[SimulatedLoad]) -> Iterator[tuple[str, list[SimulatedLoad]]]:
     """All loads, the halves, and each model with each deadline."""
     yield "all", loads
     for half in ("chosen on", "held against"):
@@ -198,7 +198,7 @@ def groups(loads: list[Played]) -> Iterator[tuple[str, list[Played]]]:
             yield f"{model}, {deadline_s:g} s", some
 
 
-def figures(loads: list[Played]) -> dict[str, dict[str, Any]]:
+def figures(loads: list[SimulatedLoad]) -> dict[str, dict[str, Any]]:
     """For each cause: misses, regret, and the mean regret of the loads that lose much as shipped."""
     much = [load for load in loads if (load.scored["as shipped"].regret or 0.0) > MUCH]
     out = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import Statistics
-    from kvwire.reuse import Narrowing, Seen, SoftTokens
+    from kvwire.reuse import AttentionSummary, Narrowing, SoftTokens
     from kvwire.types import CacheMeta, Chat, RenderedChat
 
 Place: TypeAlias = Literal["first", "middle", "last"]
@@ -386,7 +386,7 @@ class Engine(Protocol):
         msg = "this engine cannot compute rows inside a prompt; load with repair none"
         raise MismatchError(msg)
 
-    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Seen:
+    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> AttentionSummary:
         """What tokens behind a prompt see of it; see ``kvwire.reuse.RowsEngine``. An engine may lack it.
 
         Raises:

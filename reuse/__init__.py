@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvwire.reuse.link_shift import LinkShift, ShiftLearner
     from kvwire.reuse.repair.measured import measure_deviation
     from kvwire.reuse.repair.repairing import Repaired, repair_prompt, selector_of
-    from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen, checked_rows
+    from kvwire.reuse.repair.rows import AttentionSummary, Narrowing, RowsEngine, checked_rows
     from kvwire.reuse.repair.selectors import SELECTORS
     from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, RepairInput, Selector, rows_for
     from kvwire.reuse.schema import Module, Parameter, Schema, SchemaPrompt, Union, fill_parameters, place_modules
@@ -34,6 +34,7 @@ __all__ = [
     "PLAIN",
     "SELECTORS",
     "Anchors",
+    "AttentionSummary",
     "Chosen",
     "LinkLayout",
     "LinkShift",
@@ -48,7 +49,6 @@ __all__ = [
     "RowsEngine",
     "Schema",
     "SchemaPrompt",
-    "Seen",
     "Segment",
     "SegmentKind",
     "Selector",
@@ -114,7 +114,7 @@ __getattr__ = lazy(
         "kvwire.reuse.link_shift": ("LinkShift", "ShiftLearner"),
         "kvwire.reuse.repair.measured": ("measure_deviation",),
         "kvwire.reuse.repair.repairing": ("Repaired", "repair_prompt", "selector_of"),
-        "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "Seen", "checked_rows"),
+        "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "AttentionSummary", "checked_rows"),
         "kvwire.reuse.repair.selectors": ("SELECTORS",),
         "kvwire.reuse.repair.selectors.base": ("Chosen", "RepairCost", "RepairInput", "Selector", "rows_for"),
         "kvwire.reuse.schema": (

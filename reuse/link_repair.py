@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvwire.reuse.assemble import LinkedPrompt
     from kvwire.reuse.layout import PromptLayout
-    from kvwire.reuse.repair.rows import RowsEngine, Seen
+    from kvwire.reuse.repair.rows import AttentionSummary, RowsEngine
     from kvwire.reuse.repair.selectors.base import Selector
 
 DROPS_ROWS = (
@@ -38,7 +38,7 @@ DROPS_ROWS = (
 def repair_laid_out(  # noqa: PLR0913 - a prompt, how it is repaired, and what is known of it
     engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout, texts: Sequence[Sequence[int]],
     question: Sequence[int], selector: Selector, share: float, *, deviation: Tensor | None = None,
-    seen: Seen | None = None,
+    seen: AttentionSummary | None = None,
 ) -> Repaired:  # fmt: skip
     """Compute a share of documents' rows anew, and behind the first of them system text, markers and link tokens.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.http_ranges import range_header, range_told
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
-    from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
+    from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
@@ -67,8 +67,8 @@ __all__ = [
     "Listed",
     "MemoryStore",
     "ModelRecord",
-    "Named",
     "ObjectReader",
+    "ObjectRef",
     "ObjectStat",
     "Part",
     "PrefixEntry",
@@ -137,7 +137,7 @@ __getattr__ = lazy(
         "kvwire.store.catalog_entry": ("CatalogEntry",),
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.http_ranges": ("range_header", "range_told"),
-        "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
+        "kvwire.store.key_kinds": ("KeyKind", "ObjectRef", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": ("KeySpace", "check_key", "check_new_name", "is_catalog_key", "tenant_hash"),
         "kvwire.store.listing": ("read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),

@@ -38,7 +38,7 @@ cheap to lose; delete it once its lease is over."""
 
 
 @dataclass(frozen=True)
-class Named:
+class ObjectRef:
     """An object that an entry names.
 
     Attributes:
@@ -84,7 +84,7 @@ class KeyKind:
     collected: Collected
     max_bytes: int | None = MAX_ENTRY_BYTES
     accept: Callable[[str, Data], None] | None = None
-    names: Callable[[str, bytes], Sequence[Named]] | None = None
+    names: Callable[[str, bytes], Sequence[ObjectRef]] | None = None
     verify: Callable[[ObjectReader, str], bool] | None = None
     is_verified: bool = True
     is_copied: bool = True
@@ -236,20 +236,22 @@ def _accept_entry(key: str, data: Data) -> None:
         raise CorruptError(msg)
 
 
-def _entry_names(key: str, data: bytes) -> list[Named]:
+def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
     space, entry = _space_of(key), CatalogEntry.from_json(data)
     if not entry.is_text and entry.blob_key != space.blob(entry.sha256):  # never lead into another tenant's blobs
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
     if entry.parts:
-        blobs = [Named(space.blob(part.sha256), "blob", part.size) for part in entry.parts]
+        blobs = [ObjectRef(space.blob(part.sha256), "blob", part.size) for part in entry.parts]
         digests = (entry.parts[0].token_digest, entry.token_digest)  # the second for what indexes the document
         keys = [*map(space.text, digests), *(space.part_text(part.sha256) for part in entry.parts[1:])]
-        texts = [Named(key, "text", is_needed=False) for key in keys]
+        texts = [ObjectRef(key, "text", is_needed=False) for key in keys]
     else:
-        blobs = [] if entry.is_text else [Named(entry.blob_key, "blob", entry.size)]
-        texts = [Named(space.text(entry.token_digest), "text", is_needed=entry.is_text)] if entry.token_digest else []
-    profiles = [Named(space.profile(entry.profile_digest), "profile")] if entry.profile_digest else []
+        blobs = [] if entry.is_text else [ObjectRef(entry.blob_key, "blob", entry.size)]
+        texts = (
+            [ObjectRef(space.text(entry.token_digest), "text", is_needed=entry.is_text)] if entry.token_digest else []
+        )
+    profiles = [ObjectRef(space.profile(entry.profile_digest), "profile")] if entry.profile_digest else []
     return [*blobs, *texts, *profiles]
 
 
@@ -262,32 +264,32 @@ def _accept_prefix(key: str, data: Data) -> None:
         raise CorruptError(msg)
 
 
-def _prefix_names(key: str, data: bytes) -> list[Named]:
+def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
     from kvwire.store.prefix_entry import PrefixEntry
 
     entry = PrefixEntry.from_json(data)
-    return [Named(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
+    return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
 def _accept_pointer(key: str, data: Data) -> None:
     _pointer_names(key, bytes(data))
 
 
-def _pointer_names(key: str, data: bytes) -> list[Named]:
+def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
     digest = parse_object(data).get("profile_digest")
     try:
         check_digest(str(digest), "the current profile's digest")
     except ArgumentError as error:
         msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
         raise CorruptError(msg) from error
-    return [Named(_space_of(key).profile(str(digest)), "profile")]
+    return [ObjectRef(_space_of(key).profile(str(digest)), "profile")]
 
 
 def _accept_report(key: str, data: Data) -> None:
     _report_names(key, bytes(data))
 
 
-def _report_names(key: str, data: bytes) -> list[Named]:
+def _report_names(key: str, data: bytes) -> list[ObjectRef]:
     """The shift that a report measured; one that nobody learnt has the empty digest."""
     fields = strict_json(data)
     if not isinstance(fields, dict):
@@ -301,7 +303,7 @@ def _report_names(key: str, data: bytes) -> list[Named]:
     except ArgumentError as error:
         msg = f"the report on links is damaged ({error}): run kvwire check-model again"
         raise CorruptError(msg) from error
-    return [Named(_space_of(key).shift(str(digest)), "link shift", is_needed=False)]
+    return [ObjectRef(_space_of(key).shift(str(digest)), "link shift", is_needed=False)]
 
 
 def _accept_model(key: str, data: Data) -> None:
@@ -314,11 +316,11 @@ def _accept_model(key: str, data: Data) -> None:
         raise CorruptError(msg)
 
 
-def _model_names(key: str, data: bytes) -> list[Named]:
+def _model_names(key: str, data: bytes) -> list[ObjectRef]:
     from kvwire.store.model_record import ModelRecord
 
     digest = ModelRecord.from_json(data).profile_digest
-    return [Named(_space_of(key).profile(digest), "profile", is_needed=False)] if digest else []
+    return [ObjectRef(_space_of(key).profile(digest), "profile", is_needed=False)] if digest else []
 
 
 def _accept_kept(key: str, data: Data) -> None:
@@ -329,12 +331,12 @@ def _accept_kept(key: str, data: Data) -> None:
         raise CorruptError(msg)
 
 
-def _kept_names(key: str, data: bytes) -> list[Named]:
+def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
     from kvwire.store.kept_repair import KeptRepair
 
     space, kept = _space_of(key), KeptRepair.from_json(data)
-    rows = [Named(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
-    profiles = [Named(space.profile(kept.profile_digest), "profile")] if kept.profile_digest else []
+    rows = [ObjectRef(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
+    profiles = [ObjectRef(space.profile(kept.profile_digest), "profile")] if kept.profile_digest else []
     return [*rows, *profiles]
 
 

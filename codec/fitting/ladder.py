@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.codec.entropy.tables import GRID_PER_LEVEL, scale_of
-from kvwire.codec.profile.group import Factor, Stepped
+from kvwire.codec.profile.group import Factor, QuantisedMatrix
 from kvwire.codec.profile.profile import ERROR_NOTE
 from kvwire.codec.transform.quantiser import RATIO, Ladder
 
@@ -99,7 +99,7 @@ def _moved(group: Group, classes: int, factor: float, narrowest: float) -> Group
 def _scaled(stepped: SteppedGroup, rank: int, factor: float) -> SteppedGroup:
     rows, scale = stepped.rows, np.float32(factor)
     factors = tuple(None if one is None else Factor(one.entries, one.steps * scale) for one in stepped.factors)
-    made = Stepped(rows.entries[:rank], rows.row_steps[:rank] / scale, rows.column_steps)
+    made = QuantisedMatrix(rows.entries[:rank], rows.row_steps[:rank] / scale, rows.column_steps)
     return replace(stepped, rows=made, factors=factors)
 
 

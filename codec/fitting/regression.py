@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec.fitting.moments import FeatureMoments, Moments
     from kvwire.codec.fitting.rounding import Precision
-    from kvwire.codec.profile.group import Stepped
+    from kvwire.codec.profile.group import QuantisedMatrix
 
 MAX_TABLE_COLUMNS, LEAST_TABLE_COLUMNS = 512, 128
 """Columns of the token table at most, and at most where many would take more than ``ROWS_SHARE`` of all rows."""
@@ -53,7 +53,7 @@ class Prediction:
         covariance: float64 ``[width, width]``, of the residual.
     """
 
-    predictor: Stepped | None
+    predictor: QuantisedMatrix | None
     mean: Tensor
     covariance: Tensor
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kvwire.codec.profile.group import LARGEST, SMALL, Factor, Stepped
+from kvwire.codec.profile.group import LARGEST, SMALL, Factor, QuantisedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ def factor_of(block: Tensor) -> Factor:
     return Factor(entries[:, rows, columns].to(torch.int8).numpy(), steps.numpy())
 
 
-def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precision) -> Stepped:
+def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precision) -> QuantisedMatrix:
     """Round synthesis rows, the more coarsely the less their coefficients spread."""
     columns = (metric * len(metric)).rsqrt().float()
     wanted = math.sqrt(ROW_SHARE) * precision.step / spread.clamp(min=1e-12)
@@ -73,9 +73,9 @@ def _believable(wanted: Tensor, scaled: Tensor) -> Tensor:
     return torch.maximum(torch.minimum(wanted, _COARSEST * root), finest).float()
 
 
-def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> Stepped:
+def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> QuantisedMatrix:
     whole = entries.clamp(-LARGEST, LARGEST).to(torch.int16).contiguous()
-    return Stepped(whole.numpy(), rows.numpy(), columns.numpy())
+    return QuantisedMatrix(whole.numpy(), rows.numpy(), columns.numpy())
 
 
 def table_steps(sensitivity: Tensor, width: int) -> Tensor:
@@ -84,7 +84,7 @@ def table_steps(sensitivity: Tensor, width: int) -> Tensor:
     return (12 * share / sensitivity.clamp(min=1e-30)).sqrt().clamp(max=_COARSEST)
 
 
-def round_predictor(weights: Tensor, energy: Tensor, left: Tensor) -> Stepped:
+def round_predictor(weights: Tensor, energy: Tensor, left: Tensor) -> QuantisedMatrix:
     """Round a predictor so that what that adds hides in what is left to code."""
     lower, conditional = _factors(left)
     columns = conditional.rsqrt().float()

@@ -32,7 +32,7 @@ MOST_PIECES = 14
 
 
 @dataclass(frozen=True, eq=False)
-class Stepped:
+class QuantisedMatrix:
     """A matrix ``entries[i, j] * row_steps[i] * column_steps[j]``.
 
     Attributes:
@@ -75,8 +75,8 @@ def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
     return ((numbers >> 1) ^ -(numbers & 1)).view(np.int16)
 
 
-def values_naive(matrix: Stepped) -> torch.Tensor:
-    """Compute ``Stepped.values`` entry by entry: its readable twin."""
+def values_naive(matrix: QuantisedMatrix) -> torch.Tensor:
+    """Compute ``QuantisedMatrix.values`` entry by entry: its readable twin."""
     rows = [
         [np.float32(entry) * row * column for entry, column in zip(line, matrix.column_steps, strict=True)]
         for line, row in zip(matrix.entries, matrix.row_steps, strict=True)
@@ -123,8 +123,8 @@ class SteppedGroup:
         factors: Of each plane's metric; None for a diagonal one.
     """
 
-    rows: Stepped
-    predictor: Stepped | None
+    rows: QuantisedMatrix
+    predictor: QuantisedMatrix | None
     factors: tuple[Factor | None, ...]
 
 

@@ -18,7 +18,7 @@ import torch
 from kvwire._forks import reentrant_lock_of_process
 from kvwire.codec.format.arrays import describe, read_listed
 from kvwire.codec.planes import plane_width
-from kvwire.codec.profile.group import Group, Stepped
+from kvwire.codec.profile.group import Group, QuantisedMatrix
 from kvwire.codec.profile.profile import MAGIC, Profile, has_sound_metric, has_sound_outline
 from kvwire.codec.profile.stored import (
     entries_of,
@@ -251,7 +251,7 @@ class LazyGroup(Group):
         if entries.shape != (last - first, self.width):
             msg = f"rows {first} to {last} of group {self._index} have another shape"
             raise ValueError(msg)
-        rows = Stepped(entries, self._steps[first:last], self._columns).values()
+        rows = QuantisedMatrix(entries, self._steps[first:last], self._columns).values()
         if not bool(torch.isfinite(rows).all()):
             msg = f"rows {first} to {last} of group {self._index} are out of range"
             raise ValueError(msg)

@@ -12,7 +12,7 @@ from kvwire.codec.profile.group import (
     MOST_PIECES,
     Factor,
     Group,
-    Stepped,
+    QuantisedMatrix,
     SteppedGroup,
     pieces,
     unzigzag,
@@ -192,12 +192,12 @@ def metric_of(
     return tuple(factors), tuple(metric)
 
 
-def predictor_of(own: Arrays) -> Stepped | None:
+def predictor_of(own: Arrays) -> QuantisedMatrix | None:
     """Read the predictor of a group whose matrices are whole numbers and steps."""
     return _stepped("predictor", own) if "predictor" in own else None
 
 
-def _rows_in_pieces(own: Arrays) -> tuple[Stepped, list[int]]:
+def _rows_in_pieces(own: Arrays) -> tuple[QuantisedMatrix, list[int]]:
     """All rows, and where their pieces end. Files without sections have them in one piece, without a number."""
     if "rows" in own:
         return _stepped("rows", own), []
@@ -225,7 +225,7 @@ def _factor(
     return Factor(entries, steps)
 
 
-def _stepped(name: str, own: Arrays) -> Stepped:
+def _stepped(name: str, own: Arrays) -> QuantisedMatrix:
     return _with_steps(name, entries_of(name, own), own)
 
 
@@ -238,8 +238,8 @@ def entries_of(name: str, own: Arrays) -> NDArray[np.int16]:
     return np.concatenate([unzigzag(large) if large.dtype == np.uint16 else large, entries])
 
 
-def _with_steps(name: str, entries: NDArray[np.int16], own: Arrays) -> Stepped:
-    matrix = Stepped(entries, steps_of(own[f"{name}_steps"], 1), steps_of(own[f"{name}_columns"], 1))
+def _with_steps(name: str, entries: NDArray[np.int16], own: Arrays) -> QuantisedMatrix:
+    matrix = QuantisedMatrix(entries, steps_of(own[f"{name}_steps"], 1), steps_of(own[f"{name}_columns"], 1))
     if entries.shape != (len(matrix.row_steps), len(matrix.column_steps)):
         msg = f"{name} without fitting steps"
         raise ValueError(msg)

@@ -13,7 +13,7 @@ from kvwire.engines.transformers.attending import is_plain_attention, scale_of
 from kvwire.engines.transformers.capture import recording
 from kvwire.engines.transformers.devices import input_device
 from kvwire.errors import MismatchError
-from kvwire.reuse import Seen
+from kvwire.reuse import AttentionSummary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def look(
     start: int,
     token_ids: Sequence[int],
     layers: Sequence[int],
-) -> Seen:
+) -> AttentionSummary:
     """Run tokens behind a prompt, up to the last layer's attention, and sum what they see of each of its tokens."""
     pairs, kept = tensors
     past = Cache(layers=_layers(pairs, len(token_ids)))
@@ -52,7 +52,7 @@ def look(
     sums = (recorder.attention / recorder.layers_seen, recorder.influence / max(1, recorder.layers_moved))
     found = torch.zeros(2, start)
     found[:, positions.cpu()] = torch.stack(sums)[:, : len(positions)].cpu()
-    return Seen(found[0], found[1])
+    return AttentionSummary(found[0], found[1])
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Statistics
     from kvwire.engines.transformers.waiting import Ready
-    from kvwire.reuse import Narrowing, Seen
+    from kvwire.reuse import AttentionSummary, Narrowing
     from kvwire.types import KVCache
 
 BATCH_TOKENS = 4096
@@ -416,7 +416,7 @@ class TransformersEngine(ExtendsTogether):
         return update_rows(self.model, cache, torch.tensor(list(token_ids))[chosen], chosen, narrow)
 
     @torch.no_grad()
-    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Seen:
+    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> AttentionSummary:
         """What tokens behind a prompt see of it; see ``RowsEngine.look``.
 
         Args:

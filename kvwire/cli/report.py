@@ -85,7 +85,7 @@ def _first_tokens(found: Survey, place: StoreOptions, store: Store, costs: dict[
     from kvwire.cli.plan_inputs import PlanOptions, Sources
     from kvwire.controller import Goal
     from kvwire.report import first_tokens
-    from kvwire.whatif.situation import Situation
+    from kvwire.whatif.situation import PlanScenario
 
     for each in found.configs:
         if each.sample and each.tenant == place.catalog(store).tenant:
@@ -98,7 +98,7 @@ def _first_tokens(found: Survey, place: StoreOptions, store: Store, costs: dict[
     sources = Sources(options, place, store)
     prompt = sources.prompt()
     documents = tuple((given,) for given in prompt.inputs)
-    situation = Situation(documents, sources.estimates(), Goal(), sources.settings(), _QUESTION, prompt.details)
+    situation = PlanScenario(documents, sources.estimates(), Goal(), sources.settings(), _QUESTION, prompt.details)
     engine = " with ".join(filter(None, (costs["machine"], costs["shape"]))) or costs["model"] or costs["estimates"]
     with progress("simulating", "link") as tell:
         return first_tokens(prompt.names, situation, engine, on_progress=tell)

@@ -12,7 +12,7 @@ from kvwire.whatif.situation import known_link
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvwire.whatif.situation import Situation
+    from kvwire.whatif.situation import PlanScenario
 
 BANDWIDTHS = tuple(1.25e5 * 10 ** (step / 3) for step in range(13))
 """Bytes per second: 1 Mbit/s to 10 Gbit/s."""
@@ -43,7 +43,7 @@ class FirstTokens:
 
 def first_tokens(
     names: Sequence[str],
-    situation: Situation,
+    situation: PlanScenario,
     engine: str,
     *,
     bandwidths: Sequence[float] = BANDWIDTHS,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.documents import DocumentHandle
 
 
-def settle_holes(document: DocumentHandle, engine: Engine, asked: LinkLayout | None) -> None:
+def resolve_pruned_layout(document: DocumentHandle, engine: Engine, asked: LinkLayout | None) -> None:
     """Find out how tokens of a document are computed, where more has to be done than run them behind each other."""
     decoder, ids = document.decoder, document.token_ids
     kept = decoder.kept if decoder else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from kvwire.controller import events as ev
 from kvwire.runtime.answer import Answer, Timing
 from kvwire.runtime.executor import Executor
-from kvwire.runtime.links import Repairer, Told
+from kvwire.runtime.links import RepairContext, Repairer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.reuse import LinkShift, Repaired
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.kept import Found, RepairKeeper
+    from kvwire.runtime.kept import KeptLookup, RepairKeeper
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
@@ -43,7 +43,7 @@ _BOS = (
 )
 
 
-class Filled(NamedTuple, Generic[E]):
+class CompletedLoad(NamedTuple, Generic[E]):
     """A load that ended: by whom, when it was begun, and how long finding its documents took."""
 
     driver: ControllerDriver
@@ -73,7 +73,7 @@ class _Closing:
     shifted: int
 
 
-class Closer:
+class AnswerStage:
     """Answers questions on prompts that are filled, for one loader.
 
     Attributes:
@@ -115,7 +115,8 @@ class Closer:
                 self._keeping.result(_KEEPING_S)
 
     async def answer(
-        self, filled: Filled[Executor], goal: Goal, question: list[int], tokens: int, stop: frozenset[int] = frozenset()
+        self, filled: CompletedLoad[Executor], goal: Goal, question: list[int], tokens: int,
+        stop: frozenset[int] = frozenset(),
     ) -> Answer:  # fmt: skip
         """Repair the prompt where it is to be, run the question, and generate."""
         driver, executor, finish, started, asked_s = filled
@@ -173,7 +174,7 @@ class Closer:
         view = self._session.view(corpus.catalog.store)
         return RepairKeeper(corpus, view, self._settings.kept_bytes, self._engine.opening_tokens)
 
-    async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> Found | None:
+    async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> KeptLookup | None:
         """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
         if not finish.repair or executor.prompt.cache.kept is not None:
             return None
@@ -195,7 +196,7 @@ class Closer:
             return None
         return found
 
-    def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
+    def _keep(self, executor: Executor, repaired: Repaired | None, found: KeptLookup | None, finish: ev.Finish) -> None:
         """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
         if executor.laid_out is not None:
             return  # such rows saw more than documents
@@ -209,7 +210,7 @@ class Closer:
             self._keeping = self._session.threads.store.submit(self.keeper.keep, made)
 
     def _close(
-        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: Found | None,
+        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: KeptLookup | None,
         shift: LinkShift | None,
     ) -> _Closing:  # fmt: skip
         """Shift and repair the prompt, hand it to the engine and run the question, in the compute thread."""
@@ -217,7 +218,7 @@ class Closer:
         shifting, prompt, share = time.monotonic(), executor.prompt, finish.repair
         shifted = shift.apply(prompt.cache, prompt.lengths, executor.seeing) if shift else 0
         began = time.monotonic()
-        told = executor.told if share > 0 else Told(executor.texts, None, executor.seen)
+        told = executor.told if share > 0 else RepairContext(executor.texts, None, executor.seen)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due

@@ -34,10 +34,10 @@ _LATE_S = 0.02  # a timer that late tells of a loop that was blocked
 _GRACE_S = 0.01
 
 
-class Carrier(Protocol):
+class Handler(Protocol):
     """Carries out a load's instructions."""
 
-    def carry_out(self, instruction: ev.Instruction) -> None:
+    def execute(self, instruction: ev.Instruction) -> None:
         """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``.
 
         Args:
@@ -68,7 +68,7 @@ class ControllerDriver:
         self._samples: list[LinkSample] = []
         self.meter = LinkMeter(self._samples.append, self.clock)
         self._numbers = count()
-        self._carriers: dict[int, Carrier] = {}
+        self._carriers: dict[int, Handler] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf  # when it should go off
@@ -84,7 +84,7 @@ class ControllerDriver:
             self._timer.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
-    def begin(self, carrier: Carrier, asked: Callable[[int], ev.LoadRequested]) -> int:
+    def begin(self, carrier: Handler, asked: Callable[[int], ev.LoadRequested]) -> int:
         """Ask for a load."""
         if self.broken:
             raise self.broken
@@ -93,7 +93,7 @@ class ControllerDriver:
         self.tell(asked(number))
         return number
 
-    def carrier(self, number: int) -> Carrier | None:
+    def carrier(self, number: int) -> Handler | None:
         """Who carries out a load's instructions; None where the load is over."""
         return self._carriers.get(number)
 
@@ -117,7 +117,7 @@ class ControllerDriver:
             for instruction in instructions:
                 carrier = self._carriers.get(_load_of(instruction))
                 if carrier:
-                    carrier.carry_out(instruction)
+                    carrier.execute(instruction)
             self._wake(wake_at)
         except Exception as error:  # noqa: BLE001 - no load may wait for what never comes
             self._break(error)

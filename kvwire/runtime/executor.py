@@ -21,9 +21,9 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
 from kvwire.runtime.expected_kl import floor_trouble
 from kvwire.runtime.headers import HeaderReader
-from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
+from kvwire.runtime.links import UNREPAIRED, RepairContext, Repairer, by_token
 from kvwire.runtime.opening import TWICE, WITHOUT, begins_with, lacks_opening, opened
-from kvwire.runtime.prompt_jobs import GONE, PromptJobs
+from kvwire.runtime.prompt_jobs import LOAD_CANCELLED, PromptWorker
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
-    from kvwire.runtime.kept import Found, RepairKeeper
+    from kvwire.runtime.kept import KeptLookup, RepairKeeper
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.runtime.session import Session
@@ -79,7 +79,7 @@ class ExecutorSettings:
     system: tuple[int, ...] = ()
 
 
-class Executor(PromptJobs):
+class Executor(PromptWorker):
     """One load, from ``run`` to ``Finish``; ``prompt`` is there from ``run`` on, and complete then.
 
     Attributes:
@@ -112,7 +112,7 @@ class Executor(PromptJobs):
         self._exact, self._max_kl, self._has_floor = settings.exact, settings.max_kl, settings.has_floor
         self._goal = Goal()
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
-        self._finding_kept: asyncio.Task[Found | None] | None = None
+        self._finding_kept: asyncio.Task[KeptLookup | None] | None = None
         self._variants: dict[int, list[DocumentHandle]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +186,7 @@ class Executor(PromptJobs):
         """The documents, once their headers were read."""
         return [self._documents[index] for index in range(len(self._found))]
 
-    async def _find_kept(self, keeper: RepairKeeper, opening: Sequence[asyncio.Task[None]]) -> Found | None:
+    async def _find_kept(self, keeper: RepairKeeper, opening: Sequence[asyncio.Task[None]]) -> KeptLookup | None:
         """What earlier repairs computed of these documents, read beside their chunks."""
         await asyncio.wait(opening)
         if len(self._documents) < len(self._found):
@@ -198,7 +198,7 @@ class Executor(PromptJobs):
         except KvwireError as error:
             return keeper.unread(error)
 
-    async def kept_rows(self, limit_s: float) -> Found | None:
+    async def kept_rows(self, limit_s: float) -> KeptLookup | None:
         """What earlier repairs computed of these documents."""
         if self._finding_kept is None:
             return None
@@ -245,12 +245,12 @@ class Executor(PromptJobs):
         return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
     @property
-    def told(self) -> Told:
+    def told(self) -> RepairContext:
         """What is known of the prompt for choosing rows."""
         needed = "deviation" in self.links.selector.needs
         moved = self.deviations if needed else None
         head = len(self.opening) if self._head else 0
-        return Told(self.texts, moved, self.seen, self.unrepairable, self.laid_out, head)
+        return RepairContext(self.texts, moved, self.seen, self.unrepairable, self.laid_out, head)
 
     def front_of(self, finish: ev.Finish) -> int:
         """Tokens from the prompt's beginning on that see all that stands before them, those of its head included."""
@@ -283,7 +283,7 @@ class Executor(PromptJobs):
         """How many rows were computed, how many are left, and the seconds; in the compute thread."""
         began = self._driver.clock()
         if self._is_gone:
-            raise StorageError(GONE)
+            raise StorageError(LOAD_CANCELLED)
         if self.in_order is None:
             repairer, front = Repairer(self._engine), asked.front and asked.front + len(self.prompt.opening)
             self.in_order = repairer.begin(self.links, self.prompt, self.told, self._question, asked.share, front)
@@ -335,7 +335,7 @@ class Executor(PromptJobs):
         if not self._done.done():
             self._done.set_exception(error)
 
-    def carry_out(self, instruction: ev.Instruction) -> None:
+    def execute(self, instruction: ev.Instruction) -> None:
         """Begin what the controller asks for."""
         match instruction:
             case ev.Fetch(chunk=chunk):
@@ -457,9 +457,9 @@ class Executor(PromptJobs):
     def _settle_holes(self, document: DocumentHandle) -> None:
         """Know how to compute a document whose cache lacks entries; or that nobody does."""
         if document.decoder is None or document.decoder.kept is not None:
-            from kvwire.runtime.anchored import settle_holes  # few loads need it
+            from kvwire.runtime.anchored import resolve_pruned_layout  # few loads need it
 
-            settle_holes(document, self._engine, None)
+            resolve_pruned_layout(document, self._engine, None)
 
     def _can_decode(self, index: int, variant: DocumentHandle) -> bool:
         """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""

@@ -36,7 +36,7 @@ def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
         return None
 
 
-async def beside(
+async def gather_optional(
     first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], timeouts: Timeouts
 ) -> tuple[T, list[T]]:
     """Wait for the first, and for those of the others that succeed and are in time.
@@ -94,7 +94,7 @@ class DocumentFinder:
             self._find_in(number, driver, document_id, None, timeouts, timeouts.soon, anew=anew)
             for number in range(1, len(self._corpora))
         ]
-        first, found = await beside(looking, others, timeouts)
+        first, found = await gather_optional(looking, others, timeouts)
         first.variants = tuple(each for each in found if each.token_digest == first.token_digest != "")
         return first
 

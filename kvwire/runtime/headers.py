@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.documents import CHANGED, DocumentHandle, LengthChangedError, Timeouts
-from kvwire.runtime.finder import beside
+from kvwire.runtime.finder import gather_optional
 from kvwire.transport import BlobFetcher, open_document
 from kvwire.types import digest_tokens
 
@@ -56,7 +56,7 @@ class HeaderReader:
     async def open_all(self, document: DocumentHandle) -> list[DocumentHandle]:
         """``open`` a document and its variants."""
         variants = [self._open_variant(each) for each in document.variants]
-        opened, others = await beside(self.open(document), variants, self._timeouts)
+        opened, others = await gather_optional(self.open(document), variants, self._timeouts)
         return [opened, *(each for each in others if each.joins(opened))]
 
     async def _open_variant(self, document: DocumentHandle) -> DocumentHandle:

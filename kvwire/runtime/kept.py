@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvwire.runtime")
 
 
-class Found(NamedTuple):
+class KeptLookup(NamedTuple):
     """What was found of an order of documents; trouble: what was wrong with it, in words, and nothing is used then."""
 
     kept: KeptPrompt | None = None
@@ -145,7 +145,7 @@ def bases_of(
 
 
 def gathered(
-    prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: Found | None,
+    prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: KeptLookup | None,
     finish: ev.Finish, opening: Sequence[int] = (),
 ) -> Gathered | None:  # fmt: skip
     """Copy the rows of a repaired prompt that are worth keeping."""
@@ -176,19 +176,23 @@ class RepairKeeper:
         self._corpus, self._view, self._most_bytes = corpus, corpus.over(view), most_bytes
         self._config = corpus.meta.config_digest()
 
-    def find(self, documents: Sequence[DocumentHandle], head: Sequence[int]) -> Found:
+    def find(self, documents: Sequence[DocumentHandle], head: Sequence[int]) -> KeptLookup:
         """Look for rows; blocks."""
         try:
             bases, least = bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1
             entry = self._view.catalog.kept.find(self._config, bases, least)
-            return Found() if entry is None else Found(self.read(entry, [each.tokens for each in documents], head))
+            return (
+                KeptLookup()
+                if entry is None
+                else KeptLookup(self.read(entry, [each.tokens for each in documents], head))
+            )
         except KvwireError as error:
             return self.unread(error)
 
     @staticmethod
-    def unread(error: KvwireError) -> Found:
+    def unread(error: KvwireError) -> KeptLookup:
         """What is found where reading fails."""
-        return Found(None, f"a kept repair was not used, and rows computed anew: {error}")
+        return KeptLookup(None, f"a kept repair was not used, and rows computed anew: {error}")
 
     def read(self, entry: KeptRepair, lengths: Sequence[int], head: Sequence[int] | None = None) -> KeptPrompt:
         """Read the rows of an entry; blocks."""

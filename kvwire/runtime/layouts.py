@@ -12,12 +12,12 @@ from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError, StorageError
 from kvwire.reuse import PLAIN, compute_links, selector_of, stored_tokens
 from kvwire.reuse.link_repair import DROPS_ROWS
-from kvwire.runtime.anchored import settle_holes
+from kvwire.runtime.anchored import resolve_pruned_layout
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.link_report import DEFAULT_SELECTOR
 from kvwire.runtime.links import AUTO, UNREPAIRED
 from kvwire.runtime.opening import opened
-from kvwire.runtime.prompt_jobs import GONE
+from kvwire.runtime.prompt_jobs import LOAD_CANCELLED
 
 if TYPE_CHECKING:
     from asyncio import Task
@@ -96,7 +96,7 @@ class LayoutExecutor(Executor):
         """Compute link tokens of documents that stay as they are."""
         prompt, links = self._laid_out, self.link_tokens
         if self._is_gone or prompt is None:
-            raise StorageError(GONE)
+            raise StorageError(LOAD_CANCELLED)
         rows, seconds = self._compute_links(prompt, prompt.starts[asked.documents])
         return rows, sum(links[asked.documents :]), seconds
 
@@ -117,7 +117,7 @@ class LayoutExecutor(Executor):
 
     def _settle_holes(self, document: DocumentHandle) -> None:
         if self._layout.anchors:
-            settle_holes(document, self._engine, self._layout)
+            resolve_pruned_layout(document, self._engine, self._layout)
         else:
             super()._settle_holes(document)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.controller.repair import Begins
-    from kvwire.reuse import LinkedPrompt, PromptLayout, Repaired, Seen, Selector
+    from kvwire.reuse import AttentionSummary, LinkedPrompt, PromptLayout, Repaired, Selector
     from kvwire.runtime.link_report import LinkReport
     from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.types import BlockDeviation
@@ -187,7 +187,7 @@ def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor |
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class RepairContext:
     """What a load knows of its prompt when it is to be repaired.
 
     Attributes:
@@ -201,7 +201,7 @@ class Told:
 
     texts: Sequence[Sequence[int] | None]
     deviation: Tensor | None = None
-    seen: Seen | None = None
+    seen: AttentionSummary | None = None
     trouble: str = ""
     laid_out: PromptLayout | None = None
     head: int = 0
@@ -222,13 +222,13 @@ def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
     return (max(front, documents[0]), *lengths)
 
 
-def _known(told: Told, prompt: LinkedPrompt) -> list[Sequence[int]]:
+def _known(told: RepairContext, prompt: LinkedPrompt) -> list[Sequence[int]]:
     """Token ids of all documents; none where a document's are not known."""
     known = [text for text in told.texts if text is not None]
     return known if len(known) == len(prompt.tokens) else []
 
 
-def _may(told: Told, prompt: LinkedPrompt) -> bool:
+def _may(told: RepairContext, prompt: LinkedPrompt) -> bool:
     """Whether rows of a prompt may be computed by themselves: no trouble is known, and every text is."""
     return not told.trouble and bool(_known(told, prompt))
 
@@ -253,7 +253,7 @@ class Repairer:
 
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
-        told: Told, question: Sequence[int], share: float, front: int, stop: Callable[[], bool] | None = None,
+        told: RepairContext, question: Sequence[int], share: float, front: int, stop: Callable[[], bool] | None = None,
         restore: Callable[[], Tensor] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache."""
@@ -276,7 +276,8 @@ class Repairer:
             return self._refused(plan, str(error))
 
     def begin(
-        self, plan: LinkPlan, prompt: LinkedPrompt, told: Told, question: Sequence[int], share: float, front: int
+        self, plan: LinkPlan, prompt: LinkedPrompt, told: RepairContext, question: Sequence[int], share: float,
+        front: int,
     ) -> RepairInOrder:  # fmt: skip
         """Choose rows that are computed document by document."""
         from kvwire.runtime.repair_in_order import RepairInOrder
@@ -287,7 +288,7 @@ class Repairer:
         count = rows_for(_behind(share, told.lengths(prompt), front), given.documents)
         return RepairInOrder(given, plan.selector, share, count)
 
-    def _input(self, prompt: LinkedPrompt, told: Told, question: Sequence[int], front: int) -> RepairInput:
+    def _input(self, prompt: LinkedPrompt, told: RepairContext, question: Sequence[int], front: int) -> RepairInput:
         """A prompt of documents alone as selectors take it."""
         ids = (*prompt.opening, *(token for text in _known(told, prompt) for token in text))
         documents, moved = _behind_front(told.lengths(prompt), front), told.deviation
@@ -296,7 +297,7 @@ class Repairer:
         return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), moved, seen=told.seen)
 
     def _beside_links(
-        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, told: Told,
+        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, told: RepairContext,
         question: Sequence[int], share: float,
     ) -> Repaired:  # fmt: skip
         from kvwire.reuse import repair_laid_out  # few loads need it

@@ -22,7 +22,7 @@ from kvwire.codec.prediction.text import expect_all
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.answer import Asked, ChatAsked
-from kvwire.runtime.closing import Closer, Filled
+from kvwire.runtime.closing import AnswerStage, CompletedLoad
 from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
@@ -124,7 +124,7 @@ class Loader:
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
         self._estimates = self._first_estimates(costs)
-        self._closer = Closer(engine, corpus, self._session, chosen, self._estimates)
+        self._closer = AnswerStage(engine, corpus, self._session, chosen, self._estimates)
 
     def __enter__(self) -> Self:
         """Begin; nothing is started before the first load."""
@@ -336,7 +336,7 @@ class Loader:
         self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
         texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (), room_tokens: int = 0,
         system: tuple[int, ...] = (),
-    ) -> AsyncIterator[Filled[E]]:  # fmt: skip
+    ) -> AsyncIterator[CompletedLoad[E]]:  # fmt: skip
         """Find documents and run a load of them to its end. looking and so on: see ``ExecutorSettings``."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
@@ -369,7 +369,7 @@ class Loader:
                 except LengthChangedError:
                     anew = True  # what was read in this load is not out of date, so that this happens but once
                     continue
-                yield Filled(driver, executor, finish, started, asked)
+                yield CompletedLoad(driver, executor, finish, started, asked)
                 return
 
     def _timeouts(self, deadline_s: float | None) -> Timeouts:

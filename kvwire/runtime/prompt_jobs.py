@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend, BlobDecoder, Pending
     from kvwire.controller import DocumentPlanInput
     from kvwire.engines.base import Engine
-    from kvwire.reuse import LinkedPrompt, Seen
+    from kvwire.reuse import AttentionSummary, LinkedPrompt
     from kvwire.runtime.documents import DocumentHandle
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.types import ChunkId, KVCache
 
 Piece = tuple[int, list[bytes], int]
 """A chunk's number, the segments that its level needs, and the level."""
-GONE = "nobody waits for it any more"
+LOAD_CANCELLED = "nobody waits for it any more"
 """Why a job does nothing."""
 
 
-class PromptJobs:
+class PromptWorker:
     """Jobs of one load on the engine and the processor; each tells the controller how it ended.
 
     Attributes:
@@ -61,7 +61,7 @@ class PromptJobs:
         """Take the parts."""
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend, self._question = backend, question
-        self.seen: Seen | None = None
+        self.seen: AttentionSummary | None = None
         self.can_look = True
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
@@ -124,7 +124,7 @@ class PromptJobs:
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
         """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
         if self._is_gone:
-            raise StorageError(GONE)
+            raise StorageError(LOAD_CANCELLED)
         pieces: dict[int, dict[ChunkId, Piece]] = {}
         for chunk, level in zip(chunks, levels, strict=True):
             info = self._documents[chunk.document].info
@@ -219,7 +219,7 @@ class PromptJobs:
         failed: is made to hold the chunk that is being computed. behind: see ``Recompute``.
         """
         if self._is_gone:
-            raise StorageError(GONE)
+            raise StorageError(LOAD_CANCELLED)
         with self._engine.stoppable(self._stop):
             try:
                 self._extend(chunks[0], chunks[-1], behind=behind)
@@ -293,7 +293,7 @@ class PromptJobs:
     def _start_here(self, index: int) -> None:
         document = self._documents[index]
         if self._is_gone:
-            raise StorageError(GONE)
+            raise StorageError(LOAD_CANCELLED)
         info = document.info
         opening = info.neutral_prefix[: info.opening] if info else None
         hidden = states_of(self._engine, document.token_ids or (), document.prefix_layers, opening)
@@ -313,7 +313,7 @@ class PromptJobs:
 
     def _look_here(self) -> None:
         if self._is_gone:
-            raise StorageError(GONE)
+            raise StorageError(LOAD_CANCELLED)
         self.seen = self._engine.look(self.prompt.cache, self._question)
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:

@@ -11,14 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.runtime.prompt_jobs import GONE
+from kvwire.runtime.prompt_jobs import LOAD_CANCELLED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.engines.base import Engine
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.prompt_jobs import PromptJobs
+    from kvwire.runtime.prompt_jobs import PromptWorker
     from kvwire.types import ChunkId
 
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class _Row:
     """A load's part of a joined pass."""
 
-    jobs: PromptJobs
+    jobs: PromptWorker
     asked: ev.Recompute
 
     @property
@@ -36,7 +36,7 @@ class _Row:
 
 
 async def recompute_together(
-    engine: Engine, driver: ControllerDriver, asked: ev.RecomputeTogether, loads: Sequence[PromptJobs]
+    engine: Engine, driver: ControllerDriver, asked: ev.RecomputeTogether, loads: Sequence[PromptWorker]
 ) -> None:
     """Compute what a joined pass names and tell how it ended, whatever becomes of its loads meanwhile."""
     known = {jobs.number: jobs for jobs in loads}
@@ -54,7 +54,7 @@ async def recompute_together(
     for row, own in ran.items():
         row.jobs.note_recomputed(row.asked, row.chunks, seconds * own / tokens)
     firsts = {row.asked.first for row in ran}
-    gone = tuple(ev.RecomputeFailed(each.first, GONE) for each in asked.passes if each.first not in firsts)
+    gone = tuple(ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in asked.passes if each.first not in firsts)
     driver.tell(ev.RecomputedTogether(asked.passes, seconds, not gone, gone))
 
 
@@ -81,7 +81,7 @@ async def _one_by_one(
 ) -> None:
     """Run each load's row alone, and tell of each how it ended."""
     known = {row.asked.first for row in rows}
-    failed = [ev.RecomputeFailed(each.first, GONE) for each in asked.passes if each.first not in known]
+    failed = [ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in asked.passes if each.first not in known]
     blind: list[ChunkId] = []
     spent_s = 0.0
     for row in rows:

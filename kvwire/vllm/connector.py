@@ -22,8 +22,8 @@ from kvwire.vllm.metrics import TransferCounts, TransferMetrics
 from kvwire.vllm.opening import ConnectorSettings
 from kvwire.vllm.requests import PARAMS
 from kvwire.vllm.saving import PageSave, Saver, Saving
-from kvwire.vllm.scheduling import PageLoad, Scheduling
-from kvwire.vllm.working import Working
+from kvwire.vllm.scheduling import ConnectorScheduler, PageLoad
+from kvwire.vllm.working import ConnectorWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +49,7 @@ _IDLE_S = 1e-3
 
 
 @dataclass
-class PageLoads(KVConnectorMetadata):
+class ConnectorMetadata(KVConnectorMetadata):
     """What the scheduler tells its workers in one step.
 
     Attributes:
@@ -89,8 +89,8 @@ class KvwireConnector(KVConnectorBase_V1):
         settings = ConnectorSettings.read(dict(transfer.kv_connector_extra_config))
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
-        self._scheduling: Scheduling | None = None
-        self._working: Working | None = None
+        self._scheduling: ConnectorScheduler | None = None
+        self._working: ConnectorWorker | None = None
         self._saver: Saver | None = None
         self._bad: set[int] = set()
         self._is_idle = False
@@ -100,7 +100,7 @@ class KvwireConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
             self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
-            self._scheduling = Scheduling(
+            self._scheduling = ConnectorScheduler(
                 self._corpus, patience_s=settings.patience_s, index=settings.index, least_tokens=block
             )
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
@@ -108,19 +108,19 @@ class KvwireConnector(KVConnectorBase_V1):
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
             rank = _rank(self._workers)
-            self._working = Working(loader, rank=rank, ranks=self._workers, counts=self._counts)
+            self._working = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
             if settings.save != "off":
                 self._saver = Saver(self._corpus, settings.index, self._counts)
 
     @property
-    def scheduling(self) -> Scheduling:
+    def scheduling(self) -> ConnectorScheduler:
         """The scheduler's half."""
         if self._scheduling is None:
             raise _other_half()
         return self._scheduling
 
     @property
-    def working(self) -> Working:
+    def working(self) -> ConnectorWorker:
         """A worker's half."""
         if self._working is None:
             raise _other_half()
@@ -153,7 +153,7 @@ class KvwireConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
         is_idle = not scheduler_output.total_num_scheduled_tokens
-        return PageLoads(self.scheduling.take(), self._saving.take(), is_idle)
+        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), is_idle)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
@@ -193,7 +193,7 @@ class KvwireConnector(KVConnectorBase_V1):
         """Begin the loads of this step, in threads."""
         del forward_context, kwargs
         meta = self._get_connector_metadata()
-        if isinstance(meta, PageLoads):
+        if isinstance(meta, ConnectorMetadata):
             self._is_idle = meta.is_idle
             self.working.start(meta.loads)
             if self._saver is not None:

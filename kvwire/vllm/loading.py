@@ -22,7 +22,7 @@ from kvwire.runtime.costs import warm_up_decoding
 from kvwire.runtime.documents import LengthChangedError, in_words
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.finder import profile_in_use
-from kvwire.runtime.kept import Found, RepairKeeper
+from kvwire.runtime.kept import KeptLookup, RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvwire.store import KeptRepair
     from kvwire.types import CacheMeta, KVCache
 
-ELSEWHERE = PrefillCost(0.0, 10.0)
+CANNOT_RECOMPUTE = PrefillCost(0.0, 10.0)
 """Seconds of computing a token, as the controller is told: so many that it lets go of a chunk only where the chunk
 cannot be had. A chunk that is let go of makes all that follows it in the prompt worthless."""
 _BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
@@ -46,7 +46,7 @@ _BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
 PATIENCE_S = 30.0
 
 
-class NoWeights(Engine):
+class CacheOnlyEngine(Engine):
     """Stands in for a model that runs elsewhere: it has a cache's layout and room for one, and computes nothing."""
 
     def __init__(self, corpus: Corpus, dtype: torch.dtype) -> None:
@@ -168,7 +168,7 @@ class PageExecutor(Executor):
                 tokens += stop - start
         return tokens, int(lowest) if tokens else -1
 
-    def lay_over(self, found: Found) -> str:
+    def lay_over(self, found: KeptLookup) -> str:
         """Write rows into the prompt that an earlier load repaired and kept."""
         opened = [each for each in self._documents.values() if each.info is not None]
         decisions = [Decision(chunk, "fetch", level) for chunk, level in self.levels.items()]
@@ -209,7 +209,7 @@ class PageExecutor(Executor):
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
         document = self._documents[first.document]
         tokens = document.span(last.chunk)[1] - document.span(first.chunk)[0]
-        self._driver.tell(ev.RecomputeDone(chunks, ELSEWHERE.seconds(tokens)))
+        self._driver.tell(ev.RecomputeDone(chunks, CANNOT_RECOMPUTE.seconds(tokens)))
 
 
 class PageLoader(Loader):
@@ -226,14 +226,14 @@ class PageLoader(Loader):
         """Begin nothing yet."""
         elements = sum(spec.key_width + spec.value_width for spec in corpus.meta.layers)
         decode = DecodeCost(_BASE_S, _ELEMENT_S * elements, _BYTE_S)
-        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, decode)
+        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(CANNOT_RECOMPUTE, decode)
         if chosen.layout or chosen.system:
             msg = (
                 "without a model no link tokens and no system text are computed: leave layout and system out of the "
                 "settings, or open the model with kvwire.open_engine and load with kvwire.Loader"
             )
             raise ArgumentError(msg)
-        super().__init__(NoWeights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
+        super().__init__(CacheOnlyEngine(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
         self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
         # Silence is waited out: nothing here can be computed meanwhile.
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
@@ -293,19 +293,19 @@ class PageLoader(Loader):
         self._has_profile = profile is not None
 
     @staticmethod
-    async def _in_time(reading: asyncio.Task[Found], until: float | None) -> Found:
+    async def _in_time(reading: asyncio.Task[KeptLookup], until: float | None) -> KeptLookup:
         """Repaired rows, as far as they come before the request's deadline; a single look where that is over."""
         left_s = None if until is None else max(0.0, until - time.monotonic())
         await asyncio.wait({reading}, timeout=left_s)
-        return reading.result() if reading.done() else Found(None, "its repaired rows came too late")
+        return reading.result() if reading.done() else KeptLookup(None, "its repaired rows came too late")
 
-    async def _read_kept(self, kept: KeptRepair | None, lengths: Sequence[int]) -> Found:
+    async def _read_kept(self, kept: KeptRepair | None, lengths: Sequence[int]) -> KeptLookup:
         """Repaired rows, read beside the documents."""
         if kept is None:
-            return Found()
+            return KeptLookup()
         driver = self._session.driver(self._new_controller)
         read = partial(self._kept.read, kept, lengths)
         try:
-            return Found(await driver.look_up(read, self._settings.patience_s))
+            return KeptLookup(await driver.look_up(read, self._settings.patience_s))
         except KvwireError as error:
-            return Found(None, in_words(error))
+            return KeptLookup(None, in_words(error))

@@ -71,7 +71,7 @@ class _Asked:
     told: dict[str, Any] = field(default_factory=dict)
 
 
-class Scheduling:
+class ConnectorScheduler:
     """Decides, request by request, how many tokens are promised. Called from one thread."""
 
     def __init__(

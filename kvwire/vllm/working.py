@@ -44,7 +44,7 @@ class Written:
     bad_blocks: frozenset[int]
 
 
-class Working:
+class ConnectorWorker:
     """Loads documents in threads of its own, and writes what has come into pages when it is called."""
 
     def __init__(self, loader: PageLoader, *, rank: int = 0, ranks: int = 1, counts: Counts | None = None) -> None:

@@ -12,10 +12,10 @@ from kvwire.whatif.situation import known_link
 
 if TYPE_CHECKING:
     from kvwire.whatif.records import Prediction
-    from kvwire.whatif.situation import Situation
+    from kvwire.whatif.situation import PlanScenario
 
 
-def predict_alternatives(situation: Situation) -> list[Prediction]:
+def predict_alternatives(situation: PlanScenario) -> list[Prediction]:
     """Play what else could be done."""
     names = situation.details.level_names
     found = [situation.predict("text only", TextOnly())]
@@ -35,7 +35,7 @@ def predict_alternatives(situation: Situation) -> list[Prediction]:
     return found
 
 
-def _raw(situation: Situation) -> Situation:
+def _raw(situation: PlanScenario) -> PlanScenario:
     """The same documents as uncompressed caches, which count with the same error as recomputed ones."""
     details, documents = situation.details, [variants[0] for variants in situation.documents]
     sizes = [tuple((tokens * details.raw_token_bytes,) for tokens in each.tokens) for each in documents]

@@ -12,7 +12,7 @@ from kvwire.controller.policies import RECOMPUTE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvwire.whatif.situation import Forecast, Situation
+    from kvwire.whatif.situation import Forecast, PlanScenario
 
 What = Literal["fetches", "fetches all", "beats text", "in time"]
 
@@ -42,7 +42,7 @@ class BreakEven:
     bandwidth: float | None
 
 
-def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
+def find_break_evens(situation: PlanScenario) -> Iterator[BreakEven]:
     """Find all break-even points of a prompt."""
     yield _break_even("fetches", None, lambda b: len(situation.forecast(bandwidth=b).plan.order) > 1)
     yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.forecast(bandwidth=b).levels.values())
@@ -55,7 +55,7 @@ def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
         yield _break_even("in time", level, _InTime(asked))
 
 
-def _beating_text(situation: Situation) -> Iterator[BreakEven]:
+def _beating_text(situation: PlanScenario) -> Iterator[BreakEven]:
     text = tuple((_as_text(variants[0]),) for variants in situation.documents)
     blobs = tuple(tuple(map(_as_blob, variants)) for variants in situation.without_floors().documents)
     text_s = replace(situation, goal=ctl.Goal(), documents=text).forecast().plan.finish_s
@@ -64,7 +64,7 @@ def _beating_text(situation: Situation) -> Iterator[BreakEven]:
         yield _break_even("beats text", level, _Sooner(only, text_s))
 
 
-def find_unchanged(situation: Situation, forecast: Forecast) -> tuple[float | None, float | None]:
+def find_unchanged(situation: PlanScenario, forecast: Forecast) -> tuple[float | None, float | None]:
     """Find how far the bandwidth may change before the first plan does."""
 
     def same(bandwidth: float) -> bool:
@@ -75,7 +75,7 @@ def find_unchanged(situation: Situation, forecast: Forecast) -> tuple[float | No
 
 @dataclass(frozen=True)
 class _InTime:
-    situation: Situation
+    situation: PlanScenario
 
     def __call__(self, bandwidth: float) -> bool:
         return self.situation.forecast(bandwidth=bandwidth).plan.in_time
@@ -83,7 +83,7 @@ class _InTime:
 
 @dataclass(frozen=True)
 class _Sooner:
-    situation: Situation
+    situation: PlanScenario
     than_s: float
 
     def __call__(self, bandwidth: float) -> bool:

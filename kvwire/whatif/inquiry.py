@@ -71,7 +71,7 @@ class Answered:
     inputs: tuple[ctl.DocumentPlanInput, ...]
 
 
-class Inquiry:
+class PlanQuery:
     """One prompt, goal and engine, over links of different bandwidths, under different policies."""
 
     def __init__(

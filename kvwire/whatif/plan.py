@@ -15,7 +15,7 @@ from kvwire.errors import ArgumentError
 from kvwire.whatif.alternatives import predict_alternatives
 from kvwire.whatif.break_even import find_break_evens, find_unchanged
 from kvwire.whatif.records import Details
-from kvwire.whatif.situation import Situation, planned_chunks
+from kvwire.whatif.situation import PlanScenario, planned_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def plan_load(
         msg = f"a plan needs at least one document and takes up to {MOST_DOCUMENTS}, got {len(documents)}; plan fewer"
         raise ArgumentError(msg)
     variants = tuple(each if isinstance(each, tuple) else (each,) for each in documents)
-    situation = Situation(
+    situation = PlanScenario(
         variants,
         estimates,
         goal or ctl.Goal(),

@@ -16,7 +16,7 @@ from kvwire.controller import events as ev
 from kvwire.controller.policies import RECOMPUTE, Adaptive
 from kvwire.controller.simulator import LoadArrival, World, constant
 from kvwire.errors import ArgumentError
-from kvwire.whatif.inquiry import Inquiry
+from kvwire.whatif.inquiry import PlanQuery
 from kvwire.whatif.records import PlannedChunk, Prediction
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
+class SimulatedLoad:
     """What came of a policy in the simulator.
 
     Attributes:
@@ -86,7 +86,7 @@ class Played:
 
 
 @dataclass(frozen=True, eq=False)
-class Situation:
+class PlanScenario:
     """One prompt, link and engine, to be asked about.
 
     Attributes:
@@ -132,7 +132,7 @@ class Situation:
         """Levels to compare: all, or the finest alone where the floor is above it."""
         return range(self.finest if self.goal.floor > self.finest >= 0 else 0, self.finest + 1)
 
-    def without_floors(self) -> Situation:
+    def without_floors(self) -> PlanScenario:
         """The same with no document's own floor: for levels that are asked for by number."""
         documents = tuple(tuple(replace(each, floor=0) for each in variants) for variants in self.documents)
         return replace(self, documents=documents)
@@ -152,13 +152,13 @@ class Situation:
         return Forecast(plan, headers_s, closing_s, levels, answered.inputs)
 
     @cached_property
-    def _inquiry(self) -> Inquiry:
-        return Inquiry(self.documents, self.estimates, self.goal, self.settings, self.query_tokens, self.repair)
+    def _inquiry(self) -> PlanQuery:
+        return PlanQuery(self.documents, self.estimates, self.goal, self.settings, self.query_tokens, self.repair)
 
     def _headers_s(self, bandwidth: float) -> float:
         return self.estimates.ttfb.value + self.details.header_bytes / bandwidth
 
-    def play(self, policy: Policy, forecast: Forecast) -> Played | None:
+    def play(self, policy: Policy, forecast: Forecast) -> SimulatedLoad | None:
         """Play the load on a link that keeps its bandwidth."""
         if forecast.ttft_s > _MOST_PLAYED_S or len(self.documents) > _MOST_PLAYED_DOCUMENTS:
             return None
@@ -173,14 +173,14 @@ class Situation:
         fetches = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
         variants = {fetch.chunk.document: fetch.variant for fetch in fetches}
         inputs = tuple(each[variants.get(number, 0)] for number, each in enumerate(self.documents))
-        return Played(outcome, inputs)
+        return SimulatedLoad(outcome, inputs)
 
     def predict(self, name: str, policy: Policy) -> Prediction:
         """Plan with a policy, and play the plan where it can be."""
         forecast = self.forecast(policy)
         return self.prediction(name, forecast, self.play(policy, forecast))
 
-    def prediction(self, name: str, forecast: Forecast, played: Played | None) -> Prediction:
+    def prediction(self, name: str, forecast: Forecast, played: SimulatedLoad | None) -> Prediction:
         """Sum up a policy's plan."""
         chunks = planned_chunks(forecast, played)
         tokens = sum(chunk.tokens for chunk in chunks)
@@ -224,7 +224,7 @@ class Situation:
         return total / sum(chunk.tokens for chunk in chunks)
 
 
-def planned_chunks(forecast: Forecast, played: Played | None) -> list[PlannedChunk]:
+def planned_chunks(forecast: Forecast, played: SimulatedLoad | None) -> list[PlannedChunk]:
     """Tell what becomes of every chunk."""
     decisions = played.outcome.decisions if played else ()
     ends = {(made.chunk.document, made.chunk.chunk): (made.level, made.reason) for made in decisions}

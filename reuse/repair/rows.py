@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class AttentionSummary:
     """What tokens behind a prompt, such as a question, see of it.
 
     Attributes:
@@ -99,7 +99,7 @@ class RowsEngine(Protocol):
         """
         ...
 
-    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Seen:
+    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> AttentionSummary:
         """What tokens behind a prompt see of each of its tokens.
 
         Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvwire.store.base import Listed, Store
-    from kvwire.store.key_kinds import Named
+    from kvwire.store.key_kinds import ObjectRef
     from kvwire.store.keys import KeySpace
 
     OnProgress = Callable[[int], None]
@@ -148,14 +148,14 @@ class _Copier:
             elif all(self._complete(key, data, named) for named in lacking):
                 yield key, data
 
-    def _compare(self, key: str) -> tuple[bytes | None, list[Named]]:
+    def _compare(self, key: str) -> tuple[bytes | None, list[ObjectRef]]:
         """An entry that is to be written, and what it needs that the target has not."""
         ours = _get(self._source, key)
         if ours is None or ours == _get(self._target, key):
             return None, []
         return ours, [named for named in _needed(key, ours) if not self._has(named)]
 
-    def _has(self, named: Named) -> bool:
+    def _has(self, named: ObjectRef) -> bool:
         """Whether the target has an object; many entries need the same profile, which is asked for once."""
         if named.key in self._there:
             return True
@@ -170,7 +170,7 @@ class _Copier:
         self._there.add(named.key)
         return True
 
-    def _complete(self, key: str, data: bytes, named: Named) -> bool:
+    def _complete(self, key: str, data: bytes, named: ObjectRef) -> bool:
         """Copy what an entry needs and the source did not have when content was listed; whether it is there now."""
         if named.key in self.failures:
             return False
@@ -205,7 +205,7 @@ def _known(store: Store, space: KeySpace) -> Iterator[Listed]:
     return (one for one in content(store, space) if (kind := kind_of(one.key)) and kind.is_copied)
 
 
-def _needed(key: str, data: bytes) -> list[Named]:
+def _needed(key: str, data: bytes) -> list[ObjectRef]:
     """What an entry leads nowhere without; raises CorruptError where it is damaged."""
     kind = kind_of(key)
     if kind is None or kind.names is None or data.startswith(SEALED_MAGIC):

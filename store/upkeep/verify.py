@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvwire.errors import KvwireError
     from kvwire.store.base import Listed, Store
     from kvwire.store.catalog.catalog import Catalog
-    from kvwire.store.key_kinds import KeyKind, Named
+    from kvwire.store.key_kinds import KeyKind, ObjectRef
     from kvwire.store.keys import KeySpace
     from kvwire.store.partition import Part
 
@@ -165,7 +165,7 @@ class _Verifier:
                     problem = f"the {one.what} of {_subject(kind, data)} is not there: {kind.advice}"
                     self._damaged.append(Damage(key, problem, deleted=False))
 
-    def _is_there(self, named: Named, sound: set[bytes]) -> bool:
+    def _is_there(self, named: ObjectRef, sound: set[bytes]) -> bool:
         if named.size is not None and _sized(named.key, named.size) in sound:
             return True
         try:
@@ -198,7 +198,7 @@ def _is_damage(error: KvwireError) -> bool:
     return not isinstance(error, NotSealedError | FormatVersionError)
 
 
-def _named(kind: KeyKind, key: str, data: bytes) -> Sequence[Named]:
+def _named(kind: KeyKind, key: str, data: bytes) -> Sequence[ObjectRef]:
     """What an entry names; raises CorruptError where it is damaged or of another key."""
     if kind.accept is not None:
         kind.accept(key, data)

@@ -16,7 +16,7 @@ from kvwire.codec.fitting.rounding import (
     round_with_feedback,
     round_with_feedback_naive,
 )
-from kvwire.codec.profile.group import LARGEST, Stepped, values_naive
+from kvwire.codec.profile.group import LARGEST, QuantisedMatrix, values_naive
 
 from . import surgery as cut
 from .synthetic import make_cache, make_statistics, stored_plainly
@@ -35,7 +35,7 @@ def test_values_are_those_of_the_readable_twin(rows, columns, seed):
     rng = np.random.default_rng(seed)
     entries = rng.integers(-LARGEST, LARGEST + 1, (rows, columns)).astype(np.int16)
     steps = [(2.0 ** rng.uniform(-30, 30, count)).astype(np.float32) for count in (rows, columns)]
-    matrix = Stepped(entries, *steps)
+    matrix = QuantisedMatrix(entries, *steps)
     assert torch.equal(matrix.values(), values_naive(matrix))
 
 

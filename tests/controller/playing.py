@@ -43,7 +43,7 @@ class LookFirst(Adaptive):
 
 
 @dataclass
-class Played:
+class SimulatedLoad:
     """What became of loads, what the controller was told and said, and what it learnt."""
 
     outcomes: list
@@ -98,7 +98,7 @@ def play(
         wrap(controller) if wrap else controller, trace, true or costs, rtt_s=RTT_S, trouble=trouble, seed=seed,
         decode_threads=settings.get("decode_threads", 1), limit_s=limit_s,
     )  # fmt: skip
-    return Played(world.run(arrivals), log, controller.estimates)
+    return SimulatedLoad(world.run(arrivals), log, controller.estimates)
 
 
 def quality(deadline_s, **more):

@@ -13,7 +13,7 @@ from kvwire.errors import ArgumentError
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 from kvwire.whatif.plan import plan_load
 from kvwire.whatif.records import Details
-from kvwire.whatif.situation import Situation, known_link
+from kvwire.whatif.situation import PlanScenario, known_link
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)
@@ -183,7 +183,7 @@ def test_many_documents_are_planned_though_not_played_and_too_many_are_refused()
 def test_asking_again_is_the_same_as_asking_anew(prompt):
     """However a prompt was asked about before, and with a deadline that counts from the asking."""
     goal = ctl.Goal(objective="quality", deadline_s=0.2)
-    old = Situation(tuple((each,) for each in prompt), known_link(COSTS, BANDWIDTH, RTT_S), goal, SETTINGS, 32,
+    old = PlanScenario(tuple((each,) for each in prompt), known_link(COSTS, BANDWIDTH, RTT_S), goal, SETTINGS, 32,
                     Details(header_bytes=100_000))  # fmt: skip
     for bandwidth in (1e5, 1e9, 1e6, 1e8):
         for policy in (Adaptive(), Fixed(1), CacheGen()):

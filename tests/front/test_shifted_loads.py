@@ -14,7 +14,7 @@ from kvwire.reuse import LinkLayout, LinkShift, Module, Schema
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prompt_jobs import PromptJobs
+from kvwire.runtime.prompt_jobs import PromptWorker
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.shift_reading import ShiftReader
 from kvwire.store import MemoryStore
@@ -148,7 +148,7 @@ def test_text_that_saw_the_documents_before_it_stays(small, shift):
 @pytest.mark.parametrize("fails", [False, True])
 def test_chunks_that_saw_what_is_before_them_are_spared(small, shift, monkeypatch, fails):
     """Also those behind documents that were decoded, and only where the pass over them did see these."""
-    extend, apply = PromptJobs._extend, LinkShift.apply
+    extend, apply = PromptWorker._extend, LinkShift.apply
     saw, spared = set(), []
 
     def watched(jobs, first, last, *, behind):
@@ -164,7 +164,7 @@ def test_chunks_that_saw_what_is_before_them_are_spared(small, shift, monkeypatc
         spared.extend(token for first, stop in stays for token in range(first, stop))
         return apply(shift, cache, lengths, stays)
 
-    monkeypatch.setattr(PromptJobs, "_extend", watched)
+    monkeypatch.setattr(PromptWorker, "_extend", watched)
     monkeypatch.setattr(LinkShift, "apply", noted)
     first, second = small.tokens.values()
     texts = {"a": first[::-1], "b": second[::-1]}

@@ -19,7 +19,7 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.costs import joins, measure_costs, measure_joined
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prompt_jobs import PromptJobs
+from kvwire.runtime.prompt_jobs import PromptWorker
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.together import recompute_together
 from kvwire.store import MemoryStore
@@ -200,7 +200,7 @@ def test_documents_behind_neutral_prefixes_are_joined_as_well(small, texts, monk
             assert float((a - b).abs().max() / b.abs().max()) < 1e-5
 
 
-class Stub(PromptJobs):
+class Stub(PromptWorker):
     """A load of which only the pass is of interest; ``written`` notes what it computes."""
 
     def can_be_row(self, _):

@@ -41,7 +41,7 @@ def names(key, data):
     if not isinstance(found, str):
         msg = "it names no index"
         raise CorruptError(msg)
-    return [table.Named(key.partition("catalog/")[0] + f"similar/{found}.kvi", "index")]
+    return [table.ObjectRef(key.partition("catalog/")[0] + f"similar/{found}.kvi", "index")]
 
 
 def checked(reader, digest):

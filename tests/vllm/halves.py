@@ -9,8 +9,8 @@ import torch
 from kvwire.engines.vllm import StridedPages, slots_of
 from kvwire.vllm import Choice, request_body
 from kvwire.vllm.loading import PageLoader
-from kvwire.vllm.scheduling import Scheduling
-from kvwire.vllm.working import Working
+from kvwire.vllm.scheduling import ConnectorScheduler
+from kvwire.vllm.working import ConnectorWorker
 
 BLOCK = 16
 QUESTION = [3, 4, 5]
@@ -21,8 +21,8 @@ class Halves:
 
     def __init__(self, told, link=None, counts=None, **settings):
         self.corpus = told.corpus
-        self.scheduling = Scheduling(self.corpus, patience_s=20.0, **settings)
-        self.working = Working(PageLoader(self.corpus, torch.float32, link=link), counts=counts)
+        self.scheduling = ConnectorScheduler(self.corpus, patience_s=20.0, **settings)
+        self.working = ConnectorWorker(PageLoader(self.corpus, torch.float32, link=link), counts=counts)
         specs = self.corpus.meta.layers
         self.views = [torch.zeros(64, s.kv_heads, BLOCK, s.key_dim + s.value_dim) for s in specs]
         self.working.register(StridedPages(self.views, [s.key_dim for s in specs]), self.corpus.meta)

@@ -18,10 +18,10 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, loading, request_body
 from kvwire.vllm.counting import Counts
-from kvwire.vllm.loading import NoWeights, PageLoader
+from kvwire.vllm.loading import CacheOnlyEngine, PageLoader
 from kvwire.vllm.opening import ConnectorSettings
-from kvwire.vllm.scheduling import Scheduling
-from kvwire.vllm.working import Working
+from kvwire.vllm.scheduling import ConnectorScheduler
+from kvwire.vllm.working import ConnectorWorker
 
 from .halves import BLOCK, QUESTION, Halves, check, damage
 
@@ -160,7 +160,7 @@ def test_a_catalog_that_fails_or_is_late_leaves_the_prompt_to_vllm(halves, told,
     monkeypatch.setattr(Corpus, "find", broken)
     _, _, said, promised = halves.load(body)
     assert (promised, said["trouble"]) == (0, "the catalog is damaged")
-    late = Scheduling(told.corpus, patience_s=1.0, clock=iter([0.0, 0.5, 2.0, 2.0]).__next__)
+    late = ConnectorScheduler(told.corpus, patience_s=1.0, clock=iter([0.0, 0.5, 2.0, 2.0]).__next__)
     with closing(late):
         monkeypatch.setattr(late._pool, "submit", lambda *_: Future())
         late.begin("late", body["kv_transfer_params"], body["prompt"], body["cache_salt"])
@@ -170,7 +170,7 @@ def test_a_catalog_that_fails_or_is_late_leaves_the_prompt_to_vllm(halves, told,
 
 
 def test_a_stand_in_for_a_model_computes_nothing(told):
-    stand_in = NoWeights(told.corpus, torch.float32)
+    stand_in = CacheOnlyEngine(told.corpus, torch.float32)
     for call in (
         lambda: stand_in.prefill([[1]]),
         lambda: stand_in.extend(None, [1]),
@@ -202,7 +202,7 @@ def test_idle_steps_wait_for_loads_and_only_while_there_are_some(told):
 
 
 def test_pages_come_before_loads(told):
-    working = Working(PageLoader(told.corpus, torch.float32))
+    working = ConnectorWorker(PageLoader(told.corpus, torch.float32))
     with closing(working):
         views = [torch.zeros(4, 2, BLOCK, 8)]
         with pytest.raises(MismatchError, match="pages of 1 layers"):

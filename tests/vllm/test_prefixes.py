@@ -16,7 +16,7 @@ from kvwire.vllm import Choice, request_body, request_salt
 from kvwire.vllm.loading import PageLoader
 from kvwire.vllm.opening import ConnectorSettings
 from kvwire.vllm.requests import profile_in_use, salt_of
-from kvwire.vllm.scheduling import Scheduling
+from kvwire.vllm.scheduling import ConnectorScheduler
 
 from .halves import BLOCK, Halves, check, damage
 
@@ -180,7 +180,7 @@ def test_a_document_of_another_profile_is_not_loaded(indexed):
 
 def test_rows_that_are_not_of_token_ids_alone_get_nothing(indexed):
     asked = body(indexed, [*indexed.tokens["a"], 1])
-    with closing(Scheduling(indexed.corpus, index="kvwire:16")) as scheduling:
+    with closing(ConnectorScheduler(indexed.corpus, index="kvwire:16")) as scheduling:
         scheduling.begin("adapter", asked["kv_transfer_params"], asked["prompt"], asked["cache_salt"], "an adapter")
         assert scheduling.promised("adapter", 0) == 0
         assert scheduling.end("adapter") == {"kvwire": {"trouble": "an adapter"}}

@@ -24,7 +24,7 @@ from kvwire.vllm import Choice, request_body
 from kvwire.vllm import saving as module
 from kvwire.vllm.loading import PageLoader
 from kvwire.vllm.saving import SAVED, PageSave, Saver, Saving
-from kvwire.vllm.working import Working
+from kvwire.vllm.working import ConnectorWorker
 
 from .halves import BLOCK, Halves, check
 from .sharded import pages_of
@@ -418,7 +418,7 @@ def test_each_worker_writes_its_own_heads(told, ranks, heads):
     pages = StridedPages([torch.zeros(4, heads, BLOCK, s.key_dim + s.value_dim) for s in specs], [16, 16])
     firsts = []
     for rank in range(ranks):
-        with closing(Working(PageLoader(told.corpus, torch.float32), rank=rank, ranks=ranks)) as working:
+        with closing(ConnectorWorker(PageLoader(told.corpus, torch.float32), rank=rank, ranks=ranks)) as working:
             firsts.append(working._own(pages, 0, side).flatten().tolist())
     assert firsts == {1: [[0, 1]], 2: [[0], [1]], 4: [[0], [0], [1], [1]]}[ranks]
 

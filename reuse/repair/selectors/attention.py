@@ -23,10 +23,10 @@ _NEAR = 4.0
 class Attention:
     """The rows that the question takes most from: the attention that it pays times the size of what it gets for that.
 
-    One head that looks at a row in a layer is enough (see ``Seen.influence``): heads that find what a question is about
-    are few, and most others look at all rows alike. Rows near their document's beginning count more: the fewer of its
-    own document's tokens a row sees, the more of what it should see is missing. A coarse cache suffices to choose (see
-    benchmarks/reuse.py), so this can run on a prompt's base level.
+    One head that looks at a row in a layer is enough (``AttentionSummary.influence``): few heads find what a question is
+    about, most others look at all rows alike. Rows near their document's beginning count more: the fewer of its own
+    document's tokens a row sees, the more of what it should see is missing. A coarse cache suffices to choose
+    (benchmarks/reuse.py), so this can run on a prompt's base level.
 
     Attributes:
         layers: Numbers of the layers to look at; empty for all.

@@ -14,7 +14,7 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen
+    from kvwire.reuse.repair.rows import AttentionSummary, Narrowing, RowsEngine
     from kvwire.types import KVCache
 
 Need = Literal["caches", "question", "deviation", "rows"]
@@ -48,7 +48,7 @@ class RepairInput:
     question: tuple[int, ...] = ()
     deviation: Tensor | None = None
     seed: int = 0
-    seen: Seen | None = None
+    seen: AttentionSummary | None = None
 
     def __post_init__(self) -> None:
         """Refuse lengths that do not fit each other."""
