@@ -23,8 +23,8 @@ _NEAR = 4.0
 class Attention:
     """The rows that the question takes most from: the attention that it pays times the size of what it gets for that.
 
-    One head that looks at a row in a layer is enough (``AttentionSummary.influence``): few heads find what a question is
-    about, most others look at all rows alike. Rows near their document's beginning count more: the fewer of its own
+    One head that looks at a row in a layer is enough (``AttentionSummary.influence``): few heads find what a question
+    is about, most others look at all rows alike. Rows near their document's beginning count more: the fewer of its own
     document's tokens a row sees, the more of what it should see is missing. A coarse cache suffices to choose
     (benchmarks/reuse.py), so this can run on a prompt's base level.
 
