@@ -111,7 +111,7 @@ def _max_kl(_context: click.Context, _option: click.Parameter, told: str) -> flo
 
 MAX_KL = click.option(
     "--max-kl",
-    default="0.1",
+    default="0.03",
     show_default=True,
     envvar="KVWIRE_MAX_KL",
     callback=_max_kl,
