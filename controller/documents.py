@@ -17,7 +17,7 @@ EXACT = 1 << 10
 """A floor that no level is below the finest of."""
 MAX_KL = 0.03
 """Nats of expected KL divergence that a document's levels may have by default: coarser ones are not fetched. About
-what linked documents lose with 5 to 15 % of the rows repaired (SmolLM2, benchmarks/answers.py); coarser levels would lead."""
+what linked documents lose with 5 to 15 % of the rows repaired (SmolLM2, benchmarks/answers.py)."""
 UNMEASURED = 0.1
 """Error of each level over that of the one before, where nobody measured."""
 
