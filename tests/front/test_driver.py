@@ -136,7 +136,7 @@ def test_a_link_that_becomes_fast_gives_finer_levels_than_planned_at_first(small
     order = tuple(small.tokens)
     log: list[LogEntry] = []
     link = EmulatedLink(RateSchedule((0.0, 0.4), (20e3, 5e6)), 0.002)
-    loader = _loader(small, link=link, log=log, bandwidth_prior=20e3, policy=StepByStep(), repair="none")
+    loader = _loader(small, link=link, log=log, bandwidth_prior=20e3, policy=StepByStep(), repair="none", max_kl=None)
     answer = loader.ask(order, question, deadline_s=5.0)
     assert {fetch.level for fetch in _given(log, ev.Fetch) if not fetch.first} == {0}
     assert _levels(answer) == [4] * 5
@@ -194,7 +194,7 @@ def test_a_refinement_that_cannot_be_decoded_leaves_what_there_was(small, questi
             raise RuntimeError(msg)
 
     monkeypatch.setattr(BlobDecoder, "decode_chunk", spoils)
-    answer = _loader(small, policy=StepByStep()).ask(order, question, deadline_s=5.0)
+    answer = _loader(small, policy=StepByStep(), max_kl=None).ask(order, question, deadline_s=5.0)
     assert _levels(answer) == [0] * 5
     assert all("out of memory" in decision.reason for decision in answer.decisions)
     assert references[order].compare(small.engine, answer.prompt.cache)[0] < 0.02

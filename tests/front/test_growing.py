@@ -17,6 +17,7 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.neutral_text import NEUTRAL_TEXT
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, Keyring, MemoryStore, collect, copy_store, rebuild, verify_store
@@ -153,7 +154,7 @@ def test_behind_a_neutral_prefix_parts_keep_the_first_ones(small, ids):
     corpus.calibrate([Document(name, tuple(text)) for name, text in small.tokens.items()], 2048)
     grown = _grow(corpus, ids)
     info = grown.read_header(grown.find("chat"))
-    assert info.neutral_prefix == ids[TURNS[0] - 16 : TURNS[0]]
+    assert info.neutral_prefix == tuple(small.engine.tokenize(NEUTRAL_TEXT))[-16:]
     (whole,) = small.engine.prefill([[*info.neutral_prefix, *ids]])
     exact = grown.decode("chat", offset=16)
     alone = _error(small.engine.prefill([ids])[0], grown.decode("chat"))

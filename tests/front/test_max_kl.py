@@ -69,11 +69,11 @@ def test_the_first_level_that_is_good_enough_is_the_coarsest_that_is_loaded(smal
     assert answer.misses == ()
 
 
-def test_without_a_bound_level_0_is_loaded_and_by_default_none_beyond_a_tenth(small, store):
+def test_without_a_bound_level_0_is_loaded_and_by_default_none_beyond_three_hundredths(small, store):
     assert levels_of(ask(small, store, max_kl=None)) == {0}
-    assert LoadSettings().max_kl == 0.1
-    assert min(kl[0] for kl in kls_of(small, store).values()) > 0.1
-    assert max(ask(small, store).document_kl) <= 0.1
+    assert LoadSettings().max_kl == 0.03
+    assert min(kl[0] for kl in kls_of(small, store).values()) > 0.03
+    assert max(ask(small, store).document_kl) <= 0.03
 
 
 @pytest.mark.parametrize("named", [{"quality_floor": 0}, {"quality_ceiling": 0}])

@@ -9,6 +9,7 @@ from contextlib import closing
 from kvwire import controller as ctl
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore
 sys.path.insert(0, sys.argv[2])
 from tiny_engine import TinyEngine
@@ -18,7 +19,8 @@ costs = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-
 texts = {"first": [n * 3 % 50 for n in range(150)], "second": [n * 7 % 50 for n in range(200)]}
 
 def answer(store):
-    with Loader(engine, Corpus(engine, store), costs=costs) as loader:
+    settings = LoadSettings(max_kl=None)
+    with Loader(engine, Corpus(engine, store), costs=costs, settings=settings) as loader:
         return loader.ask(list(texts), [3, 1, 4], tokens=2)
 
 with closing(FolderStore(disk)) as store:

@@ -137,7 +137,7 @@ def test_a_kept_entry_is_asked_for_again_where_what_it_names_is_gone(small, load
     """Another process encoded the same text anew, with another profile, and collected what was there before."""
     corpus, (name, ids) = small.corpus(), next(iter(small.tokens.items()))
     store = corpus.catalog.store
-    loader = loader_of(Corpus(small.engine, store), policy=Fixed(0))
+    loader = loader_of(Corpus(small.engine, store), policy=Fixed(0), max_kl=None)
     old = corpus.find(name)
     assert not loader.ask([name], QUESTION).misses
     other = Corpus(small.engine, store)
@@ -160,7 +160,7 @@ def test_a_kept_entry_of_a_text_that_is_gone_is_asked_for_again(small, loader_of
     store = corpus.catalog.store
     entry = corpus.find(name)
     corpus.catalog.add_text(small.engine.meta.config_digest(), name, ids)
-    loader = loader_of(Corpus(small.engine, store), policy=Fixed(0))
+    loader = loader_of(Corpus(small.engine, store), policy=Fixed(0), max_kl=None)
     assert {decision.level for decision in loader.ask([name], QUESTION).decisions} == {None}
     for _ in Corpus(small.engine, store).encode([Document(name, tuple(ids))], force=True):
         pass

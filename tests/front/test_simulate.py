@@ -99,7 +99,7 @@ def test_real_blobs_take_the_place_of_drawn_sizes(run, small, tmp_path, monkeypa
         active_parameters=1e5,
     )  # fmt: skip
     monkeypatch.setitem(models.MODELS, "tiny", tiny)
-    words = ("--blob", file, "--machine", "cpu", "--policy", "level-0", "--link", "1mbit")
+    words = ("--blob", file, "--machine", "cpu", "--policy", "level-0", "--link", "1mbit", "--max-kl", "none")
     code, out, err = run("--model", "tiny", *words, "--json")
     assert code == 0, err
     (load,) = json.loads(out)["loads"]
