@@ -19,7 +19,7 @@ costs = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-
 texts = {"first": [n * 3 % 50 for n in range(150)], "second": [n * 7 % 50 for n in range(200)]}
 
 def answer(store):
-    settings = LoadSettings(max_kl=None)
+    settings = LoadSettings(max_kl=None, repair="none")
     with Loader(engine, Corpus(engine, store), costs=costs, settings=settings) as loader:
         return loader.ask(list(texts), [3, 1, 4], tokens=2)
 
