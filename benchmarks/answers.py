@@ -54,7 +54,9 @@ if TYPE_CHECKING:
 SYSTEM = "Answer the question in a few words, from the documents alone."
 ANSWER_TOKENS = 20
 FULL, NOTHING, BLIND, ALONE = "full prefill", "no documents", "linked", "computed alone, linked"
-SHARES = (0.05, 0.15, 0.3)
+ROUNDED, STORED = "full prefill, bfloat16 cache", "full prefill, cache at the default level"
+"""Nothing is linked: how far the greedy text of a small model moves by rounding its cache, and by the codec alone."""
+SHARES = (0.05, 0.15, 0.3, 0.5)
 CODED = 0.15
 """Rows repaired of coded levels."""
 PAPERS = {"CacheBlend": "cacheblend", "EPIC": "first"}
@@ -80,15 +82,20 @@ def normal(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
 
-def scores(answer: str, right: Sequence[str]) -> tuple[float, float]:
-    """Exact match and F1 against the nearest right answer."""
+SCORES = ("em", "within", "f1")
+
+
+def scores(answer: str, right: Sequence[str]) -> tuple[float, float, float]:
+    """Exact match, a right answer within the text, and F1 against the nearest right answer."""
     words = normal(answer)
     best = 0.0
+    padded = f" {' '.join(words)} "
+    within = any(f" {' '.join(normal(each))} " in padded for each in right)
     for each in right:
         wanted = normal(each)
         common = sum((Counter(words) & Counter(wanted)).values())
         best = max(best, 2 * common / (len(words) + len(wanted)) if common else 0.0)
-    return float(any(words == normal(each) for each in right)), best
+    return float(any(words == normal(each) for each in right)), float(within), best
 
 
 class Asked:
@@ -172,10 +179,14 @@ def ways(
     blind, before = asked.linked(documents), asked.linked(alone)
     yield BLIND, blind
     yield ALONE, before
+    yield ROUNDED, rounded(asked.full)
     for each in SHARES:
         yield f"{each:.0%} repaired", asked.repaired(blind, "attention", each)
     blobs = [kvwire.encode(cache, profile) for cache in documents]
     for index, each in enumerate(kvwire.inspect(blobs[0]).levels):
+        if each.name == level:
+            whole = kvwire.encode(asked.full, profile)
+            yield STORED, kvwire.decode(whole, index, profile, dtype=torch.float32)
         if every or each.name == level:
             coded = asked.linked([kvwire.decode(blob, index, profile, dtype=torch.float32) for blob in blobs])
         if every:
@@ -187,9 +198,15 @@ def ways(
         yield f"{name} {CODED:.0%}", asked.repaired(before, other, CODED)
 
 
+def rounded(cache: KVCache) -> KVCache:
+    """A copy whose entries went through bfloat16."""
+    keys, values = ([each.bfloat16().float() for each in side] for side in (cache.keys, cache.values))
+    return replace(cache, keys=keys, values=values)
+
+
 def judged(asked: Asked, right: Sequence[str], caches: dict[str, KVCache]) -> dict[str, dict[str, float]]:
     """Figures of each way."""
-    out = {FULL: dict(zip(("em", "f1"), scores(asked.text(asked.answer), right), strict=True)) | {"kl": 0.0, "same": 1}}
+    out = {FULL: dict(zip(SCORES, scores(asked.text(asked.answer), right), strict=True)) | {"kl": 0.0, "same": 1}}
     names = list(caches)
     for some in ([NOTHING], [name for name in names if name != NOTHING]):
         log_q = asked.expected([caches[name] for name in some])
@@ -198,8 +215,8 @@ def judged(asked: Asked, right: Sequence[str], caches: dict[str, KVCache]) -> di
         other = [name for name, is_same in zip(some, same, strict=True) if not is_same]
         answers = dict(zip(other, asked.generated([caches[name] for name in other]), strict=True)) if other else {}
         for name, each, is_same in zip(some, kl, same, strict=True):
-            em, f1 = scores(asked.text(answers.get(name, asked.answer)), right)
-            out[name] = {"em": em, "f1": f1, "kl": each, "same": float(is_same)}
+            right_by = dict(zip(SCORES, scores(asked.text(answers.get(name, asked.answer)), right), strict=True))
+            out[name] = right_by | {"kl": each, "same": float(is_same)}
     return out
 
 
@@ -211,7 +228,7 @@ def summed(found: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
         rows, before = [each[name] for each in asked], [each[ALONE]["kl"] for each in asked]
         kls = [row["kl"] for row in rows]
         apart = [ours - theirs for ours, theirs in zip(kls, before, strict=True)]
-        out[name] = {key: statistics.fmean(row[key] for row in rows) for key in ("em", "f1", "kl", "same")}
+        out[name] = {key: statistics.fmean(row[key] for row in rows) for key in (*SCORES, "kl", "same")}
         out[name] |= {
             "n": len(rows),
             "kl_median": statistics.median(kls),
@@ -334,10 +351,10 @@ def main() -> None:
             print(number + 1, told, flush=True)
     results["questions"], results["answers"] = len(found), summed(found)
     show(results)
-    draw(results, args.out.with_suffix(".png"))
     settings = {"seed": args.seed, "share": args.share, "selector": args.selector, "answer_tokens": ANSWER_TOKENS,
                 "seconds": time.perf_counter() - began}  # fmt: skip
     write_json(args.out, "answers", settings, results)
+    draw(results, args.out.with_suffix(".png"))
 
 
 def show(results: dict[str, Any]) -> None:
@@ -348,10 +365,10 @@ def show(results: dict[str, Any]) -> None:
         ttft = timed.get(name)
         first = f"{ttft['ttft_s']:.2f}, {ttft['of_text']:.0%}" if ttft else ""
         lines.append([
-            name, str(row["n"]), f"{row['em']:.3f}", f"{row['f1']:.3f}", f"{row['kl']:.4f}", f"{row['closed']:.1%}",
+            name, str(row["n"]), *(f"{row[key]:.3f}" for key in SCORES), f"{row['kl']:.4f}", f"{row['closed']:.1%}",
             f"{row['same']:.0%} +- {row['same_95']:.0%}", first,
         ])  # fmt: skip
-    print(table(["way", "n", "EM", "F1", "KL", "closed", "same text", "first token, s"], lines))
+    print(table(["way", "n", "EM", "within", "F1", "KL", "closed", "same text", "first token, s"], lines))
 
 
 def fitted(engine: TransformersEngine, args: argparse.Namespace) -> Profile:

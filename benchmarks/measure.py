@@ -7,7 +7,9 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import time
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +44,19 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "kvwire": kvwire.__version__,
+        "commit": _commit(),
         **{name: version for name, version in found.items() if version},
     }
+
+
+def _commit() -> str:
+    """What was measured: the checkout's commit, with a plus where tracked files differ from it."""
+    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
+    try:
+        found = run(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        return found + ("+" if run(["git", "status", "--porcelain", "--untracked-files=no"]).stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _version(package: str) -> str:
