@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from numpy import float32, int32, uint8, uint16, uint32
+    from numpy import float32, int32, int64, uint8, uint16, uint32
     from numpy.typing import NDArray
 
     U8: TypeAlias = NDArray[uint8]
     U16: TypeAlias = NDArray[uint16]
     U32: TypeAlias = NDArray[uint32]
     I32: TypeAlias = NDArray[int32]
+    I64: TypeAlias = NDArray[int64]
     F32: TypeAlias = NDArray[float32]
 
 _Kernel = TypeVar("_Kernel", bound="Callable[..., None]")

@@ -11,7 +11,7 @@ from kvwire.codec.entropy.jit import jit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.codec.entropy.jit import F32, I32, U16, U32
+    from kvwire.codec.entropy.jit import F32, I32, I64, U16, U32
 
 
 @jit
@@ -27,23 +27,75 @@ def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
 
 
 @jit
-def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
-    """Dequantise at step 1 to bfloat16 bits; exact for whole numbers up to 256."""
+def to_bfloat16(quantised: I32, sizes: F32, limit: int, out: U16) -> None:
+    """Dequantise at step 1 to bfloat16 bits, 0 where a value is beyond the limit; whole numbers up to 256 are exact."""
     columns = out.shape[1]
     row = empty(columns, float32)
     bits = row.view(uint32)
-    for c in range(columns):
-        widest[c] = 0
     for t in range(out.shape[0]):
         for c in range(columns):
             q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
             size = float32(abs(q))
             size = one if abs(q) == 1 else size
             size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            size = float32(0) if abs(q) > limit else size
             row[c] = -size if q < 0 else size
-            widest[c] = max(widest[c], uint32(abs(q)))
         for c in range(columns):
             out[t, c] = uint16((bits[c] + uint32(0x7FFF) + ((bits[c] >> uint32(16)) & uint32(1))) >> uint32(16))
+
+
+@jit
+def count_values(quantised: I32, limit: int, nonzero: U32, beyond: U32) -> None:
+    """How many values of each column are not zero, and how many are beyond the limit."""
+    for c in range(nonzero.shape[0]):
+        nonzero[c] = beyond[c] = 0
+    for t in range(quantised.shape[0]):
+        for c in range(nonzero.shape[0]):
+            size = abs(quantised[t, c])
+            nonzero[c] += uint32(size != 0)
+            beyond[c] += uint32(size > limit)
+
+
+@jit
+def list_values(quantised: I32, sizes: F32, dense: int, limit: int, ends: I64, tokens: U32, values: F32) -> None:
+    """List, column by column, the values of columns from ``dense`` on, and of those before what is beyond the limit.
+
+    ``ends`` holds where each column's list begins; it then holds where each ends.
+    """
+    for t in range(quantised.shape[0]):
+        for c in range(ends.shape[0]):
+            q = quantised[t, c]
+            if abs(q) > (limit if c < dense else 0):
+                size = float32(abs(q))
+                size = sizes[1, c] if abs(q) == 1 else size
+                size = sizes[2, c] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+                at = ends[c]
+                tokens[at], values[at] = uint32(t), -size if q < 0 else size
+                ends[c] = at + 1
+
+
+@jit
+def add_listed(ends: I64, tokens: U32, values: F32, rows: NDArray[Any], expand: bool, begin: int, out: F32) -> None:
+    """Add ``value * rows[column, begin:]`` to each listed value's token."""
+    width = uintp(out.shape[1])
+    row = empty(out.shape[1], float32)
+    bits = row.view(uint32)
+    first, at = uintp(begin), uintp(0)
+    for c in range(uintp(ends.shape[0])):
+        end = uintp(ends[c])
+        if at == end:
+            continue
+        if expand:
+            for j in range(width):
+                bits[j] = uint32(rows[c, first + j]) << uint32(16)
+        else:
+            for j in range(width):
+                row[j] = float32(rows[c, first + j])
+        while at < end:
+            t, value = uintp(tokens[at]), values[at]
+            for j in range(width):
+                out[t, j] += value * row[j]
+            at += uintp(1)
 
 
 @jit

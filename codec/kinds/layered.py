@@ -126,6 +126,7 @@ class LayeredDecoder(LevelDecoder):
     def __init__(self, request: DecodeRequest) -> None:
         """Check what the profile predicts from."""
         self._header, self._check, self._offset = request.header, request.check, request.offset
+        self._rounded = request.rounded
         self._info, self._profile = request.header.info, cast("Profile", request.profile)
         self._text = TextPredictor(self._profile, self._info.tokens, self._info.token_ids, request.hidden)
         self._cos_sin = positions_for(self._info, self._offset)
@@ -143,7 +144,7 @@ class LayeredDecoder(LevelDecoder):
         for index, group in enumerate(self._profile.groups):
             expected = self._text.expected(index, start, stop)
             columns = slice(first, first + group.rank)
-            place_group(state, group, columns, step, expected, out, self._info.meta, at, cos_sin)
+            place_group(state, group, columns, step, expected, out, self._info.meta, at, cos_sin, rounded=self._rounded)
             first += group.rank
 
     def _advance(self, state: SegmentState, segment: SegmentInfo, data: bytes) -> None:

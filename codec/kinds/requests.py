@@ -159,6 +159,7 @@ class DecodeRequest:
         offset: Position of the document's first token in the prompt; None leaves positions off.
         check: Whether to compare streams and counts with what the index says.
         hidden: float32 ``[tokens, hidden_size]`` of the prefix layers; None where the caller gave none.
+        rounded: Whether sums may have bfloat16's precision where the quantiser's step is coarse.
     """
 
     header: Header
@@ -166,3 +167,4 @@ class DecodeRequest:
     offset: int | None
     check: bool
     hidden: Tensor | None
+    rounded: bool = False

@@ -1,8 +1,9 @@
 """From quantised values to the engine's tensors: the inverse transform and, in one pass, all that follows it.
 
-On a CPU that multiplies bfloat16 numbers, the product of values and synthesis rows runs in them where the output has
-that precision: whole numbers up to 256 and the rows as stored are bfloat16 numbers, so only the sum is rounded, to the
-precision that the output has anyway, and before the expectation is added.
+The transform sorts columns by how much they carry: the first are multiplied as a matrix; of the later ones, mostly
+zeros, each value adds its row. On a CPU that multiplies bfloat16 numbers, the matrix product runs in them where the
+output has that precision, or where callers accept it and the step is far coarser: whole numbers up to 256 and the rows
+as stored are bfloat16 numbers, so only the sum is rounded, before the expectation is added.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.entropy import value_kernels
-from kvwire.codec.transform.analysis import bits_of, fast_bfloat16, plain, scatter_planes, synthesise
+from kvwire.codec.transform.analysis import HALVED_STEP, bits_of, fast_bfloat16, plain, scatter_planes, synthesise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +34,10 @@ _STRIP = 1024
 _MULTIPLE = 64
 """Columns of a product in bfloat16 come in multiples: oneDNN compiles and keeps a kernel for each shape it meets."""
 
+_LISTED_COST = 6
+"""Adding one value's row takes as long as this many values of a matrix product take: 4 in float32, 8 in bfloat16."""
+_NO_LIMIT = 2**31 - 1
+
 CosSin = dict[int, tuple["Tensor", "Tensor"]]
 """For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
 
@@ -47,8 +52,13 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     meta: CacheMeta,
     start: int,
     cos_sin: CosSin,
+    *,
+    rounded: bool = False,
 ) -> None:
-    """Write a group's keys and values of one chunk into a cache."""
+    """Write a group's keys and values of one chunk into a cache.
+
+    rounded: sums may have bfloat16's precision where the step is coarse, whatever the output.
+    """
     coded = state.classes[columns].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
     columns = slice(columns.start, columns.start + last)
@@ -57,8 +67,11 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
         elements = synthesise(coefficients_of(state, columns, step), group, *expected)
         scatter_planes(elements, group.planes, out, meta, start, cos_sin)
         return
-    halved = all(target.dtype == torch.bfloat16 for target in targets) and fast_bfloat16()
-    factors = _factors(state, columns, group, halved=halved)
+    if not last:
+        factors = _Factors(torch.zeros(state.values.shape[0], 0), group.first_synthesis(0))
+    else:
+        in_bfloat16 = all(target.dtype == torch.bfloat16 for target in targets) or (rounded and step >= HALVED_STEP)
+        factors = _factors(state, columns, group, halved=in_bfloat16 and fast_bfloat16())
     first = 0
     for planes in _strips([target.shape[0] * target.shape[2] for target in targets]):
         width = sum(target.shape[0] * target.shape[2] for target in targets[planes])
@@ -85,46 +98,69 @@ def _strips(widths: list[int]) -> Iterator[slice]:
             begin, total = index + 1, 0
 
 
+class _Listed(NamedTuple):
+    """Single values, column by column: where each column's end, their tokens, and the values."""
+
+    ends: NDArray[np.int64]
+    tokens: NDArray[np.uint32]
+    values: NDArray[np.float32]
+    rows: Tensor
+
+
 class _Factors(NamedTuple):
-    """What is multiplied: ``values @ rows``, and in float32 ``large`` times the rows of the columns ``wide``."""
+    """What is multiplied, ``values @ rows``, and single values whose rows are added in float32."""
 
     values: Tensor
     rows: Tensor
-    large: Tensor | None = None
-    wide: Tensor | None = None
+    listed: _Listed | None = None
 
 
 def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> _Factors:
     """Values ``[tokens, n]`` and synthesis rows ``[n, width]``, whose product is the elements in units of a step.
 
-    halved: in bfloat16, but for the values that are no bfloat16 numbers: few columns have such.
+    halved: in bfloat16; values that are no bfloat16 numbers are listed.
     """
     count = columns.stop - columns.start
-    if not halved:
-        return _Factors(coefficients_of(state, columns, 1.0), group.first_synthesis(count))
-    group.first_rows(count)  # of a lazy profile, fetched by this
-    count = min(-(-count // _MULTIPLE) * _MULTIPLE, group.rows_at_hand)  # beyond the last coded, values are zero
-    rows, columns = group.first_rows(count), slice(columns.start, columns.start + count)
-    values = state.values[:, columns]
-    small = torch.empty(values.shape, dtype=torch.bfloat16)
-    widest = np.empty(values.shape[1], np.uint32)
-    sizes = state.tables.sizes_of(state.classes[columns])
-    value_kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
-    wide = torch.from_numpy((widest > _EXACT).nonzero()[0])
-    if not len(wide):
-        return _Factors(small, rows)
-    exact = torch.from_numpy(values)[:, wide]
-    is_large = exact.abs() > _EXACT
-    small[:, wide] = small[:, wide].masked_fill_(is_large, 0.0)
-    return _Factors(small, rows, (exact * is_large).float(), wide)
+    rows = group.first_rows(count)
+    values, sizes = state.values[:, columns], state.tables.sizes_of(state.classes[columns])
+    limit = _EXACT if halved else _NO_LIMIT
+    nonzero, beyond = np.empty(count, np.uint32), np.empty(count, np.uint32)
+    value_kernels.count_values(values, limit, nonzero, beyond)
+    dense = _dense(nonzero, len(values))
+    wide = min(-(-dense // _MULTIPLE) * _MULTIPLE, group.rows_at_hand)  # beyond the last coded, values are zero
+    first_values = state.values[:, columns.start : columns.start + wide]
+    first_sizes = state.tables.sizes_of(state.classes[columns.start : columns.start + wide])
+    if halved:
+        matrix, first_rows = torch.empty(len(values), wide, dtype=torch.bfloat16), group.first_rows(wide)
+        value_kernels.to_bfloat16(first_values, first_sizes, limit, matrix.view(torch.uint16).numpy())
+    else:
+        matrix, first_rows = torch.empty(len(values), wide), group.first_synthesis(wide)
+        value_kernels.dequantise(first_values, first_sizes, 1.0, matrix.numpy())
+    counts = np.concatenate((beyond[:dense], nonzero[dense:])).astype(np.int64)
+    ends, total = np.cumsum(counts) - counts, int(counts.sum())
+    if not total:
+        return _Factors(matrix, first_rows)
+    tokens, listed = np.empty(total, np.uint32), np.empty(total, np.float32)
+    value_kernels.list_values(values, sizes, dense, limit, ends, tokens, listed)
+    return _Factors(matrix, first_rows, _Listed(ends, tokens, listed, rows))
+
+
+def _dense(nonzero: NDArray[np.uint32], tokens: int) -> int:
+    """How many first columns are multiplied as a matrix, so that matrix and list take the least time."""
+    steps = np.minimum(np.arange(0, len(nonzero) + _MULTIPLE, _MULTIPLE), len(nonzero))
+    after = np.append(np.cumsum(nonzero[::-1], dtype=np.int64)[::-1], 0)
+    return int(steps[np.argmin(steps * tokens + _LISTED_COST * after[steps])])
 
 
 def _product(factors: _Factors, strip: slice) -> Tensor:
     """The elements of some columns ``[tokens, strip]``; bfloat16 where all factors are."""
     product = factors.values @ factors.rows[:, strip]
-    if factors.large is None or factors.wide is None:
+    if factors.listed is None:
         return product
-    return product.float().addmm_(factors.large, factors.rows[:, strip][factors.wide].float())
+    ends, tokens, values, rows = factors.listed
+    out = product.float()
+    value_kernels.add_listed(ends, tokens, values, *bits_of(rows), strip.start, out.numpy())
+    return out
 
 
 def _place(  # noqa: PLR0913, PLR0917 - as above

@@ -172,7 +172,7 @@ def _trial(
 
     def make_decoder() -> BlobDecoder:
         out = engine.allocate(part.tokens + 1).slice(0, part.tokens)  # a part of a prompt, as in loads
-        return BlobDecoder(blob, profile, out=out, hidden=hidden, backend=backend)
+        return BlobDecoder(blob, profile, out=out, hidden=hidden, backend=backend, rounded=True)
 
     return blob, make_decoder
 

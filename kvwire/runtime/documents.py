@@ -103,6 +103,7 @@ class DocumentHandle:
             hidden=hidden,
             backend=backend,
             begins=offset == 0,
+            rounded=True,
         )
         return self.decoder
 

@@ -84,14 +84,37 @@ def test_squared_error(small):
 def test_to_bfloat16(largest):
     values = np.random.default_rng(largest).integers(-largest, largest + 1, (50, 9)).astype(np.int32)
     values[0, 0], sizes = -largest, sizes_for(values)
-    out, widest = np.empty(values.shape, np.uint16), np.full(9, 77, np.uint32)
-    value_kernels.to_bfloat16(values, sizes, out, widest)
-    expected = torch.from_numpy(dequantised(values, sizes, 1.0)).bfloat16()
-    assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected)
-    assert widest.tolist() == abs(values).max(0).tolist()
-    if largest <= 256:
-        whole = abs(values) > 2
-        assert np.array_equal(expected.float().numpy()[whole], values[whole])
+    out = np.empty(values.shape, np.uint16)
+    for limit in (2**31 - 1, 256):
+        value_kernels.to_bfloat16(values, sizes, limit, out)
+        within = np.where(abs(values) <= limit, values, 0)
+        expected = torch.from_numpy(dequantised(within, sizes, 1.0)).bfloat16()
+        assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected)
+    whole = (abs(values) > 2) & (abs(values) <= 256)
+    assert np.array_equal(expected.float().numpy()[whole], values[whole])
+
+
+@pytest.mark.parametrize("dense", [0, 4, 9])
+@pytest.mark.parametrize("expand", [False, True], ids=["float32 rows", "bfloat16 rows"])
+def test_listed_values_add_their_rows(dense, expand):
+    rng = np.random.default_rng(dense)
+    values = (rng.integers(-300, 301, (50, 9)) * (rng.random((50, 9)) < 0.2)).astype(np.int32)
+    rows, sizes = torch.from_numpy(rng.standard_normal((9, 40))).bfloat16(), sizes_for(values)
+    nonzero, beyond = np.empty(9, np.uint32), np.empty(9, np.uint32)
+    value_kernels.count_values(values, 256, nonzero, beyond)
+    assert nonzero.tolist() == (values != 0).sum(0).tolist()
+    assert beyond.tolist() == (abs(values) > 256).sum(0).tolist()
+    counts = np.concatenate((beyond[:dense], nonzero[dense:])).astype(np.int64)
+    ends = np.cumsum(counts) - counts
+    tokens, listed = np.empty(counts.sum(), np.uint32), np.empty(counts.sum(), np.float32)
+    value_kernels.list_values(values, sizes, dense, 256, ends, tokens, listed)
+    assert np.array_equal(ends, np.cumsum(counts))
+    out = rng.standard_normal((50, 25)).astype(np.float32)
+    within = np.where((abs(values) <= 256) & (np.arange(9) < dense), 0, values)
+    expected = out + dequantised(within, sizes, 1.0) @ rows.float().numpy()[:, 10:35]
+    given = rows.view(torch.uint16).numpy() if expand else rows.float().numpy()
+    value_kernels.add_listed(ends, tokens, listed, given, expand, 10, out)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_points_are_counted(small):

@@ -13,7 +13,7 @@ from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
 from kvwire.codec.format.segment import SegmentState
 from kvwire.codec.profile.group import Group
 from kvwire.codec.transform import reconstruct
-from kvwire.codec.transform.analysis import scatter_planes, synthesise
+from kvwire.codec.transform.analysis import HALVED_STEP, scatter_planes, synthesise
 from kvwire.codec.transform.reconstruct import coefficients_of, place_group
 from kvwire.types import LayerSpec, RopeRegime
 
@@ -43,8 +43,8 @@ def output(tokens, dtype, *, strided):
     return KVCache.from_tensors(keys, [empty(spec.kv_heads, spec.value_dim) for spec in LAYERS], META)
 
 
-def problem(seed, tokens, rank, largest, *, rows_of_expected):
-    """A chunk's state, a group, what is expected and the step."""
+def problem(seed, tokens, rank, largest, *, rows_of_expected, density=1.0):
+    """A chunk's state, a group, what is expected and the step; ``density`` of the values are not zero."""
     rng = np.random.default_rng(seed)
     spread = np.zeros(rank + 3, np.int64)
     state = SegmentState(tokens, spread, TABLES)
@@ -52,6 +52,7 @@ def problem(seed, tokens, rank, largest, *, rows_of_expected):
     state.values[:] = np.clip(np.sign(rng.standard_normal(sizes.shape)) * sizes, -largest, largest)
     state.classes[:] = rng.integers(0, CLASSES + 1, rank + 3)
     state.values[:, state.classes == 0] = 0
+    state.values[rng.random(sizes.shape) >= density] = 0
     made = torch.from_numpy(rng.standard_normal((rank, WIDTH))).bfloat16()
     group = Group(PLANES, np.zeros(WIDTH, np.float32), np.zeros(rank, np.int16), made)
     expected = torch.from_numpy(rng.standard_normal((rows_of_expected, WIDTH))).float()
@@ -76,7 +77,8 @@ def tensors(cache):
 ARGUMENTS = (
     st.integers(0, 2**32 - 1),
     st.integers(1, 20),
-    st.integers(0, 30),
+    st.sampled_from([0, 1, 30, 64, 200]),
+    st.sampled_from([1.0, 0.3, 0.02]),
     st.sampled_from([2, 200, 256, 300, 65_000, 65_536, 70_000, 2**24]),
     st.sampled_from([None, 0, 1000]),
     st.booleans(),
@@ -85,8 +87,9 @@ ARGUMENTS = (
 
 @SMALL
 @given(*ARGUMENTS)
-def test_float32_is_placed_as_the_plain_way_does(seed, tokens, rank, largest, offset, strided):
-    state, group, expected, step = problem(seed, tokens + 3, rank, largest, rows_of_expected=1 + seed % 5)
+def test_float32_is_placed_as_the_plain_way_does(seed, tokens, rank, density, largest, offset, strided):
+    rows = 1 + seed % 5
+    state, group, expected, step = problem(seed, tokens + 3, rank, largest, rows_of_expected=rows, density=density)
     columns, turns = slice(2, 2 + rank), turns_at(offset, tokens + 3)
     fast, naive = (output(tokens + 7, torch.float32, strided=strided) for _ in range(2))
     place_group(state, group, columns, step, expected, fast, META, 4, turns)
@@ -97,20 +100,23 @@ def test_float32_is_placed_as_the_plain_way_does(seed, tokens, rank, largest, of
 
 
 @pytest.mark.parametrize("halved", [False, True], ids=["float32 products", "bfloat16 products"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("density", [1.0, 0.05])
 @pytest.mark.parametrize("offset", [None, 1000])
 @pytest.mark.parametrize("largest", [2, 256, 300, 65_536, 70_000, 2**24])
-def test_bfloat16_is_placed_within_two_units_in_the_last_place(monkeypatch, halved, offset, largest):
+def test_sums_in_bfloat16_stay_within_two_units_in_the_last_place(monkeypatch, halved, dtype, density, offset, largest):
     """Of the larger of a token's product and its sum: an element may cancel against what was expected."""
     monkeypatch.setattr(reconstruct, "fast_bfloat16", lambda: halved)
     for seed in range(12):
         rank, beyond = (20, 0) if seed % 3 else (60, 20 * (seed % 2))
-        state, group, expected, step = problem(seed, 9, rank, largest, rows_of_expected=3)
+        state, group, expected, step = problem(seed, 9, rank, largest, rows_of_expected=3, density=density)
+        step = max(step, HALVED_STEP)
         if rank > 32:  # only the first ones are large
             state.values[:, 33 + beyond :] = np.clip(state.values[:, 33 + beyond :], -200, 200)
         columns, turns = slice(1, 1 + rank), turns_at(offset, 9)
         strided = seed % 2 > 0
-        fast, exact = output(9, torch.bfloat16, strided=strided), output(9, torch.float32, strided=False)
-        place_group(state, group, columns, step, expected, fast, META, 0, turns)
+        fast, exact = output(9, dtype, strided=strided), output(9, torch.float32, strided=False)
+        place_group(state, group, columns, step, expected, fast, META, 0, turns, rounded=True)
         elements = plainly(state, group, columns, step, expected, exact, 0, turns)
         product = (elements - expected[0][torch.from_numpy(expected[1].astype(np.int64))]).abs()
         largest_met = torch.maximum(product.amax(1), elements.abs().amax(1))[:, None]
@@ -144,6 +150,16 @@ def test_other_dtypes_are_what_float32_rounds_to(dtype):
         rtol=near,
         atol=max(near, 1e-4) * float(tensors(exact).abs().max()),
     )
+
+
+def test_finer_steps_are_summed_in_float32(monkeypatch):
+    monkeypatch.setattr(reconstruct, "fast_bfloat16", lambda: True)
+    state, group, expected, _ = problem(4, 9, 30, 200, rows_of_expected=2)
+    columns, step = slice(0, 30), HALVED_STEP / 2
+    fast, naive = (output(9, torch.float32, strided=False) for _ in range(2))
+    place_group(state, group, columns, step, expected, fast, META, 0, {}, rounded=True)
+    plainly(state, group, columns, step, expected, naive, 0, {})
+    torch.testing.assert_close(tensors(fast), tensors(naive), atol=1e-4, rtol=1e-5)
 
 
 def test_nothing_coded_leaves_what_is_expected():
