@@ -183,6 +183,9 @@ def _print(report: LinkReport, layers: int) -> None:
         f"{report.prompts} prompts; KL divergence from a full prefill, in nats: "
         f"{report.no_documents:.4f} without documents, {report.linked:.5f} +- {report.linked_error:.5f} linked",
         f"links lose {lost:.1%} of what documents tell; {report.bound:.0%} is allowed",
+        "documents were computed behind neutral texts, as kvwire encode does"
+        if report.neutral
+        else "documents were computed alone; where the store's are not, encode first and name it with --store",
         "",
         f"{'rows computed anew':<22}" + "".join(f"{share:>10.0%}" for share in report.shares),
     )

@@ -140,7 +140,7 @@ def check_links(
         repaired={name: tuple(_mean(rows, (name, share)) for share in SHARES) for name in names},
         levels={str(level): _mean(rows, ("level", level)) for level in levels},
         levels_repaired={str(level): _mean(rows, ("level repaired", level)) for level in levels if names},
-        repaired_share=_LEVEL_SHARE if levels and names else 0.0, bound=bound, **gained,
+        repaired_share=_LEVEL_SHARE if levels and names else 0.0, bound=bound, neutral=neutral, **gained,
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class LinkReport:
             cannot: mean over prompts, and its 95 % interval; empty where none was learnt.
         shifted: ``linked`` with the shift that was learnt.
         shifted_repaired: ``repaired`` with it.
+        neutral: Tokens of neutral texts, at most, that documents were computed behind; 0: they were computed alone.
     """
 
     model_id: str
@@ -67,6 +68,7 @@ class LinkReport:
     shift_gain: tuple[float, ...] = ()
     shifted: float = 0.0
     shifted_repaired: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    neutral: int = 0
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be."""
