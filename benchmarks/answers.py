@@ -1,6 +1,7 @@
 """Answers that a real model gives over linked documents: exact match, F1, KL divergence, and the same greedy text.
 
     python benchmarks/answers.py --model FOLDER
+    python benchmarks/answers.py --model FOLDER --questions 0      # times the first tokens anew beside saved answers
 
 Each prompt is a question in the model's chat template behind four or five passages of other questions (NaturalQuestions
 with its gold passage). The reference is a full prefill; its greedy answer is fed to every other way, so a way gives the
@@ -338,6 +339,9 @@ def main() -> None:
     with gzip.open(SHARED / "text" / "qa" / "nq-open-oracle.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [row for row in map(json.loads, lines) if row["answers"]]
     results: dict[str, Any] = {"model": args.name or args.model.name, "default_level": level}
+    if not args.questions:
+        saved = json.loads(args.out.read_text(encoding="utf-8"))
+        results, args.seed = saved["results"], saved["settings"]["seed"]
     results["first_tokens"] = first_tokens(engine, profile, args, args.share)
     print(results["first_tokens"], flush=True)
     rng, found = random.Random(args.seed), []
@@ -349,7 +353,8 @@ def main() -> None:
         if number % 10 == 9:
             told = {name: (round(each["kl"], 4), round(each["same"], 2)) for name, each in summed(found).items()}
             print(number + 1, told, flush=True)
-    results["questions"], results["answers"] = len(found), summed(found)
+    if found:
+        results["questions"], results["answers"] = len(found), summed(found)
     show(results)
     settings = {"seed": args.seed, "share": args.share, "selector": args.selector, "answer_tokens": ANSWER_TOKENS,
                 "seconds": time.perf_counter() - began}  # fmt: skip
