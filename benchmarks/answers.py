@@ -342,6 +342,7 @@ def main() -> None:
     if not args.questions:
         saved = json.loads(args.out.read_text(encoding="utf-8"))
         results, args.seed = saved["results"], saved["settings"]["seed"]
+        results["answers_commit"] = results.get("answers_commit", saved["machine"]["commit"])
     results["first_tokens"] = first_tokens(engine, profile, args, args.share)
     print(results["first_tokens"], flush=True)
     rng, found = random.Random(args.seed), []

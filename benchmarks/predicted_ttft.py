@@ -1,6 +1,6 @@
 """Predicted against measured time to the first token: real loads beside the simulator, policy by policy, link by link.
 
-The demonstration's model answers a question over three of its documents, warm, over emulated links and over a real
+The model answers a question over three of the demonstration's documents, warm, over emulated links and over a real
 connection that the kernel shapes. The simulator plays the same load with the same sizes, settings and policy, the
 link as it was set, and the costs that the loader had measured by then. What the machine takes besides is measured in
 every round with a load over a link of 10 Gbit/s: idle time of the lanes between jobs, opening of headers, what the
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from measure import RESULTS, ROOT, one_thread, table, write_json
+from measure import RESULTS, ROOT, default_model, one_thread, table, write_json
 from predicted_ttft_parts.links import Link, first_bytes
 from predicted_ttft_parts.loads import Contender, Loaded, Model, Prompt, Way
 from predicted_ttft_parts.machine import others_busy
@@ -260,6 +260,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, predict, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=default_model(), help="default: SmolLM2 where it is")
     parser.add_argument("--rounds", type=int, default=7, help="measured loads of each policy over each link")
     parser.add_argument("--kinds", nargs="+", default=["emulated", "shaped"], choices=["emulated", "shaped"])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES_MBIT), help="Mbit/s")
@@ -271,7 +272,7 @@ def main() -> None:
     one_thread()
     with ExitStack() as stack:
         folder = given.store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Benchmark(kvwire.open_engine(ROOT / "demo" / "model"), folder, given.rounds, given.wait)
+        bench = Benchmark(kvwire.open_engine(given.model), folder, given.rounds, given.wait)
         gc.freeze()  # as servers do: a collection of garbage takes as long as a load
         local = stack.enter_context(local_server(folder))
         bench.over(FAST, local)  # a process's first loads are slower than all others
