@@ -27,7 +27,7 @@ from measure import RESULTS, table, write_json
 from kvwire.store import FolderStore, tenant_hash
 from kvwire.transport import AccessSettings, new_token
 from kvwire.transport.server.access import Access
-from kvwire.transport.server.http_errors import RefusedError
+from kvwire.transport.server.exchange import RefusedError
 from kvwire.transport.testing import serving
 
 if TYPE_CHECKING:

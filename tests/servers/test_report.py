@@ -10,8 +10,7 @@ import pytest
 
 from kvwire.report import survey, write_page
 from kvwire.store import MemoryStore, open_tiers
-from kvwire.transport.server.metrics import ServerMetrics
-from kvwire.transport.server.status import StatusPage
+from kvwire.transport.server.metrics import ServerMetrics, StatusPage
 
 from ..front.conftest import *  # noqa: F403 - its corpus
 from ..front.test_report import store  # noqa: F401 - a fixture

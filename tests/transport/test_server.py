@@ -270,7 +270,7 @@ class SlowProbeStore(BrokenStore):
 
 @pytest.mark.parametrize(("error", "status"), [(NotFoundError("readyz"), 200), (StorageError("down"), 503)])
 async def test_many_probes_are_one_look_at_the_store(client, error, status, monkeypatch):
-    monkeypatch.setattr("kvwire.transport.server.readiness._GOOD_S", 1000.0)
+    monkeypatch.setattr("kvwire.transport.server.storage._READY_S", 1000.0)
     store = SlowProbeStore(error)
     async with serve(store) as url:
 

@@ -17,7 +17,7 @@ from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, ServerSettings, SigningKeys, TextLines, new_token, serve, sign_url
 from kvwire.transport.server import JsonLines, ObjectServer, TenantTokens, application
-from kvwire.transport.server.files import WatchedFile
+from kvwire.transport.server.credentials import WatchedFile
 
 from .conftest import answered
 

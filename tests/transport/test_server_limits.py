@@ -10,8 +10,8 @@ import pytest
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import ObjectServer, ServerSettings, listen, serve
 from kvwire.transport.server import application, connections
+from kvwire.transport.server.access import RateLimiter
 from kvwire.transport.server.connections import Connection
-from kvwire.transport.server.limits import RateLimiter
 
 from .conftest import answered
 
@@ -222,7 +222,7 @@ async def running(store, **settings):
 
 async def stopped(server, stop):
     stop.set()
-    while not server._draining:
+    while not server._connections.draining:
         await asyncio.sleep(0.01)
 
 
@@ -253,7 +253,7 @@ async def test_what_is_written_waits_for_its_client_but_not_for_ever(monkeypatch
         writer.write(get("big"))
         whole = await reader.readexactly(1000)
         await stopped(server, stop)
-        while server._running:
+        while server._connections.running:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1 if takes else 2.5)
         with contextlib.nullcontext() if takes else contextlib.suppress(ConnectionError):
@@ -267,7 +267,7 @@ async def test_the_server_stops_although_a_client_takes_nothing(store):
         writer.write(get("big"))
         await reader.readexactly(1000)
         await stopped(server, stop)
-        while server._running:
+        while server._connections.running:
             await asyncio.sleep(0.01)
         with contextlib.suppress(ConnectionError):
             assert len(await reader.read()) < len(BIG)
@@ -302,14 +302,14 @@ async def test_a_stopping_server_takes_nobody_and_ends_what_it_began(client):
         status, _, body = await answer(reader)
         assert (status, body) == (200, DATA)
         assert await reader.read() == b""
-        assert not server._running
+        assert not server._connections.running
 
 
 async def test_readiness_is_told_until_the_end(store):
     """A request that came in before the end and is answered after it."""
     server = ObjectServer(store)
     async with listen(server) as url, connected(url) as (reader, writer):
-        server._draining = True
+        server._connections.draining = True
         writer.write(get("readyz"))
         status, fields, _ = await answer(reader)
         assert (status, fields["cache-control"], fields["connection"]) == (503, "no-store", "close")

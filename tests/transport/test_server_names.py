@@ -14,7 +14,7 @@ from kvwire.codec import CacheMeta, KVCache, Ladder, encode, read_header
 from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, FolderStore, MemoryStore
 from kvwire.transport import serve
-from kvwire.transport.server.names import check_names
+from kvwire.transport.server.uploads import check_names
 from kvwire.types import SEALED_MAGIC, LayerSpec, RopeRegime
 
 from ..http_servers import serving
@@ -124,7 +124,7 @@ def test_looking_at_names_takes_no_torch(tmp_path):
     code = f"""
 import hashlib, sys
 from pathlib import Path
-from kvwire.transport.server.names import check_names
+from kvwire.transport.server.uploads import check_names
 data = Path({str(blob)!r}).read_bytes()
 check_names("v1/t/" + hashlib.sha256(data).hexdigest() + ".kvw", memoryview(data))
 assert "zstandard" in sys.modules

@@ -14,8 +14,7 @@ from kvwire.store import MemoryStore, open_tiers
 from kvwire.transport import AccessSettings, ServerSettings, serve
 from kvwire.transport.server import application
 from kvwire.transport.server.access import Access
-from kvwire.transport.server.metrics import ServerMetrics
-from kvwire.transport.server.status import StatusPage, _duration
+from kvwire.transport.server.metrics import ServerMetrics, StatusPage, _duration
 
 from .conftest import answered
 

@@ -17,9 +17,9 @@ from kvwire.codec import pack_text
 from kvwire.errors import StorageError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, ServerSettings, new_token, serve
-from kvwire.transport.server.http_errors import RefusedError
-from kvwire.transport.server.limits import SpoolBudget
+from kvwire.transport.server.exchange import RefusedError
 from kvwire.transport.server.metrics import ServerMetrics
+from kvwire.transport.server.uploads import SpoolBudget
 from kvwire.types import SEALED_MAGIC
 
 from .conftest import answered
@@ -374,20 +374,20 @@ async def test_uploads_share_the_spool(store, spool, client):
 def test_each_client_has_its_share_of_the_spool():
     budget = SpoolBudget(100, 40, ServerMetrics())
     with budget.share("a", 40) as one, budget.share("a", 40) as other, budget.share("b", 50) as third:
-        one.take(40)
-        other.take(10)
+        one(40)
+        other(10)
         with pytest.raises(RefusedError, match="try again"):
-            other.take(1)
+            other(1)
         with pytest.raises(RefusedError, match="try again"), budget.share("a", 1):
             pass
-        third.take(50)
+        third(50)
         with pytest.raises(RefusedError, match="try again"), budget.share("c", 1):
             pass
     with budget.share("a", 50) as again:
-        again.take(50)
+        again(50)
     large = SpoolBudget(100, 90, ServerMetrics())
     with large.share("a", 90) as whole:  # one upload of the largest size always fits into an empty spool
-        whole.take(90)
+        whole(90)
 
 
 async def test_announcing_much_takes_no_room_from_others(store, spool, client, tmp_path):

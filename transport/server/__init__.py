@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.transport.server.access import AccessSettings, is_loopback
-    from kvwire.transport.server.application import ObjectServer
-    from kvwire.transport.server.credentials import TenantTokens, new_token
-    from kvwire.transport.server.log_lines import JsonLines, TextLines
-    from kvwire.transport.server.running import listen, serve
-    from kvwire.transport.server.settings import ServerSettings
-    from kvwire.transport.server.signing import SigningKeys, sign_url
-    from kvwire.transport.server.tls import ServerTls, TlsFiles
+    from .access import AccessSettings, is_loopback
+    from .application import ObjectServer
+    from .credentials import SigningKeys, TenantTokens, new_token, sign_url
+    from .exchange import JsonLines, TextLines
+    from .listening import ServerTls, TlsFiles, listen, serve
+    from .settings import ServerSettings
 
 __all__ = [
     "AccessSettings",
@@ -36,11 +34,9 @@ __getattr__ = lazy(
     {
         "kvwire.transport.server.access": ("AccessSettings", "is_loopback"),
         "kvwire.transport.server.application": ("ObjectServer",),
-        "kvwire.transport.server.credentials": ("TenantTokens", "new_token"),
-        "kvwire.transport.server.log_lines": ("JsonLines", "TextLines"),
-        "kvwire.transport.server.running": ("listen", "serve"),
+        "kvwire.transport.server.credentials": ("SigningKeys", "TenantTokens", "new_token", "sign_url"),
+        "kvwire.transport.server.exchange": ("JsonLines", "TextLines"),
+        "kvwire.transport.server.listening": ("ServerTls", "TlsFiles", "listen", "serve"),
         "kvwire.transport.server.settings": ("ServerSettings",),
-        "kvwire.transport.server.signing": ("SigningKeys", "sign_url"),
-        "kvwire.transport.server.tls": ("ServerTls", "TlsFiles"),
     },
 )

@@ -1,4 +1,4 @@
-"""Who may do what: one full token, tenants' tokens, signed URLs, a token for metrics alone."""
+"""Who may do what, and how often: one full token, tenants' tokens, signed URLs, a token for metrics alone."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import hmac
 import ipaddress
 import re
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.store.backends.http.store import check_token
-from kvwire.transport.server.credentials import Rights, TenantTokens
-from kvwire.transport.server.files import WatchedFile
-from kvwire.transport.server.http_errors import CHALLENGE, RefusedError
-from kvwire.transport.server.signing import SigningKeys, is_signed
+
+from .credentials import SigningKeys, TenantTokens, WatchedFile, is_signed
+from .exchange import CHALLENGE, RefusedError, Rights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
+_MAX_BUCKETS = 16384
 _MIN_TOKEN_CHARS = 16
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{0,5})?")
 
@@ -130,6 +131,45 @@ class Access:
         if self._settings.token and _same(token, self._settings.token):
             return Rights("token", write=True, full=True)
         return self._tenants.value.find(token, self._clock()) if self._tenants else None
+
+
+class RateLimiter:
+    """A token bucket for each client, in bounded memory: the bucket that was used longest ago is forgotten first."""
+
+    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with no buckets; a client that is not known has a full one."""
+        self._rate = rate
+        self._burst = max(1.0, burst)
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, at which time
+
+    def take(self, client: str) -> float:
+        """Take one token."""
+        if not self._rate:
+            return 0.0
+        now = self._clock()
+        left = self._left(client, now)
+        wait_s = self._wait_s(left)
+        self._buckets[client] = (left if wait_s else left - 1, now)
+        self._buckets.move_to_end(client)
+        if len(self._buckets) > _MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        return wait_s
+
+    def look(self, client: str) -> float:
+        """What ``take`` would give, without taking."""
+        return self._wait_s(self._left(client, self._clock())) if self._rate else 0.0
+
+    def _left(self, client: str, now: float) -> float:
+        left, since = self._buckets.get(client, (self._burst, now))
+        return min(self._burst, left + (now - since) * self._rate)
+
+    def _wait_s(self, left: float) -> float:
+        return 0.0 if left >= 1 else (1 - left) / self._rate
+
+    def __len__(self) -> int:
+        """Buckets kept."""
+        return len(self._buckets)
 
 
 def is_loopback(host: str) -> bool:

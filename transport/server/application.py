@@ -1,4 +1,4 @@
-"""The server over one store: which request goes where, under which limits, and what is told of it."""
+"""The web application over one store: which request goes where, under which limits, and what is told of it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,50 @@ import math
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
 from kvwire._html import POLICY
 from kvwire.store import check_key
-from kvwire.transport.server.access import Access, AccessSettings
-from kvwire.transport.server.connections import TOO_MANY, Connection, Connections
-from kvwire.transport.server.http_errors import (
+
+from .access import Access, AccessSettings, RateLimiter
+from .connections import TOO_MANY, Connections
+from .exchange import (
     CHALLENGE,
+    EXCHANGE,
     GONE,
     PASSWORD,
+    RETRY,
+    Exchange,
     RefusedError,
     answer_of,
-    common_headers,
+    mark,
     not_found,
     refusal_of,
 )
-from kvwire.transport.server.limits import RateLimiter
-from kvwire.transport.server.locks import KeyLocks
-from kvwire.transport.server.metrics import CONTENT_TYPE, ServerMetrics
-from kvwire.transport.server.objects import Objects
-from kvwire.transport.server.readiness import Readiness
-from kvwire.transport.server.request_context import Exchange
-from kvwire.transport.server.settings import ServerSettings
-from kvwire.transport.server.status import StatusPage
-from kvwire.transport.server.threads import Threads
-from kvwire.transport.server.uploads import Uploads
+from .metrics import CONTENT_TYPE, ServerMetrics, StatusPage
+from .objects import Objects
+from .settings import ServerSettings
+from .storage import Storage
+from .uploads import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kvwire.store import Store
-    from kvwire.transport.server.credentials import Rights
+
+    from .connections import Connection
+    from .exchange import Rights
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 access_log = logging.getLogger("kvwire.access")
 _log = logging.getLogger(__name__)
 _REFRESH_S = 1.0
-_METHODS = "GET, HEAD, PUT, DELETE"
-_ERROR = 400
+_READS = ("GET", "HEAD")
+_METHODS = (*_READS, "PUT", "DELETE")
+_PROBES = ("/healthz", "/readyz")
 
 
 class ObjectServer:
@@ -79,15 +83,13 @@ class ObjectServer:
         self._settings = settings
         self._access = Access(replace(access, token=token) if token else access)
         self._metrics = ServerMetrics()
-        self._threads = Threads(settings.threads)
+        self._storage = Storage(store, settings.threads)
         self._rates = RateLimiter(settings.requests_per_s, settings.burst)
-        locks = KeyLocks()
-        self._objects = Objects(store, settings, self._threads, locks, guarded=self._access.guarded)
-        self._uploads = Uploads(store, settings, self._threads, locks, self._metrics)
-        self._readiness = Readiness(store, self._threads)
+        self._objects = Objects(self._storage, settings, guarded=self._access.guarded)
+        self._uploads = Uploads(self._storage, settings, self._metrics)
         self._status = StatusPage(store, self._metrics) if settings.status else None
-        self._running: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self._pages = ("/metrics", "/status") if settings.status else ("/metrics",)
+        self._connections: Connections | None = None
 
     @property
     def settings(self) -> ServerSettings:
@@ -109,108 +111,106 @@ class ObjectServer:
         self._access.refresh(force=True)
 
     @asynccontextmanager
-    async def protocols(self, most: int) -> AsyncIterator[Connections]:
-        """What makes a protocol for each connection; at the end, connections are drained.
-
-        Stop listening before the end of the block.
-
-        Args:
-            most: Connections at a time, see ``connection_limit``.
-
-        Yields:
-            Where connections are admitted.
-        """
-        connections = Connections(self.handle, self._settings, self._metrics, self._malformed, most)
+    async def connections(self, most: int) -> AsyncIterator[Connections]:
+        """Admit connections, ``most`` at a time, and drain them at the end. Stop listening before."""
+        runner = web.AppRunner(self._application(), shutdown_timeout=1.0)
+        await runner.setup()
+        assert runner.server is not None  # noqa: S101 - it has been set up
+        connections = self._connections = Connections(runner.server, self._settings, self._metrics, most)
         housekeeping = asyncio.create_task(self._housekeeping(connections))
         try:
             yield connections
         finally:
-            await self._drain(connections)
+            await connections.drain()
             housekeeping.cancel()
             with suppress(asyncio.CancelledError):
                 await housekeeping
-            await asyncio.to_thread(self._threads.close)
+            await runner.cleanup()
+            await asyncio.to_thread(self._storage.close)
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request.
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._observed])
+        handlers: dict[str, Handler] = {
+            "/{key:(?s:.+)}": self._object,
+            "/": self._listing,
+            "/healthz": self._health,
+            "/readyz": self._ready,
+            "/metrics": self._metrics_page,
+        }
+        if self._status is not None:
+            handlers["/status"] = self._status_page
+        for path, handler in handlers.items():
+            application.router.add_route("*", path, handler, expect_handler=_expect_nothing)
+        return application
 
-        Args:
-            request: As aiohttp read it.
-
-        Returns:
-            The answer, sent or to be sent.
-        """
-        exchange = Exchange.of(request)
-        connection = request.protocol
-        task = asyncio.current_task()
+    @web.middleware
+    async def _observed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give a request its id, count and log it, and answer where it is refused or fails."""
+        exchange = request[EXCHANGE] = Exchange.of(request)
+        connection = cast("Connection", request.protocol)
         self._metrics.begin()
-        if isinstance(connection, Connection):
-            connection.begin()
-        if task is not None:
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+        connection.begin()
         status = GONE
         try:
-            response = await self._answered(exchange)
+            try:
+                self._admit(request, exchange, connection)
+                response = await handler(request)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client learns a status and nothing else
+                response = self._refused(request, exchange, error)
+            if not response.prepared:
+                mark(response, exchange.request_id)
+                if connection.is_spare or _draining(self._connections):
+                    response.force_close()
             status = response.status
             return response
         finally:
-            self._end(exchange, status)
-            if isinstance(connection, Connection):
-                connection.end()
+            self._end(request, exchange, status)
+            connection.end()
 
-    async def _answered(self, exchange: Exchange) -> web.StreamResponse:
-        try:
-            response = await self._route(exchange)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client learns a status and nothing else
-            refusal = refusal_of(error, exchange.request_id)
-            exchange.store_failed = refusal.reason == "store"
-            response = answer_of(refusal, exchange.request_id)
-            if not exchange.request.content.is_eof():  # the rest of a refused upload is not waited for
-                response.force_close()
-        if (self._draining or _is_spare(exchange)) and not response.prepared:
+    def _refused(self, request: web.Request, exchange: Exchange, error: Exception) -> web.Response:
+        refusal = refusal_of(error, exchange.request_id)
+        exchange.store_failed = refusal.reason == "store"
+        response = answer_of(refusal, exchange.request_id)
+        if not request.content.is_eof():  # the rest of a refused upload is not waited for
             response.force_close()
         return response
 
-    async def _route(self, exchange: Exchange) -> web.StreamResponse:
-        method, path = exchange.request.method, exchange.path
-        if _is_spare(exchange) and path != "/healthz":
+    def _admit(self, request: web.Request, exchange: Exchange, connection: Connection) -> None:
+        """Refuse what is over a limit or without rights. Whether the server is alive is always answered."""
+        path, method = request.path, request.method
+        if path != "/healthz" and connection.is_spare:
             self._metrics.connections_refused.inc()
-            raise RefusedError(503, TOO_MANY, {"Retry-After": "1"})
-        if path in ("/healthz", "/readyz"):
-            return await self._probe(exchange)
+            raise RefusedError(503, TOO_MANY, RETRY)
+        if path in _PROBES:
+            _check_method(method, _READS)
+            return
         if self._metrics.in_flight > self._settings.max_requests:
-            raise RefusedError(503, "too many requests at a time: try again later", {"Retry-After": "1"})
-        if path == "/metrics" or (path == "/status" and self._status):
-            self._access.check_host(exchange.request.headers)
-            return self._page(exchange)
-        rights = self._rights(exchange)
-        self._take(rights.client)
-        if method not in ("GET", "HEAD", "PUT", "DELETE"):
-            raise RefusedError(405, "no such method", {"Allow": _METHODS})
-        return await (self._listing(exchange, rights) if path == "/" else self._object(exchange, rights))
+            raise RefusedError(503, "too many requests at a time: try again later", RETRY)
+        if path in self._pages:
+            self._access.check_host(request.headers)
+            _check_method(method, _READS)
+            self._check_page(request)
+        else:
+            rights = exchange.rights = self._rights(request)
+            self._take(rights.client)
+            _check_method(method, _METHODS)
 
-    async def _object(self, exchange: Exchange, rights: Rights) -> web.StreamResponse:
-        method, key = exchange.request.method, check_key(exchange.path[1:])
-        if not rights.sees(key):
-            raise not_found()
-        if method in ("GET", "HEAD"):
-            return await self._objects.get(exchange, key)
-        if self._settings.read_only or not rights.write:
-            raise RefusedError(403, "these credentials may not write", reason="rights")
-        if method == "PUT":
-            return await self._uploads.put(exchange, key, rights.client)
-        return await self._objects.delete(exchange, key)
-
-    def _rights(self, exchange: Exchange) -> Rights:
-        request = exchange.request
+    def _rights(self, request: web.Request) -> Rights:
         address = request.remote or "unknown"
         self._slow_down(self._rates.look(f"address {address}"))  # before anything is compared: guessing shall take long
         try:
-            return self._access.rights(request.method, exchange.path, exchange.query, request.headers, address)
+            return self._access.rights(request.method, request.path, request.query_string, request.headers, address)
         except RefusedError:
             self._take(f"address {address}")
             raise
+
+    def _check_page(self, request: web.Request) -> None:
+        address = request.remote or "unknown"
+        self._slow_down(self._rates.look(f"address {address}"))
+        if not self._access.may_see_metrics(request.headers):
+            self._take(f"address {address}")
+            challenge = CHALLENGE if request.path == "/metrics" else PASSWORD
+            raise RefusedError(401, "a token for metrics is needed", challenge)
 
     def _take(self, client: str) -> None:
         self._slow_down(self._rates.take(client))
@@ -222,62 +222,57 @@ class ObjectServer:
                 429, "too many requests: slow down", {"Retry-After": str(math.ceil(wait_s))}, reason="rate"
             )
 
-    async def _listing(self, exchange: Exchange, rights: Rights) -> web.StreamResponse:
-        query = exchange.query.split("&")
+    async def _object(self, request: web.Request) -> web.StreamResponse:
+        method, key, rights = request.method, check_key(request.path[1:]), _rights_of(request)
+        if not rights.sees(key):
+            raise not_found()
+        if method in _READS:
+            return await self._objects.get(request, key)
+        if self._settings.read_only or not rights.write:
+            raise RefusedError(403, "these credentials may not write", reason="rights")
+        if method == "PUT":
+            return await self._uploads.put(request, key, rights.client)
+        return await self._objects.delete(request, key)
+
+    async def _listing(self, request: web.Request) -> web.StreamResponse:
+        rights, query = _rights_of(request), request.query_string.split("&")
         if rights.key is not None or not any(part.partition("=")[0] == "list" for part in query):
             raise not_found()
-        if exchange.request.method != "GET":
+        if request.method != "GET":
             raise RefusedError(405, "a listing can only be read", {"Allow": "GET"})
-        return await self._objects.listing(exchange, rights)
+        return await self._objects.listing(request, rights)
 
-    async def _probe(self, exchange: Exchange) -> web.StreamResponse:
-        """Alive is whoever answers; ready is a store that can say what it does not have, while nobody drains."""
-        if exchange.request.method not in ("GET", "HEAD"):
-            raise RefusedError(405, "no such method", {"Allow": "GET, HEAD"})
-        if exchange.path == "/healthz":
-            return _text(exchange, "ok\n")
-        if self._draining:
-            raise RefusedError(503, "the server is stopping", {"Retry-After": "1"})
-        await self._readiness.check(exchange.request_id)
-        return _text(exchange, "ready\n")
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
 
-    def _page(self, exchange: Exchange) -> web.StreamResponse:
-        """Metrics, or the status for people."""
-        request = exchange.request
-        if request.method not in ("GET", "HEAD"):
-            raise RefusedError(405, "no such method", {"Allow": "GET, HEAD"})
-        address = request.remote or "unknown"
-        self._slow_down(self._rates.look(f"address {address}"))
-        if not self._access.may_see_metrics(request.headers):
-            self._take(f"address {address}")
-            challenge = CHALLENGE if exchange.path == "/metrics" else PASSWORD
-            raise RefusedError(401, "a token for metrics is needed", challenge)
-        headers = {**common_headers(exchange.request_id), "Cache-Control": "no-store"}
-        if self._status is None or exchange.path == "/metrics":
-            return web.Response(body=self._metrics.render(), headers=headers | {"Content-Type": CONTENT_TYPE})
-        headers |= {"Content-Security-Policy": POLICY, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
-        return web.Response(text=self._status.render(), content_type="text/html", headers=headers)
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        if _draining(self._connections):
+            raise RefusedError(503, "the server is stopping", RETRY)
+        await self._storage.check_ready(request[EXCHANGE].request_id)
+        return web.Response(text="ready\n")
 
-    def _end(self, exchange: Exchange, status: int) -> None:
+    async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _status_page(self, _request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Security-Policy": POLICY, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
+        text = self._status.render() if self._status else ""
+        return web.Response(text=text, content_type="text/html", headers=headers)
+
+    def _end(self, request: web.Request, exchange: Exchange, status: int) -> None:
         now = time.perf_counter()
         seconds = now - exchange.started
-        first_s = (exchange.first_byte_at or now) - exchange.started
         metrics = self._metrics
-        metrics.end(exchange.request.method, status, seconds, first_s)
+        metrics.end(request.method, status, seconds, (exchange.first_byte_at or now) - exchange.started)
         if exchange.sent_bytes:
             metrics.sent_bytes.inc(exchange.sent_bytes)
-        if exchange.store_failed:
-            metrics.store_errors.inc()
         if exchange.received_bytes:
             metrics.received_bytes.inc(exchange.received_bytes)
+        if exchange.store_failed:
+            metrics.store_errors.inc()
         if access_log.isEnabledFor(logging.INFO):
-            fields = exchange.fields(status, seconds)
+            fields = exchange.fields(request, status, seconds)
             access_log.info("%s %s %d", fields["method"], fields["path"], status, extra={"request": fields})
-
-    def _malformed(self, status: int) -> None:
-        """Count what was no request."""
-        self._metrics.begin()
-        self._metrics.end("other", status, 0.0, 0.0)
 
     async def _housekeeping(self, connections: Connections) -> None:
         interval_s = min(_REFRESH_S, self._settings.header_s / 4, self._settings.keepalive_s / 4)
@@ -285,43 +280,34 @@ class ObjectServer:
         while True:
             await asyncio.sleep(interval_s)
             connections.sweep()
-            if time.monotonic() >= refresh_at:
-                refresh_at = time.monotonic() + _REFRESH_S
-                try:
-                    await self._threads.run(self._access.refresh)
-                except Exception:  # noqa: BLE001 - whatever it is, connections are looked after as before
-                    _log.exception("the credentials' files could not be looked at")
-                try:
-                    if self._status is not None:
-                        self._status.look()
-                except Exception:  # noqa: BLE001 - likewise, and credentials are
-                    _log.exception("the status page could not be kept up")
-
-    async def _drain(self, connections: Connections) -> None:
-        """Let running answers end and be taken, for as long as the settings say; then cut them."""
-        self._draining = True
-        clock = asyncio.get_running_loop().time
-        until = clock() + self._settings.shutdown_s
-        await asyncio.sleep(0)  # requests that have come in before are running now
-        connections.close_idle()
-        running = set(self._running)
-        if running:
-            _, late = await asyncio.wait(running, timeout=self._settings.shutdown_s)
-            for task in late:
-                task.cancel()
-            if late:
-                _log.warning("%d answers were cut off, since the server stops", len(late))
-                await asyncio.wait(late, timeout=self._settings.shutdown_s)
-        # An answer that is written has its end in a buffer still, where the client is slow to take it.
-        await connections.flush(max(0.0, until - clock()))
-        connections.abort()
-        await connections.shutdown(1.0)
+            if time.monotonic() < refresh_at:
+                continue
+            refresh_at = time.monotonic() + _REFRESH_S
+            try:
+                await self._storage.start(self._access.refresh)
+            except Exception:  # noqa: BLE001 - whatever it is, connections are looked after as before
+                _log.exception("the credentials' files could not be looked at")
+            try:
+                if self._status is not None:
+                    self._status.look()
+            except Exception:  # noqa: BLE001 - likewise, and credentials are
+                _log.exception("the status page could not be kept up")
 
 
-def _is_spare(exchange: Exchange) -> bool:
-    connection = exchange.request.protocol
-    return isinstance(connection, Connection) and connection.is_spare
+async def _expect_nothing(_request: web.Request) -> None:
+    """An upload says 100 Continue itself, once it is sure to be taken."""
 
 
-def _text(exchange: Exchange, text: str) -> web.Response:
-    return web.Response(text=text, headers={**common_headers(exchange.request_id), "Cache-Control": "no-store"})
+def _check_method(method: str, allowed: tuple[str, ...]) -> None:
+    if method not in allowed:
+        raise RefusedError(405, "no such method", {"Allow": ", ".join(allowed)})
+
+
+def _rights_of(request: web.Request) -> Rights:
+    rights = request[EXCHANGE].rights
+    assert rights is not None  # noqa: S101 - the middleware looked
+    return rights
+
+
+def _draining(connections: Connections | None) -> bool:
+    return connections is not None and connections.draining

@@ -1,4 +1,7 @@
-"""Takes connections in: no more than there are files for, and calmly where the system has none left."""
+"""Binds a server to an address, with TLS or without, and takes connections in.
+
+No more are taken than there are files for; where the system has none left, they wait and the log stays small.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,27 @@ import logging
 import os
 import resource
 import socket
-from contextlib import suppress
+import ssl
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import StorageError
-from kvwire.transport.server.connections import SPARE_CONNECTIONS, too_many
+from kvwire.errors import ArgumentError, AuthError, StorageError
+
+from .access import is_loopback
+from .application import ObjectServer
+from .connections import SPARE_CONNECTIONS, too_many
 
 if TYPE_CHECKING:
-    import ssl
+    from collections.abc import AsyncIterator
 
-    from kvwire.transport.server.connections import Connection, Connections
-    from kvwire.transport.server.settings import ServerSettings
+    from kvwire.store import Store
+
+    from .access import AccessSettings
+    from .connections import Connection, Connections
+    from .settings import ServerSettings
 
     _Opening = asyncio.Task[tuple[asyncio.BaseTransport, asyncio.BaseProtocol]]
 
@@ -33,6 +44,144 @@ _CONNECTION_FILES = 2  # its socket, and the object that it reads or the upload 
 _THREAD_FILES = 3  # what a call of the store opens for a moment: a database with its log, or a new file and its folder
 _SPARE_FILES = 16 + SPARE_CONNECTIONS + _AT_ONCE  # of logs, credentials, modules that are imported late
 _USUALLY_OPEN = 32  # where the system does not list what is open
+
+
+@asynccontextmanager
+async def serve(
+    store: Store,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    access: AccessSettings | None = None,
+    settings: ServerSettings | None = None,
+    tls: ServerTls | None = None,
+) -> AsyncIterator[str]:
+    """Serve a store while the block runs.
+
+    Args:
+        store: Whose objects are served.
+        host: Address to bind.
+        port: Port to bind; 0: any free one.
+        token: See ``ObjectServer``.
+        access: See ``ObjectServer``.
+        settings: See ``ObjectServer``.
+        tls: Certificate and key; None for plain HTTP.
+
+    Yields:
+        The URL that was bound.
+
+    Raises:
+        AuthError: An address other than this machine's own would be bound without credentials or with a token of fewer
+            than 16 characters.
+        StorageError: The address cannot be bound, or this process may open too few files.
+    """
+    server = ObjectServer(store, token=token, access=access, settings=settings)
+    async with listen(server, host, port, tls=tls) as url:
+        yield url
+
+
+@asynccontextmanager
+async def listen(
+    server: ObjectServer, host: str = "127.0.0.1", port: int = 0, *, tls: ServerTls | None = None
+) -> AsyncIterator[str]:
+    """As ``serve``, for a server made before; after the block no connection is open.
+
+    Args:
+        server: The server.
+        host: Address to bind.
+        port: Port to bind; 0: any free one.
+        tls: Certificate and key; None for plain HTTP.
+
+    Yields:
+        The URL that was bound.
+
+    Raises:
+        AuthError: As for ``serve``.
+        StorageError: The address cannot be bound, or this process may open too few files.
+    """
+    if not is_loopback(host):
+        _check_public(server, host, tls)
+    async with server.connections(connection_limit(server.settings)) as connections:
+        sockets = await bind(host, port)
+        listener = Listener(sockets, connections, tls.context if tls else None)
+        try:
+            yield _url("https" if tls else "http", sockets[0].getsockname())
+        finally:
+            await listener.close()
+
+
+def _check_public(server: ObjectServer, host: str, tls: ServerTls | None) -> None:
+    if not server.guarded:
+        msg = (
+            f"{host or 'every address'} can be reached from outside: give a token, a tenants file or signing keys, "
+            "or bind 127.0.0.1"
+        )
+        raise AuthError(msg)
+    if server.guessable:
+        msg = f"{host or 'every address'} can be reached from outside: give a token of 16 characters or more"
+        raise AuthError(msg)
+    if tls is None:
+        _log.warning("%s is served without TLS: tokens can be read on the way; give a certificate", host or "*")
+
+
+def _url(scheme: str, address: Any) -> str:  # noqa: ANN401 - a socket's address is typed so
+    host, port = address[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files.
+
+    Attributes:
+        certificate: With its chain.
+        private_key: Without a password.
+    """
+
+    certificate: Path
+    private_key: Path
+
+
+class ServerTls:
+    """The context that connections are made with; each handshake takes the certificate that was read last."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Load the files.
+
+        Args:
+            files: Certificate and key.
+
+        Raises:
+            ArgumentError: They cannot be used.
+        """
+        self._files = files
+        self.context = self._current = self._load()
+        self.context.sni_callback = self._choose
+
+    def reload(self) -> None:
+        """Load the files again, for connections from now on; where they cannot be used the old ones stay."""
+        try:
+            self._current = self._load()
+        except ArgumentError as error:
+            _log.error("%s; the certificate loaded before stays in use", error)
+        else:
+            _log.info("the certificate was read again")
+
+    def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called in each handshake, also where the client names no host."""
+        connection.context = self._current
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self._files.certificate, self._files.private_key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            msg = f"the certificate {self._files.certificate} or its private key cannot be used: check both PEM files"
+            raise ArgumentError(msg) from error
+        return context
 
 
 def connection_limit(settings: ServerSettings) -> int:

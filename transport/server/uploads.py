@@ -8,35 +8,80 @@ import mmap
 import os
 import re
 import tempfile
+from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from kvwire._printable import name_problem
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store import content_digest
+from kvwire.store import CatalogEntry, content_digest
 from kvwire.store.key_kinds import check_object, kind_of, max_bytes
-from kvwire.transport.server.http_errors import GONE, RefusedError, common_headers, refusal_of
-from kvwire.transport.server.limits import SpoolBudget
-from kvwire.transport.server.names import check_names
-from kvwire.transport.server.objects import check_conditions, conditions, etag_of
+from kvwire.types import SEALED_MAGIC
+
+from .exchange import EXCHANGE, GONE, RefusedError, refusal_of
+from .storage import conditions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvwire.store import Data, Store
-    from kvwire.transport.server.limits import SpoolShare
-    from kvwire.transport.server.locks import KeyLocks
-    from kvwire.transport.server.metrics import ServerMetrics
-    from kvwire.transport.server.request_context import Exchange
-    from kvwire.transport.server.settings import ServerSettings
-    from kvwire.transport.server.threads import Threads
+    from kvwire.store import Data
+
+    from .exchange import Exchange
+    from .metrics import ServerMetrics
+    from .settings import ServerSettings
+    from .storage import Storage
 
 _BATCH_BYTES = 1 << 20  # hashed and written at a time: a hop between threads costs as much as hashing 100 KB
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _ETAG = re.compile(r'\s*"([^"]*)"\s*')
+_HEAD_BYTES = 2 << 20  # more than an entry, or a blob's metadata, may have
+
+
+class SpoolBudget:
+    """Bytes that all running uploads hold together, and each client's share of them."""
+
+    def __init__(self, limit: int, upload_bytes: int, metrics: ServerMetrics) -> None:
+        """Start empty."""
+        self._limit = limit
+        self._client_limit = min(limit, max(limit // 2, upload_bytes))
+        self._used = 0
+        self._by_client: Counter[str] = Counter()
+        self._metrics = metrics
+
+    @contextmanager
+    def share(self, client: str, announced: int) -> Iterator[Callable[[int], None]]:
+        """For one upload: gives what counts bytes that have come; at the end they are given back.
+
+        What is announced takes no room from others: only what has come counts.
+        """
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            self._check(client, size)
+            self._count(client, size)
+            taken += size
+
+        self._check(client, announced)
+        try:
+            yield take
+        finally:
+            self._count(client, -taken)
+
+    def _check(self, client: str, size: int) -> None:
+        if self._used + size > self._limit or self._by_client[client] + size > self._client_limit:
+            raise RefusedError(503, "too many uploads at a time: try again later", {"Retry-After": "5"}, reason="spool")
+
+    def _count(self, client: str, size: int) -> None:
+        self._used += size
+        self._by_client[client] += size
+        if not self._by_client[client]:
+            del self._by_client[client]
+        self._metrics.spool_bytes.set(self._used)
 
 
 class Spool:
@@ -78,59 +123,52 @@ class Spool:
 class Uploads:
     """Answers PUT."""
 
-    def __init__(
-        self, store: Store, settings: ServerSettings, threads: Threads, locks: KeyLocks, metrics: ServerMetrics
-    ) -> None:
+    def __init__(self, storage: Storage, settings: ServerSettings, metrics: ServerMetrics) -> None:
         """Keep the store; nothing is made yet."""
-        self._store = store
+        self._storage = storage
         self._settings = settings
-        self._threads = threads
         self._metrics = metrics
-        self._locks = locks
         self._budget = SpoolBudget(settings.max_spool_bytes, settings.max_upload_bytes, metrics)
 
-    async def put(self, exchange: Exchange, key: str, client: str) -> web.StreamResponse:
+    async def put(self, request: web.Request, key: str, client: str) -> web.StreamResponse:
         """Write one object, or refuse it and leave nothing."""
         try:
-            etag = await self._put(exchange, key, client)
+            etag = await self._put(request, key, client)
         except Exception as error:
-            refusal = refusal_of(error, exchange.request_id)
+            refusal = refusal_of(error, request[EXCHANGE].request_id)
             self._metrics.uploads_refused.labels(refusal.reason or "other").inc()
             raise refusal from error
         self._metrics.uploads_accepted.inc()
-        told = {"ETag": f'"{etag}"'} if etag else {}
-        headers = {**common_headers(exchange.request_id), **told, "Cache-Control": "no-store"}
-        return web.Response(status=201, headers=headers)
+        return web.Response(status=201, headers={"ETag": f'"{etag}"'} if etag else None)
 
-    async def _put(self, exchange: Exchange, key: str, client: str) -> str:
-        digest = content_digest(key)
+    async def _put(self, request: web.Request, key: str, client: str) -> str:
+        storage, digest, fields = self._storage, content_digest(key), conditions(request)
         limit = max_bytes(key, self._settings.max_upload_bytes)
         if limit is None:
             raise RefusedError(403, "only blobs, profiles, texts and catalog entries can be written", reason="key")
-        length = _length(exchange.request, limit)
-        await check_conditions(exchange, self._store, self._threads, key)
-        with self._budget.share(client, length) as share, closing(await self._threads.finish(self._spool)) as spool:
-            await self._receive(exchange, spool, share, length)
+        length = _length(request, limit)
+        await storage.check_conditions(fields, key)
+        with self._budget.share(client, length) as take, closing(await storage.finish(self._spool)) as spool:
+            await self._receive(request, spool, take, length)
             if digest is not None and spool.sha256 != digest:
                 raise RefusedError(422, "the body's SHA-256 is not the one in the key", reason="digest")
-            fields = conditions(exchange.request)
-            async with self._locks.of(key):
-                await check_conditions(exchange, self._store, self._threads, key)  # the body may have taken an hour
-                return await self._threads.finish(lambda: self._keep(key, spool, fields))
+            async with storage.lock(key):
+                await storage.check_conditions(fields, key)  # the body may have taken an hour
+                return await storage.finish(lambda: self._keep(key, spool, fields))
 
     def _spool(self) -> Spool:
         folder = self._settings.spool_folder
-        if folder is None and (folder := self._store.folder) is not None:
+        if folder is None and (folder := self._storage.store.folder) is not None:
             folder.mkdir(parents=True, exist_ok=True)
         return Spool(folder)
 
-    async def _receive(self, exchange: Exchange, spool: Spool, share: SpoolShare, length: int) -> None:
-        request = exchange.request
+    async def _receive(self, request: web.Request, spool: Spool, take: Callable[[int], None], length: int) -> None:
+        exchange = request[EXCHANGE]
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             async with asyncio.timeout(self._settings.upload_s):
-                await self._pieces(exchange, spool, share)
+                await self._pieces(request, exchange, spool, take)
         except TimeoutError as error:
             raise RefusedError(408, "the upload was too slow", reason="slow") from error
         except (web.RequestPayloadError, ConnectionError) as error:
@@ -138,24 +176,27 @@ class Uploads:
         if exchange.received_bytes != length:
             raise RefusedError(400, "the body's length is not the Content-Length", reason="length")
 
-    async def _pieces(self, exchange: Exchange, spool: Spool, share: SpoolShare) -> None:
+    async def _pieces(
+        self, request: web.Request, exchange: Exchange, spool: Spool, take: Callable[[int], None]
+    ) -> None:
         batch: list[bytes] = []
         held = 0
         more = True
         while more:
             async with asyncio.timeout(self._settings.upload_idle_s):
-                piece = await exchange.request.content.readany()
+                piece = await request.content.readany()
             more = bool(piece)
             batch.append(piece)
             held += len(piece)
             exchange.received_bytes += len(piece)
             if held >= _BATCH_BYTES or not more:
-                share.take(held)
-                await self._threads.finish(partial(spool.write, batch))
+                take(held)
+                await self._storage.finish(partial(spool.write, batch))
                 batch, held = [], 0
 
     def _keep(self, key: str, spool: Spool, fields: dict[str, str]) -> str:
         """Write what was received; gives the store's entity tag of it, empty where that is not known to be of it."""
+        store = self._storage.store
         is_content, create = content_digest(key) is not None, fields.get("If-None-Match", "").strip() == "*"
         with spool.view() as data:
             if not is_content:
@@ -163,13 +204,13 @@ class Uploads:
             check_names(key, data)
             version = None if is_content else _version(fields)
             if version is not None:  # the store compares: another server may write to it, too
-                written = self._store.replace(key, data, version)
+                written = store.replace(key, data, version)
             elif create:
-                written = self._store.create(key, data)
+                written = store.create(key, data)
             else:
-                self._store.put(key, data)
+                store.put(key, data)
                 written = True
-            etag = spool.sha256 if is_content else etag_of(self._store, key)
+            etag = spool.sha256 if is_content else self._storage.etag(key)
             if not written:
                 headers = {"ETag": f'"{etag}"'} if etag else None
                 raise RefusedError(412, "something lies there already", headers, reason="precondition")
@@ -203,3 +244,26 @@ def _length(request: web.BaseRequest, limit: int) -> int:
     if int(told) > limit:
         raise RefusedError(413, f"an upload here has at most {limit} bytes", reason="too_large")
     return int(told)
+
+
+def check_names(key: str, data: Data) -> None:
+    """Refuse an entry or a blob with a name that no new document, level or model may have. Sealed ones are opaque."""
+    head = bytes(data[:_HEAD_BYTES])
+    for name in () if head.startswith(SEALED_MAGIC) else _names(key, head):
+        problem = name_problem(name)
+        if problem:
+            words = f"a name in it holds {problem}: name the document, level or model otherwise and encode it again"
+            raise RefusedError(422, words, reason="name")
+
+
+def _names(key: str, head: bytes) -> Iterator[str]:
+    kind = kind_of(key)
+    name = kind.name if kind else ""
+    if name == "blob":
+        from kvwire.codec.format.naming import header_names
+
+        yield from header_names(head)
+    elif name in ("document entry", "token entry"):
+        entry = CatalogEntry.from_json(head)
+        yield entry.document_id
+        yield from (level for level, _ in entry.levels)
