@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvwire.controller.documents import UNMEASURED
-from kvwire.controller.policies.base import Columns, UpgradeCandidates
+from kvwire.controller.snapshot import Columns, UpgradeCandidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.policies.base import Flags, Floats, Ints
     from kvwire.controller.settings import Goal
+    from kvwire.controller.snapshot import Flags, Floats, Ints
 
 
 T = TypeVar("T", bound=float)

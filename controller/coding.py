@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.chunk_table import RECOMPUTING, VALID
-from kvwire.controller.policies.base import SLOWEST
+from kvwire.controller.snapshot import SLOWEST
 
 if TYPE_CHECKING:
     from kvwire.controller.chunk_table import ChunkTable

@@ -14,10 +14,10 @@ import numpy as np
 
 from kvwire.controller.chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
+from kvwire.controller.forecast import floor_s, prefill_s
 from kvwire.controller.passes import WantedPasses
-from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
-from kvwire.controller.policies.timeline import floor_s
 from kvwire.controller.repair import RepairProgress
+from kvwire.controller.snapshot import RECOMPUTE, PlanRequest
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.events import LoadRequested
     from kvwire.controller.lanes import Job
-    from kvwire.controller.policies.base import Plan
+    from kvwire.controller.snapshot import Plan
     from kvwire.types import ChunkId
 
 Place = tuple[DocumentState, int]
@@ -65,8 +65,6 @@ class Load:
         refine: Places of chunks that become better, and up to which level, next one first.
         waits_until: Instant until which the decode lane waits for a finer level that is about to come; infinite where
             it does not.
-        gathers_until: Instant until which what came waits for others to be decoded beside it; infinite where it does
-            not.
         passes: Forward passes that the plan wants.
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
@@ -125,7 +123,7 @@ class Load:
         self.waiting: deque[tuple[int, int]] = deque()
         self.passes = WantedPasses(self.table)
         self.refine: deque[tuple[int, int]] = deque()
-        self.waits_until = self.gathers_until = inf
+        self.waits_until = inf
         self.compute_s = 0.0
         self.fallbacks = 0
         self.joins = True

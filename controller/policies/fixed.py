@@ -11,7 +11,7 @@ from kvwire.controller.policies.sequential import sequential_plan
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Plan, PlanRequest
+    from kvwire.controller.snapshot import Plan, PlanRequest
 
 
 @dataclass(frozen=True)

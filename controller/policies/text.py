@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE
 from kvwire.controller.policies.sequential import sequential_plan
+from kvwire.controller.snapshot import RECOMPUTE
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Plan, PlanRequest
+    from kvwire.controller.snapshot import Plan, PlanRequest
 
 
 @dataclass(frozen=True)

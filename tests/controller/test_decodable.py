@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import DecodeCost
-from kvwire.controller.policies.refining import decodable, lowered
+from kvwire.controller.refining import decodable, lowered
 
 COST = DecodeCost(0.002, 2e-6, 1.4e-10)
 

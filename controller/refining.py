@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvwire.controller.policies.base import SLOWEST, decode_s, wire_s
-from kvwire.controller.policies.timeline import unfetched_s
+from kvwire.controller.forecast import decode_s, unfetched_s, wire_s
+from kvwire.controller.snapshot import SLOWEST
 
 if TYPE_CHECKING:
     from kvwire.controller.costs import DecodeCost
-    from kvwire.controller.policies.base import Floats, Ints, PlanRequest, UpgradeCandidates
+    from kvwire.controller.snapshot import Floats, Ints, PlanRequest, UpgradeCandidates
 
 _INSTANT_S = 1e-12
 
