@@ -20,7 +20,7 @@ from kvwire.controller.chunk_table import (
 )
 from kvwire.controller.coding import finest_bytes
 from kvwire.controller.costs import busiest
-from kvwire.controller.refining import decodable, lowered
+from kvwire.controller.refining import decodable
 from kvwire.controller.snapshot import SLOWEST
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Decoding:
             self._shared.start_decode(load, batch, DECODING, now, out, to)
 
     def _hurried(self, load: Load, batch: list[Place], now: float) -> list[int] | None:
-        """Levels to decode a batch to, so that all that came or is to come is valid in time; None: as it came.
+        """The floor, where not all that came or is to come could be valid in time otherwise; None: as it came.
 
         What is left of a chunk then waits to be decoded as a refinement does.
         """
@@ -71,14 +71,8 @@ class Decoding:
         count, tokens, size = table.arrived()
         if cost.apart(count, tokens, size) + fetched <= left_s:
             return None
-        at = np.fromiter(table.having(ARRIVED, FETCHING), np.int64)
-        floor, level = self._floor_levels(load, at), table.look("level")[at]
-        to = lowered(
-            left_s, level, floor, tokens=table.look("tokens")[at], sizes=table.sizes_by_level()[:, at],
-            errors=table.errors_by_level()[:, at], cost=cost,
-        )  # fmt: skip
-        chosen = dict(zip(at.tolist(), to.tolist(), strict=True))
-        return [chosen[doc.start + chunk] for doc, chunk in batch]
+        at = np.array([doc.start + chunk for doc, chunk in batch])
+        return [int(level) for level in self._floor_levels(load, at)]
 
     def _floor_levels(self, load: Load, at: Ints) -> Ints:
         """The coarsest levels that chunks which came, or are to come, can be decoded to ``[m]``."""
