@@ -9,24 +9,26 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ARRIVED, FETCHING, READY, REDECODING, REFINED, REFINING, ChunkState
-from kvwire.controller.dispatch import Dispatcher
-from kvwire.controller.lanes import check_seconds
-from kvwire.controller.load import Load
-from kvwire.controller.plan import Adaptive
-from kvwire.controller.window import SPARE
 from kvwire.errors import ArgumentError
+
+from . import events as ev
+from .chunk_table import ARRIVED, FETCHING, READY, REDECODING, REFINED, REFINING, ChunkState
+from .dispatch import Dispatcher
+from .lanes import check_seconds
+from .load import Load
+from .plan import Adaptive
+from .window import SPARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.estimates import Estimates
-    from kvwire.controller.settings import ControllerSettings
-    from kvwire.controller.snapshot import Policy
     from kvwire.types import ChunkId
+
+    from .document_state import DocumentState
+    from .documents import DocumentPlanInput
+    from .estimates import Estimates
+    from .settings import ControllerSettings
+    from .snapshot import Policy
 
 _FETCHED = bytes((FETCHING, REFINING))
 

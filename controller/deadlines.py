@@ -5,13 +5,13 @@ from __future__ import annotations
 from math import exp2, inf, log
 from typing import TYPE_CHECKING
 
-from kvwire.controller.chunk_table import PLANNED
-from kvwire.controller.snapshot import SLOWEST
+from .chunk_table import PLANNED
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.load import Load
-    from kvwire.controller.resources import Resources
+    from .costs import CostModel
+    from .load import Load
+    from .resources import Resources
 
 SLOWEST_PASS = 5.0
 """Times what is expected: a pass that takes as long still ends before a deadline."""
@@ -77,7 +77,7 @@ class Deadlines:
         """Start idle."""
         self._shared = shared
         self._estimates, self._settings, self._loads = shared.estimates, shared.settings, shared.loads
-        self._policy, self._link, self._lanes = shared.policy, shared.link, shared.lanes
+        self._link, self._lanes = shared.link, shared.lanes
         self.arrivals = ArrivalRate()
         self.known: dict[int, tuple[float, float]] | None = None
 
@@ -87,7 +87,9 @@ class Deadlines:
             # Before anything is known of it nobody can tell, and those who are due go first.
             due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
             return False, due, load.number
-        finish = load.planned_at + load.plan.finish_s - load.spare_s - load.hidden_s if load.plan else -inf
+        finish = -inf
+        if load.plan:
+            finish = load.planned_at + load.plan.finish_s - load.optional_repair_s - load.overlapped_s
         return max(finish, self._shared.now) > load.due, load.due, load.number
 
     def handover_at(self, load: Load) -> float:

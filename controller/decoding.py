@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import (
+from .chunk_table import (
     ARRIVED,
     DECODING,
     FETCHING,
@@ -18,25 +18,25 @@ from kvwire.controller.chunk_table import (
     REFINED,
     REFINING,
 )
-from kvwire.controller.coding import finest_bytes
-from kvwire.controller.costs import busiest
-from kvwire.controller.refining import decodable
-from kvwire.controller.snapshot import SLOWEST
+from .coding import finest_bytes
+from .costs import busiest
+from .refining import decodable
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller import events as ev
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.load import Load, Place
-    from kvwire.controller.resources import Resources
-    from kvwire.controller.snapshot import Floats, Ints
+    from . import events as ev
+    from .deadlines import Deadlines
+    from .document_state import DocumentState
+    from .load import Load, Place
+    from .resources import Resources
+    from .snapshot import Floats, Ints
 
 
 _REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
 _LOOKED_AT = 256  # refinements whose decoding is looked ahead at
-DECODE_MARGIN = 2.0  # times what decoding should take, at most, that is left for what came
+_DECODE_MARGIN = 2.0  # times what decoding should take, at most, that is left for what came
 _SHORT_BATCH = 4.0  # times the fixed cost of decoding
-ARRIVAL_SLACK_S = 0.001  # that what is expected may come later
+_ARRIVAL_SLACK_S = 0.001  # that what is expected may come later
 _INSTANT_S = 1e-9
 
 
@@ -66,7 +66,7 @@ class Decoding:
         """
         table, cost = load.table, self._shared.costs_among_many(load).decode
         beside_s = load.compute_s if self._settings.workers == 1 else 0.0
-        left_s = (self._decoded_by(load) - now - beside_s) / min(self._estimates.decode.high, DECODE_MARGIN)
+        left_s = (self._decoded_by(load) - now - beside_s) / min(self._estimates.decode.high, _DECODE_MARGIN)
         fetched = sum(fetch.decode_s for fetch in self._link.fetches.values() if fetch.chunk.load == load.number)
         count, tokens, size = table.arrived()
         if cost.apart(count, tokens, size) + fetched <= left_s:
@@ -160,7 +160,7 @@ class Decoding:
             before_s = left_s
             if awaited.any():
                 until_s = float(comes_s[awaited].min())
-                load.waits_until = min(load.waits_until, now + until_s + ARRIVAL_SLACK_S)
+                load.waits_until = min(load.waits_until, now + until_s + _ARRIVAL_SLACK_S)
                 before_s = until_s if now < load.waits_until else left_s  # else it did not come when it should
             chosen = choose(before_s / unsure - cost.base_s, valid, np.where(is_here, level, valid))
         timely = self._lowered(

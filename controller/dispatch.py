@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import FAILED, FETCHING, REFINED, REFINING
-from kvwire.controller.deadlines import Deadlines
-from kvwire.controller.decoding import Decoding
-from kvwire.controller.fetching import Fetching
-from kvwire.controller.lanes import Job
-from kvwire.controller.pass_limits import PassLimits
-from kvwire.controller.passing import Passes
-from kvwire.controller.planning import Planner
-from kvwire.controller.repairing import Repairs
-from kvwire.controller.resources import Resources
-from kvwire.controller.window import Window
+from . import events as ev
+from .chunk_table import FAILED, FETCHING, REFINED, REFINING
+from .deadlines import Deadlines
+from .decoding import Decoding
+from .fetching import Fetching
+from .lanes import Job
+from .pass_limits import PassLimits
+from .passing import Passes
+from .planning import Planner
+from .repairing import Repairs
+from .resources import Resources
+from .window import Window
 
 if TYPE_CHECKING:
-    from kvwire.controller.estimates import Estimates
-    from kvwire.controller.load import Load
-    from kvwire.controller.settings import ControllerSettings
-    from kvwire.controller.snapshot import Policy
+    from .estimates import Estimates
+    from .load import Load
+    from .settings import ControllerSettings
+    from .snapshot import Policy
 
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
@@ -45,28 +45,28 @@ class Dispatcher:
         self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
     ) -> None:
         """Start idle."""
-        self.shared = self._shared = shared = Resources(estimates, settings, policy, loads)
+        self.shared = shared = Resources(estimates, settings, policy, loads)
         self._estimates, self._settings, self._loads, self._policy = estimates, settings, loads, policy
-        self.link, self.lanes = self._link, self._lanes = shared.link, shared.lanes
-        self.deadlines = self._deadlines = Deadlines(shared)
-        self.window = self._window = Window(shared, self._deadlines)
-        self._limits = PassLimits(shared, self._deadlines)
-        self.repairs = self._repairs = Repairs(shared, self._deadlines)
-        self.planner = self._planner = Planner(shared, self._deadlines, self._window, self._limits, self._repairs)
-        self._fetching = Fetching(shared, self._deadlines, self._window, self._planner)
-        self.passes = self._passes = Passes(shared, self._deadlines, self._limits, self._planner, self._fetching)
-        self._decoding = Decoding(shared, self._deadlines)
+        self.link, self.lanes = shared.link, shared.lanes
+        self.deadlines = Deadlines(shared)
+        self.window = Window(shared, self.deadlines)
+        self._limits = PassLimits(shared, self.deadlines)
+        self.repairs = Repairs(shared, self.deadlines)
+        self.planner = Planner(shared, self.deadlines, self.window, self._limits, self.repairs)
+        self._fetching = Fetching(shared, self.deadlines, self.window, self.planner)
+        self.passes = Passes(shared, self.deadlines, self._limits, self.planner, self._fetching)
+        self._decoding = Decoding(shared, self.deadlines)
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
-        known = self._deadlines.known
+        known = self.deadlines.known
         moment = self._wakes_at(now)
-        self._deadlines.known = known  # asking changes nothing
+        self.deadlines.known = known  # asking changes nothing
         return moment
 
     def _wakes_at(self, now: float) -> float:
-        moment, undecided = self._window.stalls_at(now), False
-        is_silent, may_compute = not self._link.fetches, self._lanes.is_free("prefill")
+        moment, undecided = self.window.stalls_at(now), False
+        is_silent, may_compute = not self.link.fetches, self.lanes.is_free("prefill")
         for load in self._loads.values():
             moment = min(moment, load.waits_until if load.waits_until > now else inf)
             if load.is_undecided:
@@ -74,81 +74,81 @@ class Dispatcher:
                 waits = self._fetching.waits_until(load)
                 moment = min(moment, waits if waits > now else inf)
                 idle = is_silent and (may_compute or load.may_refine)
-                if (idle or load.is_stale) and self._planner.wants_plan(load):
-                    due = load.planned_at + self._planner.pause_s(load, now)
+                if (idle or load.is_stale) and self.planner.wants_plan(load):
+                    due = load.planned_at + self.planner.pause_s(load, now)
                     moment = min(moment, max(due, now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
-                cut = self._deadlines.handover_at(load)
+                cut = self.deadlines.handover_at(load)
                 moment = min(moment, cut if cut > now else inf)
-        if self._link.fetches or undecided:
+        if self.link.fetches or undecided:
             moment = min(moment, now + _TICK_S)
-        if self._link.fetches and self._lanes.is_free("prefill") and self._policy.preemptible:
-            moment = min(moment, max(self._passes.reclaimed_at + _TICK_S, now + _LEAST_TICK_S))
-        moment = min(moment, self._limits.interrupts_at(now), max(self._window.opens_at(now), now + _LEAST_TICK_S))
-        if self._estimates.bandwidth.is_guess and self._link.fetches:
-            moment = min(moment, now + max(self._link.waited_s(now), _LEAST_TICK_S))
+        if self.link.fetches and self.lanes.is_free("prefill") and self._policy.preemptible:
+            moment = min(moment, max(self.passes.reclaimed_at + _TICK_S, now + _LEAST_TICK_S))
+        moment = min(moment, self._limits.interrupts_at(now), max(self.window.opens_at(now), now + _LEAST_TICK_S))
+        if self._estimates.bandwidth.is_guess and self.link.fetches:
+            moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, moment)
 
     def may_begin(self, now: float) -> bool:
         """Whether anything may begin now that a chunk has arrived: cheaper than finding out what."""
-        if self._lanes.is_free("decode") or self._window.can_fetch:
+        if self.lanes.is_free("decode") or self.window.can_fetch:
             return True
-        idle = self._lanes.is_free("prefill")
-        if idle and now - self._passes.reclaimed_at >= self._settings.replan_s:
+        idle = self.lanes.is_free("prefill")
+        if idle and now - self.passes.reclaimed_at >= self._settings.replan_s:
             return True
         for load in self._loads.values():
             if idle and (load.passes or load.has_prefix):
                 return True
-            may_be_due = (load.is_stale or now >= load.fresh_until) and self._planner.wants_plan(load)
-            if may_be_due and self._planner.is_due(load, now):
+            may_be_due = (load.is_stale or now >= load.fresh_until) and self.planner.wants_plan(load)
+            if may_be_due and self.planner.is_due(load, now):
                 return True
         return False
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
         """End loads that are over, then give free lanes and the link something to do."""
-        self._shared.now = now
+        self.shared.now = now
         self._conclude_all(now, out)
-        self._passes.stop(now, out)
+        self.passes.stop(now, out)
         if not self._loads:
             return
-        self._link.retry(now)
-        self._shared.backlog_s = self._deadlines.known = None
-        loads = [load for load in self._loads.values() if self._planner.wants_plan(load)]
+        self.link.retry(now)
+        self.shared.backlog_s = self.deadlines.known = None
+        loads = [load for load in self._loads.values() if self.planner.wants_plan(load)]
         if len(loads) > 1:
             loads.sort(key=lambda load: (not load.is_stale, load.planned_at))
         for load in loads[:_PLANS]:
-            self._planner.refresh(load, now)
+            self.planner.refresh(load, now)
             if load.refused_s:
                 self._conclude(load, now, out)
         order = self._order()
         steps = (
-            self._decoding.decode, self._passes.look, self._passes.begin, self._decoding.redecode, self._fetching.fetch,
-            self._fetching.refine, self._repairs.begin,
+            self._decoding.decode, self.passes.look, self.passes.begin, self._decoding.redecode, self._fetching.fetch,
+            self._fetching.refine, self.repairs.begin,
         )  # fmt: skip
         for begin, load in product(steps, order):
             begin(load, now, out)
-        if self._lanes.is_free("prefill") and now - self._passes.reclaimed_at >= self._settings.replan_s:
-            self._passes.reclaimed_at = now
+        if self.lanes.is_free("prefill") and now - self.passes.reclaimed_at >= self._settings.replan_s:
+            self.passes.reclaimed_at = now
             for load in order:
-                self._passes.reclaim(load, now, out)
+                self.passes.reclaim(load, now, out)
         self._conclude_all(now, out)
-        self._passes.stop(now, out)
+        self.passes.stop(now, out)
         for load in self._loads.values():
-            load.fresh_until = self._planner.fresh_until(load, now)
-        self._deadlines.known = None
+            load.fresh_until = self.planner.fresh_until(load, now)
+        self.deadlines.known = None
 
     def _conclude_all(self, now: float, out: list[ev.Instruction]) -> None:
         """End loads that are over, in the order in which they are due."""
         over = [load for load in self._loads.values() if load.may_end]
-        for load in sorted(over, key=self._deadlines.rank) if len(over) > 1 else over:
+        for load in sorted(over, key=self.deadlines.rank) if len(over) > 1 else over:
             self._conclude(load, now, out)
 
     def _order(self) -> list[Load]:
         if len(self._loads) <= 1:
             return [*self._loads.values()]
-        order = sorted(self._loads.values(), key=self._deadlines.rank)
-        if self._shared.turns % _TURNS == _TURNS - 1:
-            late = [load for load in order if self._deadlines.rank(load)[0] and load.is_undecided]
+        order = sorted(self._loads.values(), key=self.deadlines.rank)
+        if self.shared.turns % _TURNS == _TURNS - 1:
+            late = [load for load in order if self.deadlines.rank(load)[0] and load.is_undecided]
             longest = min(late, key=lambda load: load.began, default=order[0])
             order.remove(longest)
             order.insert(0, longest)
@@ -167,38 +167,38 @@ class Dispatcher:
             out.append(ev.Fail(load.number, f"{doc.id(chunk)} cannot be made ready: {doc.troubles[chunk]}"))
         elif load.is_ready and not load.in_order.is_running and not self._becomes_better(load, now):
             for doc, chunk in [*load.having(REFINED)]:
-                self._shared.settle(doc, chunk)
+                self.shared.settle(doc, chunk)
             decisions = tuple(chain.from_iterable(doc.decisions() for doc in load.docs))
-            self._repairs.settle(load, now)
-            costs = self._shared.costs_of(load)
+            self.repairs.settle(load, now)
+            costs = self.shared.costs_of(load)
             closing_s = costs.closing_s(load.prompt_tokens)
-            verdict = load.goal.verdict(now - load.asked_at + self._lanes.left_s("prefill", now) + closing_s)
+            verdict = load.goal.verdict(now - load.asked_at + self.lanes.left_s("prefill", now) + closing_s)
             self.end(load, now, out)
             repair_s = costs.repair_s(load.prompt_tokens) / costs.repair_scale
-            self._lanes.close(Job("closing", load.number, -1, (), now, closing_s, repair_s=repair_s))
+            self.lanes.close(Job("closing", load.number, -1, (), now, closing_s, repair_s=repair_s))
             out.append(ev.Finish(load.number, decisions, verdict, load.repair_share, load.front()))
 
     def _becomes_better(self, load: Load, now: float) -> bool:
         """Whether it is worth waiting for refinements."""
-        if load.goal.objective != "quality" or now >= self._deadlines.handover_at(load):
+        if load.goal.objective != "quality" or now >= self.deadlines.handover_at(load):
             return False
         if load.is_refining or load.is_looking:
             return True
         if now > load.planned_at and not load.refine:
-            self._planner.plan(load, now)
-        if load.refine or self._passes.can_look(load, now):
+            self.planner.plan(load, now)
+        if load.refine or self.passes.can_look(load, now):
             return True
         if load.wants_look and load.plan and load.plan.looks:  # there is no time for that: it becomes better without
             load.wants_look = False
-            self._planner.plan(load, now)
+            self.planner.plan(load, now)
         return bool(load.refine)
 
     def end(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Take a load out: its fetches are cancelled and its bytes forgotten."""
         for doc, chunk in load.having(FETCHING, REFINING):
-            self._link.drop(doc.id(chunk), now)
+            self.link.drop(doc.id(chunk), now)
             out.append(ev.Cancel(doc.id(chunk), "nobody waits for it any more"))
         for at in np.flatnonzero(load.table.look("held")).tolist() if load.table.held_total else ():
-            self._shared.release(*load.place(at), out)
+            self.shared.release(*load.place(at), out)
         del self._loads[load.number]
-        self._deadlines.known = None
+        self.deadlines.known = None

@@ -5,17 +5,17 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller.chunk_table import FETCHING, PLANNED, READY, REFINING
-from kvwire.controller.snapshot import SLOWEST
-from kvwire.controller.window import SPARE
+from .chunk_table import FETCHING, PLANNED, READY, REFINING
+from .snapshot import SLOWEST
+from .window import SPARE
 
 if TYPE_CHECKING:
-    from kvwire.controller import events as ev
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.load import Load
-    from kvwire.controller.planning import Planner
-    from kvwire.controller.resources import Resources
-    from kvwire.controller.window import Window
+    from . import events as ev
+    from .deadlines import Deadlines
+    from .load import Load
+    from .planning import Planner
+    from .resources import Resources
+    from .window import Window
 
 
 class Fetching:
@@ -24,8 +24,8 @@ class Fetching:
     def __init__(self, shared: Resources, deadlines: Deadlines, window: Window, planner: Planner) -> None:
         """Start idle."""
         self._shared, self._deadlines, self._window, self._planner = shared, deadlines, window, planner
-        self._estimates, self._settings, self._loads = shared.estimates, shared.settings, shared.loads
-        self._policy, self._link, self._lanes = shared.policy, shared.link, shared.lanes
+        self._settings, self._loads = shared.settings, shared.loads
+        self._policy, self._link = shared.policy, shared.link
 
     def fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the fetches that the plan wants next; several at a time where many are open and nobody is in a hurry."""

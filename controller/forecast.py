@@ -1,6 +1,6 @@
 """When the first token comes, for every uniform level and every meeting point at once.
 
-The model of a load that planning uses; ``a twin in the tests plays the same model event by event.
+The model of a load that planning uses; a twin in the tests plays the same model event by event.
 
 * The link delivers one thing after another: what others ask for first, open requests, chunks that must be fetched, then
   the others from the back of the prompt. Recomputation takes the rest, from the front (Cake, arXiv 2410.03065). What is
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvwire.controller.snapshot import NOTHING_MORE, SLOWEST
+from .snapshot import NOTHING_MORE, SLOWEST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.controller.snapshot import Columns, Flags, Floats, Ints, PlanRequest
+    from .snapshot import Columns, Flags, Floats, Ints, PlanRequest
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.costs import CostModel
+    from .costs import CostModel
 
 _SOONER = 0.99  # what joining must bring the sum of ends down to: less is not worth what estimates are off
-_VAIN = 3  # joined passes in a row that an engine could not run; after these it is asked for none for a while
-_VAIN_S = 30.0
 _MOST_PADDED = 32768
 """Tokens of all rows together, padding and what stands before them included: their caches lie in memory twice."""
 

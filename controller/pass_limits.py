@@ -5,16 +5,16 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller.deadlines import DOUBT, SLOWEST_PASS
-from kvwire.controller.lanes import OVERDUE
-from kvwire.controller.snapshot import SLOWEST
+from .deadlines import DOUBT, SLOWEST_PASS
+from .lanes import OVERDUE
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.lanes import Job
-    from kvwire.controller.load import Load
-    from kvwire.controller.resources import Resources
+    from .costs import CostModel
+    from .deadlines import Deadlines
+    from .lanes import Job
+    from .load import Load
+    from .resources import Resources
 
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost

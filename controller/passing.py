@@ -6,22 +6,23 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ARRIVED, FETCHING
-from kvwire.controller.joining import WaitingPass, joined
-from kvwire.controller.lanes import Job, check_seconds
 from kvwire.errors import ArgumentError
+
+from . import events as ev
+from .chunk_table import ARRIVED, FETCHING
+from .joining import WaitingPass, joined
+from .lanes import Job, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.fetching import Fetching
-    from kvwire.controller.load import Load
-    from kvwire.controller.pass_limits import PassLimits
-    from kvwire.controller.planning import Planner
-    from kvwire.controller.resources import Resources
+    from .deadlines import Deadlines
+    from .document_state import DocumentState
+    from .fetching import Fetching
+    from .load import Load
+    from .pass_limits import PassLimits
+    from .planning import Planner
+    from .resources import Resources
 
 _LOOK = 0.5  # share of the time until a load is handed over that a look may take
 _MAX_FAILED_JOINS = (

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.forecast import Timeline, prefill_s, unfetched_s
-from kvwire.controller.refining import Refining, raised_within
-from kvwire.controller.snapshot import RECOMPUTE, Plan
+from .forecast import Timeline, prefill_s, unfetched_s
+from .refining import Refining, raised_within
+from .snapshot import RECOMPUTE, Plan
 
 if TYPE_CHECKING:
-    from kvwire.controller.snapshot import Flags, Ints, PlanRequest, UpgradeCandidates
+    from .snapshot import Flags, Ints, PlanRequest, UpgradeCandidates
 
 
 _AS_GOOD = 1.001

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import FAILED, PLANNED
-from kvwire.controller.repair import rows_of
-from kvwire.controller.snapshot import RECOMPUTE, Columns, CommittedWork, PlanRequest
+from .chunk_table import FAILED, PLANNED
+from .repair import rows_of
+from .snapshot import RECOMPUTE, Columns, CommittedWork, PlanRequest
 
 if TYPE_CHECKING:
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.load import Load
-    from kvwire.controller.pass_limits import PassLimits
-    from kvwire.controller.repairing import Repairs
-    from kvwire.controller.resources import Resources
-    from kvwire.controller.snapshot import Plan
-    from kvwire.controller.window import Window
+    from .deadlines import Deadlines
+    from .document_state import DocumentState
+    from .load import Load
+    from .pass_limits import PassLimits
+    from .repairing import Repairs
+    from .resources import Resources
+    from .snapshot import Plan
+    from .window import Window
 
 
 _MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
-_CONFIRMED = 2  # plans that the next ones only confirm are used for up to 2 to that power times as long
+_MOST_DOUBLINGS = 2  # plans that the next ones only confirm are used for up to 2 to that power times as long
 _NEAR = 0.02  # share by which a link's estimate may change and nothing has changed
-_URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
+_URGENT_COST, _USUAL_COST = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
 _SURELY = 0.95  # share of a plan's time below which another one is worth taking: what hides is expected, and not sure
 
 
@@ -84,17 +84,17 @@ class Planner:
             return 1.0
         if not (load.waiting or load.refine) and (load.may_refine or (load.table.counts[PLANNED] and not load.passes)):
             return 1.0  # coarse levels came first, and it is the others' turn
-        return float(1 << min(load.confirmed, _CONFIRMED))
+        return float(1 << min(load.confirmed, _MOST_DOUBLINGS))
 
     def _least_pause_s(self, load: Load, now: float) -> float:
         settings = self._settings
         cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[PLANNED]
         if load.is_stale:
-            return min(_URGENT * cost_s, settings.replan_s)
+            return min(_URGENT_COST * cost_s, settings.replan_s)
         if not load.waiting and not load.refine and self._window.is_open():
             return settings.replan_s  # the link might have something to do
         # Near a deadline every decision counts.
-        pause_s = min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM)
+        pause_s = min(_USUAL_COST * cost_s * len(self._loads), max(0.0, load.due - now) / _USUAL_COST)
         return max(settings.replan_s, pause_s)
 
     def fresh_until(self, load: Load, now: float) -> float:
@@ -133,18 +133,18 @@ class Planner:
         load.planned_for = self._link.bandwidth, self._link.bandwidth_low
         # Finer levels that may still come keep jobs beside the link waiting.
         hides = load.due < inf and load.goal.objective != "quality" and not load.in_order.documents
-        load.hidden_s = self._repairs.overlapped_s(load, plan) if hides else 0.0
+        load.overlapped_s = self._repairs.overlapped_s(load, plan) if hides else 0.0
         if load.first_s is None and load.is_known:
             self._admit(load, plan, now)
 
     def _admit(self, load: Load, first: Plan, now: float) -> None:
         """Admit a load with its first plan, or refuse it where its goal says so and it would be late."""
-        hidden_s = self._repairs.overlapped_s(load, first)
-        load.first_s = now - load.asked_at + first.finish_s - hidden_s
+        overlapped_s = self._repairs.overlapped_s(load, first)
+        load.first_s = now - load.asked_at + first.finish_s - overlapped_s
         load.came, load.asked_floor_s = now, load.floor_s
         if load.due < inf and load.goal.on_late == "refuse" and self._estimates.bandwidth.error < _VAGUE:
             # Those that go first give their quality back where that keeps this one's deadline.
-            soonest_s = min(first.finish_s - hidden_s, self._deadlines.floors_s(load, now))
+            soonest_s = min(first.finish_s - overlapped_s, self._deadlines.floors_s(load, now))
             margin_s = _MARGIN * (load.due - load.asked_at) + self._deadlines.contention_s(load)
             load.refused_s = max(0.0, now + soonest_s + margin_s - load.due)
         if not load.refused_s:

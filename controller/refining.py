@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvwire.controller.forecast import decode_s, unfetched_s, wire_s
-from kvwire.controller.snapshot import SLOWEST
+from .forecast import decode_s, unfetched_s, wire_s
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller.costs import DecodeCost
-    from kvwire.controller.snapshot import Floats, Ints, PlanRequest, UpgradeCandidates
+    from .costs import DecodeCost
+    from .snapshot import Floats, Ints, PlanRequest, UpgradeCandidates
 
 _INSTANT_S = 1e-12
 

@@ -8,24 +8,25 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import READY
-from kvwire.controller.coding import coding_options, finest_bytes
-from kvwire.controller.lanes import Job
-from kvwire.controller.repair import beside_link, expected_rows
-from kvwire.controller.snapshot import RECOMPUTE, SLOWEST, RepairRule
 from kvwire.errors import ArgumentError
+
+from . import events as ev
+from .chunk_table import READY
+from .coding import coding_options, finest_bytes
+from .lanes import Job
+from .repair import beside_link, expected_rows
+from .snapshot import RECOMPUTE, SLOWEST, RepairRule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.load import Load
-    from kvwire.controller.repair import RepairOption
-    from kvwire.controller.resources import Resources
-    from kvwire.controller.snapshot import Plan
+    from .costs import CostModel
+    from .deadlines import Deadlines
+    from .document_state import DocumentState
+    from .load import Load
+    from .repair import RepairOption
+    from .resources import Resources
+    from .snapshot import Plan
 
 _READY = bytes((READY,))
 

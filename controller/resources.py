@@ -6,21 +6,21 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import READY, RECOMPUTING, ChunkState
-from kvwire.controller.costs import DecodeCost, busiest
-from kvwire.controller.inflight import InflightFetch, Link
-from kvwire.controller.lanes import ComputeLanes, Job
+from . import events as ev
+from .chunk_table import READY, RECOMPUTING, ChunkState
+from .costs import DecodeCost, busiest
+from .inflight import InflightFetch, Link
+from .lanes import ComputeLanes, Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.estimates import Estimates
-    from kvwire.controller.load import Load, Place
-    from kvwire.controller.settings import ControllerSettings
-    from kvwire.controller.snapshot import Policy
+    from .costs import CostModel
+    from .document_state import DocumentState
+    from .estimates import Estimates
+    from .load import Load, Place
+    from .settings import ControllerSettings
+    from .snapshot import Policy
 
 
 class Resources:

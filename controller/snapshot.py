@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from kvwire.controller.costs import DecodeCost
+from .costs import DecodeCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.settings import Goal
+    from .costs import CostModel
+    from .settings import Goal
 
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float64]

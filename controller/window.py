@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller.chunk_table import PLANNED
-from kvwire.controller.snapshot import SLOWEST
+from .chunk_table import PLANNED
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller.deadlines import Deadlines
-    from kvwire.controller.resources import Resources
     from kvwire.types import ChunkId
+
+    from .deadlines import Deadlines
+    from .resources import Resources
 
 SPARE = 16
 """Fetches are opened when one of so many is over, not for each alone."""
@@ -26,7 +27,7 @@ class Window:
         """Start idle."""
         self._shared, self._deadlines = shared, deadlines
         self._estimates, self._settings, self._loads = shared.estimates, shared.settings, shared.loads
-        self._policy, self._link, self._lanes = shared.policy, shared.link, shared.lanes
+        self._link = shared.link
 
     @property
     def can_fetch(self) -> bool:

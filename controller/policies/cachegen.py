@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.forecast import Timeline, prefill_s
-from kvwire.controller.policies.sequential import sequential_plan
-from kvwire.controller.snapshot import RECOMPUTE, SLOWEST
+from ..forecast import Timeline, prefill_s
+from ..snapshot import RECOMPUTE, SLOWEST
+from .sequential import sequential_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.controller.snapshot import Floats, Ints, Plan, PlanRequest
+    from ..snapshot import Floats, Ints, Plan, PlanRequest
 
 STRETCH_TOKENS = 1536
 """The paper's chunks; several of ours make one."""

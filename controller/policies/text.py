@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.sequential import sequential_plan
-from kvwire.controller.snapshot import RECOMPUTE
+from ..snapshot import RECOMPUTE
+from .sequential import sequential_plan
 
 if TYPE_CHECKING:
-    from kvwire.controller.snapshot import Plan, PlanRequest
+    from ..snapshot import Plan, PlanRequest
 
 
 @dataclass(frozen=True)
