@@ -15,18 +15,20 @@ import argparse
 import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 from controller_traces import GIVEN_UP_S, LENGTHS, MACHINES, RTT_S, Case, cases
 from measure import RESULTS, SHARED, table, write_json
 
 from kvwire.controller import Controller, Goal
-from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.estimators import BandwidthEstimator
+from kvwire.controller.pass_limits import PassLimits
 from kvwire.controller.policies import Adaptive
 from kvwire.controller.simulator import (
     LoadArrival,
@@ -44,13 +46,8 @@ from kvwire.controller.simulator import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.controller import ControllerSettings
     from kvwire.controller import events as ev
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.estimates import Estimates
-    from kvwire.controller.load import Load
-    from kvwire.controller.policies import Policy
-    from kvwire.controller.policies.base import Plan, PlanRequest
+    from kvwire.controller.snapshot import Plan, PlanRequest
     from kvwire.types.rates import RateTrace
 
 Half = Literal["chosen on", "held against"]
@@ -113,21 +110,8 @@ class Uninsured:
         return Adaptive().plan(replace(request, risk=0.0))
 
 
-class Uncut(Dispatcher):
-    """Cuts no pass short."""
-
-    def _pass_limit_s(self, _load: Load, _costs: CostModel, _now: float) -> float:
-        return inf
-
-
 class Told(Controller):
-    """A controller that tells a known link what time it is, and cuts passes or does not."""
-
-    def __init__(self, estimates: Estimates, settings: ControllerSettings, policy: Policy, *, uncut: bool) -> None:
-        """Take estimates, settings and a policy."""
-        super().__init__(estimates, settings, policy)
-        if uncut:
-            self._dispatch = Uncut(estimates, settings, policy, self._loads)
+    """A controller that tells a known link what time it is."""
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Handle, the time told."""
@@ -145,14 +129,15 @@ def without(scenario: Scenario, causes: frozenset[str]) -> Scored:
     if "link" in causes:
         estimates.bandwidth = KnownLink(scenario.rate, begin + (scenario.goal.deadline_s or 0.0))
     policy = Uninsured() if "insurance" in causes else Adaptive()
-    controller = Told(estimates, settings, policy, uncut="passes" in causes)
+    controller = Told(estimates, settings, policy)
     steering = Steering() if "steering" in causes else scenario.machine.steering
     world = World(
         controller, scenario.rate, scenario.costs, rtt_s=scenario.rtt_s, steering=steering, workers=settings.workers,
         seed=scenario.seed,
     )  # fmt: skip
     arrival = LoadArrival(begin, scenario.documents, scenario.goal, scenario.query_tokens, leaves_s=scenario.leaves_s)
-    (outcome,) = world.run([arrival])
+    with patch.object(PassLimits, "limit_s", lambda *_: inf) if "passes" in causes else nullcontext():
+        (outcome,) = world.run([arrival])
     return Scored(scenario.goal, replace(outcome, spans=(), decisions=()), scenario.bounds[0])
 
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvwire.controller.documents import UNMEASURED
-from kvwire.controller.policies.base import Columns, UpgradeCandidates
+from .documents import UNMEASURED
+from .snapshot import Columns, UpgradeCandidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.policies.base import Flags, Floats, Ints
-    from kvwire.controller.settings import Goal
+    from .documents import DocumentPlanInput
+    from .settings import Goal
+    from .snapshot import Flags, Floats, Ints
 
 
 T = TypeVar("T", bound=float)

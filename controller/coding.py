@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import RECOMPUTING, VALID
-from kvwire.controller.policies.base import SLOWEST
+from .chunk_table import RECOMPUTING, VALID
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller.chunk_table import ChunkTable
-    from kvwire.controller.costs import DecodeCost
-    from kvwire.controller.settings import Goal
+    from .chunk_table import ChunkTable
+    from .costs import DecodeCost
+    from .settings import Goal
 
 
 def coding_options(

@@ -9,24 +9,26 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ARRIVED, FETCHING, READY, REDECODING, REFINED, REFINING, ChunkState
-from kvwire.controller.dispatch import Dispatcher
-from kvwire.controller.lanes import check_seconds
-from kvwire.controller.limits import SPARE
-from kvwire.controller.load import Load
-from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
+
+from . import events as ev
+from .chunk_table import ARRIVED, FETCHING, READY, REDECODING, REFINED, REFINING, ChunkState
+from .dispatch import Dispatcher
+from .lanes import check_seconds
+from .load import Load
+from .plan import Adaptive
+from .window import SPARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.estimates import Estimates
-    from kvwire.controller.policies.base import Policy
-    from kvwire.controller.settings import ControllerSettings
     from kvwire.types import ChunkId
+
+    from .document_state import DocumentState
+    from .documents import DocumentPlanInput
+    from .estimates import Estimates
+    from .settings import ControllerSettings
+    from .snapshot import Policy
 
 _FETCHED = bytes((FETCHING, REFINING))
 
@@ -85,13 +87,13 @@ class Controller:
     @property
     def held_bytes(self) -> int:
         """Bytes that were asked for, have arrived or are kept, over all loads."""
-        return self._dispatch.held
+        return self._dispatch.shared.held
 
     @property
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
         # What bytes let begin waits for what they bring, which mostly comes at the same instant.
-        begins = self._is_news or (self._came and not self._is_full and self._dispatch.can_fetch)
+        begins = self._is_news or (self._came and not self._is_full and self._dispatch.window.can_fetch)
         return self._now if begins else self._next_wake()
 
     def _next_wake(self) -> float:
@@ -124,7 +126,7 @@ class Controller:
         out: list[ev.Instruction] = []
         # Taking in comes first: it raises before it changes anything.
         acts = self._take(event, now, out)
-        self._dispatch.known_costs.clear()
+        self._dispatch.shared.known_costs.clear()
         if acts:
             self._came = self._is_news = self._is_full = False
             self._wakes = None
@@ -144,7 +146,7 @@ class Controller:
             case ev.ChunkArrived():
                 return self._arrived(event.chunk, event.level, event.trouble, now, out)
             case ev.TransferProgress():
-                self._is_news |= self._dispatch.progress(event.bytes, event.started, event.ended, event.chunk)
+                self._is_news |= self._dispatch.window.progress(event.bytes, event.started, event.ended, event.chunk)
                 self._came, self._is_full = True, False
                 return False
             case ev.FirstByte():
@@ -170,7 +172,7 @@ class Controller:
             case ev.RecomputeInterrupted(chunks, seconds):
                 self._interrupted(chunks, seconds, now)
             case ev.RecomputedTogether():
-                self._dispatch.recomputed_together(event, now)
+                self._dispatch.passes.ended_together(event, now)
             case ev.PrefixComputed(load, document, seconds):
                 self._prefix_computed(load, document, seconds, now)
             case ev.PrefixFailed(load, document, reason):
@@ -179,9 +181,9 @@ class Controller:
                 self._looked(load, attention, seconds, now)
             case ev.RepairDone(load, seconds=seconds):
                 check_seconds(seconds)
-                self._dispatch.repaired(event, self._load(load), now)
+                self._dispatch.repairs.ended(event, self._load(load), now)
             case ev.Tick():
-                self._dispatch.watch(now)
+                self._dispatch.window.watch(now)
             case ev.DriverPaused(seconds):
                 check_seconds(seconds)
                 self._dispatch.link.paused(seconds, now)
@@ -222,10 +224,10 @@ class Controller:
     def _index(self, number: int, document: int, variants: tuple[DocumentPlanInput, ...], now: float) -> bool:
         load = self._load(number)
         if load:
-            self._dispatch.add(load, load.add(document, variants, now), now)
+            self._dispatch.planner.add(load, load.add(document, variants, now), now)
             self._is_full, self._wakes = False, None
         # What can be done with a document is known once a plan names it.
-        return load is not None and (load.is_known or self._dispatch.is_due(load, now))
+        return load is not None and (load.is_known or self._dispatch.planner.is_due(load, now))
 
     def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is whose fetch is over; None where nobody cares any more."""
@@ -265,7 +267,7 @@ class Controller:
                 return self._fetch_failed(chunk, trouble or f"only level {level} is there", now)
             doc.note(chunk.chunk, trouble)
             table.top[at] = level
-            self._dispatch.hold(doc, chunk.chunk, doc.size(chunk.chunk, level))
+            self._dispatch.shared.hold(doc, chunk.chunk, doc.size(chunk.chunk, level))
         self._dispatch.link.arrived(chunk, now)
         doc.failures = 0
         table.level[at] = level
@@ -286,7 +288,7 @@ class Controller:
         load.is_stale = True
         if doc.table.state[doc.start + chunk.chunk] == REFINING:
             doc.note(chunk.chunk, f"refinement failed: {reason}")
-            self._dispatch.settle(doc, chunk.chunk)
+            self._dispatch.shared.settle(doc, chunk.chunk)
             return True
         self._lose(load, doc, chunk.chunk, f"fetch failed: {reason}")
         doc.failures += 1
@@ -297,7 +299,7 @@ class Controller:
     def _lose(self, load: Load, doc: DocumentState, chunk: int, trouble: str) -> None:
         """Lose what was or should have been fetched for a chunk."""
         doc.lose(chunk, trouble, fetch=True)
-        self._dispatch.hold(doc, chunk, 0)
+        self._dispatch.shared.hold(doc, chunk, 0)
         load.is_stale = True
         load.fallbacks += bool(doc.table.can_text[doc.start + chunk])
 
@@ -337,7 +339,7 @@ class Controller:
                 return
             table.level[at] = table.top[at] = level
         table.move(at, READY)  # it ran, so that it may
-        self._dispatch.keep_or_release(load, doc, chunk, out)
+        self._dispatch.shared.keep_or_release(load, doc, chunk, out)
 
     def _spoilt(self, load: Load, doc: DocumentState, chunk: int, trouble: str, out: list[ev.Instruction]) -> None:
         """Take in that what came of a chunk cannot be decoded."""
@@ -347,7 +349,7 @@ class Controller:
             doc.note(chunk, f"refinement cannot be decoded: {trouble}")
             doc.move(chunk, ARRIVED)
             table.level[at] = table.top[at] = level = table.valid_level[at]
-            self._dispatch.hold(doc, chunk, doc.size(chunk, level))
+            self._dispatch.shared.hold(doc, chunk, doc.size(chunk, level))
         else:
             self._lose(load, doc, chunk, f"decode failed: {trouble}")
             out.append(ev.Release(doc.id(chunk)))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvwire.controller.chunk_table import FAILED, PLANNED, VALID_BYTES, ChunkState, ChunkTable
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
+
+from .chunk_table import FAILED, PLANNED, VALID_BYTES, ChunkState, ChunkTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.documents import DocumentPlanInput
+    from .documents import DocumentPlanInput
 
 
 class DocumentState:

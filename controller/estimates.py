@@ -6,10 +6,12 @@ import pickle
 from math import exp2, isfinite
 from typing import TYPE_CHECKING, Self
 
-from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
-from kvwire.controller.estimators import BandwidthEstimator, TtfbEstimator
-from kvwire.controller.horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
-from kvwire.controller.learning import (
+from kvwire.errors import ArgumentError, CorruptError
+
+from .costs import CostModel, DecodeCost, PrefillCost
+from .estimators import BandwidthEstimator, TtfbEstimator
+from .horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
+from .learning import (
     MOST_KNOWN,
     ClosingEstimator,
     DecodeEstimator,
@@ -17,10 +19,9 @@ from kvwire.controller.learning import (
     PrefillEstimator,
     RepairEstimator,
 )
-from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
-    from kvwire.controller.estimators import BandwidthSettings
+    from .estimators import BandwidthSettings
 
 STATE_VERSION = 1
 _AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now

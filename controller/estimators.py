@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from math import exp, exp2, inf, log
 from statistics import median
 
-from kvwire.controller.horizons import HorizonErrors
 from kvwire.errors import ArgumentError
+
+from .horizons import HorizonErrors
 
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten

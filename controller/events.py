@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.repair import RepairOption
-    from kvwire.controller.settings import Goal
     from kvwire.types import ChunkId, Decision
+
+    from .documents import DocumentPlanInput
+    from .repair import RepairOption
+    from .settings import Goal
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.controller.estimates import Estimates
     from kvwire.types import ChunkId
+
+    from .estimates import Estimates
 
 _SLOWEST = 1.0  # bytes per second
 _MOST_DOUBLINGS = 6

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.costs import DecodeCost, PrefillCost
-from kvwire.controller.estimators import RecentMedian
 from kvwire.errors import ArgumentError
+
+from .costs import DecodeCost, PrefillCost
+from .estimators import RecentMedian
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

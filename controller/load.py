@@ -12,28 +12,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
-from kvwire.controller.document_state import DocumentState
-from kvwire.controller.passes import WantedPasses
-from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
-from kvwire.controller.policies.timeline import floor_s
-from kvwire.controller.repair import RepairProgress
 from kvwire.errors import ArgumentError
+
+from .chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
+from .document_state import DocumentState
+from .forecast import floor_s, prefill_s
+from .passes import WantedPasses
+from .repair import RepairProgress
+from .snapshot import RECOMPUTE, PlanRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.events import LoadRequested
-    from kvwire.controller.lanes import Job
-    from kvwire.controller.policies.base import Plan
     from kvwire.types import ChunkId
+
+    from .costs import CostModel
+    from .documents import DocumentPlanInput
+    from .events import LoadRequested
+    from .lanes import Job
+    from .snapshot import Plan
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
-_GROWN = 1.25
-_HARDLY = 0.75  # share of chunks that nothing was begun for, so that everything can still be planned otherwise
+_REPLAN_GROWTH = 1.25  # times as many documents, after which a plan is made anew
+_MIN_UNSTARTED_SHARE = 0.75  # of chunks, so that everything can still be planned otherwise
 _UNSEEN = 0.1  # what a chunk that the question does not look at counts: an answer may look elsewhere
 
 
@@ -52,7 +54,7 @@ class Load:
         prompt_tokens: Of these.
         table: Their chunks.
         plan: The latest.
-        spare_s: Seconds of it that repair takes and could do without.
+        optional_repair_s: Seconds of it that repair takes and could do without.
         plan_bytes: Of it, still to be asked for.
         floor_s: Seconds that its open chunks need at the quality floor, by what the plan knew.
         planned_at: When that was made.
@@ -65,8 +67,6 @@ class Load:
         refine: Places of chunks that become better, and up to which level, next one first.
         waits_until: Instant until which the decode lane waits for a finer level that is about to come; infinite where
             it does not.
-        gathers_until: Instant until which what came waits for others to be decoded beside it; infinite where it does
-            not.
         passes: Forward passes that the plan wants.
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
@@ -78,7 +78,7 @@ class Load:
         wants_look: Its question could be run before the prompt is complete, and has not been.
         is_looking: It runs.
         joins: Its passes may be rows of a joined one.
-        hidden_s: Of what its plan has at its end, seconds that are done beside the link.
+        overlapped_s: Of what its plan has at its end, seconds that are done beside the link.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
 
@@ -114,7 +114,7 @@ class Load:
         self.table = ChunkTable()
         self.plan: Plan | None = None
         self.plan_bytes = 0
-        self.spare_s = 0.0
+        self.optional_repair_s = 0.0
         self.floor_s, self._floor_chunks = 0.0, 0
         self.planned_at = -inf
         self._planned_docs = 0
@@ -125,11 +125,11 @@ class Load:
         self.waiting: deque[tuple[int, int]] = deque()
         self.passes = WantedPasses(self.table)
         self.refine: deque[tuple[int, int]] = deque()
-        self.waits_until = self.gathers_until = inf
+        self.waits_until = inf
         self.compute_s = 0.0
         self.fallbacks = 0
         self.joins = True
-        self.hidden_s = 0.0
+        self.overlapped_s = 0.0
         self.has_prefix = False
         self._upgraded: set[int] = set()
         self._open = self._refinable = np.zeros(0, np.int64)
@@ -152,7 +152,7 @@ class Load:
         # As documents come one by one, plans are made anew when there are a quarter more, and when all are known.
         if self.is_known:
             self.planned_at = -inf
-        if self.is_known or len(self.docs) >= _GROWN * self._planned_docs:
+        if self.is_known or len(self.docs) >= _REPLAN_GROWTH * self._planned_docs:
             self.is_stale = True
         self.known_since = min(self.known_since, now)
         return doc
@@ -338,15 +338,16 @@ class Load:
         """Whether plans may count on a look: it was planned before, or hardly anything is begun."""
         if not self.wants_look:
             return False
-        return bool(self.plan and self.plan.looks) or self.table.counts[PLANNED] >= _HARDLY * len(self.table)
+        least = _MIN_UNSTARTED_SHARE * len(self.table)
+        return bool(self.plan and self.plan.looks) or self.table.counts[PLANNED] >= least
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last."""
         self.plan, self.plan_bytes, self.planned_at = plan, plan.bytes, now
-        self.spare_s = 0.0
+        self.optional_repair_s = 0.0
         if self.repair and self.repair_share > self.repair.least:
             least_s = self.closing_s(request.costs, self.repair.least)
-            self.spare_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
+            self.optional_repair_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
         self.is_stale, self._planned_docs = False, len(self.docs)
         recomputed, levels = plan.levels == RECOMPUTE, plan.levels
         if request.chunks.floor is not None:  # whatever the policy says

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import PLANNED
+from .chunk_table import PLANNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.chunk_table import ChunkTable
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.document_state import DocumentState
+    from .chunk_table import ChunkTable
+    from .costs import CostModel
+    from .document_state import DocumentState
 
 
 class WantedPasses:

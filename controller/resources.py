@@ -1,30 +1,33 @@
-"""What all loads share: the link, the lanes, and the bytes that are held; and what begins on them."""
+"""What all loads share: the link, the lanes, and the bytes that are held; every job and fetch starts here."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import READY, RECOMPUTING, ChunkState
-from kvwire.controller.costs import DecodeCost, busiest
-from kvwire.controller.inflight import InflightFetch, Link
-from kvwire.controller.lanes import ComputeLanes, Job
+from . import events as ev
+from .chunk_table import READY, RECOMPUTING, ChunkState
+from .costs import DecodeCost, busiest
+from .inflight import InflightFetch, Link
+from .lanes import ComputeLanes, Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.estimates import Estimates
-    from kvwire.controller.load import Load, Place
-    from kvwire.controller.settings import ControllerSettings
+    from .costs import CostModel
+    from .document_state import DocumentState
+    from .estimates import Estimates
+    from .load import Load, Place
+    from .settings import ControllerSettings
+    from .snapshot import Policy
 
 
 class Resources:
     """One link, two lanes and a bound on bytes.
 
     Attributes:
+        now: Of the event that is taken in.
         held: Bytes asked for, arrived or kept.
         turns: Things begun so far.
         backlog_s: Seconds of decoding for what has arrived, and seconds beyond that where nothing else comes; None
@@ -32,15 +35,18 @@ class Resources:
         last_decode: What decoding a chunk alone costs beyond ``costs_among_many``, which brings it up to date.
     """
 
-    def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
+    def __init__(
+        self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
+    ) -> None:
         """Start idle."""
-        self._estimates, self._settings, self._loads = estimates, settings, loads
+        self.estimates, self.settings, self.policy, self.loads = estimates, settings, policy, loads
         self.link = Link(estimates, settings.stall_s)
         self.lanes = ComputeLanes(settings.workers)
         self._alone: CostModel | None = None
         self._among_many = estimates.costs()
-        self._shared = self.last_decode = DecodeCost(0.0, 0.0)
+        self._shared_cost = self.last_decode = DecodeCost(0.0, 0.0)
         self._decode_cost: DecodeCost | None = None  # of which these are
+        self.now = -inf
         self.held = 0
         self.turns = 0
         self.backlog_s: tuple[float, float] | None = None
@@ -80,38 +86,38 @@ class Resources:
 
     def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
         """Forget what is only kept for refinements, as far as that is needed."""
-        if self.held + size <= self._settings.memory_bytes:
+        if self.held + size <= self.settings.memory_bytes:
             return True
-        others = [each for each in self._loads.values() if each is not load]
+        others = [each for each in self.loads.values() if each is not load]
         for each in (*sorted(others, key=lambda other: -other.due), load):
             for doc, chunk in each.having(READY):
-                if self.held + size <= self._settings.memory_bytes:
+                if self.held + size <= self.settings.memory_bytes:
                     return True
                 self.release(doc, chunk, out)
-        return self.held + size <= self._settings.memory_bytes
+        return self.held + size <= self.settings.memory_bytes
 
     def costs_of(self, load: Load) -> CostModel:
         """What computing costs for a load, by what is known now."""
         tokens = load.query_tokens
         base = self.known_costs.get(tokens)
         if base is None:
-            base = self.known_costs[tokens] = self._estimates.costs(tokens)
+            base = self.known_costs[tokens] = self.estimates.costs(tokens)
         return load.costs(base) if load.repair_share else base
 
     def costs_among_many(self, load: Load) -> CostModel:
         """``costs_of`` with what decoding costs for a chunk of many, which share batches and threads."""
-        costs, shared = self.costs_of(load), self._shared_decode()
+        costs, shared = self.costs_of(load), self.shared_decode()
         if self._alone is not costs:
             self._alone, self._among_many = costs, replace(costs, decode=shared)
         return self._among_many
 
-    def _shared_decode(self) -> DecodeCost:
+    def shared_decode(self) -> DecodeCost:
         """What decoding a chunk of many costs; brings ``last_decode`` up to date."""
-        cost, settings = self._estimates.decode.cost, self._settings
+        cost, settings = self.estimates.decode.cost, self.settings
         if self._decode_cost is not cost:
-            self._decode_cost, self._shared = cost, cost.shared(settings.decode_batch, settings.decode_threads)
-            self.last_decode = cost.beyond(self._shared)
-        return self._shared
+            self._decode_cost, self._shared_cost = cost, cost.shared(settings.decode_batch, settings.decode_threads)
+            self.last_decode = cost.beyond(self._shared_cost)
+        return self._shared_cost
 
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
@@ -123,7 +129,7 @@ class Resources:
         size = whole - table.sizes[first - 1][at] if first else whole
         table.level[at] = level
         self.held += table.hold(at, whole)
-        work_s = self._shared_decode().seconds(tokens, whole)
+        work_s = self.shared_decode().seconds(tokens, whole)
         self.link.ask(InflightFetch(name, size, size, now, until, work_s, self.last_decode.seconds(tokens, whole)))
         load.began = self.turn()
         out.append(ev.Fetch(name, first, level, size, doc.variant, until))
@@ -177,10 +183,29 @@ class Resources:
             table.move(at, then)
         levels = tuple(to or (table.level[at] for at in ats))
         chunks = [(table.tokens[at], table.sizes[level][at]) for at, level in zip(ats, levels, strict=True)]
-        tokens, size = busiest(chunks, self._settings.decode_threads)
+        tokens, size = busiest(chunks, self.settings.decode_threads)
         seconds = self.costs_of(load).decode.seconds(tokens, size)
         ids = tuple(doc.id(chunk) for doc, chunk in places)
         job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size, levels=levels)
         self.lanes.start("decode", job)
         load.began, self.backlog_s = self.turn(), None
         out.append(ev.Decode(ids, levels))
+
+    def decode_backlog_s(self, costs: CostModel) -> tuple[float, float]:
+        """Seconds of decoding for what has arrived, over all loads, and beyond that for batches that are not full.
+
+        Worked out once until that changes.
+        """
+        if self.backlog_s is not None:
+            return self.backlog_s
+        seconds, beyond_s, cost, settings = 0.0, 0.0, costs.decode, self.settings
+        for load in self.loads.values():
+            count, tokens, size = load.table.arrived()
+            seconds += cost.apart(count, tokens, size)
+            last = count % settings.decode_batch
+            if last:
+                rounds = -(-last // settings.decode_threads)
+                batch_s = self.costs_of(load).decode.seconds(tokens * rounds // count, size * rounds // count)
+                beyond_s += max(0.0, batch_s - last * cost.seconds(tokens // count, size // count))
+        self.backlog_s = seconds, beyond_s
+        return self.backlog_s

@@ -5,8 +5,13 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.adaptive import Adaptive
-    from kvwire.controller.policies.base import (
+    from kvwire.controller.plan import Adaptive
+    from kvwire.controller.policies.cacheblend import CacheBlend
+    from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
+    from kvwire.controller.policies.fixed import Fixed
+    from kvwire.controller.policies.raw import Raw
+    from kvwire.controller.policies.text import TextOnly
+    from kvwire.controller.snapshot import (
         RECOMPUTE,
         Columns,
         CommittedWork,
@@ -16,11 +21,6 @@ if TYPE_CHECKING:
         RepairRule,
         UpgradeCandidates,
     )
-    from kvwire.controller.policies.cacheblend import CacheBlend
-    from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
-    from kvwire.controller.policies.fixed import Fixed
-    from kvwire.controller.policies.raw import Raw
-    from kvwire.controller.policies.text import TextOnly
 
 __all__ = [
     "RECOMPUTE",
@@ -44,8 +44,8 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.controller.policies.adaptive": ("Adaptive",),
-        "kvwire.controller.policies.base": (
+        "kvwire.controller.plan": ("Adaptive",),
+        "kvwire.controller.snapshot": (
             "Columns",
             "CommittedWork",
             "Plan",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.sequential import sequential_plan
+from .sequential import sequential_plan
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Plan, PlanRequest
+    from ..snapshot import Plan, PlanRequest
 
 LEAST_SHARE = 0.15
 """Of the rows, which the paper finds to be enough on all of its data sets."""

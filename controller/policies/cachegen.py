@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, prefill_s
-from kvwire.controller.policies.sequential import sequential_plan
-from kvwire.controller.policies.timeline import Timeline
+from ..forecast import Timeline, prefill_s
+from ..snapshot import RECOMPUTE, SLOWEST
+from .sequential import sequential_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.controller.policies.base import Floats, Ints, Plan, PlanRequest
+    from ..snapshot import Floats, Ints, Plan, PlanRequest
 
 STRETCH_TOKENS = 1536
 """The paper's chunks; several of ours make one."""

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.sequential import sequential_plan
 from kvwire.errors import ArgumentError
 
+from .sequential import sequential_plan
+
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Plan, PlanRequest
+    from ..snapshot import Plan, PlanRequest
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvwire.controller.policies.fixed import Fixed
+from .fixed import Fixed
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan, at_once_s, decode_s, last_s, prefill_s, wire_s
+from ..forecast import at_once_s, decode_s, last_s, prefill_s, wire_s
+from ..snapshot import RECOMPUTE, SLOWEST, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.policies.base import Ints, PlanRequest
+    from ..snapshot import Ints, PlanRequest
 
 
 def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE
-from kvwire.controller.policies.sequential import sequential_plan
+from ..snapshot import RECOMPUTE
+from .sequential import sequential_plan
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Plan, PlanRequest
+    from ..snapshot import Plan, PlanRequest
 
 
 @dataclass(frozen=True)

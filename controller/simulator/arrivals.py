@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.repair import RepairOption
-    from kvwire.controller.settings import Goal
+    from ..documents import DocumentPlanInput
+    from ..repair import RepairOption
+    from ..settings import Goal
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvwire.controller.policies import (
+from kvwire.errors import NotFoundError
+
+from ..policies import (
     Adaptive,
     CacheBlend,
     CacheGen,
@@ -14,11 +16,11 @@ from kvwire.controller.policies import (
     Raw,
     TextOnly,
 )
-from kvwire.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies import Policy
     from kvwire.types.rates import RateTrace
+
+    from ..policies import Policy
 
 _SIMPLE: dict[str, type[Policy]] = {
     "adaptive": Adaptive, "cachegen": CacheGen, "cachegen-timed": CacheGenTimed, "text": TextOnly, "raw": Raw,

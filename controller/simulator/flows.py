@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvwire.controller.events import Fetch
+    from ..events import Fetch
 
 DONE_BYTES = 0.5
 """An answer with less to come is here: rounding leaves so much."""

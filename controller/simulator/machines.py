@@ -36,13 +36,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
-from kvwire.controller.simulator.models import BF16_BYTES, DEMO
-from kvwire.controller.simulator.steering import FREE, Steering
 from kvwire.errors import ArgumentError, NotFoundError
 
+from ..costs import CostModel, DecodeCost, PrefillCost
+from .models import BF16_BYTES, DEMO
+from .steering import FREE, Steering
+
 if TYPE_CHECKING:
-    from kvwire.controller.simulator.models import Model
+    from .models import Model
 
 _GROUP_WIDTH, _CODED, _FEATURES = 4096, 0.36, 512
 _DECODE_FLOPS = 2 * (_GROUP_WIDTH * _CODED + _FEATURES)

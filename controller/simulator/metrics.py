@@ -13,9 +13,9 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvwire.controller.settings import Goal
-    from kvwire.controller.simulator.offline_optimum import Optimum
-    from kvwire.controller.simulator.outcome import Outcome
+    from ..settings import Goal
+    from .offline_optimum import Optimum
+    from .outcome import Outcome
 
 _LEAST_ERROR = 1e-12  # 120 dB: what counts as no error at all
 

@@ -33,17 +33,19 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from kvwire.controller.simulator._knapsack import Choices, Savings, least_value
 from kvwire.errors import ArgumentError
+
+from ._knapsack import Choices, Savings, least_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.costs import CostModel, PrefillCost
-    from kvwire.controller.documents import DocumentPlanInput
     from kvwire.types.rates import RateTrace
+
+    from ..costs import CostModel, PrefillCost
+    from ..documents import DocumentPlanInput
 
     Floats = NDArray[np.float64]
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.documents import DocumentPlanInput
     from kvwire.types import Decision
+
+    from ..documents import DocumentPlanInput
 
 Lane = Literal["link", "decode", "prefill"]
 

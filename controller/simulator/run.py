@@ -6,16 +6,17 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from kvwire.controller.repair import expected_rows
 from kvwire.types import ChunkId
 
+from ..repair import expected_rows
+
 if TYPE_CHECKING:
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.events import Finish, Repair
-    from kvwire.controller.repair import RepairOption
-    from kvwire.controller.simulator.arrivals import LoadArrival
-    from kvwire.controller.simulator.outcome import Outcome, Span
+    from ..costs import CostModel
+    from ..documents import DocumentPlanInput
+    from ..events import Finish, Repair
+    from ..repair import RepairOption
+    from .arrivals import LoadArrival
+    from .outcome import Outcome, Span
 
 
 @dataclass(eq=False)

@@ -10,30 +10,32 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
-from kvwire.controller.core import Controller
-from kvwire.controller.documents import DocumentPlanInput
-from kvwire.controller.estimates import Estimates
-from kvwire.controller.policies import Adaptive, Raw, TextOnly
-from kvwire.controller.settings import ControllerSettings, Goal
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
-from kvwire.controller.simulator.machines import costs
-from kvwire.controller.simulator.offline_optimum import optimum
-from kvwire.controller.simulator.sizes import documents_for, raw_of
-from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
+
+from ..core import Controller
+from ..documents import DocumentPlanInput
+from ..estimates import Estimates
+from ..policies import Adaptive, Raw, TextOnly
+from ..settings import ControllerSettings, Goal
+from .arrivals import LoadArrival, Trouble
+from .machines import costs
+from .offline_optimum import optimum
+from .sizes import documents_for, raw_of
+from .world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.events import LogEntry
-    from kvwire.controller.policies import Policy
-    from kvwire.controller.repair import RepairOption
-    from kvwire.controller.simulator.machines import Machine
-    from kvwire.controller.simulator.models import Model
-    from kvwire.controller.simulator.offline_optimum import Optimum
-    from kvwire.controller.simulator.outcome import Outcome
     from kvwire.types.rates import RateTrace
+
+    from ..costs import CostModel
+    from ..events import LogEntry
+    from ..policies import Policy
+    from ..repair import RepairOption
+    from .machines import Machine
+    from .models import Model
+    from .offline_optimum import Optimum
+    from .outcome import Outcome
 
 Variants = tuple[DocumentPlanInput, ...]
 

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvwire.controller.documents import DocumentPlanInput
 from kvwire.errors import ArgumentError, NotFoundError
+
+from ..documents import DocumentPlanInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.simulator.models import Model
+    from .models import Model
 
 CHUNK_TOKENS = 256
 BITS = {

@@ -8,14 +8,16 @@ from itertools import accumulate
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError
+
+from .. import events as ev
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.simulator.flows import Flow
     from kvwire.types import ChunkId
+
+    from .flows import Flow
 
 
 @dataclass(frozen=True, kw_only=True)

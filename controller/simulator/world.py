@@ -17,24 +17,26 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
-from kvwire.controller import events as ev
-from kvwire.controller.costs import busiest
-from kvwire.controller.simulator.arrivals import Trouble
-from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
-from kvwire.controller.simulator.outcome import Lane, Outcome, Span
-from kvwire.controller.simulator.run import Run
-from kvwire.controller.simulator.steering import FREE, Inbox
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
+
+from .. import events as ev
+from ..costs import busiest
+from .arrivals import Trouble
+from .flows import DONE_BYTES, Flow, served
+from .outcome import Lane, Outcome, Span
+from .run import Run
+from .steering import FREE, Inbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.core import Controller
-    from kvwire.controller.costs import CostModel
-    from kvwire.controller.simulator.arrivals import LoadArrival
-    from kvwire.controller.simulator.steering import Steering
     from kvwire.types.rates import RateTrace
+
+    from ..core import Controller
+    from ..costs import CostModel
+    from .arrivals import LoadArrival
+    from .steering import Steering
 
 _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, decode_s, last_s, prefill_s, wire_s
-from kvwire.controller.policies.timeline import first_levels
+from kvwire.controller.forecast import decode_s, first_levels, last_s, prefill_s, wire_s
+from kvwire.controller.snapshot import RECOMPUTE, SLOWEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.controller.policies.base import Flags, Ints, PlanRequest
+    from kvwire.controller.snapshot import Flags, Ints, PlanRequest
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:

@@ -9,46 +9,48 @@ import numpy as np
 from kvwire.controller import Controller
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
-from kvwire.controller.dispatch import Dispatcher
-from kvwire.controller.limits import Limits
 from kvwire.controller.load import Load
-from kvwire.controller.policies.base import PlanRequest
+from kvwire.controller.pass_limits import PassLimits
+from kvwire.controller.passing import Passes
+from kvwire.controller.planning import Planner
 from kvwire.controller.resources import Resources
+from kvwire.controller.snapshot import PlanRequest
+from kvwire.controller.window import Window
 
 
 def wake_at(controller):
     """Asks each time whether a fetch could be opened."""
-    begins = controller._is_news or (controller._came and controller._dispatch.can_fetch)
+    begins = controller._is_news or (controller._came and controller._dispatch.window.can_fetch)
     return controller._now if begins else controller._next_wake()
 
 
 def may_begin(dispatch, now):
     """Asks for each load whether its plan is due."""
     idle = dispatch.lanes.is_free("prefill")
-    if dispatch.lanes.is_free("decode") or dispatch.can_fetch:
+    if dispatch.lanes.is_free("decode") or dispatch.window.can_fetch:
         return True
-    if idle and now - dispatch._reclaimed_at >= dispatch._settings.replan_s:
+    if idle and now - dispatch.passes.reclaimed_at >= dispatch._settings.replan_s:
         return True
     loads = dispatch._loads.values()
-    due = [dispatch._wants_plan(load) and dispatch.is_due(load, now) for load in loads]
+    due = [dispatch.planner.wants_plan(load) and dispatch.planner.is_due(load, now) for load in loads]
     return any(due) or (idle and any(load.passes or load.has_prefix for load in loads))
 
 
-def window_open(limits, *, spare=0):
+def window_open(window, *, spare=0):
     """Works both bounds out before it looks at either."""
-    most, horizon = limits._window(spare=spare)
-    fetches = len(limits.link.fetches)
-    fits = fetches < most and (fetches < 2 or limits.link.open_bytes < horizon)
-    return fetches < limits._settings.max_in_flight and fits
+    most, horizon = window.size(spare=spare)
+    fetches = len(window._link.fetches)
+    fits = fetches < most and (fetches < 2 or window._link.open_bytes < horizon)
+    return fetches < window._settings.max_in_flight and fits
 
 
-def stalls_at(limits, now):
+def stalls_at(window, now):
     """Works out how long silence is waited out whether or not any byte is awaited."""
-    quiet, stalls = limits.link.quiet_from, limits.link.stalls_at
+    deadlines, quiet, stalls = window._deadlines, window._link.quiet_from, window._link.stalls_at
     if now < quiet:
         return min(quiet, stalls)
-    late_s = 2 * limits._steady_reserve_s
-    starts = (limits._latest_start(load, now) for load in limits._loads.values() if load.due < inf)
+    late_s = 2 * deadlines.steady_reserve_s
+    starts = (deadlines.latest_text_start(load, now) for load in window._loads.values() if load.due < inf)
     return min([stalls, *(max(start, quiet) for start in starts if start > now - late_s)])
 
 
@@ -75,12 +77,12 @@ def having(table, *states):
 
 def costs_of(resources, load):
     """Looks the costs up each time."""
-    return load.costs(resources._estimates.costs(load.query_tokens))
+    return load.costs(resources.estimates.costs(load.query_tokens))
 
 
 def floors_of(limits, load, job):
     """Adds up what fetching a pass's chunks takes each time."""
-    table, cost, start = load.table, limits.costs_of(load).decode, load.doc(job.document).start
+    table, cost, start = load.table, limits._shared.costs_of(load).decode, load.doc(job.document).start
     places = [start + chunk.chunk for chunk in job.chunks]
     levels = [min(load.goal.floor, table.finest[at]) for at in places]
     if any(level < 0 or table.top[at] < level for at, level in zip(places, levels, strict=True)):
@@ -88,23 +90,23 @@ def floors_of(limits, load, job):
     tokens = sum(table.tokens[at] for at in places)
     size = sum(table.sizes[level][at] for at, level in zip(places, levels, strict=True))
     decode_s = cost.base_s * len(places) + cost.token_s * tokens + cost.byte_s * size
-    return size / max(limits.link.bandwidth_low, 1.0) + decode_s
+    return size / max(limits._link.bandwidth_low, 1.0) + decode_s
 
 
-def stop_pass(dispatch, now, out):
+def stop_pass(passes, now, out):
     """Works out each time when the pass is to be stopped."""
-    if now >= dispatch.interrupts_at(now):
-        out.append(ev.Interrupt(dispatch.lanes.interrupt().chunks[0]))
+    if now >= passes._limits.interrupts_at(now):
+        out.append(ev.Interrupt(passes._lanes.interrupt().chunks[0]))
 
 
 PLAIN = [
     (Resources, "costs_of", costs_of),
-    (Limits, "_floors_of", floors_of),
+    (PassLimits, "_floors_of", floors_of),
     (Controller, "wake_at", property(wake_at)),
-    (Dispatcher, "_stop_pass", stop_pass),
-    (Dispatcher, "_fresh_until", lambda *_: -inf),
-    (Limits, "_window_open", window_open),
-    (Limits, "_stalls_at", stalls_at),
+    (Passes, "stop", stop_pass),
+    (Planner, "fresh_until", lambda *_: -inf),
+    (Window, "is_open", window_open),
+    (Window, "stalls_at", stalls_at),
     (Load, "may_end", property(may_end)),
     (PlanRequest, "prefill_s", property(prefill_s)),
     (ChunkTable, "having", having),

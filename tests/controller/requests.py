@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
-from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest, UpgradeCandidates
+from kvwire.controller.snapshot import Columns, CommittedWork, PlanRequest, UpgradeCandidates
 
 LEVELS = 4
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import DecodeCost
-from kvwire.controller.policies.refining import decodable, lowered
+from kvwire.controller.refining import decodable
 
 COST = DecodeCost(0.002, 2e-6, 1.4e-10)
 
@@ -86,24 +86,3 @@ def test_few_chunks_come_close_to_the_best_choice():
         best = min(error(way, tokens, errors) for way in ways if seconds(way, valid, tokens, sizes) <= left_s)
         lost.append(error(chosen, tokens, errors) / best - 1)
     assert np.median(lost) < 0.1
-
-
-@settings(max_examples=200)
-@given(rows=ROWS, left_s=st.floats(-0.001, 0.06))
-def test_chunks_that_nobody_may_do_without_have_their_floor_and_the_rest_of_the_time(rows, left_s):
-    floor, level, tokens, sizes, errors = columns(rows)
-    chosen = lowered(left_s, level, floor, tokens=tokens, sizes=sizes, errors=errors, cost=COST)
-    assert ((floor <= chosen) & (chosen <= level)).all()
-
-    def all_s(levels):
-        each = [COST.seconds(tokens[at], int(sizes[to, at])) for at, to in enumerate(levels)]
-        return sum(each)
-
-    if all_s(level) <= left_s:
-        assert (chosen == level).all()
-    elif all_s(floor) <= left_s:
-        assert all_s(chosen) <= left_s * (1 + 1e-9)
-        # No single step more has time, unless a chunk's next one removes more per second and has none.
-        assert (chosen < level).any()
-    else:
-        assert (chosen == floor).all()

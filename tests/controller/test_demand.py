@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvwire.controller.limits import Demand
+from kvwire.controller.deadlines import ArrivalRate
 
 HALF_LIVES = (0.2, 1.0)
 
@@ -27,7 +27,7 @@ def naive(others, now, *, least_s, left_s):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_sums_that_fade_equal_sums_over_all(seed):
-    random, demand, came, now = Random(seed), Demand(), [], 0.0
+    random, demand, came, now = Random(seed), ArrivalRate(), [], 0.0
     for _ in range(random.randint(1, 30)):
         now += random.choice([0.0, random.expovariate(20), random.expovariate(1)])
         came.append((now, random.uniform(0.001, 0.2)))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvwire.controller import DecodeCost, DocumentPlanInput, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
+from kvwire.controller.forecast import Timeline
 from kvwire.controller.policies import Adaptive, CacheGen, Fixed
-from kvwire.controller.policies.base import RECOMPUTE
-from kvwire.controller.policies.timeline import Timeline
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.offline_optimum import optimum
+from kvwire.controller.snapshot import RECOMPUTE
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 

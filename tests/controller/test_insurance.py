@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
+from kvwire.controller.forecast import Timeline, decode_s, first_levels, wire_s
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
-from kvwire.controller.policies.base import UpgradeCandidates, decode_s, wire_s
-from kvwire.controller.policies.refining import Refining
-from kvwire.controller.policies.timeline import Timeline, first_levels
+from kvwire.controller.refining import Refining
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.world import World
+from kvwire.controller.snapshot import UpgradeCandidates
 from kvwire.types.rates import RateTrace
 
 from .naive_timeline import finish_naive, splits

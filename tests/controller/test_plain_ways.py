@@ -9,6 +9,7 @@ import pytest
 from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.dispatch import Dispatcher
+from kvwire.controller.planning import Planner
 from kvwire.controller.repair import unmeasured
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.controller.simulator.world import World
@@ -30,7 +31,7 @@ class Watched(Controller):
         sooner = dispatch.wake_at(now)
         if self.wake_at > max(now, sooner):  # between two measurements, that more may be asked for
             assert self.estimates.bandwidth.samples == samples
-            assert sooner == max(dispatch.opens_at(now), now + 0.001)
+            assert sooner == max(dispatch.window.opens_at(now), now + 0.001)
         return out
 
 
@@ -137,6 +138,6 @@ def test_what_may_begin_when_a_chunk_arrives_is_found_either_way(monkeypatch):
 
 def test_another_decision_is_noticed(monkeypatch):
     said, settings, prior = played(0, "quality", unmeasured("none"), 1)
-    monkeypatch.setattr(Dispatcher, "is_due", lambda *_: True)
+    monkeypatch.setattr(Planner, "is_due", lambda *_: True)
     with pytest.raises((AssertionError, ArgumentError)):  # another command, or an outcome of one that was never given
         check_alike(said, settings, prior)

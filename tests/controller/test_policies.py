@@ -23,8 +23,8 @@ from kvwire.controller.policies import (
     TextOnly,
     UpgradeCandidates,
 )
-from kvwire.controller.policies.base import SLOWEST
 from kvwire.controller.policies.cachegen import STRETCH_TOKENS
+from kvwire.controller.snapshot import SLOWEST
 from kvwire.errors import ArgumentError
 
 from .naive_timeline import fetch_order, finish_naive, splits

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller.policies.base import RECOMPUTE, prefill_s
-from kvwire.controller.policies.timeline import Timeline, unfetched_s
+from kvwire.controller.forecast import Timeline, prefill_s, unfetched_s
+from kvwire.controller.snapshot import RECOMPUTE
 
 from .naive_timeline import fetch_order, finish_naive, splits
 from .requests import LEVELS, plan_requests

@@ -17,7 +17,6 @@ import torch
 from kvwire.codec import BlobDecoder
 from kvwire.controller import Controller, Policy, PrefillCost, replay
 from kvwire.controller import events as ev
-from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Fixed
 from kvwire.errors import OverloadedError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -414,7 +413,7 @@ def test_the_log_of_overlapping_loads_replays_exactly_as_written(small, question
         ev.IndexKnown in kinds[kinds.index(ev.PromptAssembled) :]
     )  # what a load's end told was there for another's plans
     controller = Controller(before, loader._controls, Fixed(4))
-    replay([load_entry(dump_entry(entry)) for entry in log], controller)
+    replay(log, controller)
     assert controller.estimates.costs() == loader.costs
     assert before.closing.is_measured
 

@@ -1,6 +1,6 @@
 """When the first token comes, for every uniform level and every meeting point at once.
 
-The model of a load that planning uses; ``naive.py`` plays the same model through event by event.
+The model of a load that planning uses; a twin in the tests plays the same model event by event.
 
 * The link delivers one thing after another: what others ask for first, open requests, chunks that must be fetched, then
   the others from the back of the prompt. Recomputation takes the rest, from the front (Cake, arXiv 2410.03065). What is
@@ -23,12 +23,48 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvwire.controller.policies.base import NOTHING_MORE, SLOWEST, at_once_s, decode_s, last_s, prefill_s, wire_s
+from .snapshot import NOTHING_MORE, SLOWEST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.controller.policies.base import Columns, Flags, Floats, Ints, PlanRequest
+    from .snapshot import Columns, Flags, Floats, Ints, PlanRequest
+
+
+def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
+    """Seconds for which a fetch of some bytes holds up the next one."""
+    # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
+    # ``at_once_s`` takes that off again for those that are open together at first.
+    seconds = sizes / max(bandwidth, SLOWEST)
+    seconds += request.ttfb_s / request.parallel
+    return np.where(sizes > 0, seconds, 0.0)
+
+
+def at_once_s(request: PlanRequest, count: Ints) -> Floats:
+    """Seconds that ``wire_s`` counts too many for the next requests: the link never idles for the first ones."""
+    free = max(0, request.parallel - len(request.committed.wire)) if request.left_s is None else 0
+    return np.minimum(count, free) * (request.ttfb_s / request.parallel)
+
+
+def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
+    """Work out how long chunks of some bytes keep a decode lane busy."""
+    cost = request.costs.decode
+    return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
+
+
+def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Floats:
+    """Work out what decoding a chunk adds where it comes last, so that nothing shares its batch."""
+    cost = request.last_decode
+    seconds = np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
+    return seconds if request.workers == 1 else seconds + work
+
+
+def prefill_s(request: PlanRequest) -> Floats:
+    """Seconds of compute of each chunk when it is recomputed ``[n]``; not to be written to.
+
+    A pass's fixed cost falls on its first chunk: a run's first one, and where passes are short every so many behind it.
+    """
+    return request.prefill_s
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvwire.controller.policies.base import SLOWEST, decode_s, wire_s
-from kvwire.controller.policies.timeline import unfetched_s
+from .forecast import decode_s, unfetched_s, wire_s
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from kvwire.controller.costs import DecodeCost
-    from kvwire.controller.policies.base import Floats, Ints, PlanRequest, UpgradeCandidates
+    from .costs import DecodeCost
+    from .snapshot import Floats, Ints, PlanRequest, UpgradeCandidates
 
 _INSTANT_S = 1e-12
 
@@ -170,19 +169,6 @@ def decodable(
         if steps.more_s[at] <= room_s and chosen[chunk] == steps.start[at]:
             chosen[chunk], room_s = steps.to[at], room_s - float(steps.more_s[at])
     return chosen
-
-
-def lowered(
-    left_s: float, level: Ints, floor: Ints, *, tokens: Ints, sizes: Ints, errors: Floats, cost: DecodeCost
-) -> Ints:
-    """Choose what chunks that nobody may do without are decoded to where not all of what came can be valid in time.
-
-    All have their floor; what is left goes to the steps that remove most error per second, see ``decodable``.
-    """
-    at_floor = sizes[floor, np.arange(len(floor))]
-    floor_s = cost.apart(len(floor), float(tokens.sum()), float(at_floor.sum()))
-    more, finer = np.maximum(sizes - at_floor, 0), replace(cost, base_s=0.0, token_s=0.0)
-    return decodable(left_s - floor_s, floor, level, tokens=tokens, sizes=more, errors=errors, cost=finer)
 
 
 class _Steps(NamedTuple):

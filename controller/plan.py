@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, Plan, prefill_s
-from kvwire.controller.policies.refining import Refining, raised_within
-from kvwire.controller.policies.timeline import Timeline, unfetched_s
+from .forecast import Timeline, prefill_s, unfetched_s
+from .refining import Refining, raised_within
+from .snapshot import RECOMPUTE, Plan
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Flags, Ints, PlanRequest, UpgradeCandidates
+    from .snapshot import Flags, Ints, PlanRequest, UpgradeCandidates
 
 
 _AS_GOOD = 1.001
@@ -89,7 +89,7 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     """
     far = ~_within_reach(request)
     if not far[list(plan.order)].any():
-        return _finer_first(request, plan, at[0])
+        return plan
     coarse = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
     left_s = inf if request.left_s is None else request.left_s
     if not (coarse.finish_s <= left_s).any():
@@ -134,15 +134,6 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
         after += float(share * (error[fits + 1] - after))
     tokens = int(request.chunks.tokens.sum())
     return max(float(error[-1]), _LOOKED * after) / tokens < _mixed(request, timeline, row, split)
-
-
-def _finer_first(request: PlanRequest, plan: Plan, row: int) -> Plan:
-    """The plan with what is valid raised to its target before more is fetched."""
-    some = request.refinable
-    if some is None:
-        return plan
-    levels = np.maximum(some.level, np.minimum(_targets(request)[row], some.top))
-    return _with_refinements(plan, some, Refining(request, some).order(levels), levels)
 
 
 def _with_refinements(plan: Plan, some: UpgradeCandidates, order: Ints, levels: Ints) -> Plan:
