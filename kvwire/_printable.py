@@ -60,7 +60,7 @@ def printable_text(text: str) -> str:
 
 
 def name_problem(name: str) -> str:
-    """Why a name is not taken for anything new: it would deceive whoever reads it somewhere."""
+    """Why a name is not taken for anything new: it would deceive its readers."""
     for each in name:
         what = _REFUSED.get(unicodedata.category(each), "")
         if each in _MARKS or unicodedata.bidirectional(each) in _BIDI_CLASSES:

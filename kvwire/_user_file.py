@@ -29,7 +29,7 @@ def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path 
 
 
 def check_owner(path: Path, variable: str) -> None:
-    """Refuse a file that may hold what somebody else wrote."""
+    """Refuse a file that others could have written."""
     about = path.stat()
     is_theirs = about.st_uid not in (os.geteuid(), _ROOT)
     if is_theirs or about.st_mode & _OTHERS_WRITE:

@@ -52,7 +52,7 @@ class TruncatedError(CorruptError):
 
 
 class NotSealedError(CorruptError):
-    """Readable bytes where sealed ones should be: written without the key, or put there by somebody else."""
+    """Readable bytes where sealed ones should be: written without the key, or by an intruder."""
 
 
 class FormatVersionError(KvwireError):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LinkedPrompt:
-    """One cache for a whole prompt, written in place by whoever has a piece of it.
+    """One cache for a whole prompt, written in place, piece by piece.
 
     Attributes:
         tokens: Length of each document, in prompt order.
@@ -179,7 +179,7 @@ class LinkedPrompt:
                 ours.copy_(theirs)
 
     def keep(self, document: int, kept: Sequence[Tensor | None], start: int = 0) -> None:
-        """Note what of a document is there, for whoever writes a pruned one into ``document()`` itself.
+        """Note what of a document is there, where a pruned one is written into ``document()`` directly.
 
         Args:
             document: Its number, in prompt order from 0.

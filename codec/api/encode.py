@@ -68,7 +68,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             encoded on the cache's device; all else is encoded on the processor.
         deviation: How far the document's tokens move behind other documents, to be stored with it.
         neutral_prefix: Token ids that stood before the document when the cache was computed, and are not part of it:
-            whoever computes tokens of it anew must know them.
+            recomputing its tokens needs them.
         soft_tokens: Which soft tokens those of the cache's token ids are that no vocabulary has.
         prefix: What of the document stands before the cache's tokens, where the cache is a part of one that grows:
             readers need the parts before it. None: the cache is of the whole document.

@@ -33,7 +33,7 @@ PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
 stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
 inside."""
 NEUTRAL = 1
-"""Incompatible flag: the document was computed behind other tokens, which whoever computes any of it anew must know."""
+"""Incompatible flag: the document was computed behind other tokens, which recomputing any of it needs."""
 SOFT = 2
 """Incompatible flag: some token ids are those of trained embeddings, which no vocabulary has."""
 PART = 4

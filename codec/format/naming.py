@@ -1,4 +1,4 @@
-"""The names in a blob's header, for whoever stores blobs: nothing else is parsed, and torch stays out."""
+"""The names in a blob's header, for stores: nothing else is parsed, and torch stays out."""
 
 from __future__ import annotations
 

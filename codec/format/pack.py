@@ -82,7 +82,7 @@ class Draft:
         prefix_layers: The profile's own.
         error_to_kl: The profile's own.
         kept: What a pruned cache holds; None where nothing was pruned.
-        deviation: How far tokens move behind other documents; None where nobody measured.
+        deviation: How far tokens move behind other documents; None where not measured.
         neutral_prefix: Token ids that the document was computed behind.
         soft_tokens: Which soft tokens some of its token ids are.
         prefix: What of the document the tokens stand behind; None: nothing, they are all of it.

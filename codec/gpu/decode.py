@@ -93,7 +93,7 @@ class DeviceDecoder:
                 queue.keep(tensor)
 
     def _used(self) -> Iterator[Tensor]:
-        """What kernels read besides the batches: none of it may be reused while they run, whoever drops it."""
+        """What kernels read besides the batches: none of it may be reused while they run, even if it is dropped."""
         loaded, own = self._loaded, (self._tile_table, self._frequencies, self._hidden, self._addition, self._pages)
         shared = (loaded.table, loaded.lookup, loaded.thresholds)
         of_groups = chain.from_iterable((g.rows, g.scales, g.mean, g.predictor) for g in loaded.groups)

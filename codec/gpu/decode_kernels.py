@@ -2,7 +2,7 @@
 
 Streams are those of numba's kernels, symbol for symbol. One thread walks one lane. All levels of all chunks of a batch
 are one launch: programs take tickets, level by level, and a refinement waits until the level below of its chunk is
-done. Whoever holds a smaller ticket runs already, so somebody always makes progress; a wait that lasts impossibly long
+done. Programs with smaller tickets run already, so one always makes progress; a wait that lasts impossibly long
 gives up and is reported.
 
 No kernel checks an index: descriptors are made by ``staging``, which has checked the segments. Slots of tables are

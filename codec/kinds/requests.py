@@ -85,7 +85,7 @@ class Calibration(Protocol):
 
     @property
     def keeper(self) -> MomentKeeper | None:
-        """Keeps what was summed of the caches; None: nobody does."""
+        """Keeps what was summed of the caches; None: it is not kept."""
 
     def caches(self) -> list[KVCache]:
         """Compute the texts' caches.

@@ -85,7 +85,7 @@ def open_profile(outline: bytes, digest: str, fetch: Fetch, level: int = 0) -> P
 
 
 def _checked(data: bytes, digest: str) -> bytes:
-    """A whole file, compared with its digest: an outline alone vouches for no more than whoever named it."""
+    """A whole file, compared with its digest: an outline alone proves no more than its name does."""
     if hashlib.sha256(data).hexdigest() != digest:
         msg = f"what was read as profile {digest[:12]} has another digest; copy it again from where it is whole"
         raise CorruptError(msg)
@@ -258,7 +258,7 @@ class LazyGroup(Group):
         return rows
 
     def take(self, piece: int, rows: Tensor) -> None:
-        """Take in the rows of a piece; once more, where whoever did so before was interrupted."""
+        """Take in the rows of a piece; again, where that was interrupted before."""
         end = self._ends[piece]
         self._buffer[end - len(rows) : end] = rows
         self.__dict__["ready"] = end

@@ -27,7 +27,7 @@ def render(pieces: PieceTokenizer, chat: Chat, question: str) -> RenderedChat:
     head, tail = _around(pieces, chat, question, marks.documents)
     front, rest = pieces(head, "first", "frame"), pieces(tail, "last", "frame")
     if _control(pieces, front, rest) != _control(pieces, *_harmless(pieces, chat, question, marks.documents)):
-        shown = marks.shown(chat)  # somebody spells control tokens: only the template's own count
+        shown = marks.shown(chat)  # a text spells control tokens: only the template's own count
         head, tail = _around(pieces, *shown, marks.documents)
         front, rest = marks.read(pieces, head, "first"), marks.read(pieces, tail, "last")
     if tuple(front[: len(pieces.opening)]) != pieces.opening:  # documents were computed behind it

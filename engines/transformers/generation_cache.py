@@ -87,7 +87,7 @@ class _Linked:
     layers: list[Any]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Refuse tokens of a model that nobody watches; see the base class."""
+        """Refuse tokens of a model that is not watched; see the base class."""
         if self.use is not None and not self.use.repeats and not torch.compiler.is_compiling():
             msg = "this cache is for the model of the engine that made it; call engine.model.generate(**inputs)"
             raise MismatchError(msg)

@@ -84,7 +84,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def reset(self) -> None:
-        """Forget all rows; those that are somebody else's stay as they are."""
+        """Forget all rows; those of others stay as they are."""
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -113,7 +113,7 @@ def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
 
 
 def with_gaps(cache: DynamicCache, held: Tensor) -> DynamicCache:
-    """Note which positions of a cache hold something; the others stay in it, and nobody sees them."""
+    """Note which positions of a cache hold something; the others stay in it, masked."""
     cache.held_positions = held  # type: ignore[attr-defined]
     return cache
 

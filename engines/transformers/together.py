@@ -101,7 +101,7 @@ class ExtendsTogether(DescribedModel):
         ]
 
     def _stacked(self, prefixes: Sequence[KVCache | None]) -> tuple[DynamicCache, list[int]]:
-        """Prefixes as one past, padded on the left with zeros that nobody sees, and how long each is."""
+        """Prefixes as one past, padded on the left with masked zeros, and how long each is."""
         before = [0 if prefix is None else prefix.tokens for prefix in prefixes]
         held = max(before)
         rows: list[list[tuple[Tensor, Tensor]] | None] = []

@@ -90,7 +90,7 @@ class StridedPages:
 
 @dataclass(eq=False)
 class PackedPages:
-    """Pages whose blocks' insides are packed by whoever reads them: written by that kernel alone.
+    """Pages whose blocks' insides are packed by the kernel that reads them: written by that kernel alone.
 
     Attributes:
         views: As of ``StridedPages``; each block of a view is one run of memory.

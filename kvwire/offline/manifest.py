@@ -29,7 +29,7 @@ class LevelRow:
         bytes: That a reader of it fetches, header and index included.
         bits_per_element: These bytes, over the numbers of the cache.
         error: Measured and relative; of what, ``kvwire.codec.error_of_method`` says.
-        kl: Expected divergence of the next token's distribution, in nats; None where nobody measured the model.
+        kl: Expected divergence of the next token's distribution, in nats; None where the model was not measured.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Row:
         id: The document's name in the catalog.
         source: Where its text lies.
         status: What became of it.
-        tokens: Of the text; 0 where nobody counted.
+        tokens: Of the text; 0 where not counted.
         bytes: Of the blob; 0 where there is none.
         blob: SHA-256 of the blob as it is stored; empty where there is none.
         profile: SHA-256 of the profile that it was coded with.

@@ -212,7 +212,7 @@ def _is_due(row: Mapping[str, Any]) -> bool:
 
 
 def _request(row: dict[str, Any]) -> dict[str, Any]:
-    """A document as Ray's stage of vLLM takes it: its cache, and one token that nobody reads."""
+    """A document as Ray's stage of vLLM takes it: its cache, and one token that is not read."""
     name = json.loads(row["row"])["id"]
     params = {
         "max_tokens": 1, "temperature": 0.0, "detokenize": False,

@@ -136,7 +136,7 @@ def _steps(
 
 
 def ahead(step: Callable[[T], R], items: Iterable[T], depth: int = AHEAD) -> Generator[R]:
-    """As ``map``, in a thread that runs ahead of whoever takes the results."""
+    """As ``map``, in a thread that runs ahead of the results' reader."""
     queue: Queue[tuple[list[R], BaseException | None]] = Queue(depth)
     stopped = threading.Event()
 
@@ -169,5 +169,5 @@ def _run(step: Callable[[T], R], items: Iterable[T], put: Callable[..., bool]) -
             if not put([step(item)]):
                 return
         put([])
-    except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the results
+    except BaseException as error:  # noqa: BLE001 - raised again where results are taken
         put([], error)

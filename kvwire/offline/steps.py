@@ -178,7 +178,7 @@ class DocumentSteps:
         return self._through(work, self._write)
 
     def stop(self) -> None:
-        """Let nobody wait for a text that never arrives."""
+        """End the wait for a text that never arrives."""
         with self._moved:
             self._is_stopped = True
             self._moved.notify_all()
@@ -208,7 +208,7 @@ class DocumentSteps:
             return digest_tokens(work.document.token_ids) not in self._on_their_way
 
     def leave(self, work: Work) -> None:
-        """Let nobody wait for a text that is encoded elsewhere, or not at all."""
+        """End the wait for a text that is encoded elsewhere, or not at all."""
         with self._moved:
             self._on_their_way.discard(work.digest)
             work.digest = ""

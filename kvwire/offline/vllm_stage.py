@@ -35,7 +35,7 @@ class Outcomes:
         return self._done.pop(document)
 
     async def _look(self) -> None:
-        """Ask, where nobody else just did."""
+        """Ask, unless that was just done."""
         async with self._asking:
             if time.monotonic() - self._asked < _POLL_S / 2:
                 return

@@ -23,7 +23,7 @@ def write_page(survey: Survey, first: FirstTokens | None = None, hint: str = "")
 
     Args:
         survey: What was found in the store.
-        first: When first tokens come; None: nobody said what computes.
+        first: When first tokens come; None: the machine was not named.
         hint: How to have that told, where it is not.
 
     Returns:

@@ -247,7 +247,7 @@ class _Surveyor:
             _keep_least(chosen, (-int(entry.sha256[:16], 16), entry.document_id, entry), sample)
         for digest in named:
             self._blobs.pop(digest, None)
-        if found.damaged.count:  # whose blobs nobody can tell
+        if found.damaged.count:  # their blobs are unknown
             self._blobs.clear()
         return sorted((entry for *_, entry in chosen), key=lambda entry: (entry.tokens, entry.document_id))
 

@@ -158,9 +158,9 @@ class BlobInfo:
         token_ids: None where the encoder was not told them.
         method: ``kvwire`` or ``cachegen``.
         prefix_layers: Layers that the reader computes anew before it can decode, see ``fit_profile``.
-        deviation: How far tokens move behind other documents; None where nobody measured.
-        neutral_prefix: Token ids that stood before the document when it was computed, and were dropped; whoever
-            computes tokens of it anew puts them there, too.
+        deviation: How far tokens move behind other documents; None where not measured.
+        neutral_prefix: Token ids that stood before the document when it was computed, and were dropped;
+            recomputing its tokens needs them.
         soft_tokens: Which soft tokens some of its token ids are; None where none is.
         prefix: Tokens of the same document that the blob's own stand behind, and that its numbers depend on: the blob
             is a part of a document that grew. None: the blob is a whole document.

@@ -14,8 +14,8 @@ class Details:
 
     Attributes:
         level_names: For tables; level 0 first.
-        level_kl: Of each document, the KL divergence in nats that its blob predicts for each level; empty where nobody
-            knows.
+        level_kl: Of each document, the KL divergence in nats that its blob predicts for each level; empty where
+            not known.
         header_bytes: Of all headers, which are read before anything is decided.
         raw_token_bytes: Of one token's uncompressed cache; 0 where that is not to be compared.
         raw_decode: What decoding an uncompressed cache costs.

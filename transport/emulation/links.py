@@ -118,7 +118,7 @@ class EmulatedLink:
         self._sleep = sleep
         self._senders = 0
         self._began: float | None = None
-        self._sent = 0.0  # bytes, on the schedule's curve: those that were let pass and those that nobody sent
+        self._sent = 0.0  # bytes, on the schedule's curve: those that were let pass and those that were never sent
 
     @classmethod
     def of(cls, settings: LinkSettings) -> EmulatedLink:

@@ -173,7 +173,7 @@ class Objects:
         finally:
             if coming is not None:
                 await asyncio.wait({coming})  # the reader is closed next
-                coming.cancelled() or coming.exception()  # asyncio logs errors that nobody looked at
+                coming.cancelled() or coming.exception()  # asyncio logs errors that were never retrieved
 
     async def _piece(self, reader: ObjectReader, start: int, end: int) -> bytes:
         if start >= end:  # of an empty object

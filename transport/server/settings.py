@@ -34,8 +34,8 @@ class ServerSettings:
             folder.
         requests_per_s: Of one credential, or of one address without any (0: no limit).
         burst: So many at once.
-        read_only: Nobody may write.
-        status: Show ``/status``, a page for people, to whoever may see metrics.
+        read_only: Refuse writes.
+        status: Show ``/status``, a page for people, to those who may see metrics.
     """
 
     piece_bytes: int = 256 * 1024

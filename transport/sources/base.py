@@ -1,7 +1,7 @@
 """Where the bytes of one object come from: a store, or anything behind an emulated link. HTTP has its own module.
 
 A source pushes bytes into a *sink*, a plain function, as they arrive: nothing is awaited and nothing copied between
-the socket and whoever cuts the bytes into segments.
+the socket and what cuts the bytes into segments.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ReadTimeouts:
     stall_s: float = 15.0
 
     def stalled(self, what: str, *, began: bool) -> StalledError:
-        """Make the error of whoever waited that long.
+        """Make the error of a wait of that length.
 
         Args:
             what: What was read, for people.
@@ -143,8 +143,8 @@ class StoreSource(ByteSource):
             start += len(piece)
 
     async def _opened(self) -> ObjectReader:
-        """Open the object in a thread; where nobody waits any more, what it opened is closed, by the thread if late."""
-        opened: list[ObjectReader] = []  # whoever takes the reader out of it closes it
+        """Open the object in a thread; where the wait was given up, what it opened is closed, by the thread if late."""
+        opened: list[ObjectReader] = []  # the one that takes the reader out closes it
         left = threading.Event()
 
         def opening() -> None:

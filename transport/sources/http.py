@@ -43,7 +43,7 @@ Addresses: TypeAlias = Callable[[bool], HttpAddress]
 """Gives an object's address; told True, a fresh one, because the last was refused. May block."""
 
 _CONNECT_S = 5.0
-_KEPT_S = 60.0  # a connection that nobody used for so long is closed; servers close theirs about then, too
+_KEPT_S = 60.0  # a connection idle for so long is closed; servers close theirs about then, too
 _TLS_TRIPS = 2
 _READ_BUFFER_BYTES = 512 * 1024
 _MAX_WORDS = 200

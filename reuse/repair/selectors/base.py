@@ -38,7 +38,7 @@ class RepairInput:
             documents, as measured at encode time; None where it was not.
         seed: Of the selector ``random``.
         seen: What the question sees, from ``RowsEngine.look`` over all layers, where that is known already, perhaps
-            from a coarser cache; None: whoever needs it looks.
+            from a coarser cache; None: selectors that need it look.
     """
 
     engine: RowsEngine

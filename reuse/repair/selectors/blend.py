@@ -22,7 +22,7 @@ class Blend:
     """Question attention (as ProphetKV) and deviation at a check layer (as CacheBlend), each where the other is blind.
 
     Attention over a blind cache does not see a row that matters only once it has seen the documents before it; a
-    deviation sees that row, but many that nobody asks for as well. Half of the rows are those with the highest
+    deviation sees that row, but many that are not asked for as well. Half of the rows are those with the highest
     attention, the other half those with the highest product.
 
     Attributes:
