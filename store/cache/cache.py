@@ -117,14 +117,7 @@ class RangeCache:
     """Memory and disk over flights. Objects go by name: the digest of the remote's address and the key."""
 
     def __init__(self, memory: MemoryTier, disk: DiskTier | None, settings: TierSettings, lock: threading.Lock) -> None:
-        """Start without flights.
-
-        Args:
-            memory: The memory tier.
-            disk: The disk tier; None: there is none.
-            settings: Limits and waits.
-            lock: The one that ``disk`` was given.
-        """
+        """Start without flights."""
         self._memory = memory
         self._disk = disk
         self._settings = settings
@@ -138,78 +131,34 @@ class RangeCache:
         self._remote = RemoteCounters()
 
     def use(self, name: bytes) -> None:
-        """Count one use of an object.
-
-        Args:
-            name: The object.
-        """
+        """Count one use of an object."""
         with self._lock:
             self._memory.index.touched(name)
             if self._disk:
                 self._disk.index.touched(name)
 
     def size(self, name: bytes, *, recent: bool = False) -> int | None:
-        """Length of an object, where the remote has stated it.
-
-        Args:
-            name: The object.
-            recent: Only what it has stated of late.
-
-        Returns:
-            Bytes; None where it is not known.
-        """
+        """Length of an object, where the remote has stated it."""
         with self._lock:
             return self._sizes.stated(name, TRUST_S if recent else math.inf)
 
     def learn(self, name: bytes, size: int | None) -> None:
-        """Hear from the remote how long an object is.
-
-        Args:
-            name: The object.
-            size: Its length in bytes; None: the remote did not tell.
-        """
+        """Hear from the remote how long an object is."""
         with self._lock:
             self._sizes.state(name, size)
 
     def doubt(self, name: bytes) -> bool:
-        """A read ended short of what it asked for.
-
-        Args:
-            name: The object.
-
-        Returns:
-            Whether the object's length has to be asked for again.
-        """
+        """A read ended short of what it asked for."""
         with self._lock:
             return self._sizes.doubt(name)
 
     def believe(self, name: bytes, position: int) -> bool:
-        """The remote fails: ask what is remembered.
-
-        Args:
-            name: The object.
-            position: Where a reader is, in bytes.
-
-        Returns:
-            Whether the object ends at ``position`` or before.
-        """
+        """The remote fails: ask what is remembered."""
         with self._lock:
             return self._sizes.believe(name, position)
 
     def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
-        """What to do for the next byte of a range.
-
-        Args:
-            name: The object.
-            position: The byte.
-            end: The byte after the range's last; None: to the object's end.
-            owner: Who asks.
-            **lead: ``whole`` where the leader hears nothing before all bytes are there, ``background`` for what nobody
-                waits for yet.
-
-        Returns:
-            The step; None where the object or the range ends here.
-        """
+        """What to do for the next byte of a range."""
         with self._lock:
             size = self._sizes.stated(name)
             stop = size if end is None or (size is not None and size < end) else end
@@ -231,15 +180,7 @@ class RangeCache:
             return Fetch(self._depart(name, position, stop, owner, **lead))
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
-        """Wait for ``loading``, ``stall_s`` at most. Blocks.
-
-        Args:
-            name: The object.
-            extent: The file, from a ``DiskHit``.
-
-        Returns:
-            The file's bytes of the object; None where nothing comes of it: ask ``step`` again.
-        """
+        """Wait for ``loading``, ``stall_s`` at most. Blocks."""
         try:
             return self.loading(name, extent).result(self.stall_s)
         except TimeoutError:
@@ -250,13 +191,6 @@ class RangeCache:
         """Read a file in the background and keep it in memory too.
 
         All who want the same file share one future, which none of them can cancel.
-
-        Args:
-            name: The object.
-            extent: The file, from a ``DiskHit``.
-
-        Returns:
-            A future of the file's bytes of the object; of None where it cannot be read: ask ``step`` again.
         """
         with self._lock:
             if (loading := extent.value.loading) is not None:
@@ -300,65 +234,34 @@ class RangeCache:
         return data
 
     def finish(self, flight: InflightRead, size: int | None = None) -> None:
-        """All bytes of a flight are there.
-
-        Args:
-            flight: The flight.
-            size: The object's length in bytes, where the remote has told it.
-        """
+        """All bytes of a flight are there."""
         self._land(flight, size, None)
 
     def fail(self, flight: InflightRead, error: BaseException) -> None:
-        """A flight broke off; what came is kept.
-
-        Args:
-            flight: The flight.
-            error: Why. Only an error of the remote is passed on to those who wait.
-        """
+        """A flight broke off; what came is kept."""
         self._land(flight, None, error)
 
     def leave(self, flight: InflightRead) -> None:
-        """Stop waiting for a flight from which nothing comes: the next to ask leads another one.
-
-        Args:
-            flight: The flight.
-        """
+        """Stop waiting for a flight from which nothing comes: the next to ask leads another one."""
         with self._lock:
             if self._take_off(flight):
                 self._remote.takeovers += 1
         _resolve(flight)
 
     def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
-        """Take in bytes that came without a flight.
-
-        Args:
-            name: The object.
-            start: Where the bytes lie in it.
-            data: The bytes.
-            size: The object's length in bytes, where the remote has told it.
-        """
+        """Take in bytes that came without a flight."""
         with self._lock:
             self._sizes.state(name, size)
             self._keep(name, start, data)
 
     def fetched(self, size: int) -> None:
-        """Count a request that was made without a flight.
-
-        Args:
-            size: Bytes that came.
-        """
+        """Count a request that was made without a flight."""
         with self._lock:
             self._remote.requests += 1
             self._remote.bytes += size
 
     def drop(self, name: bytes, start: int = 0, end: int | None = None) -> None:
-        """Forget the bytes of a range in all tiers, and what of them is still on its way.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end, so that by default the whole object goes.
-        """
+        """Forget the bytes of a range in all tiers, and what of them is still on its way."""
         with self._lock:
             self._memory.drop(name, start, end)
             if self._disk:
@@ -370,14 +273,7 @@ class RangeCache:
             self._sizes.forget(name)
 
     def wait_for_quiet(self, timeout_s: float) -> bool:
-        """Wait until no reader in the foreground fetches anything.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until no reader in the foreground fetches anything."""
         with self._lock:
             return self._quiet.wait_for(lambda: not self._foreground, timeout_s)
 
@@ -388,14 +284,7 @@ class RangeCache:
             return Counters(memory=self._memory.index.counted(), disk=disk, remote=replace(self._remote))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the disk holds what it was given.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until the disk holds what it was given."""
         return self._disk is None or self._disk.drain(timeout_s)
 
     def close(self) -> None:

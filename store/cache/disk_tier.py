@@ -43,12 +43,7 @@ class StoredFile:
     __slots__ = ("data", "dropped", "loading", "size", "skipped_until")
 
     def __init__(self, data: bytes | None, size: int | None) -> None:
-        """Keep the bytes, or that there is a file.
-
-        Args:
-            data: The bytes; None once they are on the disk.
-            size: The object's length in bytes, where it is known.
-        """
+        """Keep the bytes, or that there is a file."""
         self.data = data
         self.size = size
         self.dropped = False

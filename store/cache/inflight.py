@@ -23,14 +23,6 @@ class InflightRead:
 
     ``done`` resolves in every case; then either ``error`` is set or a look at the cache tells more. A concurrent
     future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
-
-    Args:
-        name: The object.
-        start: First byte.
-        end: The byte after the last; may be beyond the object's end.
-        owner: Whoever leads it.
-        limit_s: How long nothing may come before a waiter stops waiting, in seconds.
-        background: Whether it is a prefetch.
     """
 
     def __init__(self, name: bytes, start: int, end: int, owner: object, limit_s: float, *, background: bool) -> None:
@@ -51,23 +43,12 @@ class InflightRead:
         """Its bytes may be given on, but not kept: they were deleted, replaced or found wrong meanwhile."""
 
     def feed(self, piece: Data) -> None:
-        """Take the leader's next bytes.
-
-        Args:
-            piece: The bytes; they are not changed afterwards.
-        """
+        """Take the leader's next bytes."""
         self.pieces.append(piece)
         self.position += len(piece)
 
     def since(self, position: int) -> Iterator[memoryview]:
-        """What has come from a position on; may be asked while more comes in.
-
-        Args:
-            position: A byte of the object.
-
-        Yields:
-            The bytes, piece by piece.
-        """
+        """What has come from a position on; may be asked while more comes in."""
         at = self.start
         for piece in [self.data] if self.data else list(self.pieces):
             if at + len(piece) > position:
@@ -79,12 +60,6 @@ class InflightRead:
 
         After the first failure it may try for itself; after the second it shares the error, or a thousand readers would
         one after the other wait for a dead server. An error that asking again cannot change is shared at once.
-
-        Args:
-            failures: How many flights failed that the reader waited for, this one included.
-
-        Returns:
-            A copy of the flight's error; None where there is none to share.
         """
         if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
             return None

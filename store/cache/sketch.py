@@ -15,11 +15,7 @@ _HALVED = bytes(count >> 1 for count in range(256))
 
 
 class FrequencySketch:
-    """Counts uses, never too few between two halvings, now and then too many.
-
-    Args:
-        width: Counters in each of four rows, a power of two.
-    """
+    """Counts uses, never too few between two halvings, now and then too many."""
 
     def __init__(self, width: int = 1 << 16) -> None:
         """Start at zero."""

@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 
 class TierIndex(Generic[T]):
-    """Extents of objects by name, their bytes, and the eviction policy over the objects (W-TinyLFU).
-
-    Args:
-        extent_bytes: What each extent costs beyond its content.
-    """
+    """Extents of objects by name, their bytes, and the eviction policy over the objects (W-TinyLFU)."""
 
     def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
         """Start empty."""

@@ -32,13 +32,7 @@ class TieredStore(Store):
     """
 
     def __init__(self, remote: Store, cache: RangeCache, settings: TierSettings) -> None:
-        """Take over the remote.
-
-        Args:
-            remote: The store behind the tiers; may be a ``WriteBackStore``.
-            cache: The tiers.
-            settings: Limits and waits.
-        """
+        """Take over the remote."""
         self._below, self._tiers = remote, cache
         self._settings = settings
         self._prefetcher = Prefetcher(cache, settings)

@@ -47,14 +47,7 @@ class WriteBackStore(Store):
     """Writes to a pending folder first, and from there to ``remote``, which it takes over."""
 
     def __init__(self, remote: Store, folder: PendingFolder, limit_bytes: int, settings: TierSettings) -> None:
-        """Touch nothing yet; ``open`` does.
-
-        Args:
-            remote: Where writes go in the end; this store takes it over.
-            folder: Where they are kept until then.
-            limit_bytes: What may be pending.
-            settings: Limits and waits.
-        """
+        """Touch nothing yet; ``open`` does."""
         self._remote = remote
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -71,14 +64,7 @@ class WriteBackStore(Store):
         self._counters = UploadCounters()
 
     def open(self, abandoned: Iterable[Path] = ()) -> None:
-        """Go on with what earlier processes left here and in abandoned pending folders.
-
-        Args:
-            abandoned: Those folders.
-
-        Raises:
-            OSError: A folder cannot be read.
-        """
+        """Go on with what earlier processes left here and in abandoned pending folders."""
         left = self._folder.load()
         for folder in abandoned:
             left += self._folder.adopt(folder)
@@ -93,14 +79,7 @@ class WriteBackStore(Store):
         return self._remote.url
 
     def origin(self, key: str) -> Store:
-        """Whichever store has the newest bytes of a key.
-
-        Args:
-            key: The object.
-
-        Returns:
-            This store while the bytes are pending, then the remote.
-        """
+        """Whichever store has the newest bytes of a key."""
         with self._changed:
             return self if key in self._latest else self._remote
 
@@ -219,14 +198,7 @@ class WriteBackStore(Store):
             return iter(())
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything acknowledged so far is on the remote.
-
-        Args:
-            timeout_s: Longest wait in seconds; None: as long as it takes.
-
-        Raises:
-            DeadlineError: It takes longer.
-        """
+        """Wait until everything acknowledged so far is on the remote."""
         with self._changed:
             numbers = set(self._queue)
             if not self._changed.wait_for(lambda: numbers.isdisjoint(self._queue), timeout_s):

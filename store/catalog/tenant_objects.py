@@ -32,15 +32,7 @@ MAX_SMALL_BYTES = 1 << 30
 
 
 class TenantObjects:
-    """One tenant's objects in a store: what all that is kept for it goes through.
-
-    Args:
-        store: Where they lie.
-        tenant: The tenant's name.
-        salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
-        keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
-            stay as they are.
-    """
+    """One tenant's objects in a store: what all that is kept for it goes through."""
 
     def __init__(
         self, store: Store, tenant: str = "default", salt: bytes = b"", *, keyring: Keyring | None = None

@@ -77,17 +77,7 @@ _inherited: list[_Pool] = []  # kept for ever: even forgetting a connection of t
 
 
 class Database:
-    """One database file; nothing is opened or made before it is needed.
-
-    Args:
-        path: The file.
-        schema: SQL that makes an empty one.
-        version: Of the schema, refused where the file has another.
-        older: SQL that made files of this version once; they are used as they are.
-        durable: Whether a transaction survives a power cut once ``write`` has returned.
-        advice: What to do where the file is damaged.
-        busy_s: Longest wait for another process's transaction, in seconds; None for BUSY_S.
-    """
+    """One database file; nothing is opened or made before it is needed."""
 
     def __init__(
         self,

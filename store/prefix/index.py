@@ -68,16 +68,7 @@ class PrefixIndex:
     """
 
     def __init__(self, catalog: Catalog, config: Config, scheme: HashScheme | str = "kvwire") -> None:
-        """Read nothing yet.
-
-        Args:
-            catalog: Of the tenant.
-            config: The model configuration.
-            scheme: How prompts are hashed, or its name as ``hash_scheme`` takes it.
-
-        Raises:
-            ArgumentError: There is no scheme of that name.
-        """
+        """Read nothing yet."""
         self._catalog, self._space = catalog, catalog.keys(config)
         self.scheme = hash_scheme(scheme, self._space.config) if isinstance(scheme, str) else scheme
         self._secret = catalog.naming_secret

@@ -60,16 +60,7 @@ class S3Store(Store):
     """
 
     def __init__(self, url: str, *, settings: S3Settings | None = None) -> None:
-        """Parse the address and find credentials; the server is not asked yet.
-
-        Args:
-            url: The bucket's address.
-            settings: Limits and waits; None: the defaults.
-
-        Raises:
-            ArgumentError: The address is none.
-            AuthError: The credentials are not usable.
-        """
+        """Parse the address and find credentials; the server is not asked yet."""
         self._address = S3Address.parse(url)
         self._settings = settings or S3Settings()
         self._client = S3Client(self._address, self._settings)
