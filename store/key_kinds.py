@@ -12,9 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
 from kvwire.store.content_checks import (
     MAX_TEXT_BYTES,
     check_blob,
@@ -23,7 +22,8 @@ from kvwire.store.content_checks import (
     check_shift,
     check_text,
 )
-from kvwire.store.keys import KeySpace, check_digest, check_key, is_catalog_key
+from kvwire.store.keys import KeySpace, check_key, is_catalog_key
+from kvwire.store.pointers import Announcement, LinkReportShift, ProfilePointer
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class KeyKind:
     place: Callable[[KeySpace, str], str] | None
     collected: Collected
     max_bytes: int | None = MAX_ENTRY_BYTES
-    accept: Callable[[str, Data], None] | None = None
+    accept: Callable[[str, Data], object] | None = None
     names: Callable[[str, bytes], Sequence[ObjectRef]] | None = None
     verify: Callable[[ObjectReader, str], bool] | None = None
     is_verified: bool = True
@@ -271,39 +271,13 @@ def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
-def _accept_pointer(key: str, data: Data) -> None:
-    _pointer_names(key, bytes(data))
-
-
 def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
-    digest = parse_object(data).get("profile_digest")
-    try:
-        check_digest(str(digest), "the current profile's digest")
-    except ArgumentError as error:
-        msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
-        raise CorruptError(msg) from error
-    return [ObjectRef(_space_of(key).profile(str(digest)), "profile")]
-
-
-def _accept_report(key: str, data: Data) -> None:
-    _report_names(key, bytes(data))
+    return [ObjectRef(_space_of(key).profile(ProfilePointer.from_json(data).profile_digest), "profile")]
 
 
 def _report_names(key: str, data: bytes) -> list[ObjectRef]:
-    """The shift that a report measured; one that nobody learnt has the empty digest."""
-    fields = strict_json(data)
-    if not isinstance(fields, dict):
-        msg = "the report on links is no JSON object"
-        raise CorruptError(msg)
-    digest = fields.get("shift") or ""
-    if not digest:
-        return []
-    try:
-        check_digest(str(digest), "the digest of a link shift")
-    except ArgumentError as error:
-        msg = f"the report on links is damaged ({error}): run kvwire check-model again"
-        raise CorruptError(msg) from error
-    return [ObjectRef(_space_of(key).shift(str(digest)), "link shift", is_needed=False)]
+    digest = LinkReportShift.from_json(data).shift
+    return [ObjectRef(_space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
 
 
 def _accept_model(key: str, data: Data) -> None:
@@ -338,15 +312,6 @@ def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
     rows = [ObjectRef(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
     profiles = [ObjectRef(space.profile(kept.profile_digest), "profile")] if kept.profile_digest else []
     return [*rows, *profiles]
-
-
-def _accept_announcement(key: str, data: Data) -> None:
-    del key
-    fields = strict_json(bytes(data))
-    names = fields.get("collecting") if isinstance(fields, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        msg = "the announcement names no objects"
-        raise CorruptError(msg)
 
 
 _SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
@@ -459,7 +424,7 @@ KINDS: tuple[KeyKind, ...] = (
         prefix=lambda space: space.current_profile,
         place=None,
         collected="marks",
-        accept=_accept_pointer,
+        accept=lambda key, data: _pointer_names(key, bytes(data)),
         names=_pointer_names,
         is_verified=False,  # without it, a new profile is fitted
         advice="set the current profile again",
@@ -471,7 +436,7 @@ KINDS: tuple[KeyKind, ...] = (
         prefix=lambda space: space.link_report,
         place=None,
         collected="marks",
-        accept=_accept_report,
+        accept=lambda key, data: _report_names(key, bytes(data)),
         names=_report_names,
         is_verified=False,  # without it, links count as nobody measured them
         advice="run kvwire check-model again",
@@ -505,7 +470,7 @@ KINDS: tuple[KeyKind, ...] = (
         prefix=lambda space: space.announcements,
         place=None,
         collected="lease",
-        accept=_accept_announcement,
+        accept=lambda _, data: Announcement.from_json(bytes(data)),
         is_copied=False,
     ),
 )

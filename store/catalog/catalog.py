@@ -7,9 +7,10 @@ an entry finds what it names, even while garbage is being collected. See ``colle
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors

@@ -6,10 +6,10 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.errors import CorruptError, NotFoundError
 from kvwire.store.catalog.tenant_objects import MAX_SMALL_BYTES, TenantObjects
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, outline_of, parse_object
-from kvwire.store.keys import check_digest
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
+from kvwire.store.pointers import ProfilePointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,13 +97,8 @@ class Profiles(TenantObjects):
         data = self._read(self.keys(config).current_profile, MAX_ENTRY_BYTES + 1)
         if data is None:
             return None
-        try:
-            fields = parse_object(data)
-            digest = check_digest(str(fields.get("profile_digest")), "the current profile's digest")
-            return digest, outline_of(fields)
-        except ArgumentError as error:
-            msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
-            raise CorruptError(msg) from error
+        pointer = ProfilePointer.from_json(data)
+        return pointer.profile_digest, pointer.profile_outline
 
     def put_link_report(self, config: Config, data: bytes) -> None:
         """Keep what was measured of linked documents; it replaces what was there."""

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from kvwire.errors import (
     ArgumentError,
     AuthError,
@@ -272,7 +274,7 @@ class _Rebuild:
                 self._done += Rebuilt(texts=1)
                 return
             if not self._dry_run:
-                self._catalog.add(replace(blob, document_id=name))
+                self._catalog.add(structs.replace(blob, document_id=name))
                 blobs = list(self._catalog.blobs_of(blob))
                 wait_for_collectors(self._store, self._space, blobs)
                 for key in blobs:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
 from itertools import pairwise
 from threading import Barrier, Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvwire.codec import inspect
 from kvwire.controller import CostModel, DecodeCost, PrefillCost

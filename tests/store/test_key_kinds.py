@@ -27,6 +27,7 @@ from kvwire.store import (
 )
 from kvwire.store import key_kinds as table
 from kvwire.store.cache.upload_entry import upload_entry
+from kvwire.store.catalog_entry import parse_object
 from kvwire.transport import HttpStore
 from kvwire.types import SHIFT_MAGIC, digest_tokens
 
@@ -37,7 +38,7 @@ INDEX = b"index of similar prompts"
 
 
 def names(key, data):
-    found = table.parse_object(data).get("index")
+    found = parse_object(data).get("index")
     if not isinstance(found, str):
         msg = "it names no index"
         raise CorruptError(msg)

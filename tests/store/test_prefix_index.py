@@ -7,7 +7,6 @@ import json
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvwire import KVCache, encode
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, StorageError
