@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.store.base import Data, ObjectReader
+
+    _Place = Callable[[KeySpace, str], str] | None
 
 Collected: TypeAlias = Literal["marks", "swept", "hint", "index", "lease"]
 """What a collector does: read what it names; delete it once it is old and nothing names it; the same, without telling
@@ -107,6 +109,11 @@ def kind_of(key: str) -> KeyKind | None:
     """
     found = _find(key)
     return found[0] if found else None
+
+
+def found_kind(key: str) -> tuple[KeyKind | None, str]:
+    """The kind of a key, and the digest that the key carries; None and empty for an unknown kind."""
+    return _find(key) or (None, "")
 
 
 def kinds(collected: Collected) -> list[KeyKind]:
@@ -320,157 +327,55 @@ _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
 _FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"
 _CONTENT = r"(?:.*/)?(?P<digest>[0-9a-f]{64})"
 
+
+def _content(name: str, ending: str, prefix: Callable[[KeySpace], str], place: _Place, **more: Any) -> KeyKind:  # noqa: ANN401
+    """Content of any length by the SHA-256 of its bytes, deleted once nothing names it, unless more says otherwise."""
+    usual: dict[str, Any] = {"digest": "sha256", "collected": "swept", "max_bytes": None}
+    pattern = re.compile(rf"{_CONTENT}\.{ending}")
+    return KeyKind(name, pattern, prefix=prefix, place=place, **usual | more)
+
+
+def _entry(name: str, path: str, prefix: Callable[[KeySpace], str], place: _Place = None, **more: Any) -> KeyKind:  # noqa: ANN401
+    """Small objects of the catalog, read for what they name, unless more says otherwise."""
+    usual: dict[str, Any] = {"digest": "", "collected": "marks"}
+    return KeyKind(name, re.compile(_CATALOG + path), prefix=prefix, place=place, **usual | more)
+
+
+_TEXT: dict[str, Any] = {"max_bytes": MAX_TEXT_BYTES, "accept": _accept_text}
+_DOCUMENT: dict[str, Any] = {"accept": _accept_entry, "names": _entry_names}
+_FIT: dict[str, Any] = {"advice": "fit or copy the profile again"}
+_MEASURE: dict[str, Any] = {"advice": "run kvwire check-model again"}
+
+# fmt: off
 KINDS: tuple[KeyKind, ...] = (
-    KeyKind(
-        "blob",
-        re.compile(_CONTENT + r"\.kvw"),
-        digest="sha256",
-        prefix=lambda space: space.root,
-        place=KeySpace.blob,
-        collected="swept",
-        max_bytes=None,
-        verify=check_blob,
-    ),
-    KeyKind(
-        "profile",
-        re.compile(_CONTENT + r"\.kvp"),
-        digest="sha256",
-        prefix=lambda space: space.profiles,
-        place=KeySpace.profile,
-        collected="swept",
-        max_bytes=None,
-        verify=check_profile,
-        advice="fit or copy the profile again",
-    ),
-    KeyKind(
-        "text",
-        re.compile(_CONTENT + r"\.kvt"),
-        digest="tokens",
-        prefix=lambda space: space.texts,
-        place=KeySpace.text,
-        collected="swept",
-        max_bytes=MAX_TEXT_BYTES,
-        accept=_accept_text,
-        verify=check_text,
-    ),
-    KeyKind(
-        "part's text",
-        re.compile(_CONTENT + r"\.kvtp"),
-        digest="name",
-        prefix=lambda space: space.texts,
-        place=KeySpace.part_text,
-        collected="swept",
-        max_bytes=MAX_TEXT_BYTES,
-        accept=_accept_text,
-        verify=check_part_text,
-    ),
-    KeyKind(
-        "kept rows",
-        re.compile(_CONTENT + r"\.kvr"),
-        digest="sha256",
-        prefix=lambda space: space.all_kept_rows,
-        place=KeySpace.kept_rows,
-        collected="swept",
-        max_bytes=None,
-        verify=check_blob,
-        advice="the next repair of these documents writes them again",
-    ),
-    KeyKind(
-        "link shift",
-        re.compile(_CONTENT + r"\.kvs"),
-        digest="sha256",
-        prefix=lambda space: space.shifts,
-        place=KeySpace.shift,
-        collected="swept",
-        max_bytes=None,
-        verify=check_shift,
-        advice="run kvwire check-model again",
-    ),
-    KeyKind(
-        "document entry",
-        re.compile(_CATALOG + "doc/" + _FOLDED),
-        digest="name",
-        prefix=lambda space: space.documents,
-        place=None,
-        collected="marks",
-        accept=_accept_entry,
-        names=_entry_names,
-    ),
-    KeyKind(
-        "token entry",
-        re.compile(_CATALOG + "tokens/" + _FOLDED),
-        digest="tokens",
-        prefix=lambda space: space.token_entries,
-        place=KeySpace.token_entry,
-        collected="hint",
-        accept=_accept_entry,
-        names=_entry_names,
-    ),
-    KeyKind(
-        "prefix entry",
-        re.compile(_CATALOG + "prefix/" + _FOLDED),
-        digest="name",
-        prefix=lambda space: space.prefix_entries,
-        place=KeySpace.prefix_entry,
-        collected="index",
-        accept=_accept_prefix,
-        names=_prefix_names,
-        advice="index the document again (kvwire store index)",
-    ),
-    KeyKind(
-        "current profile",
-        re.compile(_CATALOG + r"profile\.json"),
-        digest="",
-        prefix=lambda space: space.current_profile,
-        place=None,
-        collected="marks",
-        accept=lambda key, data: _pointer_names(key, bytes(data)),
-        names=_pointer_names,
-        is_verified=False,  # without it, a new profile is fitted
-        advice="set the current profile again",
-    ),
-    KeyKind(
-        "link report",
-        re.compile(_CATALOG + r"links\.json"),
-        digest="",
-        prefix=lambda space: space.link_report,
-        place=None,
-        collected="marks",
-        accept=lambda key, data: _report_names(key, bytes(data)),
-        names=_report_names,
-        is_verified=False,  # without it, links count as nobody measured them
-        advice="run kvwire check-model again",
-    ),
-    KeyKind(
-        "kept repair",
-        re.compile(_CATALOG + "kept/" + _FOLDED),
-        digest="name",
-        prefix=lambda space: space.kept_repairs,
-        place=KeySpace.kept_repair,
-        collected="marks",
-        accept=_accept_kept,
-        names=_kept_names,
-        advice="the next repair of these documents writes it again",
-    ),
-    KeyKind(
-        "model record",
-        re.compile(_CATALOG + r"model\.json"),
-        digest="",
-        prefix=lambda space: space.model_record,
-        place=None,
-        collected="marks",  # never deleted
-        accept=_accept_model,
-        names=_model_names,
-        advice="encode any document again, which writes it anew",
-    ),
-    KeyKind(
-        "announcement",
-        re.compile(_CATALOG + r"collecting/[0-9a-f]{32}\.json"),
-        digest="",
-        prefix=lambda space: space.announcements,
-        place=None,
-        collected="lease",
-        accept=lambda _, data: Announcement.from_json(bytes(data)),
-        is_copied=False,
-    ),
+    _content("blob", "kvw", lambda s: s.root, KeySpace.blob, verify=check_blob),
+    _content("profile", "kvp", lambda s: s.profiles, KeySpace.profile, verify=check_profile, **_FIT),
+    _content("text", "kvt", lambda s: s.texts, KeySpace.text, digest="tokens", verify=check_text, **_TEXT),
+    _content("part's text", "kvtp", lambda s: s.texts, KeySpace.part_text,
+             digest="name", verify=check_part_text, **_TEXT),
+    _content("kept rows", "kvr", lambda s: s.all_kept_rows, KeySpace.kept_rows, verify=check_blob,
+             advice="the next repair of these documents writes them again"),
+    _content("link shift", "kvs", lambda s: s.shifts, KeySpace.shift, verify=check_shift, **_MEASURE),
+    _entry("document entry", "doc/" + _FOLDED, lambda s: s.documents, digest="name", **_DOCUMENT),
+    _entry("token entry", "tokens/" + _FOLDED, lambda s: s.token_entries, KeySpace.token_entry,
+           digest="tokens", collected="hint", **_DOCUMENT),
+    _entry("prefix entry", "prefix/" + _FOLDED, lambda s: s.prefix_entries, KeySpace.prefix_entry,
+           digest="name", collected="index", accept=_accept_prefix, names=_prefix_names,
+           advice="index the document again (kvwire store index)"),
+    _entry("current profile", r"profile\.json", lambda s: s.current_profile,
+           accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
+           is_verified=False,  # without it, a new profile is fitted
+           advice="set the current profile again"),
+    _entry("link report", r"links\.json", lambda s: s.link_report,
+           accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
+           is_verified=False,  # without it, links count as nobody measured them
+           **_MEASURE),
+    _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,
+           digest="name", accept=_accept_kept, names=_kept_names,
+           advice="the next repair of these documents writes it again"),
+    _entry("model record", r"model\.json", lambda s: s.model_record,  # never deleted
+           accept=_accept_model, names=_model_names, advice="encode any document again, which writes it anew"),
+    _entry("announcement", r"collecting/[0-9a-f]{32}\.json", lambda s: s.announcements,
+           collected="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),
 )
+# fmt: on

@@ -2,7 +2,7 @@
 
 A collector writes an announcement that names the objects, then reads the entries, then deletes, then removes the
 announcement. A writer writes its entry, then looks for announcements. Whichever came first, one of the two sees the
-other: see ``collecting``.
+other: see ``upkeep.collect``.
 """
 
 from __future__ import annotations
