@@ -1,8 +1,8 @@
 """The tiers of content as one: what to do next for a byte, where fetched bytes go, who waits for whom.
 
 No call here does any I/O on the remote, and all but ``load`` return at once, so that threads and event loops drive the
-same cache. A reader asks ``step`` for one position at a time and so leads one flight, or waits for one, never both:
-readers cannot wait for each other in a circle.
+same cache. A reader asks ``step`` for one position at a time and so leads one read of the remote, or waits for one,
+never both: readers cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -14,20 +14,57 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvwire.errors import KvwireError
-from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
-from kvwire.store.cache.extents import Extent, ExtentMap
-from kvwire.store.cache.inflight import InflightRead
-from kvwire.store.cache.object_sizes import TRUST_S, ObjectSizes
-from kvwire.store.cache.worker import Worker
+from kvwire.store.cache.eviction import TierIndex
+from kvwire.store.cache.extents import TRUST_S, Extent, ExtentMap, InflightRead, ObjectSizes
+from kvwire.store.cache.local import Worker
+from kvwire.store.cache.settings import Counters, RemoteCounters, TierCounters
 
 if TYPE_CHECKING:
     from kvwire.store.base import Store
     from kvwire.store.cache.disk_tier import DiskTier, StoredFile
-    from kvwire.store.cache.memory_tier import MemoryTier
     from kvwire.store.cache.settings import TierSettings
+
+EXTENT_BYTES = 512
+"""Charged for each extent beyond its content: what Python needs to know of it."""
+
+
+class Leaving(NamedTuple):
+    """Bytes of an object, from ``start`` on, that the memory does not keep, or keeps no longer."""
+
+    name: bytes
+    start: int
+    data: bytes
+
+
+class MemoryTier:
+    """Keeps bytes until the policy gives them up."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Start empty."""
+        self.index: TierIndex[bytes] = TierIndex(budget_bytes, EXTENT_BYTES)
+
+    def add(self, name: bytes, start: int, data: bytes) -> list[Leaving]:
+        """Keep what of these bytes is not there yet."""
+        counters = self.index.counters
+        leaving = []
+        for first, last in self.index.gaps(name, start, start + len(data)):
+            part = data[first - start : last - start]
+            if self.index.fits(len(part)):
+                self.index.add(name, first, last, part)
+                counters.fills += 1
+            else:
+                counters.refused += 1
+                leaving.append(Leaving(name, first, part))
+        return leaving + [Leaving(gone, extent.start, extent.value) for gone, extent in self.index.overflow()]
+
+    def drop(self, name: bytes, start: int, end: int | None) -> None:
+        """Forget all extents that hold any byte of a range."""
+        for extent in self.index.overlapping(name, start, end):
+            self.index.remove(name, extent)
+
 
 T = TypeVar("T")
 _LOAD_THREADS = 4  # that read files of the disk tier
@@ -35,44 +72,28 @@ _LOAD_THREADS = 4  # that read files of the disk tier
 
 @dataclass(frozen=True)
 class Hit:
-    """The next bytes are here.
-
-    Attributes:
-        data: The bytes.
-    """
+    """The next bytes are here."""
 
     data: memoryview
 
 
 @dataclass(frozen=True)
 class DiskHit:
-    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs.
-
-    Attributes:
-        extent: What of the object the file holds.
-    """
+    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
 
     extent: Extent[StoredFile]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The next bytes are being fetched: wait for the flight.
-
-    Attributes:
-        flight: Led by another reader.
-    """
+    """The next bytes are being fetched: wait for the flight."""
 
     flight: InflightRead
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch the flight's range, and then ``finish`` it or ``fail`` it.
-
-    Attributes:
-        flight: Led by whoever asked.
-    """
+    """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
 
     flight: InflightRead
 
@@ -91,25 +112,11 @@ class Cached(Protocol):
         ...
 
     def name(self, key: str) -> bytes | None:
-        """What the tiers call an object.
-
-        Args:
-            key: The object.
-
-        Returns:
-            Its name; None where it is not kept in them.
-        """
+        """What the tiers call an object; None where it is not kept in them."""
         ...
 
     def origin(self, key: str) -> Store:
-        """The store below the tiers that has an object.
-
-        Args:
-            key: The object.
-
-        Returns:
-            The store.
-        """
+        """The store below the tiers that has an object."""
         ...
 
 
@@ -123,7 +130,7 @@ class RangeCache:
         self._settings = settings
         self.stall_s = settings.stall_s
         self._lock = lock
-        self._flights: dict[bytes, ExtentMap[InflightRead]] = {}
+        self._reads: dict[bytes, ExtentMap[InflightRead]] = {}
         self._sizes = ObjectSizes()
         self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
@@ -174,10 +181,10 @@ class RangeCache:
                         return DiskHit(stored)
                     return _held(self._disk.index.counters, stored, data, position, stop)
                 self._disk.index.counters.misses += 1
-            if name in self._flights and (flying := self._flights[name].at(position)) is not None:
+            if name in self._reads and (flying := self._reads[name].at(position)) is not None:
                 self._remote.waits += 1
                 return Wait(flying.value)
-            return Fetch(self._depart(name, position, stop, owner, **lead))
+            return Fetch(self._start(name, position, stop, owner, **lead))
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
         """Wait for ``loading``, ``stall_s`` at most. Blocks."""
@@ -235,16 +242,16 @@ class RangeCache:
 
     def finish(self, flight: InflightRead, size: int | None = None) -> None:
         """All bytes of a flight are there."""
-        self._land(flight, size, None)
+        self._complete(flight, size, None)
 
     def fail(self, flight: InflightRead, error: BaseException) -> None:
         """A flight broke off; what came is kept."""
-        self._land(flight, None, error)
+        self._complete(flight, None, error)
 
     def leave(self, flight: InflightRead) -> None:
         """Stop waiting for a flight from which nothing comes: the next to ask leads another one."""
         with self._lock:
-            if self._take_off(flight):
+            if self._unregister(flight):
                 self._remote.takeovers += 1
         _resolve(flight)
 
@@ -266,10 +273,10 @@ class RangeCache:
             self._memory.drop(name, start, end)
             if self._disk:
                 self._disk.drop(name, start, end)
-            gone = [extent.value for extent in self._flying(name).overlapping(start, end)]
+            gone = [extent.value for extent in self._inflight(name).overlapping(start, end)]
             for flight in gone:
                 flight.stale = True
-                self._take_off(flight)
+                self._unregister(flight)
             self._sizes.forget(name)
 
     def wait_for_quiet(self, timeout_s: float) -> bool:
@@ -306,41 +313,43 @@ class RangeCache:
 
     # Under the lock.
 
-    def _depart(
+    def _start(
         self, name: bytes, start: int, stop: int | None, owner: object, *, whole: bool = False, background: bool = False
     ) -> InflightRead:
         settings = self._settings
         ends = [start + (settings.prefetch_bytes if background else settings.flight_bytes)]
         ends += [stop] if stop is not None else []
-        ends += [at for at in (self._memory.index.next_start(name, start), self._flying(name).next_start(start)) if at]
+        ends += [
+            at for at in (self._memory.index.next_start(name, start), self._inflight(name).next_start(start)) if at
+        ]
         if self._disk and (at := self._disk.index.next_start(name, start)):
             ends.append(at)
         limit_s = settings.answer_s if whole else settings.stall_s
         flight = InflightRead(name, start, min(ends), owner, limit_s, background=background)
-        self._flights.setdefault(name, ExtentMap()).add(flight.start, flight.end, flight)
+        self._reads.setdefault(name, ExtentMap()).add(flight.start, flight.end, flight)
         self._foreground += not background
         self._remote.requests += 1
         return flight
 
-    def _flying(self, name: bytes) -> ExtentMap[InflightRead]:
-        return self._flights.get(name) or ExtentMap()
+    def _inflight(self, name: bytes) -> ExtentMap[InflightRead]:
+        return self._reads.get(name) or ExtentMap()
 
-    def _take_off(self, flight: InflightRead) -> bool:
+    def _unregister(self, flight: InflightRead) -> bool:
         """Take a flight off the map; tells whether it was there."""
-        flying = self._flights.get(flight.name)
+        flying = self._reads.get(flight.name)
         extent = flying.at(flight.start) if flying else None
         if flying is None or extent is None or extent.value is not flight:
             return False
         flying.remove(extent)
         if not flying:
-            del self._flights[flight.name]
+            del self._reads[flight.name]
         return True
 
-    def _land(self, flight: InflightRead, size: int | None, error: BaseException | None) -> None:
+    def _complete(self, flight: InflightRead, size: int | None, error: BaseException | None) -> None:
         data = flight.pieces[0] if len(flight.pieces) == 1 else b"".join(flight.pieces)
         flight.data = data if isinstance(data, bytes) else bytes(data)
         with self._lock:
-            self._take_off(flight)
+            self._unregister(flight)
             self._foreground -= not flight.background
             if not self._foreground:
                 self._quiet.notify_all()

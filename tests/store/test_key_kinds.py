@@ -26,7 +26,7 @@ from kvwire.store import (
     verify_store,
 )
 from kvwire.store import key_kinds as table
-from kvwire.store.cache.upload_entry import upload_entry
+from kvwire.store.cache.pending import upload_entry
 from kvwire.store.catalog_entry import parse_object
 from kvwire.transport import HttpStore
 from kvwire.types import SHIFT_MAGIC, digest_tokens
