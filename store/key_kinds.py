@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     _Place = Callable[[KeySpace, str], str] | None
 
-Collected: TypeAlias = Literal["marks", "swept", "hint", "index", "lease"]
-"""What a collector does: read what it names; delete it once it is old and nothing names it; the same, without telling
-writers, since losing it costs little; delete it once it is old and no document has what it names, which is then as
-cheap to lose; delete it once its lease is over."""
+GcRole: TypeAlias = Literal["root", "content", "alias", "derived", "lease"]
+"""What a collector does. root: read what it names. content: delete it once it is old and nothing names it. alias: the
+same, without telling writers, since losing it costs little. derived: delete it once it is old and no document has what
+it names, which is then as cheap to lose. lease: delete it once its lease is over."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class KeyKind:
             can be kept; ``tokens``, of token ids; ``name``, of anything else; empty where keys carry none.
         prefix: What the keys of a model configuration start with; of content, whatever is outside the catalog.
         place: Its one key, by its digest; None where there is no digest.
-        collected: What a collector does with it.
+        gc_role: What a collector does with it.
         max_bytes: Longest that a server takes; None for its own limit of uploads.
         accept: Whether bytes belong under a key, for whoever is sent them; raises CorruptError or ArgumentError. Not
             asked of sealed bytes, nor where ``digest`` says all.
@@ -83,7 +83,7 @@ class KeyKind:
     digest: Literal["sha256", "tokens", "name", ""]
     prefix: Callable[[KeySpace], str]
     place: Callable[[KeySpace, str], str] | None
-    collected: Collected
+    gc_role: GcRole
     max_bytes: int | None = MAX_ENTRY_BYTES
     accept: Callable[[str, Data], object] | None = None
     names: Callable[[str, bytes], Sequence[ObjectRef]] | None = None
@@ -116,9 +116,9 @@ def found_kind(key: str) -> tuple[KeyKind | None, str]:
     return _find(key) or (None, "")
 
 
-def kinds(collected: Collected) -> list[KeyKind]:
+def kinds(role: GcRole) -> list[KeyKind]:
     """The kinds that a collector treats alike."""
-    return [kind for kind in KINDS if kind.collected == collected]
+    return [kind for kind in KINDS if kind.gc_role == role]
 
 
 def catalog_prefixes(space: KeySpace) -> list[str]:
@@ -330,14 +330,14 @@ _CONTENT = r"(?:.*/)?(?P<digest>[0-9a-f]{64})"
 
 def _content(name: str, ending: str, prefix: Callable[[KeySpace], str], place: _Place, **more: Any) -> KeyKind:  # noqa: ANN401
     """Content of any length by the SHA-256 of its bytes, deleted once nothing names it, unless more says otherwise."""
-    usual: dict[str, Any] = {"digest": "sha256", "collected": "swept", "max_bytes": None}
+    usual: dict[str, Any] = {"digest": "sha256", "gc_role": "content", "max_bytes": None}
     pattern = re.compile(rf"{_CONTENT}\.{ending}")
     return KeyKind(name, pattern, prefix=prefix, place=place, **usual | more)
 
 
 def _entry(name: str, path: str, prefix: Callable[[KeySpace], str], place: _Place = None, **more: Any) -> KeyKind:  # noqa: ANN401
     """Small objects of the catalog, read for what they name, unless more says otherwise."""
-    usual: dict[str, Any] = {"digest": "", "collected": "marks"}
+    usual: dict[str, Any] = {"digest": "", "gc_role": "root"}
     return KeyKind(name, re.compile(_CATALOG + path), prefix=prefix, place=place, **usual | more)
 
 
@@ -358,9 +358,9 @@ KINDS: tuple[KeyKind, ...] = (
     _content("link shift", "kvs", lambda s: s.shifts, KeySpace.shift, verify=check_shift, **_MEASURE),
     _entry("document entry", "doc/" + _FOLDED, lambda s: s.documents, digest="name", **_DOCUMENT),
     _entry("token entry", "tokens/" + _FOLDED, lambda s: s.token_entries, KeySpace.token_entry,
-           digest="tokens", collected="hint", **_DOCUMENT),
+           digest="tokens", gc_role="alias", **_DOCUMENT),
     _entry("prefix entry", "prefix/" + _FOLDED, lambda s: s.prefix_entries, KeySpace.prefix_entry,
-           digest="name", collected="index", accept=_accept_prefix, names=_prefix_names,
+           digest="name", gc_role="derived", accept=_accept_prefix, names=_prefix_names,
            advice="index the document again (kvwire store index)"),
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
            accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
@@ -376,6 +376,6 @@ KINDS: tuple[KeyKind, ...] = (
     _entry("model record", r"model\.json", lambda s: s.model_record,  # never deleted
            accept=_accept_model, names=_model_names, advice="encode any document again, which writes it anew"),
     _entry("announcement", r"collecting/[0-9a-f]{32}\.json", lambda s: s.announcements,
-           collected="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),
+           gc_role="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),
 )
 # fmt: on

@@ -152,17 +152,17 @@ class RangeCache:
     def learn(self, name: bytes, size: int | None) -> None:
         """Hear from the remote how long an object is."""
         with self._lock:
-            self._sizes.state(name, size)
+            self._sizes.confirm(name, size)
 
     def doubt(self, name: bytes) -> bool:
         """A read ended short of what it asked for."""
         with self._lock:
-            return self._sizes.doubt(name)
+            return self._sizes.invalidate(name)
 
     def believe(self, name: bytes, position: int) -> bool:
         """The remote fails: ask what is remembered."""
         with self._lock:
-            return self._sizes.believe(name, position)
+            return self._sizes.accept_hint(name, position)
 
     def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
         """What to do for the next byte of a range."""
@@ -236,7 +236,7 @@ class RangeCache:
             counters.hits += 1
             counters.hit_bytes += len(data)
             if not extent.value.dropped:
-                self._sizes.tell(name, size)
+                self._sizes.hint(name, size)
                 self._keep(name, extent.start, data)
         return data
 
@@ -258,7 +258,7 @@ class RangeCache:
     def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
         """Take in bytes that came without a flight."""
         with self._lock:
-            self._sizes.state(name, size)
+            self._sizes.confirm(name, size)
             self._keep(name, start, data)
 
     def fetched(self, size: int) -> None:
@@ -357,7 +357,7 @@ class RangeCache:
             flight.error = error if isinstance(error, KvwireError) else None
             self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
             if not flight.stale:
-                self._sizes.state(flight.name, size)
+                self._sizes.confirm(flight.name, size)
                 if flight.data:
                     self._keep(flight.name, flight.start, flight.data)
         flight.pieces = []

@@ -189,17 +189,17 @@ class ObjectSizes:
             return None
         return found.bytes
 
-    def state(self, name: bytes, size: int | None) -> None:
+    def confirm(self, name: bytes, size: int | None) -> None:
         """Hear from the remote."""
         if size is not None:
             self._set(name, _Size(size, time.monotonic()))
 
-    def tell(self, name: bytes, size: int | None) -> None:
+    def hint(self, name: bytes, size: int | None) -> None:
         """Hear from a file; what the remote has said is worth more."""
         if size is not None and name not in self._sizes:
             self._set(name, _Size(size, None))
 
-    def doubt(self, name: bytes) -> bool:
+    def invalidate(self, name: bytes) -> bool:
         """Believe a length less that was stated a while ago."""
         found = self._sizes.get(name)
         if found is None or found.stated_at is None or self.stated(name, TRUST_S) is not None:
@@ -207,12 +207,12 @@ class ObjectSizes:
         self._set(name, _Size(found.bytes, None))
         return True
 
-    def believe(self, name: bytes, position: int) -> bool:
+    def accept_hint(self, name: bytes, position: int) -> bool:
         """Take a length that was told for stated, as the remote cannot be asked."""
         found = self._sizes.get(name)
         if found is None or position < found.bytes:
             return False
-        self.state(name, found.bytes)
+        self.confirm(name, found.bytes)
         return True
 
     def forget(self, name: bytes) -> None:

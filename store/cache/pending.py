@@ -89,7 +89,7 @@ class PendingFolder:
                 if _TEMPORARY.fullmatch(entry.name) or (tried and int(tried[1]) not in known):
                     (self._folder / entry.name).unlink()
         self._next = max(found, default=-1) + 1
-        return [self._glance(number) for number in found]
+        return [self._read_header(number) for number in found]
 
     def adopt(self, other: Path) -> list[PendingWrites]:
         """Take over what lies in the pending folder of a process that is gone, behind what is here."""
@@ -99,7 +99,7 @@ class PendingFolder:
             with contextlib.suppress(FileNotFoundError):
                 (other / _tried(number)).rename(self._folder / _tried(own))
             (other / _file(number)).rename(self._folder / _file(own))
-            adopted.append(self._glance(own))
+            adopted.append(self._read_header(own))
         if adopted:
             sync_folder(self._folder)
             sync_folder(other)
@@ -189,7 +189,7 @@ class PendingFolder:
             self._next += 1
             return self._next - 1
 
-    def _glance(self, number: int) -> PendingWrites:
+    def _read_header(self, number: int) -> PendingWrites:
         """What a file's header says, without reading its content."""
         path = self._folder / _file(number)
         size = max(0, path.stat().st_size - _HEADER_BYTES)

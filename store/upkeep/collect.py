@@ -72,7 +72,7 @@ _ANNOUNCEMENTS = 8
 _BATCH = _ANNOUNCEMENTS * MAX_NAMES
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
-_TAKEN = ("swept", "hint")  # of ``KeyKind.collected``: what a collector deletes once nothing names it
+_TAKEN = ("content", "alias")  # of ``KeyKind.gc_role``: what a collector deletes once nothing names it
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
@@ -261,7 +261,7 @@ class _Sweep:
         for count, found in enumerate(objects(self._store, self._space, self._part), 1):
             listed = found.listed
             of_documents = listed.size * (found.kind not in _SHARED)
-            misplaced = found.is_misplaced or (found.kind is not None and found.kind.collected not in _TAKEN)
+            misplaced = found.is_misplaced or (found.kind is not None and found.kind.gc_role not in _TAKEN)
             self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=misplaced)
             if self._is_garbage(listed.key, listed.modified):
                 yield listed
@@ -271,10 +271,10 @@ class _Sweep:
     def _is_collected(self, key: str) -> bool:
         """Whether a collector may take a key; not what lies elsewhere than its kind does."""
         kind = kind_of(key)
-        return kind is not None and kind.collected in _TAKEN and not is_misplaced(key, self._space)
+        return kind is not None and kind.gc_role in _TAKEN and not is_misplaced(key, self._space)
 
     def _stale_hints(self) -> Iterator[Listed]:
-        for kind in kinds("hint"):
+        for kind in kinds("alias"):
             for listed in self._part.scan(self._store, kind.prefix(self._space)):
                 if self._is_garbage(listed.key, listed.modified):
                     yield listed
@@ -282,7 +282,7 @@ class _Sweep:
     def _stale_index(self) -> Iterator[str]:
         old = (
             listed.key
-            for kind in kinds("index")
+            for kind in kinds("derived")
             for listed in self._part.scan(self._store, kind.prefix(self._space))
             if self._is_old(listed.modified)
         )

@@ -127,7 +127,7 @@ class _Verifier:
             self._bytes += listed.size
             self._tell(listed.size)
         try:
-            for kind in (one for one in (*kinds("marks"), *kinds("index")) if one.is_verified):
+            for kind in (one for one in (*kinds("root"), *kinds("derived")) if one.is_verified):
                 self._check_entries(catalog, space, kind, sound)
         except AuthError:  # sealed with a key that is not at hand: nothing can be said of them
             self._sealed += 1

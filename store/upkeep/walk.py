@@ -76,7 +76,7 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
     """Content that entries name which may have been written since an instant."""
     young = (
         listed.key
-        for kind in kinds("marks")
+        for kind in kinds("root")
         for listed in catalog.store.scan(kind.prefix(space))
         if not listed.modified or listed.modified > since - _SKEW_S
     )

@@ -204,4 +204,4 @@ class FolderStore(Store):
 def _frees_space(key: str) -> bool:
     """Whether something is deleted once this is written: what a collector announces."""
     kind = kind_of(key)
-    return kind is not None and kind.collected == "lease"
+    return kind is not None and kind.gc_role == "lease"
