@@ -23,8 +23,8 @@ from isal.isal_zlib import crc32
 from measure import RESULTS, interleaved, summary, table, write_json
 
 from kvwire.store import FolderStore, MemoryStore, open_tiers
-from kvwire.store.cache.extent_file import HEADER_BYTES
-from kvwire.store.cache.tinylfu import WindowTinyLfu
+from kvwire.store.cache.disk_tier import HEADER_BYTES
+from kvwire.store.cache.eviction import WindowTinyLfu
 from kvwire.store.testing import samples
 
 if TYPE_CHECKING:

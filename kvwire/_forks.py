@@ -17,12 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-_OWNERS: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+# No weak dictionary: it would run Python when an owner dies, where the exit that a signal asks for is lost.
+_owners: list[tuple[weakref.ref[Any], Callable[[Any], object]]] = []
+_registering = threading.Lock()
+_sweep_at = 64
 
 
 def in_child(owner: T, renew: Callable[[T], object]) -> T:
     """Have something done in every child that is forked while the owner lives."""
-    _OWNERS[owner] = renew
+    global _owners, _sweep_at  # noqa: PLW0603 - one list for the process
+    with _registering:
+        if len(_owners) >= _sweep_at:
+            _owners = [each for each in _owners if each[0]() is not None]
+            _sweep_at = 64 + 2 * len(_owners)
+        _owners.append((weakref.ref(owner), renew))
     return owner
 
 
@@ -63,8 +71,10 @@ class OwnProcess:
 
 
 def _after_fork() -> None:
-    for owner, renew in tuple(_OWNERS.items()):
-        renew(owner)
+    _free(_registering)
+    for known, renew in tuple(_owners):
+        if (owner := known()) is not None:
+            renew(owner)
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,12 +1,18 @@
-"""The one reader of JSON from strangers: files, objects of a store, answers of a server, lines of a log."""
+"""JSON from strangers: strictly parsed, and as records of a type."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from kvwire.errors import ArgumentError, CorruptError
+import msgspec
+
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
+
+T = TypeVar("T")
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Sha256OrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
@@ -48,13 +54,24 @@ def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
     return value
 
 
-def json_field(fields: dict[str, Any], name: str, kind: type, what: str) -> Any:  # noqa: ANN401 - of the caller's type
-    """One field of a parsed object."""
-    value = fields.get(name)
-    if type(value) is not kind:
-        msg = f"{what}'s {name} must be of type {kind.__name__}, got {type(value).__name__}"
+def record(fields: object, kind: type[T], what: str, advice: str) -> T:
+    """Make a record of parsed JSON; unknown fields are passed over. CorruptError says what is wrong, and the advice."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        msg = f"{what} is damaged ({error}): {advice}"
+        raise CorruptError(msg) from error
+
+
+def check_version(fields: dict[str, Any], known: int, what: str) -> dict[str, Any]:
+    """Refuse the record of a later version."""
+    if type(version := fields.get("version")) is not int:
+        msg = f"{what}'s version must be of type int, got {type(version).__name__}"
         raise CorruptError(msg)
-    return value
+    if version != known:
+        msg = f"{what} is of version {version}, this kvwire reads {known}: use a later kvwire"
+        raise FormatVersionError(msg)
+    return fields
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
     from kvwire.store.partition import Part
-    from kvwire.store.prefix.base import HashScheme
     from kvwire.store.prefix.index import PrefixHit, PrefixIndex
-    from kvwire.store.prefix.schemes import hash_scheme
+    from kvwire.store.prefix.schemes import HashScheme, hash_scheme
     from kvwire.store.prefix_entry import PrefixEntry
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import collect
@@ -142,9 +141,8 @@ __getattr__ = lazy(
         "kvwire.store.listing": ("read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),
-        "kvwire.store.prefix.base": ("HashScheme",),
         "kvwire.store.prefix.index": ("PrefixHit", "PrefixIndex"),
-        "kvwire.store.prefix.schemes": ("hash_scheme",),
+        "kvwire.store.prefix.schemes": ("HashScheme", "hash_scheme"),
         "kvwire.store.partition": ("Part",),
         "kvwire.store.prefix_entry": ("PrefixEntry",),
         "kvwire.store.schemes": ("open_store",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
@@ -402,6 +403,15 @@ def holds(store: Store, key: str, data: Data) -> bool:
         return all(store.get(key, at, at + _COMPARED_BYTES) == view[at : at + _COMPARED_BYTES] for at in starts)
     except NotFoundError:
         return False
+
+
+def merged(first: Iterator[Listed], second: Iterator[Listed]) -> Iterator[Listed]:
+    """Two listings in order as one; of equal keys, the first listing's counts."""
+    last = ""
+    for listed in heapq.merge(first, second, key=lambda one: one.key):
+        if listed.key != last:
+            yield listed
+        last = listed.key
 
 
 def check_after(prefix: str, after: str) -> tuple[str, str]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from kvwire._json import json_field, json_object
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
+
+from kvwire._json import Sha256, json_object, record
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.keys import MAX_NAME_CHARS, check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Check = tuple[str, Callable[[], bool]]
-    Outline = tuple[int, str]
+    from collections.abc import Iterator
 
 MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
 MAX_PARTS = 4096
@@ -26,13 +25,14 @@ MAX_PART_HEADERS_BYTES = 1 << 26
 MAX_OUTLINE_BYTES = 1 << 21
 """Longest outline of a profile: its metadata has at most half of that."""
 _MAX_BYTES = 1 << 62
-_WHAT = "a catalog entry"
+_WHAT, _ADVICE = "a catalog entry", "write the document again"
 _DIGEST_CHARS = 64
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
+Outline: TypeAlias = tuple[Annotated[int, Meta(gt=0, le=MAX_OUTLINE_BYTES)], Sha256]
 
-@dataclass(frozen=True)
-class BlobPart:
+
+class BlobPart(Struct, frozen=True):
     """One blob of a document that grew.
 
     Attributes:
@@ -58,20 +58,18 @@ class BlobPart:
     @classmethod
     def from_row(cls, row: object) -> BlobPart:
         """Read ``to_row``."""
-        match row:
-            case [str(text), int(size), int(header_bytes), int(tokens)] if bool not in map(type, row):
-                try:
-                    digests = base64.b85decode(text).hex()
-                except ValueError:
-                    digests = ""
-                if len(digests) in (_DIGEST_CHARS, 2 * _DIGEST_CHARS):
-                    return cls(digests[:_DIGEST_CHARS], size, header_bytes, tokens, digests[_DIGEST_CHARS:])
-        msg = "each part of a document in the catalog must be digests and three numbers: write the document again"
-        raise CorruptError(msg)
+        text, size, header_bytes, tokens = record(row, tuple[str, int, int, int], "a document's part", _ADVICE)
+        try:
+            digests = base64.b85decode(text).hex()
+        except ValueError:
+            digests = ""
+        if len(digests) not in (_DIGEST_CHARS, 2 * _DIGEST_CHARS):
+            msg = f"a document's part names no SHA-256: {_ADVICE}"
+            raise CorruptError(msg)
+        return cls(digests[:_DIGEST_CHARS], size, header_bytes, tokens, digests[_DIGEST_CHARS:])
 
 
-@dataclass(frozen=True)
-class CatalogEntry:
+class CatalogEntry(Struct, frozen=True):
     """One document's blob, or, where ``is_text``, one document of which only the text is kept.
 
     Attributes:
@@ -104,7 +102,7 @@ class CatalogEntry:
 
     def __post_init__(self) -> None:
         """Refuse fields that contradict each other or are out of range."""
-        problem = _problem(self)
+        problem = next(_problems(self), None)
         if problem:
             msg = f"not a catalog entry: {problem}"
             raise ArgumentError(msg)
@@ -138,24 +136,12 @@ class CatalogEntry:
             CorruptError: The bytes are no entry.
         """
         told = parse_object(data)
-        levels = json_field(told, "levels", list, _WHAT)
-        try:
-            return cls(
-                document_id=json_field(told, "document_id", str, _WHAT),
-                blob_key=json_field(told, "blob_key", str, _WHAT),
-                sha256=json_field(_with_sha256(told), "sha256", str, _WHAT),
-                size=json_field(told, "size", int, _WHAT),
-                header_bytes=json_field(told, "head_bytes", int, _WHAT),
-                tokens=json_field(told, "tokens", int, _WHAT),
-                token_digest=json_field(told, "token_digest", str, _WHAT),
-                profile_digest=json_field(told, "profile_digest", str, _WHAT),
-                levels=tuple(_level(level) for level in levels),
-                profile_outline=outline_of(told),
-                parts=tuple(BlobPart.from_row(row) for row in json_field({"parts": []} | told, "parts", list, _WHAT)),
-            )
-        except ArgumentError as error:
-            msg = f"the catalog holds a bad entry ({error}): write the document again"
-            raise CorruptError(msg) from error
+        told["header_bytes"] = told.pop("head_bytes", None)
+        rows = told.get("parts")
+        if isinstance(rows, list) and rows:
+            told["sha256"] = str(told.get("blob_key")).rpartition("/")[2].removesuffix(".kvw")
+            told["parts"] = [BlobPart.from_row(row) for row in rows]
+        return record(told, cls, _WHAT, _ADVICE)
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -163,93 +149,63 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return json_object(data, _WHAT, MAX_ENTRY_BYTES)
 
 
-def outline_of(fields: dict[str, Any]) -> Outline | None:
-    """Read the outline of a profile from an entry, or from what points to the profile in use."""
-    match fields.get("profile_outline"):
-        case None:
-            return None
-        case [int(size), str(sha256)] if not isinstance(size, bool) and _is_outline(size, sha256):
-            return size, sha256
-    msg = "a profile's outline in the catalog must be a length and a SHA-256: write the document again"
-    raise CorruptError(msg)
+def _problems(entry: CatalogEntry) -> Iterator[str]:
+    """What is wrong, each line one rule; lines further down rely on those before them."""
+    name, outline = entry.document_id, entry.profile_outline
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        yield f"the document id needs 1 to {MAX_NAME_CHARS} characters"
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        yield "the document id holds half a surrogate pair"
+    if not 0 <= entry.tokens < _MAX_BYTES:
+        yield "tokens is out of range"
+    for field in ("token_digest", "profile_digest"):
+        if not _DIGEST.fullmatch(getattr(entry, field)):
+            yield f"{field} is not a SHA-256"
+    if outline and not (entry.profile_digest and 0 < outline[0] <= MAX_OUTLINE_BYTES and _is_digest(outline[1])):
+        yield "profile_outline is no length and SHA-256 of a profile"
+    yield from _text_problems(entry) if entry.is_text else _blob_problems(entry)
 
 
-def _is_outline(size: int, sha256: str) -> bool:
-    return 0 < size <= MAX_OUTLINE_BYTES and bool(sha256 and _DIGEST.fullmatch(sha256))
-
-
-def _with_sha256(told: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with the digest that the blob's key carries where the parts stand for it."""
-    key = told.get("blob_key")
-    if not told.get("parts") or not isinstance(key, str):
-        return told
-    return told | {"sha256": key.rpartition("/")[2].removesuffix(".kvw")}
-
-
-def _level(level: object) -> tuple[str, int]:
-    match level:
-        case [str(name), int(size)] if not isinstance(size, bool):
-            return name, size
-    msg = "each of a catalog entry's levels must be a name and a number of bytes"
-    raise CorruptError(msg)
-
-
-def _problem(entry: CatalogEntry) -> str | None:
-    checks: tuple[_Check, ...] = (
-        (
-            f"the document id needs 1 to {MAX_NAME_CHARS} characters",
-            lambda: 0 < len(entry.document_id) <= MAX_NAME_CHARS,
-        ),
-        ("the document id holds half a surrogate pair", lambda: _is_proper(entry.document_id)),
-        ("tokens is out of range", lambda: 0 <= entry.tokens < _MAX_BYTES),
-        ("token_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.token_digest))),
-        ("profile_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.profile_digest))),
-        (
-            "profile_outline is no length and SHA-256 of a profile",
-            lambda: entry.profile_outline is None or bool(entry.profile_digest and _is_outline(*entry.profile_outline)),
-        ),
-        *(_text_checks(entry) if entry.is_text else _blob_checks(entry)),
-    )
-    return next((message for message, holds in checks if not holds()), None)
-
-
-def _is_proper(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _blob_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
-    return (
-        ("blob_key is not a key", lambda: bool(check_key(entry.blob_key))),
-        ("sha256 is no SHA-256", lambda: bool(entry.sha256 and _DIGEST.fullmatch(entry.sha256))),
-        ("sha256 is not the digest in blob_key", lambda: entry.blob_key.rpartition("/")[2] == f"{entry.sha256}.kvw"),
-        ("size is out of range", lambda: 0 < entry.size < _MAX_BYTES),
-        ("head_bytes is out of range", lambda: 0 <= entry.header_bytes <= entry.size),
-        ("a level is larger than the blob", lambda: all(0 <= size <= entry.size for _, size in entry.levels)),
-        *_part_checks(entry),
-    )
-
-
-def _part_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
-    parts = entry.parts
-    if not parts:
-        return ()
-    sums = (sum(part.size for part in parts), sum(part.header_bytes for part in parts), sum(p.tokens for p in parts))
-    return (
-        ("a document has 2 parts at least, or none", lambda: 1 < len(parts) <= MAX_PARTS),
-        ("the first part is not the blob", lambda: parts[0].sha256 == entry.sha256),
-        (
-            "only the first part names its tokens",
-            lambda: [bool(p.token_digest) for p in parts] == [True] + [False] * (len(parts) - 1),
-        ),
-        ("a part is out of range", lambda: all(0 < p.header_bytes <= p.size and p.tokens > 0 for p in parts)),
-        ("the parts' headers are too long together", lambda: sums[1] <= MAX_PART_HEADERS_BYTES),
-        ("the parts do not add up", lambda: sums == (entry.size, entry.header_bytes, entry.tokens)),
-    )
-
-
-def _text_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
+def _text_problems(entry: CatalogEntry) -> Iterator[str]:
     of_a_blob = (entry.sha256, entry.size, entry.header_bytes, entry.profile_digest, entry.levels, entry.parts)
-    return (
-        ("without blob_key, nothing can be told of a blob", lambda: of_a_blob == ("", 0, 0, "", (), ())),
-        ("without blob_key, token_digest must name a text", lambda: bool(entry.token_digest and entry.tokens)),
-    )
+    if of_a_blob != ("", 0, 0, "", (), ()):
+        yield "without blob_key, nothing can be told of a blob"
+    if not (entry.token_digest and entry.tokens):
+        yield "without blob_key, token_digest must name a text"
+
+
+def _blob_problems(entry: CatalogEntry) -> Iterator[str]:
+    check_key(entry.blob_key)
+    if not _is_digest(entry.sha256):
+        yield "sha256 is no SHA-256"
+    if entry.blob_key.rpartition("/")[2] != f"{entry.sha256}.kvw":
+        yield "sha256 is not the digest in blob_key"
+    if not 0 < entry.size < _MAX_BYTES:
+        yield "size is out of range"
+    if not 0 <= entry.header_bytes <= entry.size:
+        yield "head_bytes is out of range"
+    if not all(0 <= size <= entry.size for _, size in entry.levels):
+        yield "a level is larger than the blob"
+    if entry.parts:
+        yield from _part_problems(entry, entry.parts)
+
+
+def _part_problems(entry: CatalogEntry, parts: tuple[BlobPart, ...]) -> Iterator[str]:
+    if not 1 < len(parts) <= MAX_PARTS:
+        yield "a document has 2 parts at least, or none"
+    if parts[0].sha256 != entry.sha256:
+        yield "the first part is not the blob"
+    if [bool(part.token_digest) for part in parts] != [True] + [False] * (len(parts) - 1):
+        yield "only the first part names its tokens"
+    if not all(0 < part.header_bytes <= part.size and part.tokens > 0 for part in parts):
+        yield "a part is out of range"
+    header_bytes = sum(part.header_bytes for part in parts)
+    if header_bytes > MAX_PART_HEADERS_BYTES:
+        yield "the parts' headers are too long together"
+    sums = sum(part.size for part in parts), header_bytes, sum(part.tokens for part in parts)
+    if sums != (entry.size, entry.header_bytes, entry.tokens):
+        yield "the parts do not add up"
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == _DIGEST_CHARS and bool(_DIGEST.fullmatch(text))

@@ -28,9 +28,7 @@ def check_blob(reader: ObjectReader, sha256: str) -> bool:
         piece = reader.read(start, start + _PIECE_BYTES)
         digest.update(piece)
         check.feed(piece)
-    if digest.hexdigest() != sha256:
-        msg = "its SHA-256 is not the one in its key: encode the document again"
-        raise CorruptError(msg)
+    _compare(digest.hexdigest(), sha256, "encode the document again")
     return check.finish()
 
 
@@ -41,9 +39,7 @@ def check_profile(reader: ObjectReader, sha256: str) -> bool:
     data = reader.read(0, reader.size)
     if data.startswith(SEALED_MAGIC):
         return False
-    if hashlib.sha256(data).hexdigest() != sha256:
-        msg = "its SHA-256 is not the one in its key: fit or copy the profile again"
-        raise CorruptError(msg)
+    _compare(hashlib.sha256(data).hexdigest(), sha256, "fit or copy the profile again")
     read_profile(data)
     return True
 
@@ -53,37 +49,39 @@ def check_shift(reader: ObjectReader, sha256: str) -> bool:
     from kvwire.codec.format.arrays import unpack_arrays
 
     data = reader.read(0, reader.size)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        msg = "its SHA-256 is not the one in its key: run kvwire check-model again"
-        raise CorruptError(msg)
+    _compare(hashlib.sha256(data).hexdigest(), sha256, "run kvwire check-model again")
     unpack_arrays(SHIFT_MAGIC, data, "link shift")
     return True
 
 
 def check_text(reader: ObjectReader, token_digest: str) -> bool:
     """Check a text's token ids against their digest."""
-    from kvwire.codec import read_text
     from kvwire.types import digest_tokens
 
-    data = reader.read(0, min(reader.size, MAX_TEXT_BYTES))
-    if data.startswith(SEALED_MAGIC):
-        return False
-    if digest_tokens(read_text(data)) != token_digest:
+    ids = _token_ids(reader)
+    if ids is not None and digest_tokens(ids) != token_digest:
         msg = "it holds another text than its key says: encode the document again"
         raise CorruptError(msg)
-    return True
+    return ids is not None
 
 
-def check_part_text(reader: ObjectReader, sha256: str) -> bool:
+def check_part_text(reader: ObjectReader, _sha256: str) -> bool:
     """Check the text of a part against its own checksum; whether it is the part's, readers of the document see."""
+    return _token_ids(reader) is not None
+
+
+def _token_ids(reader: ObjectReader) -> tuple[int, ...] | None:
+    """A text's token ids; None of a sealed one."""
     from kvwire.codec import read_text
 
-    del sha256
     data = reader.read(0, min(reader.size, MAX_TEXT_BYTES))
-    if data.startswith(SEALED_MAGIC):
-        return False
-    read_text(data)
-    return True
+    return None if data.startswith(SEALED_MAGIC) else read_text(data)
+
+
+def _compare(found: str, sha256: str, advice: str) -> None:
+    if found != sha256:
+        msg = f"its SHA-256 is not the one in its key: {advice}"
+        raise CorruptError(msg)
 
 
 class _SegmentCheck:

@@ -7,11 +7,12 @@ import binascii
 import hashlib
 import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvwire._json import json_field, json_object
-from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
+from msgspec import Struct
+
+from kvwire._json import check_version, json_object, record
+from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 
 if TYPE_CHECKING:
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
 VERSION = 1
 TEXT_LEVEL = 255
 """In place of a level: all documents were computed from their texts."""
-_WHAT = "a kept repair"
+_WHAT, _ADVICE = "a kept repair", "the next repair of these documents writes it again"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DOCUMENT = re.compile(r"[0-9a-f]{64}(?::[0-9a-f]{64})?")
 _MOST_BYTES = 1 << 40
 
 
-@dataclass(frozen=True)
-class KeptRows:
+class KeptRows(Struct, frozen=True):
     """The rows of one document.
 
     Attributes:
@@ -46,8 +46,7 @@ class KeptRows:
         return int.from_bytes(self.tokens).bit_count()
 
 
-@dataclass(frozen=True)
-class KeptRepair:
+class KeptRepair(Struct, frozen=True):
     """Repaired rows of the documents of a prompt, in its order. JSON in a store; docs/format.md tells the fields.
 
     Attributes:
@@ -112,20 +111,14 @@ class KeptRepair:
             CorruptError: ``to_json`` did not write this.
             FormatVersionError: A later version wrote it.
         """
-        fields = json_object(data, _WHAT, MAX_ENTRY_BYTES)
-        if json_field(fields, "version", int, _WHAT) != VERSION:
-            msg = f"{_WHAT} is of version {fields['version']}, this kvwire reads {VERSION}: use a later kvwire"
-            raise FormatVersionError(msg)
+        fields = check_version(json_object(data, _WHAT, MAX_ENTRY_BYTES), VERSION, _WHAT)
+        rows = record(fields.get("parts"), list[tuple[str, int, str]], f"{_WHAT}'s parts", _ADVICE)
         try:
-            return cls(
-                documents=tuple(str(each) for each in json_field(fields, "documents", list, _WHAT)),
-                level=json_field(fields, "level", int, _WHAT),
-                profile_digest=json_field(fields, "profile_digest", str, _WHAT),
-                parts=tuple(_part(each) for each in json_field(fields, "parts", list, _WHAT)),
-            )
-        except (ArgumentError, binascii.Error) as error:
-            msg = f"{_WHAT} is damaged ({error}): the next repair of these documents writes it again"
+            parts = [KeptRows(sha256, size, base64.b64decode(tokens, validate=True)) for sha256, size, tokens in rows]
+        except binascii.Error as error:
+            msg = f"{_WHAT} is damaged ({error}): {_ADVICE}"
             raise CorruptError(msg) from error
+        return record(fields | {"parts": parts}, cls, _WHAT, _ADVICE)
 
 
 def base_of(token_digest: str, neutral_digest: str) -> str:
@@ -144,11 +137,3 @@ def base_of(token_digest: str, neutral_digest: str) -> str:
 def order_digest(documents: Sequence[str]) -> str:
     """What repaired rows depend on beside the model: the documents, in their order."""
     return hashlib.sha256("\n".join(documents).encode()).hexdigest()
-
-
-def _part(given: Any) -> KeptRows:  # noqa: ANN401 - JSON
-    match given:
-        case [str(sha256), int(size), str(tokens)] if not isinstance(size, bool):
-            return KeptRows(sha256, size, base64.b64decode(tokens, validate=True))
-    msg = "a part is a digest, a size and tokens"
-    raise ArgumentError(msg)

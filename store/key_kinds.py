@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
 from kvwire.store.content_checks import (
     MAX_TEXT_BYTES,
     check_blob,
@@ -23,7 +22,8 @@ from kvwire.store.content_checks import (
     check_shift,
     check_text,
 )
-from kvwire.store.keys import KeySpace, check_digest, check_key, is_catalog_key
+from kvwire.store.keys import KeySpace, check_key, is_catalog_key
+from kvwire.store.pointers import Announcement, LinkReportShift, ProfilePointer
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
     from kvwire.store.base import Data, ObjectReader
 
-Collected: TypeAlias = Literal["marks", "swept", "hint", "index", "lease"]
-"""What a collector does: read what it names; delete it once it is old and nothing names it; the same, without telling
-writers, since losing it costs little; delete it once it is old and no document has what it names, which is then as
-cheap to lose; delete it once its lease is over."""
+    _Place = Callable[[KeySpace, str], str] | None
+
+GcRole: TypeAlias = Literal["root", "content", "alias", "derived", "lease"]
+"""What a collector does. root: read what it names. content: delete it once it is old and nothing names it. alias: the
+same, without telling writers, since losing it costs little. derived: delete it once it is old and no document has what
+it names, which is then as cheap to lose. lease: delete it once its lease is over."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class KeyKind:
             can be kept; ``tokens``, of token ids; ``name``, of anything else; empty where keys carry none.
         prefix: What the keys of a model configuration start with; of content, whatever is outside the catalog.
         place: Its one key, by its digest; None where there is no digest.
-        collected: What a collector does with it.
+        gc_role: What a collector does with it.
         max_bytes: Longest that a server takes; None for its own limit of uploads.
         accept: Whether bytes belong under a key, for whoever is sent them; raises CorruptError or ArgumentError. Not
             asked of sealed bytes, nor where ``digest`` says all.
@@ -81,9 +83,9 @@ class KeyKind:
     digest: Literal["sha256", "tokens", "name", ""]
     prefix: Callable[[KeySpace], str]
     place: Callable[[KeySpace, str], str] | None
-    collected: Collected
+    gc_role: GcRole
     max_bytes: int | None = MAX_ENTRY_BYTES
-    accept: Callable[[str, Data], None] | None = None
+    accept: Callable[[str, Data], object] | None = None
     names: Callable[[str, bytes], Sequence[ObjectRef]] | None = None
     verify: Callable[[ObjectReader, str], bool] | None = None
     is_verified: bool = True
@@ -109,9 +111,14 @@ def kind_of(key: str) -> KeyKind | None:
     return found[0] if found else None
 
 
-def kinds(collected: Collected) -> list[KeyKind]:
+def found_kind(key: str) -> tuple[KeyKind | None, str]:
+    """The kind of a key, and the digest that the key carries; None and empty for an unknown kind."""
+    return _find(key) or (None, "")
+
+
+def kinds(role: GcRole) -> list[KeyKind]:
     """The kinds that a collector treats alike."""
-    return [kind for kind in KINDS if kind.collected == collected]
+    return [kind for kind in KINDS if kind.gc_role == role]
 
 
 def catalog_prefixes(space: KeySpace) -> list[str]:
@@ -271,39 +278,13 @@ def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
-def _accept_pointer(key: str, data: Data) -> None:
-    _pointer_names(key, bytes(data))
-
-
 def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
-    digest = parse_object(data).get("profile_digest")
-    try:
-        check_digest(str(digest), "the current profile's digest")
-    except ArgumentError as error:
-        msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
-        raise CorruptError(msg) from error
-    return [ObjectRef(_space_of(key).profile(str(digest)), "profile")]
-
-
-def _accept_report(key: str, data: Data) -> None:
-    _report_names(key, bytes(data))
+    return [ObjectRef(_space_of(key).profile(ProfilePointer.from_json(data).profile_digest), "profile")]
 
 
 def _report_names(key: str, data: bytes) -> list[ObjectRef]:
-    """The shift that a report measured; one that nobody learnt has the empty digest."""
-    fields = strict_json(data)
-    if not isinstance(fields, dict):
-        msg = "the report on links is no JSON object"
-        raise CorruptError(msg)
-    digest = fields.get("shift") or ""
-    if not digest:
-        return []
-    try:
-        check_digest(str(digest), "the digest of a link shift")
-    except ArgumentError as error:
-        msg = f"the report on links is damaged ({error}): run kvwire check-model again"
-        raise CorruptError(msg) from error
-    return [ObjectRef(_space_of(key).shift(str(digest)), "link shift", is_needed=False)]
+    digest = LinkReportShift.from_json(data).shift
+    return [ObjectRef(_space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
 
 
 def _accept_model(key: str, data: Data) -> None:
@@ -340,172 +321,61 @@ def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
     return [*rows, *profiles]
 
 
-def _accept_announcement(key: str, data: Data) -> None:
-    del key
-    fields = strict_json(bytes(data))
-    names = fields.get("collecting") if isinstance(fields, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        msg = "the announcement names no objects"
-        raise CorruptError(msg)
-
-
 _SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
 # Folders of two digits keep listings of file systems short.
 _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
 _FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"
 _CONTENT = r"(?:.*/)?(?P<digest>[0-9a-f]{64})"
 
+
+def _content(name: str, ending: str, prefix: Callable[[KeySpace], str], place: _Place, **more: Any) -> KeyKind:  # noqa: ANN401
+    """Content of any length by the SHA-256 of its bytes, deleted once nothing names it, unless more says otherwise."""
+    usual: dict[str, Any] = {"digest": "sha256", "gc_role": "content", "max_bytes": None}
+    pattern = re.compile(rf"{_CONTENT}\.{ending}")
+    return KeyKind(name, pattern, prefix=prefix, place=place, **usual | more)
+
+
+def _entry(name: str, path: str, prefix: Callable[[KeySpace], str], place: _Place = None, **more: Any) -> KeyKind:  # noqa: ANN401
+    """Small objects of the catalog, read for what they name, unless more says otherwise."""
+    usual: dict[str, Any] = {"digest": "", "gc_role": "root"}
+    return KeyKind(name, re.compile(_CATALOG + path), prefix=prefix, place=place, **usual | more)
+
+
+_TEXT: dict[str, Any] = {"max_bytes": MAX_TEXT_BYTES, "accept": _accept_text}
+_DOCUMENT: dict[str, Any] = {"accept": _accept_entry, "names": _entry_names}
+_FIT: dict[str, Any] = {"advice": "fit or copy the profile again"}
+_MEASURE: dict[str, Any] = {"advice": "run kvwire check-model again"}
+
+# fmt: off
 KINDS: tuple[KeyKind, ...] = (
-    KeyKind(
-        "blob",
-        re.compile(_CONTENT + r"\.kvw"),
-        digest="sha256",
-        prefix=lambda space: space.root,
-        place=KeySpace.blob,
-        collected="swept",
-        max_bytes=None,
-        verify=check_blob,
-    ),
-    KeyKind(
-        "profile",
-        re.compile(_CONTENT + r"\.kvp"),
-        digest="sha256",
-        prefix=lambda space: space.profiles,
-        place=KeySpace.profile,
-        collected="swept",
-        max_bytes=None,
-        verify=check_profile,
-        advice="fit or copy the profile again",
-    ),
-    KeyKind(
-        "text",
-        re.compile(_CONTENT + r"\.kvt"),
-        digest="tokens",
-        prefix=lambda space: space.texts,
-        place=KeySpace.text,
-        collected="swept",
-        max_bytes=MAX_TEXT_BYTES,
-        accept=_accept_text,
-        verify=check_text,
-    ),
-    KeyKind(
-        "part's text",
-        re.compile(_CONTENT + r"\.kvtp"),
-        digest="name",
-        prefix=lambda space: space.texts,
-        place=KeySpace.part_text,
-        collected="swept",
-        max_bytes=MAX_TEXT_BYTES,
-        accept=_accept_text,
-        verify=check_part_text,
-    ),
-    KeyKind(
-        "kept rows",
-        re.compile(_CONTENT + r"\.kvr"),
-        digest="sha256",
-        prefix=lambda space: space.all_kept_rows,
-        place=KeySpace.kept_rows,
-        collected="swept",
-        max_bytes=None,
-        verify=check_blob,
-        advice="the next repair of these documents writes them again",
-    ),
-    KeyKind(
-        "link shift",
-        re.compile(_CONTENT + r"\.kvs"),
-        digest="sha256",
-        prefix=lambda space: space.shifts,
-        place=KeySpace.shift,
-        collected="swept",
-        max_bytes=None,
-        verify=check_shift,
-        advice="run kvwire check-model again",
-    ),
-    KeyKind(
-        "document entry",
-        re.compile(_CATALOG + "doc/" + _FOLDED),
-        digest="name",
-        prefix=lambda space: space.documents,
-        place=None,
-        collected="marks",
-        accept=_accept_entry,
-        names=_entry_names,
-    ),
-    KeyKind(
-        "token entry",
-        re.compile(_CATALOG + "tokens/" + _FOLDED),
-        digest="tokens",
-        prefix=lambda space: space.token_entries,
-        place=KeySpace.token_entry,
-        collected="hint",
-        accept=_accept_entry,
-        names=_entry_names,
-    ),
-    KeyKind(
-        "prefix entry",
-        re.compile(_CATALOG + "prefix/" + _FOLDED),
-        digest="name",
-        prefix=lambda space: space.prefix_entries,
-        place=KeySpace.prefix_entry,
-        collected="index",
-        accept=_accept_prefix,
-        names=_prefix_names,
-        advice="index the document again (kvwire store index)",
-    ),
-    KeyKind(
-        "current profile",
-        re.compile(_CATALOG + r"profile\.json"),
-        digest="",
-        prefix=lambda space: space.current_profile,
-        place=None,
-        collected="marks",
-        accept=_accept_pointer,
-        names=_pointer_names,
-        is_verified=False,  # without it, a new profile is fitted
-        advice="set the current profile again",
-    ),
-    KeyKind(
-        "link report",
-        re.compile(_CATALOG + r"links\.json"),
-        digest="",
-        prefix=lambda space: space.link_report,
-        place=None,
-        collected="marks",
-        accept=_accept_report,
-        names=_report_names,
-        is_verified=False,  # without it, links count as nobody measured them
-        advice="run kvwire check-model again",
-    ),
-    KeyKind(
-        "kept repair",
-        re.compile(_CATALOG + "kept/" + _FOLDED),
-        digest="name",
-        prefix=lambda space: space.kept_repairs,
-        place=KeySpace.kept_repair,
-        collected="marks",
-        accept=_accept_kept,
-        names=_kept_names,
-        advice="the next repair of these documents writes it again",
-    ),
-    KeyKind(
-        "model record",
-        re.compile(_CATALOG + r"model\.json"),
-        digest="",
-        prefix=lambda space: space.model_record,
-        place=None,
-        collected="marks",  # never deleted
-        accept=_accept_model,
-        names=_model_names,
-        advice="encode any document again, which writes it anew",
-    ),
-    KeyKind(
-        "announcement",
-        re.compile(_CATALOG + r"collecting/[0-9a-f]{32}\.json"),
-        digest="",
-        prefix=lambda space: space.announcements,
-        place=None,
-        collected="lease",
-        accept=_accept_announcement,
-        is_copied=False,
-    ),
+    _content("blob", "kvw", lambda s: s.root, KeySpace.blob, verify=check_blob),
+    _content("profile", "kvp", lambda s: s.profiles, KeySpace.profile, verify=check_profile, **_FIT),
+    _content("text", "kvt", lambda s: s.texts, KeySpace.text, digest="tokens", verify=check_text, **_TEXT),
+    _content("part's text", "kvtp", lambda s: s.texts, KeySpace.part_text,
+             digest="name", verify=check_part_text, **_TEXT),
+    _content("kept rows", "kvr", lambda s: s.all_kept_rows, KeySpace.kept_rows, verify=check_blob,
+             advice="the next repair of these documents writes them again"),
+    _content("link shift", "kvs", lambda s: s.shifts, KeySpace.shift, verify=check_shift, **_MEASURE),
+    _entry("document entry", "doc/" + _FOLDED, lambda s: s.documents, digest="name", **_DOCUMENT),
+    _entry("token entry", "tokens/" + _FOLDED, lambda s: s.token_entries, KeySpace.token_entry,
+           digest="tokens", gc_role="alias", **_DOCUMENT),
+    _entry("prefix entry", "prefix/" + _FOLDED, lambda s: s.prefix_entries, KeySpace.prefix_entry,
+           digest="name", gc_role="derived", accept=_accept_prefix, names=_prefix_names,
+           advice="index the document again (kvwire store index)"),
+    _entry("current profile", r"profile\.json", lambda s: s.current_profile,
+           accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
+           is_verified=False,  # without it, a new profile is fitted
+           advice="set the current profile again"),
+    _entry("link report", r"links\.json", lambda s: s.link_report,
+           accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
+           is_verified=False,  # without it, links count as nobody measured them
+           **_MEASURE),
+    _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,
+           digest="name", accept=_accept_kept, names=_kept_names,
+           advice="the next repair of these documents writes it again"),
+    _entry("model record", r"model\.json", lambda s: s.model_record,  # never deleted
+           accept=_accept_model, names=_model_names, advice="encode any document again, which writes it anew"),
+    _entry("announcement", r"collecting/[0-9a-f]{32}\.json", lambda s: s.announcements,
+           gc_role="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),
 )
+# fmt: on

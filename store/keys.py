@@ -144,6 +144,9 @@ def _named(name: str, what: str) -> bytes:
 class KeySpace:
     """The keys of one tenant and one model configuration.
 
+    Methods give the key of one object by the digest that names it (ArgumentError where that is no SHA-256), properties
+    what the keys of a kind start with.
+
     Attributes:
         tenant: The tenant's hash.
         config: The first 16 hexadecimal digits of the configuration's digest.
@@ -174,58 +177,23 @@ class KeySpace:
         return f"v1/{self.tenant}/{self.config}/"
 
     def blob(self, sha256: str) -> str:
-        """Key of a blob, by its content.
-
-        Args:
-            sha256: SHA-256 of the stored bytes.
-
-        Returns:
-            The key.
-        """
+        """Key of a blob, by its content."""
         return f"{self.root}{check_digest(sha256, 'the SHA-256 of a blob')[:2]}/{sha256}.kvw"
 
     def profile(self, sha256: str) -> str:
-        """Key of a profile, by its content.
-
-        Args:
-            sha256: SHA-256 of the profile's bytes.
-
-        Returns:
-            The key.
-        """
+        """Key of a profile, by its content."""
         return f"{self.profiles}{check_digest(sha256, 'a profile digest')}.kvp"
 
     def text(self, token_digest: str) -> str:
-        """Key of a text, by its token ids.
-
-        Args:
-            token_digest: Digest of the token ids (``digest_tokens``).
-
-        Returns:
-            The key.
-        """
+        """Key of a text, by its token ids."""
         return f"{self.texts}{check_digest(token_digest, 'a token digest')[:2]}/{token_digest}.kvt"
 
     def part_text(self, sha256: str) -> str:
-        """Key of the text of a document's part, by the part's blob: entries then name both by one digest.
-
-        Args:
-            sha256: SHA-256 of the blob as it is stored.
-
-        Returns:
-            The key.
-        """
+        """Key of the text of a document's part, by the part's blob: entries then name both by one digest."""
         return f"{self.texts}{check_digest(sha256, 'the SHA-256 of a blob')[:2]}/{sha256}.kvtp"
 
     def shift(self, sha256: str) -> str:
-        """Key of a link shift, by its content.
-
-        Args:
-            sha256: SHA-256 of the shift's bytes.
-
-        Returns:
-            The key.
-        """
+        """Key of a link shift, by its content."""
         return f"{self.shifts}{check_digest(sha256, 'the digest of a link shift')[:2]}/{sha256}.kvs"
 
     @property
@@ -254,26 +222,12 @@ class KeySpace:
         return f"{self.catalog}doc/"
 
     def document(self, document_id: str) -> str:
-        """Key of the catalog entry of a document.
-
-        Args:
-            document_id: The id, 1 to 4096 characters; it is hashed, so it may be any text.
-
-        Returns:
-            The key.
-        """
+        """Key of the catalog entry of a document."""
         digest = hashlib.sha256(_named(document_id, "document")).hexdigest()
         return f"{self.documents}{digest[:2]}/{digest}.json"
 
     def token_entry(self, token_digest: str) -> str:
-        """Key of the catalog entry of a token sequence.
-
-        Args:
-            token_digest: Digest of the token ids (``digest_tokens``).
-
-        Returns:
-            The key.
-        """
+        """Key of the catalog entry of a token sequence."""
         return f"{self.token_entries}{check_digest(token_digest, 'a token digest')[:2]}/{token_digest}.json"
 
     @property
@@ -282,14 +236,7 @@ class KeySpace:
         return f"{self.catalog}tokens/"
 
     def prefix_entry(self, digest: str) -> str:
-        """Key of the entry of a prompt's prefix.
-
-        Args:
-            digest: Of its chained hash and what made it (``prefix_digest``).
-
-        Returns:
-            The key.
-        """
+        """Key of the entry of a prompt's prefix."""
         return f"{self.prefix_entries}{check_digest(digest, 'the digest of a prefix')[:2]}/{digest}.json"
 
     @property
@@ -308,14 +255,7 @@ class KeySpace:
         return f"{self.catalog}links.json"
 
     def kept_rows(self, sha256: str) -> str:
-        """Key of rows that a repair computed, by their content.
-
-        Args:
-            sha256: SHA-256 of the stored bytes.
-
-        Returns:
-            The key.
-        """
+        """Key of rows that a repair computed, by their content."""
         return f"{self.all_kept_rows}{check_digest(sha256, 'the SHA-256 of kept rows')[:2]}/{sha256}.kvr"
 
     @property
@@ -324,14 +264,7 @@ class KeySpace:
         return f"{self.root}kept/"
 
     def kept_repair(self, order_digest: str) -> str:
-        """Key of what is kept of an order of documents.
-
-        Args:
-            order_digest: Digest of the order.
-
-        Returns:
-            The key.
-        """
+        """Key of what is kept of an order of documents."""
         check_digest(order_digest, "the digest of an order of documents")
         return f"{self.kept_repairs}{order_digest[:2]}/{order_digest}.json"
 
@@ -351,12 +284,5 @@ class KeySpace:
         return f"{self.catalog}collecting/"
 
     def announcement(self, name: str) -> str:
-        """Key of one collector's announcement.
-
-        Args:
-            name: 32 hexadecimal digits that no other announcement has.
-
-        Returns:
-            The key.
-        """
+        """Key of one collector's announcement."""
         return f"{self.announcements}{name}.json"

@@ -9,12 +9,7 @@ from kvwire.store.key_kinds import entity_tag
 
 
 class MemorySnapshot:
-    """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version.
-
-    Args:
-        data: The bytes.
-        modified: Time of writing, in Unix seconds.
-    """
+    """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version."""
 
     def __init__(self, key: str, data: bytes, modified: float) -> None:
         """Keep the content."""

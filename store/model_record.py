@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvwire._json import json_field, json_object
-from kvwire.errors import CorruptError, FormatVersionError
+from msgspec import Meta, Struct
+
+from kvwire._json import Sha256OrEmpty, check_version, json_object, record
+from kvwire.errors import CorruptError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 
 if TYPE_CHECKING:
     from kvwire.types import CacheMeta
 
 VERSION = 1
-_WHAT = "a model record"
-_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
+_WHAT, _ADVICE = "a model record", "encode any document again, which writes it anew"
 _MOST_TOKENS = 1 << 32
+
+
+class _Stored(Struct):
+    config_digest: str
+    meta: dict[str, Any]
+    window: Annotated[int, Meta(gt=0, lt=_MOST_TOKENS)]
+    model_config_digest: Sha256OrEmpty
+    profile_digest: Sha256OrEmpty
 
 
 @dataclass(frozen=True)
@@ -66,17 +74,10 @@ class ModelRecord:
         """
         from kvwire.codec.format.metadata_json import meta_from_json
 
-        fields = json_object(data, _WHAT, MAX_ENTRY_BYTES)
-        if json_field(fields, "version", int, _WHAT) != VERSION:
-            msg = f"{_WHAT} is of version {fields['version']}, this kvwire reads {VERSION}: use a later kvwire"
-            raise FormatVersionError(msg)
-        window = json_field(fields, "window", int, _WHAT)
-        config, profile = (json_field(fields, f"{name}_digest", str, _WHAT) for name in ("model_config", "profile"))
-        meta = replace(meta_from_json(json_field(fields, "meta", dict, _WHAT)), positions="on")
-        if meta.config_digest() != fields.get("config_digest") or not 0 < window < _MOST_TOKENS:
-            msg = f"{_WHAT} contradicts itself: encode any document again, which writes it anew"
+        fields = check_version(json_object(data, _WHAT, MAX_ENTRY_BYTES), VERSION, _WHAT)
+        stored = record(fields, _Stored, _WHAT, _ADVICE)
+        meta = replace(meta_from_json(stored.meta), positions="on")
+        if meta.config_digest() != stored.config_digest:
+            msg = f"{_WHAT} contradicts itself: {_ADVICE}"
             raise CorruptError(msg)
-        if not (_DIGEST.fullmatch(config) and _DIGEST.fullmatch(profile)):
-            msg = f"{_WHAT} holds a digest that is none: encode any document again, which writes it anew"
-            raise CorruptError(msg)
-        return cls(meta, window, config, profile)
+        return cls(meta, stored.window, stored.model_config_digest, stored.profile_digest)

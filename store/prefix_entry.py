@@ -6,10 +6,12 @@ import hashlib
 import hmac
 import json
 import re
-from dataclasses import asdict, dataclass
 
-from kvwire._json import json_field, json_object
-from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from kvwire._json import check_version, json_object, record
+from kvwire.errors import ArgumentError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 from kvwire.store.keys import MAX_NAME_CHARS
 
@@ -21,8 +23,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_TOKENS = 1 << 32
 
 
-@dataclass(frozen=True)
-class PrefixEntry:
+class PrefixEntry(Struct, frozen=True):
     """One chunk of one document, and so all tokens before it. JSON in a store; docs/format.md tells the fields.
 
     Attributes:
@@ -77,22 +78,11 @@ class PrefixEntry:
             CorruptError: A field is missing or impossible.
             FormatVersionError: A later version wrote it.
         """
-        fields = json_object(data, _WHAT, MAX_ENTRY_BYTES)
-        if json_field(fields, "version", int, _WHAT) != VERSION:
-            msg = f"{_WHAT} is of version {fields['version']}, this kvwire reads {VERSION}: use a later kvwire"
-            raise FormatVersionError(msg)
-        texts = {name: json_field(fields, name, str, _WHAT) for name in _TEXTS}
-        try:
-            return cls(**texts, **{name: json_field(fields, name, int, _WHAT) for name in ("start", "stop")})
-        except ArgumentError as error:
-            msg = f"{error}: index the document again (kvwire store index)"
-            raise CorruptError(msg) from error
+        fields = check_version(json_object(data, _WHAT, MAX_ENTRY_BYTES), VERSION, _WHAT)
+        return record(fields, cls, _WHAT, "index the document again (kvwire store index)")
 
     def _fits(self, size: int) -> bool:
         return int(self.scheme.rpartition("-")[2]) == size
-
-
-_TEXTS = ("scheme", "chunk_hash", "document_id", "token_digest")
 
 
 def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:

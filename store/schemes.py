@@ -48,7 +48,7 @@ def open_store(
     remote = _open(url, token)
     if cache is None and memory_size is None:
         return remote
-    from kvwire.store.cache.tiers import open_tiers, parse_size
+    from kvwire.store.cache.tiered import open_tiers, parse_size
 
     folder_bytes = parse_size(cache_size) if cache else 0
     memory_bytes = parse_size(memory_size) if memory_size else 0

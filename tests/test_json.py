@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire._json import json_field, json_object, strict_json
-from kvwire.errors import ArgumentError, CorruptError
+from kvwire._json import check_version, json_object, record, strict_json
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
 
 BAD = {
     "twice": b'{"a": 1, "a": 1}',
@@ -50,9 +51,17 @@ def test_an_object_is_asked_for():
 
 @pytest.mark.parametrize(("kind", "fits"), [(int, False), (bool, True), (str, False)])
 def test_a_field_is_of_exactly_its_type(kind, fits):
-    fields = {"a": True}
+    made = msgspec.defstruct("It", [("a", kind)])
     if fits:
-        assert json_field(fields, "a", kind, "it") is True
+        assert record({"a": True, "unknown": 1}, made, "it", "ask again") == made(True)
         return
-    with pytest.raises(CorruptError, match=f"it's a must be of type {kind.__name__}, got bool"):
-        json_field(fields, "a", kind, "it")
+    with pytest.raises(CorruptError, match=rf"it is damaged \(Expected `{kind.__name__}`, got `bool`.*: ask again"):
+        record({"a": True}, made, "it", "ask again")
+
+
+def test_a_later_version_is_told_from_damage():
+    assert check_version({"version": 1}, 1, "it") == {"version": 1}
+    with pytest.raises(FormatVersionError, match="of version 2"):
+        check_version({"version": 2}, 1, "it")
+    with pytest.raises(CorruptError):
+        check_version({"version": True}, 1, "it")

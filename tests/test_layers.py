@@ -76,7 +76,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "store": [
         {"http_clients.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
-        {"kept_repair.py", "model_record.py", "prefix_entry.py"},
+        {"kept_repair.py", "model_record.py", "pointers.py", "prefix_entry.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files", "memory_snapshot.py"},

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import to_builtins
 
 from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import INDEX, StoreOptions, store_options
@@ -95,7 +96,7 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
         space, entry = _find(catalog, config, document)
         info = None if entry.is_text else catalog.read_header(entry)
     if as_json:
-        about = asdict(entry) | {"config": space.config, "is_text": entry.is_text}
+        about = to_builtins(entry) | {"config": space.config, "is_text": entry.is_text}
         say(json.dumps(about | ({"blob": describe(info)} if info else {})))
         return
     say(f"{entry.document_id}: {entry.tokens} tokens, configuration {space.config}")

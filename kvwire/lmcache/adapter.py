@@ -22,7 +22,7 @@ from kvwire.lmcache.layout import ObjectLayout
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.runtime.chunk_settings import ChunkSettings
 from kvwire.runtime.chunk_shapes import uniform
-from kvwire.store.prefix.lmcache import CHUNK_TOKENS
+from kvwire.store.prefix.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class KvwireL2Adapter(L2AdapterInterface):
         """
         super().__init__(max_capacity_bytes=0)
         del l1_memory_desc
-        settings = ChunkSettings.read(params, CHUNK_TOKENS, salted=True)
+        settings = ChunkSettings.read(params, SCHEMES["lmcache"].chunk_tokens, salted=True)
         corpus = settings.corpus()
         self._meta, self._salt, self._cpu_block = corpus.meta, settings.cache_salt, settings.cpu_block
         uniform(self._meta)

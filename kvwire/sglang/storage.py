@@ -15,7 +15,7 @@ from kvwire.runtime.chunk_reader import ChunkReader
 from kvwire.runtime.chunk_settings import ChunkSettings
 from kvwire.runtime.chunk_shapes import heads_of, uniform
 from kvwire.sglang.pages import check_pool, flat_page
-from kvwire.store.prefix.sglang import PAGE_TOKENS
+from kvwire.store.prefix.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class KvwireStorage(HiCacheStorage):
         if not isinstance(given, dict):
             msg = f'give the extra configuration "{SETTINGS}": {{"store": "file:///folder"}}'
             raise ArgumentError(msg)
-        settings = ChunkSettings.read(given, PAGE_TOKENS, salted=False)
+        settings = ChunkSettings.read(given, SCHEMES["sglang"].chunk_tokens, salted=False)
         if storage_config.pp_size > 1 or storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
             msg = "kvwire's backend knows tensor parallelism alone: run without pipeline and context parallelism"
             raise ArgumentError(msg)

@@ -6,13 +6,17 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.store.cache.cache import Cached, DiskHit, Fetch, Hit, RangeCache, Wait
-    from kvwire.store.cache.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
     from kvwire.store.cache.disk_tier import StoredFile
-    from kvwire.store.cache.extents import Extent
-    from kvwire.store.cache.inflight import InflightRead
-    from kvwire.store.cache.settings import TierSettings
-    from kvwire.store.cache.tiered import TieredStore
-    from kvwire.store.cache.tiers import open_tiers, parse_size
+    from kvwire.store.cache.extents import Extent, InflightRead
+    from kvwire.store.cache.settings import (
+        Counters,
+        PrefetchCounters,
+        RemoteCounters,
+        TierCounters,
+        TierSettings,
+        UploadCounters,
+    )
+    from kvwire.store.cache.tiered import TieredStore, open_tiers, parse_size
     from kvwire.store.cache.write_back import WriteBackStore
 
 __all__ = [
@@ -40,20 +44,18 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.store.cache.cache": ("Cached", "Hit", "Fetch", "DiskHit", "RangeCache", "Wait"),
-        "kvwire.store.cache.counters": (
+        "kvwire.store.cache.cache": ("Cached", "DiskHit", "Fetch", "Hit", "RangeCache", "Wait"),
+        "kvwire.store.cache.disk_tier": ("StoredFile",),
+        "kvwire.store.cache.extents": ("Extent", "InflightRead"),
+        "kvwire.store.cache.settings": (
             "Counters",
             "PrefetchCounters",
             "RemoteCounters",
             "TierCounters",
+            "TierSettings",
             "UploadCounters",
         ),
-        "kvwire.store.cache.disk_tier": ("StoredFile",),
-        "kvwire.store.cache.extents": ("Extent",),
-        "kvwire.store.cache.inflight": ("InflightRead",),
-        "kvwire.store.cache.tiers": ("open_tiers", "parse_size"),
-        "kvwire.store.cache.settings": ("TierSettings",),
-        "kvwire.store.cache.tiered": ("TieredStore",),
+        "kvwire.store.cache.tiered": ("TieredStore", "open_tiers", "parse_size"),
         "kvwire.store.cache.write_back": ("WriteBackStore",),
     },
 )

@@ -1,8 +1,8 @@
 """The tiers of content as one: what to do next for a byte, where fetched bytes go, who waits for whom.
 
 No call here does any I/O on the remote, and all but ``load`` return at once, so that threads and event loops drive the
-same cache. A reader asks ``step`` for one position at a time and so leads one flight, or waits for one, never both:
-readers cannot wait for each other in a circle.
+same cache. A reader asks ``step`` for one position at a time and so leads one read of the remote, or waits for one,
+never both: readers cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -14,20 +14,57 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvwire.errors import KvwireError
-from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
-from kvwire.store.cache.extents import Extent, ExtentMap
-from kvwire.store.cache.inflight import InflightRead
-from kvwire.store.cache.object_sizes import TRUST_S, ObjectSizes
-from kvwire.store.cache.worker import Worker
+from kvwire.store.cache.eviction import TierIndex
+from kvwire.store.cache.extents import TRUST_S, Extent, ExtentMap, InflightRead, ObjectSizes
+from kvwire.store.cache.local import Worker
+from kvwire.store.cache.settings import Counters, RemoteCounters, TierCounters
 
 if TYPE_CHECKING:
     from kvwire.store.base import Store
     from kvwire.store.cache.disk_tier import DiskTier, StoredFile
-    from kvwire.store.cache.memory_tier import MemoryTier
     from kvwire.store.cache.settings import TierSettings
+
+EXTENT_BYTES = 512
+"""Charged for each extent beyond its content: what Python needs to know of it."""
+
+
+class Leaving(NamedTuple):
+    """Bytes of an object, from ``start`` on, that the memory does not keep, or keeps no longer."""
+
+    name: bytes
+    start: int
+    data: bytes
+
+
+class MemoryTier:
+    """Keeps bytes until the policy gives them up."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Start empty."""
+        self.index: TierIndex[bytes] = TierIndex(budget_bytes, EXTENT_BYTES)
+
+    def add(self, name: bytes, start: int, data: bytes) -> list[Leaving]:
+        """Keep what of these bytes is not there yet."""
+        counters = self.index.counters
+        leaving = []
+        for first, last in self.index.gaps(name, start, start + len(data)):
+            part = data[first - start : last - start]
+            if self.index.fits(len(part)):
+                self.index.add(name, first, last, part)
+                counters.fills += 1
+            else:
+                counters.refused += 1
+                leaving.append(Leaving(name, first, part))
+        return leaving + [Leaving(gone, extent.start, extent.value) for gone, extent in self.index.overflow()]
+
+    def drop(self, name: bytes, start: int, end: int | None) -> None:
+        """Forget all extents that hold any byte of a range."""
+        for extent in self.index.overlapping(name, start, end):
+            self.index.remove(name, extent)
+
 
 T = TypeVar("T")
 _LOAD_THREADS = 4  # that read files of the disk tier
@@ -35,44 +72,28 @@ _LOAD_THREADS = 4  # that read files of the disk tier
 
 @dataclass(frozen=True)
 class Hit:
-    """The next bytes are here.
-
-    Attributes:
-        data: The bytes.
-    """
+    """The next bytes are here."""
 
     data: memoryview
 
 
 @dataclass(frozen=True)
 class DiskHit:
-    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs.
-
-    Attributes:
-        extent: What of the object the file holds.
-    """
+    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
 
     extent: Extent[StoredFile]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The next bytes are being fetched: wait for the flight.
-
-    Attributes:
-        flight: Led by another reader.
-    """
+    """The next bytes are being fetched: wait for the flight."""
 
     flight: InflightRead
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch the flight's range, and then ``finish`` it or ``fail`` it.
-
-    Attributes:
-        flight: Led by whoever asked.
-    """
+    """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
 
     flight: InflightRead
 
@@ -91,25 +112,11 @@ class Cached(Protocol):
         ...
 
     def name(self, key: str) -> bytes | None:
-        """What the tiers call an object.
-
-        Args:
-            key: The object.
-
-        Returns:
-            Its name; None where it is not kept in them.
-        """
+        """What the tiers call an object; None where it is not kept in them."""
         ...
 
     def origin(self, key: str) -> Store:
-        """The store below the tiers that has an object.
-
-        Args:
-            key: The object.
-
-        Returns:
-            The store.
-        """
+        """The store below the tiers that has an object."""
         ...
 
 
@@ -117,20 +124,13 @@ class RangeCache:
     """Memory and disk over flights. Objects go by name: the digest of the remote's address and the key."""
 
     def __init__(self, memory: MemoryTier, disk: DiskTier | None, settings: TierSettings, lock: threading.Lock) -> None:
-        """Start without flights.
-
-        Args:
-            memory: The memory tier.
-            disk: The disk tier; None: there is none.
-            settings: Limits and waits.
-            lock: The one that ``disk`` was given.
-        """
+        """Start without flights."""
         self._memory = memory
         self._disk = disk
         self._settings = settings
         self.stall_s = settings.stall_s
         self._lock = lock
-        self._flights: dict[bytes, ExtentMap[InflightRead]] = {}
+        self._reads: dict[bytes, ExtentMap[InflightRead]] = {}
         self._sizes = ObjectSizes()
         self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
@@ -138,78 +138,34 @@ class RangeCache:
         self._remote = RemoteCounters()
 
     def use(self, name: bytes) -> None:
-        """Count one use of an object.
-
-        Args:
-            name: The object.
-        """
+        """Count one use of an object."""
         with self._lock:
             self._memory.index.touched(name)
             if self._disk:
                 self._disk.index.touched(name)
 
     def size(self, name: bytes, *, recent: bool = False) -> int | None:
-        """Length of an object, where the remote has stated it.
-
-        Args:
-            name: The object.
-            recent: Only what it has stated of late.
-
-        Returns:
-            Bytes; None where it is not known.
-        """
+        """Length of an object, where the remote has stated it."""
         with self._lock:
             return self._sizes.stated(name, TRUST_S if recent else math.inf)
 
     def learn(self, name: bytes, size: int | None) -> None:
-        """Hear from the remote how long an object is.
-
-        Args:
-            name: The object.
-            size: Its length in bytes; None: the remote did not tell.
-        """
+        """Hear from the remote how long an object is."""
         with self._lock:
-            self._sizes.state(name, size)
+            self._sizes.confirm(name, size)
 
     def doubt(self, name: bytes) -> bool:
-        """A read ended short of what it asked for.
-
-        Args:
-            name: The object.
-
-        Returns:
-            Whether the object's length has to be asked for again.
-        """
+        """A read ended short of what it asked for."""
         with self._lock:
-            return self._sizes.doubt(name)
+            return self._sizes.invalidate(name)
 
     def believe(self, name: bytes, position: int) -> bool:
-        """The remote fails: ask what is remembered.
-
-        Args:
-            name: The object.
-            position: Where a reader is, in bytes.
-
-        Returns:
-            Whether the object ends at ``position`` or before.
-        """
+        """The remote fails: ask what is remembered."""
         with self._lock:
-            return self._sizes.believe(name, position)
+            return self._sizes.accept_hint(name, position)
 
     def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
-        """What to do for the next byte of a range.
-
-        Args:
-            name: The object.
-            position: The byte.
-            end: The byte after the range's last; None: to the object's end.
-            owner: Who asks.
-            **lead: ``whole`` where the leader hears nothing before all bytes are there, ``background`` for what nobody
-                waits for yet.
-
-        Returns:
-            The step; None where the object or the range ends here.
-        """
+        """What to do for the next byte of a range."""
         with self._lock:
             size = self._sizes.stated(name)
             stop = size if end is None or (size is not None and size < end) else end
@@ -225,21 +181,13 @@ class RangeCache:
                         return DiskHit(stored)
                     return _held(self._disk.index.counters, stored, data, position, stop)
                 self._disk.index.counters.misses += 1
-            if name in self._flights and (flying := self._flights[name].at(position)) is not None:
+            if name in self._reads and (flying := self._reads[name].at(position)) is not None:
                 self._remote.waits += 1
                 return Wait(flying.value)
-            return Fetch(self._depart(name, position, stop, owner, **lead))
+            return Fetch(self._start(name, position, stop, owner, **lead))
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
-        """Wait for ``loading``, ``stall_s`` at most. Blocks.
-
-        Args:
-            name: The object.
-            extent: The file, from a ``DiskHit``.
-
-        Returns:
-            The file's bytes of the object; None where nothing comes of it: ask ``step`` again.
-        """
+        """Wait for ``loading``, ``stall_s`` at most. Blocks."""
         try:
             return self.loading(name, extent).result(self.stall_s)
         except TimeoutError:
@@ -250,13 +198,6 @@ class RangeCache:
         """Read a file in the background and keep it in memory too.
 
         All who want the same file share one future, which none of them can cancel.
-
-        Args:
-            name: The object.
-            extent: The file, from a ``DiskHit``.
-
-        Returns:
-            A future of the file's bytes of the object; of None where it cannot be read: ask ``step`` again.
         """
         with self._lock:
             if (loading := extent.value.loading) is not None:
@@ -295,89 +236,51 @@ class RangeCache:
             counters.hits += 1
             counters.hit_bytes += len(data)
             if not extent.value.dropped:
-                self._sizes.tell(name, size)
+                self._sizes.hint(name, size)
                 self._keep(name, extent.start, data)
         return data
 
     def finish(self, flight: InflightRead, size: int | None = None) -> None:
-        """All bytes of a flight are there.
-
-        Args:
-            flight: The flight.
-            size: The object's length in bytes, where the remote has told it.
-        """
-        self._land(flight, size, None)
+        """All bytes of a flight are there."""
+        self._complete(flight, size, None)
 
     def fail(self, flight: InflightRead, error: BaseException) -> None:
-        """A flight broke off; what came is kept.
-
-        Args:
-            flight: The flight.
-            error: Why. Only an error of the remote is passed on to those who wait.
-        """
-        self._land(flight, None, error)
+        """A flight broke off; what came is kept."""
+        self._complete(flight, None, error)
 
     def leave(self, flight: InflightRead) -> None:
-        """Stop waiting for a flight from which nothing comes: the next to ask leads another one.
-
-        Args:
-            flight: The flight.
-        """
+        """Stop waiting for a flight from which nothing comes: the next to ask leads another one."""
         with self._lock:
-            if self._take_off(flight):
+            if self._unregister(flight):
                 self._remote.takeovers += 1
         _resolve(flight)
 
     def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
-        """Take in bytes that came without a flight.
-
-        Args:
-            name: The object.
-            start: Where the bytes lie in it.
-            data: The bytes.
-            size: The object's length in bytes, where the remote has told it.
-        """
+        """Take in bytes that came without a flight."""
         with self._lock:
-            self._sizes.state(name, size)
+            self._sizes.confirm(name, size)
             self._keep(name, start, data)
 
     def fetched(self, size: int) -> None:
-        """Count a request that was made without a flight.
-
-        Args:
-            size: Bytes that came.
-        """
+        """Count a request that was made without a flight."""
         with self._lock:
             self._remote.requests += 1
             self._remote.bytes += size
 
     def drop(self, name: bytes, start: int = 0, end: int | None = None) -> None:
-        """Forget the bytes of a range in all tiers, and what of them is still on its way.
-
-        Args:
-            name: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end, so that by default the whole object goes.
-        """
+        """Forget the bytes of a range in all tiers, and what of them is still on its way."""
         with self._lock:
             self._memory.drop(name, start, end)
             if self._disk:
                 self._disk.drop(name, start, end)
-            gone = [extent.value for extent in self._flying(name).overlapping(start, end)]
+            gone = [extent.value for extent in self._inflight(name).overlapping(start, end)]
             for flight in gone:
                 flight.stale = True
-                self._take_off(flight)
+                self._unregister(flight)
             self._sizes.forget(name)
 
     def wait_for_quiet(self, timeout_s: float) -> bool:
-        """Wait until no reader in the foreground fetches anything.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until no reader in the foreground fetches anything."""
         with self._lock:
             return self._quiet.wait_for(lambda: not self._foreground, timeout_s)
 
@@ -388,14 +291,7 @@ class RangeCache:
             return Counters(memory=self._memory.index.counted(), disk=disk, remote=replace(self._remote))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the disk holds what it was given.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-
-        Returns:
-            Whether that came about in time.
-        """
+        """Wait until the disk holds what it was given."""
         return self._disk is None or self._disk.drain(timeout_s)
 
     def close(self) -> None:
@@ -417,41 +313,43 @@ class RangeCache:
 
     # Under the lock.
 
-    def _depart(
+    def _start(
         self, name: bytes, start: int, stop: int | None, owner: object, *, whole: bool = False, background: bool = False
     ) -> InflightRead:
         settings = self._settings
         ends = [start + (settings.prefetch_bytes if background else settings.flight_bytes)]
         ends += [stop] if stop is not None else []
-        ends += [at for at in (self._memory.index.next_start(name, start), self._flying(name).next_start(start)) if at]
+        ends += [
+            at for at in (self._memory.index.next_start(name, start), self._inflight(name).next_start(start)) if at
+        ]
         if self._disk and (at := self._disk.index.next_start(name, start)):
             ends.append(at)
         limit_s = settings.answer_s if whole else settings.stall_s
         flight = InflightRead(name, start, min(ends), owner, limit_s, background=background)
-        self._flights.setdefault(name, ExtentMap()).add(flight.start, flight.end, flight)
+        self._reads.setdefault(name, ExtentMap()).add(flight.start, flight.end, flight)
         self._foreground += not background
         self._remote.requests += 1
         return flight
 
-    def _flying(self, name: bytes) -> ExtentMap[InflightRead]:
-        return self._flights.get(name) or ExtentMap()
+    def _inflight(self, name: bytes) -> ExtentMap[InflightRead]:
+        return self._reads.get(name) or ExtentMap()
 
-    def _take_off(self, flight: InflightRead) -> bool:
+    def _unregister(self, flight: InflightRead) -> bool:
         """Take a flight off the map; tells whether it was there."""
-        flying = self._flights.get(flight.name)
+        flying = self._reads.get(flight.name)
         extent = flying.at(flight.start) if flying else None
         if flying is None or extent is None or extent.value is not flight:
             return False
         flying.remove(extent)
         if not flying:
-            del self._flights[flight.name]
+            del self._reads[flight.name]
         return True
 
-    def _land(self, flight: InflightRead, size: int | None, error: BaseException | None) -> None:
+    def _complete(self, flight: InflightRead, size: int | None, error: BaseException | None) -> None:
         data = flight.pieces[0] if len(flight.pieces) == 1 else b"".join(flight.pieces)
         flight.data = data if isinstance(data, bytes) else bytes(data)
         with self._lock:
-            self._take_off(flight)
+            self._unregister(flight)
             self._foreground -= not flight.background
             if not self._foreground:
                 self._quiet.notify_all()
@@ -459,7 +357,7 @@ class RangeCache:
             flight.error = error if isinstance(error, KvwireError) else None
             self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
             if not flight.stale:
-                self._sizes.state(flight.name, size)
+                self._sizes.confirm(flight.name, size)
                 if flight.data:
                     self._keep(flight.name, flight.start, flight.data)
         flight.pieces = []

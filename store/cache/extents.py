@@ -1,15 +1,26 @@
-"""Which byte ranges of one object are there: sorted, non-overlapping intervals, without I/O and without locks."""
+"""What is known of an object's bytes: which are there, which are on their way, and how long the object is.
+
+No locks and no I/O: the cache calls all of it under its lock.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
+import time
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, AuthError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvwire.errors import KvwireError
+    from kvwire.store.base import Data
 
 T = TypeVar("T")
 
@@ -99,3 +110,117 @@ class ExtentMap(Generic[T]):
             return False
         del self._starts[index], self._extents[index]
         return True
+
+
+_FINAL = (ArgumentError, AuthError, NotFoundError)  # asking again gives the same answer
+_MOST_FAILURES = 2
+
+
+class InflightRead:
+    """A range that one reader fetches. Its state is changed by the cache alone; anybody may wait for ``done``.
+
+    ``done`` resolves in every case; then either ``error`` is set or a look at the cache tells more. A concurrent
+    future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
+    """
+
+    def __init__(self, name: bytes, start: int, end: int, owner: object, limit_s: float, *, background: bool) -> None:
+        """Nothing has come yet."""
+        self.name = name
+        self.start = start
+        self.end = end
+        self.owner = owner
+        self.limit_s = limit_s
+        self.background = background
+        self.done: Future[None] = Future()
+        self.done.set_running_or_notify_cancel()
+        self.pieces: list[Data] = []
+        self.position = start
+        self.data = b""
+        self.error: KvwireError | None = None
+        self.stale = False
+        """Its bytes may be given on, but not kept: they were deleted, replaced or found wrong meanwhile."""
+
+    def feed(self, piece: Data) -> None:
+        """Take the leader's next bytes."""
+        self.pieces.append(piece)
+        self.position += len(piece)
+
+    def since(self, position: int) -> Iterator[memoryview]:
+        """What has come from a position on; may be asked while more comes in."""
+        at = self.start
+        for piece in [self.data] if self.data else list(self.pieces):
+            if at + len(piece) > position:
+                yield memoryview(piece)[max(0, position - at) :]
+            at += len(piece)
+
+    def verdict(self, failures: int) -> KvwireError | None:
+        """The error for a reader that waited.
+
+        After the first failure it may try for itself; after the second it shares the error, or a thousand readers would
+        one after the other wait for a dead server. An error that asking again cannot change is shared at once.
+        """
+        if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
+            return None
+        return copy.copy(self.error)  # one exception raised in many places would gather all their tracebacks
+
+
+_MOST = 1 << 16
+TRUST_S = 30.0
+"""How long a stated length is not asked for again by reads that end at it and wanted more, in seconds."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    bytes: int
+    stated_at: float | None
+
+
+class ObjectSizes:
+    """Lengths by the objects' names; the oldest go where there are too many."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._sizes: OrderedDict[bytes, _Size] = OrderedDict()
+
+    def stated(self, name: bytes, within_s: float = math.inf) -> int | None:
+        """What the remote has said."""
+        found = self._sizes.get(name)
+        if found is None or found.stated_at is None or time.monotonic() - found.stated_at > within_s:
+            return None
+        return found.bytes
+
+    def confirm(self, name: bytes, size: int | None) -> None:
+        """Hear from the remote."""
+        if size is not None:
+            self._set(name, _Size(size, time.monotonic()))
+
+    def hint(self, name: bytes, size: int | None) -> None:
+        """Hear from a file; what the remote has said is worth more."""
+        if size is not None and name not in self._sizes:
+            self._set(name, _Size(size, None))
+
+    def invalidate(self, name: bytes) -> bool:
+        """Believe a length less that was stated a while ago."""
+        found = self._sizes.get(name)
+        if found is None or found.stated_at is None or self.stated(name, TRUST_S) is not None:
+            return False
+        self._set(name, _Size(found.bytes, None))
+        return True
+
+    def accept_hint(self, name: bytes, position: int) -> bool:
+        """Take a length that was told for stated, as the remote cannot be asked."""
+        found = self._sizes.get(name)
+        if found is None or position < found.bytes:
+            return False
+        self.confirm(name, found.bytes)
+        return True
+
+    def forget(self, name: bytes) -> None:
+        """Know nothing of an object."""
+        self._sizes.pop(name, None)
+
+    def _set(self, name: bytes, size: _Size) -> None:
+        self._sizes[name] = size
+        self._sizes.move_to_end(name)
+        if len(self._sizes) > _MOST:
+            self._sizes.popitem(last=False)

@@ -1,32 +1,39 @@
-"""Writes that are acknowledged but not on the remote yet: files that survive a crash, in the order of the writes.
+"""Writes that are acknowledged but not on the remote yet: files that survive a crash, in order, and how they go up.
 
 One file for each write: a header with the key, then the bytes; written under a temporary name, flushed, renamed, and
 the rename flushed too. File names count up, so the order survives as well. Beside an entry that was tried once lies
 what the remote had before: who tries again, in another process too, sees whether others wrote since.
+
+While an entry waits, a collector of garbage sees content on the remote that nobody names. So the content is looked at
+before the entry is uploaded, and once more after collectors have been waited for: see ``upkeep.collect``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
-from kvwire.errors import CorruptError
-from kvwire.store.cache.locked_folder import make_folder
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.store.cache.local import make_folder
+from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.files.writer import sync_folder
-from kvwire.store.key_kinds import content_digest
-from kvwire.store.keys import MAX_KEY_CHARS, check_key
+from kvwire.store.key_kinds import content_digest, kind_of
+from kvwire.store.keys import MAX_KEY_CHARS, KeySpace, check_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from kvwire.store.base import Data
+    from kvwire.store.base import Data, Store
 
 _MAGIC = b"kvwput1\n"
 _FIELDS = struct.Struct("<8sHQ")  # magic, length of the key, length of the bytes
@@ -82,7 +89,7 @@ class PendingFolder:
                 if _TEMPORARY.fullmatch(entry.name) or (tried and int(tried[1]) not in known):
                     (self._folder / entry.name).unlink()
         self._next = max(found, default=-1) + 1
-        return [self._glance(number) for number in found]
+        return [self._read_header(number) for number in found]
 
     def adopt(self, other: Path) -> list[PendingWrites]:
         """Take over what lies in the pending folder of a process that is gone, behind what is here."""
@@ -92,7 +99,7 @@ class PendingFolder:
             with contextlib.suppress(FileNotFoundError):
                 (other / _tried(number)).rename(self._folder / _tried(own))
             (other / _file(number)).rename(self._folder / _file(own))
-            adopted.append(self._glance(own))
+            adopted.append(self._read_header(own))
         if adopted:
             sync_folder(self._folder)
             sync_folder(other)
@@ -182,7 +189,7 @@ class PendingFolder:
             self._next += 1
             return self._next - 1
 
-    def _glance(self, number: int) -> PendingWrites:
+    def _read_header(self, number: int) -> PendingWrites:
         """What a file's header says, without reading its content."""
         path = self._folder / _file(number)
         size = max(0, path.stat().st_size - _HEADER_BYTES)
@@ -208,3 +215,73 @@ def _file(number: int) -> str:
 
 def _tried(number: int) -> str:
     return f"{number:016}.tried"
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What an entry names: the object without which it leads nowhere, and others, which may never have been there."""
+
+    space: KeySpace
+    needed: str
+    others: tuple[str, ...] = ()
+
+
+def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str], bool]) -> bool:
+    """Write an entry, or whatever else is not content, to the remote.
+
+    Content that is old enough to be collected is written again first. What cannot be read, such as a sealed entry, is
+    written as it is, and so is what names an object that never ``was_there``.
+    """
+    named = _named(key, data)
+    if named is None:
+        remote.put(key, data)
+        return True
+    if not _refresh(remote, named.needed):
+        if was_there(named.needed):
+            return False
+        remote.put(key, data)
+        return True
+    for other in named.others:
+        _refresh(remote, other)
+    remote.put(key, data)
+    wait_for_collectors(remote, named.space, [named.needed, *named.others])
+    if _is_there(remote, named.needed):
+        return True
+    with suppress(NotFoundError):
+        if remote.get(key) == data:  # and not yet another's
+            remote.delete(key)
+    return False
+
+
+def _named(key: str, data: bytes) -> _Named | None:
+    kind = kind_of(key)
+    if kind is None or kind.names is None:
+        return None
+    _, tenant, config, _ = key.split("/", 3)
+    try:
+        keys = [named.key for named in kind.names(key, data)]
+    except (ArgumentError, CorruptError):
+        return None
+    return _Named(KeySpace(tenant, config), keys[0], tuple(keys[1:])) if keys else None
+
+
+def _is_there(remote: Store, key: str) -> bool:
+    try:
+        remote.stat(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _refresh(remote: Store, key: str) -> bool:
+    """See to it that no collector takes an object soon; False where it is gone or damaged."""
+    try:
+        if not is_old(remote.stat(key).modified):
+            return True
+        data = remote.get(key)
+    except NotFoundError:
+        return False
+    if (digest := content_digest(key)) and hashlib.sha256(data).hexdigest() != digest:
+        return False
+    remote.put(key, data)
+    return True

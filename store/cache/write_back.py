@@ -22,9 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, holds, open_object
-from kvwire.store.cache.counters import UploadCounters
-from kvwire.store.cache.upload_entry import upload_entry
+from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, holds, merged, open_object
+from kvwire.store.cache.pending import upload_entry
+from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.key_kinds import check_place, content_digest, entity_tag
 from kvwire.store.keys import check_key, is_catalog_key
@@ -47,14 +47,7 @@ class WriteBackStore(Store):
     """Writes to a pending folder first, and from there to ``remote``, which it takes over."""
 
     def __init__(self, remote: Store, folder: PendingFolder, limit_bytes: int, settings: TierSettings) -> None:
-        """Touch nothing yet; ``open`` does.
-
-        Args:
-            remote: Where writes go in the end; this store takes it over.
-            folder: Where they are kept until then.
-            limit_bytes: What may be pending.
-            settings: Limits and waits.
-        """
+        """Touch nothing yet; ``open`` does."""
         self._remote = remote
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -71,14 +64,7 @@ class WriteBackStore(Store):
         self._counters = UploadCounters()
 
     def open(self, abandoned: Iterable[Path] = ()) -> None:
-        """Go on with what earlier processes left here and in abandoned pending folders.
-
-        Args:
-            abandoned: Those folders.
-
-        Raises:
-            OSError: A folder cannot be read.
-        """
+        """Go on with what earlier processes left here and in abandoned pending folders."""
         left = self._folder.load()
         for folder in abandoned:
             left += self._folder.adopt(folder)
@@ -93,14 +79,7 @@ class WriteBackStore(Store):
         return self._remote.url
 
     def origin(self, key: str) -> Store:
-        """Whichever store has the newest bytes of a key.
-
-        Args:
-            key: The object.
-
-        Returns:
-            This store while the bytes are pending, then the remote.
-        """
+        """Whichever store has the newest bytes of a key."""
         with self._changed:
             return self if key in self._latest else self._remote
 
@@ -146,7 +125,9 @@ class WriteBackStore(Store):
         try:
             pending = self._folder.write(key, data)
         except BaseException as error:
-            self._release(len(data))
+            with self._changed:
+                self._bytes -= len(data)
+                self._changed.notify_all()
             if not isinstance(error, OSError):
                 raise
             _log.warning("a write goes to the remote at once, as the pending folder fails (%s)", error.strerror)
@@ -209,7 +190,7 @@ class WriteBackStore(Store):
         with self._changed:  # before the remote is asked: what is uploaded in between is in one of the two
             keys = sorted(key for key in self._latest if key.startswith(prefix) and key > after)
             own = [Listed(key, self._latest[key].size, self._latest[key].written) for key in keys]
-        return _merged(own, self._remote.scan(prefix, after))
+        return merged(iter(own), self._remote.scan(prefix, after))
 
     def _announced(self, prefix: str, after: str) -> Iterator[Listed]:
         try:
@@ -219,14 +200,7 @@ class WriteBackStore(Store):
             return iter(())
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything acknowledged so far is on the remote.
-
-        Args:
-            timeout_s: Longest wait in seconds; None: as long as it takes.
-
-        Raises:
-            DeadlineError: It takes longer.
-        """
+        """Wait until everything acknowledged so far is on the remote."""
         with self._changed:
             numbers = set(self._queue)
             if not self._changed.wait_for(lambda: numbers.isdisjoint(self._queue), timeout_s):
@@ -250,8 +224,6 @@ class WriteBackStore(Store):
             thread.join(max(0.0, give_up_at - time.monotonic()))
         self._remote.close()
 
-    # Writing.
-
     def _put_directly(self, key: str, data: Data) -> None:
         if content_digest(key) is None:
             self.flush(self._settings.put_s)
@@ -265,11 +237,6 @@ class WriteBackStore(Store):
                 msg = f"the pending folder is full: uploads lag ({self._trouble or 'the remote is slow'}); try later"
                 raise DeadlineError(msg)
             self._bytes += size
-
-    def _release(self, size: int) -> None:
-        with self._changed:
-            self._bytes -= size
-            self._changed.notify_all()
 
     def _pending_data(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         with self._changed:
@@ -293,10 +260,9 @@ class WriteBackStore(Store):
                 msg = "the object is just being uploaded, and that takes too long: delete it later"
                 raise DeadlineError(msg)
             mine = [one for one in self._queue.values() if one.key in keys]
-            self._give_up(mine)
+            for one in mine:  # keeps the upload threads off
+                one.is_running = True
         self._remove(mine)
-
-    # Uploading, with the condition held.
 
     def _enqueue(self, pending: PendingWrites) -> None:
         self._queue[pending.number] = pending
@@ -313,11 +279,6 @@ class WriteBackStore(Store):
         if pending.is_content:
             heapq.heappush(self._content, (pending.not_before, pending.number, pending))
 
-    def _give_up(self, several: list[PendingWrites]) -> None:
-        """Keep the upload threads off."""
-        for pending in several:
-            pending.is_running = True
-
     def _choose(self) -> tuple[PendingWrites | None, float | None]:
         """The write to upload next, or the seconds after which to look again."""
         while self._content and self._content[0][2].is_running:  # given up
@@ -333,8 +294,6 @@ class WriteBackStore(Store):
                 return pending, None
         return None, min((one.not_before - now for one in able), default=None)
 
-    # On the upload threads.
-
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -348,30 +307,23 @@ class WriteBackStore(Store):
             self._upload(pending)
 
     def _upload(self, pending: PendingWrites) -> None:
-        error: Exception | None = None
         data: bytes | None = None
-        is_up = False
         try:
             data = self._folder.read(pending)
             is_up = self._put(pending, data)
-        except (KvwireError, OSError) as met:
-            error = met
-        except Exception as met:  # noqa: BLE001 - a store that breaks its promise must not end the thread
-            _log.exception("an upload failed in a way that no store should")
-            error = met
-        if error is None:
-            with self._changed:
-                self._counters.uploaded += is_up
-                self._counters.damaged += not is_up
-                self._trouble = ""
-            self._remove([pending])
-        elif data is None and isinstance(error, (CorruptError, FileNotFoundError)):
-            self._set_aside(pending)
-        else:
-            with self._changed:
-                pending.is_running = False
+        except Exception as error:  # noqa: BLE001 - a store that breaks its promise must not end the thread
+            if not isinstance(error, (KvwireError, OSError)):
+                _log.exception("an upload failed in a way that no store should")
+            if data is None and isinstance(error, (CorruptError, FileNotFoundError)):
+                self._set_aside(pending)
+            else:
                 self._retry_later(pending, error)
-                self._changed.notify_all()
+            return
+        with self._changed:
+            self._counters.uploaded += is_up
+            self._counters.damaged += not is_up
+            self._trouble = ""
+        self._remove([pending])
 
     def _put(self, pending: PendingWrites, data: bytes) -> bool:
         key = pending.key or ""
@@ -414,7 +366,8 @@ class WriteBackStore(Store):
             behind = [one for one in self._queue.values() if one.number > damaged.number]
             lost = [damaged, *(one for one in behind if not one.is_content and not one.is_running)]
             self._counters.damaged += len(lost)
-            self._give_up(lost)
+            for one in lost:
+                one.is_running = True
         self._remove(lost[::-1])  # the entries first: a crash in between leaves none that leads nowhere
         _log.error("%d pending writes were damaged on the local disk: encode the documents again", len(lost))
 
@@ -436,17 +389,12 @@ class WriteBackStore(Store):
 
     def _retry_later(self, pending: PendingWrites, error: Exception) -> None:
         settings = self._settings
-        self._counters.failures += 1
-        self._trouble = str(error)
         pause_s = min(settings.max_backoff_s, settings.backoff_s * 2.0 ** min(pending.failures, 60))
-        pending.failures += 1
-        pending.not_before = time.monotonic() + pause_s * random.uniform(0.5, 1)  # noqa: S311 - spreads retries
-        self._offer(pending)
-
-
-def _merged(own: list[Listed], remote: Iterator[Listed]) -> Iterator[Listed]:
-    last = ""
-    for listed in heapq.merge(own, remote, key=lambda one: one.key):  # of equals, those of the first list come first
-        if listed.key != last:
-            yield listed
-        last = listed.key
+        with self._changed:
+            self._counters.failures += 1
+            self._trouble = str(error)
+            pending.is_running = False
+            pending.failures += 1
+            pending.not_before = time.monotonic() + pause_s * random.uniform(0.5, 1)  # noqa: S311 - spreads retries
+            self._offer(pending)
+            self._changed.notify_all()

@@ -2,7 +2,7 @@
 
 A collector writes an announcement that names the objects, then reads the entries, then deletes, then removes the
 announcement. A writer writes its entry, then looks for announcements. Whichever came first, one of the two sees the
-other: see ``collecting``.
+other: see ``upkeep.collect``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, NotFoundError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, parse_object
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
+from kvwire.store.pointers import Announcement
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,12 +64,12 @@ def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str] | N
 
 def _names_any(store: Store, at: str, names: set[str] | None) -> bool:
     try:
-        told = parse_object(store.get(at, 0, MAX_ENTRY_BYTES + 1)).get("collecting")
+        told = Announcement.from_json(store.get(at, 0, MAX_ENTRY_BYTES + 1)).collecting
     except NotFoundError:
         return False
     except CorruptError:
         return True  # it may name anything
-    return names is None or not isinstance(told, list) or any(name in names for name in told if isinstance(name, str))
+    return names is None or not names.isdisjoint(told)
 
 
 def _name(key: str) -> str:

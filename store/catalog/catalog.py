@@ -1,21 +1,22 @@
 """Which blob belongs to which document, and which profile a model configuration uses.
 
 Content goes first, the entry that points at it last, and then a look whether the content is still there: whoever finds
-an entry finds what it names, even while garbage is being collected. See ``collecting``.
+an entry finds what it names, even while garbage is being collected. See ``upkeep.collect``.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.catalog.profiles import Profiles
 from kvwire.store.catalog.texts import Texts
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
+from kvwire.store.catalog_entry import CatalogEntry
 from kvwire.store.keys import KeySpace, check_new_name
 from kvwire.store.listing import read_ahead
 
@@ -108,13 +109,13 @@ class Catalog(Texts, Profiles):
             profile_outline=profile_outline,
         )
         _check_names(entry)
-        self._write_blob(entry.blob_key, blob, overwrite=overwrite)
+        self.write_blob(entry.blob_key, blob, overwrite=overwrite)
         if etag is None:
             self.add(entry)
         else:  # once: another writer may have replaced it by now
-            self._replace_entry(space, entry, etag)
+            self.replace_entry(space, entry, etag)
             if entry.token_digest:
-                self._put_entry(space.token_entry(entry.token_digest), entry.to_json())
+                self.put_entry(space.token_entry(entry.token_digest), entry.to_json())
         wait_for_collectors(self._store, space, [entry.blob_key])
         self._store.create(entry.blob_key, blob)
         return entry
@@ -154,7 +155,7 @@ class Catalog(Texts, Profiles):
         try:
             for key in blobs:
                 if is_old(self._store.stat(key).modified):
-                    if (blob := self._intact(key)) is None:
+                    if (blob := self.intact(key)) is None:
                         return None
                     self._store.put(key, blob)
             self._add(space, added)
@@ -181,7 +182,7 @@ class Catalog(Texts, Profiles):
         check_new_name(document_id, "document")
         digest = self.put_text(space, token_ids, document_id=document_id)
         entry = CatalogEntry(document_id, "", "", 0, 0, len(token_ids), digest, "", ())
-        self._put_entry(space.document(document_id), entry.to_json())
+        self.put_entry(space.document(document_id), entry.to_json())
         self.confirm(space, entry, token_ids)
         return entry
 
@@ -201,7 +202,7 @@ class Catalog(Texts, Profiles):
         used = [text, space.profile(entry.profile_digest)] if entry.profile_digest and profile else [text]
         wait_for_collectors(self._store, space, used)
         self.put_text(space, token_ids)
-        if len(used) > 1 and not self._is_young(used[1]):
+        if len(used) > 1 and not self.is_young(used[1]):
             self.put_profile(space, profile)
 
     def remove(self, config: Config, document_id: str) -> bool:
@@ -305,7 +306,7 @@ class Catalog(Texts, Profiles):
     def _found(
         self, space: KeySpace, keys: Iterable[str], on_error: OnError | None
     ) -> Iterator[tuple[str, CatalogEntry]]:
-        for key, read in read_ahead(self._store, keys, lambda key: self._read(key, MAX_ENTRY_BYTES + 1)):
+        for key, read in read_ahead(self._store, keys, self.read_object):
             try:
                 entry = self._parsed(space, key, read())
             except CorruptError as error:
@@ -320,8 +321,8 @@ class Catalog(Texts, Profiles):
         data = entry.to_json()
         document_key = space.document(entry.document_id)
         if entry.token_digest and not entry.parts:
-            self._put_entry(space.token_entry(entry.token_digest), data)
-        self._put_entry(document_key, data)
+            self.put_entry(space.token_entry(entry.token_digest), data)
+        self.put_entry(document_key, data)
 
     def _space_of(self, entry: CatalogEntry) -> KeySpace:
         parts = entry.blob_key.split("/")
@@ -332,7 +333,7 @@ class Catalog(Texts, Profiles):
         return space
 
     def _entry(self, space: KeySpace, key: str) -> CatalogEntry | None:
-        return self._parsed(space, key, self._read(key, MAX_ENTRY_BYTES + 1))
+        return self._parsed(space, key, self.read_object(key))
 
     def _parsed(self, space: KeySpace, key: str, data: bytes | None) -> CatalogEntry | None:
         if data is None:

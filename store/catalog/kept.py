@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
-from kvwire.store.catalog.tenant_objects import TenantObjects
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog.tenant_objects import Config, TenantObjects
     from kvwire.store.kept_repair import KeptRepair, KeptRows
     from kvwire.store.keys import KeySpace
 
@@ -25,21 +23,20 @@ _GROWN = 1.5
 """What is kept gives way to so many times as many rows of the same level."""
 
 
-class KeptRepairs(TenantObjects):
+class KeptRepairs:
     """A tenant's kept repairs; ``Catalog.kept`` gives them."""
 
     def __init__(self, catalog: TenantObjects) -> None:
         """Share a catalog's store, tenant and keys."""
-        self._store, self._tenant = catalog.store, catalog.tenant
-        self._keys = catalog._keys  # noqa: SLF001 - of this class's base
+        self._catalog, self._store = catalog, catalog.store
 
     def find(self, config: Config, documents: Sequence[str], least: int = 2) -> KeptRepair | None:
         """What is kept of an order of documents, or of the most of its first ones."""
         from kvwire.store.kept_repair import KeptRepair, order_digest
 
-        space = self.keys(config)
+        space = self._catalog.keys(config)
         keys = {space.kept_repair(order_digest(documents[:n])): n for n in range(len(documents), least - 1, -1)}
-        for key, read in self.read_each(space, keys):
+        for key, read in self._catalog.read_each(space, keys):
             if (data := read()) is None:
                 continue
             kept = KeptRepair.from_json(data)
@@ -51,7 +48,7 @@ class KeptRepairs(TenantObjects):
 
     def rows(self, config: Config, part: KeptRows) -> bytes:
         """Read the blob of a document's rows and check it against its digest."""
-        data = self._intact(self.keys(config).kept_rows(part.sha256))
+        data = self._catalog.intact(self._catalog.keys(config).kept_rows(part.sha256))
         if data is None:
             msg = f"kept rows {part.sha256[:12]} are damaged in {self._store.url}"
             raise CorruptError(msg)
@@ -74,11 +71,11 @@ class KeptRepairs(TenantObjects):
         """
         from kvwire.store.kept_repair import KeptRepair, KeptRows
 
-        space = self.keys(config)
+        space = self._catalog.keys(config)
         parts: list[KeptRows] = []
         sealed: dict[str, bytes] = {}
         for tokens, blob in rows:
-            stored = self.seal(blob) if blob else b""
+            stored = self._catalog.seal(blob) if blob else b""
             digest = hashlib.sha256(stored).hexdigest() if blob else ""
             parts.append(KeptRows(digest, len(stored), tokens))
             sealed[digest] = stored
@@ -92,7 +89,7 @@ class KeptRepairs(TenantObjects):
         for key, stored in keys.items():
             self._store.put(key, stored)
         for made in due:
-            self._put_entry(space.kept_repair(made.digest), made.to_json())
+            self._catalog.put_entry(space.kept_repair(made.digest), made.to_json())
         if due:
             wait_for_collectors(self._store, space, keys)
         for key, stored in keys.items():
@@ -103,7 +100,7 @@ class KeptRepairs(TenantObjects):
         from kvwire.store.kept_repair import KeptRepair
 
         try:
-            data = self._read(space.kept_repair(made.digest), MAX_ENTRY_BYTES + 1)
+            data = self._catalog.read_object(space.kept_repair(made.digest))
             known = None if data is None else KeptRepair.from_json(data)
         except (CorruptError, FormatVersionError):
             known = None
@@ -115,8 +112,8 @@ class KeptRepairs(TenantObjects):
         """All that is kept, with its keys; what cannot be read is left out."""
         from kvwire.store.kept_repair import KeptRepair
 
-        space = self.keys(config)
-        for key, read in self.read_each(space, self._store.keys(space.kept_repairs)):
+        space = self._catalog.keys(config)
+        for key, read in self._catalog.read_each(space, self._store.keys(space.kept_repairs)):
             try:
                 if (data := read()) is not None:
                     yield key, KeptRepair.from_json(data)
@@ -125,7 +122,7 @@ class KeptRepairs(TenantObjects):
 
     def bound(self, config: Config, most_bytes: int) -> int:
         """Drop the oldest kept repairs until the rest has so many bytes at most; their rows are left to ``collect``."""
-        space = self.keys(config)
+        space = self._catalog.keys(config)
         known = dict(self.each(space))
         ages = {listed.key: listed.modified for listed in self._store.scan(space.kept_repairs)}
         named: dict[str, int] = {}

@@ -6,10 +6,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.errors import CorruptError, NotFoundError
 from kvwire.store.catalog.tenant_objects import MAX_SMALL_BYTES, TenantObjects
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, outline_of, parse_object
-from kvwire.store.keys import check_digest
+from kvwire.store.pointers import ProfilePointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,12 +27,12 @@ class Profiles(TenantObjects):
     def put_profile(self, config: Config, data: bytes) -> str:
         """Write a profile; ``set_current_profile`` puts it to use."""
         digest = hashlib.sha256(data).hexdigest()
-        self._put_entry(self.keys(config).profile(digest), data)  # even where it is: a rotten copy is healed
+        self.put_entry(self.keys(config).profile(digest), data)  # even where it is: a rotten copy is healed
         return digest
 
     def get_profile(self, config: Config, digest: str) -> bytes:
         """Read a profile and check it against its digest."""
-        data = self._profile_read(digest, lambda: self._intact(self.keys(config).profile(digest), MAX_SMALL_BYTES))
+        data = self._profile_read(digest, lambda: self.intact(self.keys(config).profile(digest), MAX_SMALL_BYTES))
         if data is None:
             advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
             msg = f"profile {digest[:12]} is damaged in {self._store.url}: {advice}"
@@ -85,7 +84,7 @@ class Profiles(TenantObjects):
         space, fields = self.keys(config), {"profile_digest": digest}
         self._store.stat(space.profile(digest))
         told = fields if outline is None else fields | {"profile_outline": list(outline)}
-        self._put_entry(space.current_profile, json.dumps(told).encode())
+        self.put_entry(space.current_profile, json.dumps(told).encode())
 
     def current_profile(self, config: Config) -> str | None:
         """The profile in use."""
@@ -94,36 +93,31 @@ class Profiles(TenantObjects):
 
     def profile_in_use(self, config: Config) -> tuple[str, tuple[int, str] | None] | None:
         """The profile in use, and how to read its first sections alone."""
-        data = self._read(self.keys(config).current_profile, MAX_ENTRY_BYTES + 1)
+        data = self.read_object(self.keys(config).current_profile)
         if data is None:
             return None
-        try:
-            fields = parse_object(data)
-            digest = check_digest(str(fields.get("profile_digest")), "the current profile's digest")
-            return digest, outline_of(fields)
-        except ArgumentError as error:
-            msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
-            raise CorruptError(msg) from error
+        pointer = ProfilePointer.from_json(data)
+        return pointer.profile_digest, pointer.profile_outline
 
     def put_link_report(self, config: Config, data: bytes) -> None:
         """Keep what was measured of linked documents; it replaces what was there."""
-        self._put_entry(self.keys(config).link_report, data)
+        self.put_entry(self.keys(config).link_report, data)
 
     def link_report(self, config: Config) -> bytes | None:
         """What was measured of linked documents."""
-        return self._read(self.keys(config).link_report, MAX_ENTRY_BYTES + 1)
+        return self.read_object(self.keys(config).link_report)
 
     def put_link_shift(self, config: Config, data: bytes) -> str:
         """Write a link shift; it is kept while the report on links names it."""
         digest = hashlib.sha256(data).hexdigest()
-        self._put_entry(self.keys(config).shift(digest), data)
+        self.put_entry(self.keys(config).shift(digest), data)
         return digest
 
     def link_shift(self, config: Config, digest: str) -> bytes:
         """Read a link shift and check it against its digest."""
         advice = "run kvwire check-model again"
         try:
-            data = self._intact(self.keys(config).shift(digest), MAX_SMALL_BYTES)
+            data = self.intact(self.keys(config).shift(digest), MAX_SMALL_BYTES)
         except NotFoundError as error:
             msg = f"the link shift {digest[:12]} is not in {self._store.url}: {advice}"
             raise NotFoundError(msg) from error
@@ -136,11 +130,11 @@ class Profiles(TenantObjects):
         """Write a record under its configuration, where another one or none is there."""
         space, data = self.keys(record.meta.config_digest()), record.to_json()
         try:
-            if self._read(space.model_record, MAX_ENTRY_BYTES + 1) == data:
+            if self.read_object(space.model_record) == data:
                 return False
         except CorruptError:
             pass  # a damaged one gives way
-        self._put_entry(space.model_record, data)
+        self.put_entry(space.model_record, data)
         return True
 
     def model(self, config: Config) -> ModelRecord | None:
@@ -148,7 +142,7 @@ class Profiles(TenantObjects):
         from kvwire.store.model_record import ModelRecord
 
         space = self.keys(config)
-        data = self._read(space.model_record, MAX_ENTRY_BYTES + 1)
+        data = self.read_object(space.model_record)
         if data is None:
             return None
         record = ModelRecord.from_json(data)

@@ -32,15 +32,7 @@ MAX_SMALL_BYTES = 1 << 30
 
 
 class TenantObjects:
-    """One tenant's objects in a store: what all that is kept for it goes through.
-
-    Args:
-        store: Where they lie.
-        tenant: The tenant's name.
-        salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
-        keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
-            stay as they are.
-    """
+    """One tenant's objects in a store: what all that is kept for it goes through."""
 
     def __init__(
         self, store: Store, tenant: str = "default", salt: bytes = b"", *, keyring: Keyring | None = None
@@ -137,7 +129,7 @@ class TenantObjects:
     def read(self, config: Config, key: str) -> bytes | None:
         """Read an object of the catalog."""
         self.keys(config)
-        return self._read(key, MAX_ENTRY_BYTES + 1)
+        return self.read_object(key)
 
     def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
         """``read`` several objects, several at a time where the store is far."""
@@ -156,10 +148,10 @@ class TenantObjects:
             seal = self._keys.seal if self._keys else lambda data, _: data
             self._store.put_many((key, seal(data, key)) for key, data in entries)
             return
-        for _, written in ahead(entries, lambda pair: self._put_entry(*pair), _WRITERS):
+        for _, written in ahead(entries, lambda pair: self.put_entry(*pair), _WRITERS):
             written()
 
-    def _intact(self, key: str, most: int | None = None) -> bytes | None:
+    def intact(self, key: str, most: int | None = None) -> bytes | None:
         """Content that its key names by digest; None where it is damaged, not only in a copy of it nearby."""
         for _ in range(2):
             data = self._store.get(key, 0, most)
@@ -168,7 +160,7 @@ class TenantObjects:
             self._store.distrust(key)
         return None
 
-    def _replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
+    def replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
         """Write an entry where it is still the one that was read."""
         key, data = space.document(entry.document_id), entry.to_json()
         sent = self._keys.seal(data, key) if self._keys else data
@@ -179,20 +171,21 @@ class TenantObjects:
             )
             raise ConflictError(msg)
 
-    def _write_blob(self, key: str, blob: bytes, *, overwrite: bool = False) -> None:
+    def write_blob(self, key: str, blob: bytes, *, overwrite: bool = False) -> None:
         """Write a blob that no entry names yet; one that lies there stays, unless it may soon be collected."""
         wrote = not overwrite and self._store.create(key, blob)
-        if overwrite or not (wrote or self._is_young(key)):
+        if overwrite or not (wrote or self.is_young(key)):
             self._store.put(key, blob)
 
-    def _is_young(self, key: str) -> bool:
+    def is_young(self, key: str) -> bool:
         """Whether content is there and will be for a while; where nobody can say, it is written again."""
         try:
             return not is_old(self._store.stat(key).modified)
         except (NotFoundError, StorageError):
             return False
 
-    def _read(self, key: str, most: int) -> bytes | None:
+    def read_object(self, key: str, most: int = MAX_ENTRY_BYTES + 1) -> bytes | None:
+        """Read an object, and open it where it is sealed; None where it is not there."""
         try:
             data = self._store.get(key, 0, most)
         except NotFoundError:
@@ -206,5 +199,6 @@ class TenantObjects:
             raise AuthError(msg)
         return data
 
-    def _put_entry(self, key: str, data: bytes) -> None:
+    def put_entry(self, key: str, data: bytes) -> None:
+        """Write an object, sealed where this tenant's are."""
         self._store.put(key, self._keys.seal(data, key) if self._keys and not content_digest(key) else data)

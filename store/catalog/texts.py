@@ -27,10 +27,10 @@ class Texts(TenantObjects):
 
         digest = digest_tokens(token_ids)
         key = self.keys(config).text(digest)
-        if not overwrite and self._is_young(key) and (not document_id or document_id in self._names_in(key)):
+        if not overwrite and self.is_young(key) and (not document_id or document_id in self._names_in(key)):
             return digest
         names = [name for name in self._names_in(key) if name != document_id]
-        self._put_entry(key, pack_text(token_ids, [*names, document_id] if document_id else names))
+        self.put_entry(key, pack_text(token_ids, [*names, document_id] if document_id else names))
         return digest
 
     def text_documents(self, config: Config, token_digest: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ class Texts(TenantObjects):
         from kvwire.types import digest_tokens
 
         key = self.keys(config).text(token_digest)
-        data = self._read(key, MAX_SMALL_BYTES)
+        data = self.read_object(key, MAX_SMALL_BYTES)
         if data is None:
             msg = f"text {token_digest[:12]} is not in {self._store.url}: encode the document again"
             raise NotFoundError(msg)
@@ -73,15 +73,15 @@ class Texts(TenantObjects):
         from kvwire.codec import pack_text
 
         key = self.keys(config).part_text(sha256)
-        if not self._is_young(key):
-            self._put_entry(key, pack_text(token_ids))
+        if not self.is_young(key):
+            self.put_entry(key, pack_text(token_ids))
         return key
 
     def get_part_text(self, config: Config, sha256: str) -> tuple[int, ...]:
         """Read the text of a document's part."""
         from kvwire.codec import read_text
 
-        data = self._read(self.keys(config).part_text(sha256), MAX_SMALL_BYTES)
+        data = self.read_object(self.keys(config).part_text(sha256), MAX_SMALL_BYTES)
         if data is None:
             msg = f"the text of part {sha256[:12]} is not in {self._store.url}: encode the document again"
             raise NotFoundError(msg)
@@ -91,7 +91,7 @@ class Texts(TenantObjects):
         from kvwire.codec import read_text_documents
 
         try:
-            data = self._read(key, MAX_SMALL_BYTES)
+            data = self.read_object(key, MAX_SMALL_BYTES)
             return () if data is None else read_text_documents(data)
         except (AuthError, CorruptError, FormatVersionError, StorageError):
             return ()

@@ -90,16 +90,7 @@ class UseFile(UseCounts):
     """Counts in a file, shared by the processes of one machine. A power cut may cost the last few uses."""
 
     def __init__(self, path: str | os.PathLike[str], *, busy_s: float = BUSY_S) -> None:
-        """Keep the path; the file is made at the first use.
-
-        Args:
-            path: The file.
-            busy_s: Seconds that a use waits for another process's, which takes less than a millisecond;
-                StorageError then.
-
-        Raises:
-            NotFoundError: The file's folder is not there.
-        """
+        """Keep the path; the file is made at the first use."""
         path = Path(path).absolute()
         if not path.parent.is_dir():
             msg = f"{path.parent} is not a folder; make it, or name another file for the counts"

@@ -25,14 +25,7 @@ class Keyring:
     """Master keys, the newest first: it seals, all of them open. Nothing here ever prints a key."""
 
     def __init__(self, masters: Sequence[bytes]) -> None:
-        """Keep them.
-
-        Args:
-            masters: Master keys, the newest first.
-
-        Raises:
-            ArgumentError: There is none, or one is not 32 bytes long.
-        """
+        """Keep them."""
         if not masters or any(len(master) != MASTER_BYTES for master in masters):
             msg = f"a keyring needs master keys of {MASTER_BYTES} bytes each; make one with kvwire key"
             raise ArgumentError(msg)

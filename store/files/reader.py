@@ -22,9 +22,6 @@ class EtagCache:
 
     A file is known by device, inode, size and both of its times: a store's file is never written to in place, and a
     replacement has another inode.
-
-    Args:
-        limit: Hashes that are kept at most; the oldest is dropped first.
     """
 
     def __init__(self, limit: int = 1024) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import threading
-import weakref
 from typing import TYPE_CHECKING, TypeVar
 
+from kvwire._forks import in_child
 from kvwire.errors import CorruptError, StorageError
 from kvwire.store.files import sqlite_checks
 from kvwire.store.files.os_errors import reading, writing
-from kvwire.store.files.sqlite_errors import NO_LOCKS, is_full, is_not_writable, translated
 from kvwire.store.files.writer import CREATE_FLAGS, NEW_FILE_MODE, sync_folder, temporary_name
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 T = TypeVar("T")
+_C = TypeVar("_C", sqlite3.Connection, "sqlite3.Connection | None")
 _Identity = tuple[int, int]
 
 BUSY_S = 30.0
@@ -36,58 +35,11 @@ _STILL_ATTEMPTS = 10
 _MERGE_MS = 1000  # longest wait for others: what merging gains is worth no more
 
 
-class _Pool:
-    """Connections of one process that nobody uses at the moment, all of the same file."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.lock = threading.Lock()
-        self.identity: _Identity | None = None
-        self.idle: list[sqlite3.Connection] = []
-
-    def take(self, identity: _Identity) -> sqlite3.Connection | None:
-        with self.lock:
-            if identity == self.identity:
-                return self.idle.pop() if self.idle else None
-            stale, self.idle, self.identity = self.idle, [], identity
-        _close_all(stale)
-        return None
-
-    def give(self, connection: sqlite3.Connection, identity: _Identity) -> None:
-        with self.lock:
-            if identity == self.identity:
-                self.idle.append(connection)
-                return
-        connection.close()
-
-    def close(self) -> None:
-        if self.process != os.getpid():  # SQLite's connections must not be touched in a forked process
-            return
-        with self.lock:
-            stale, self.idle, self.identity = self.idle, [], None
-        _close_all(stale)
-
-
-def _close_all(connections: list[sqlite3.Connection]) -> None:
-    for connection in connections:
-        connection.close()
-
-
-_inherited: list[_Pool] = []  # kept for ever: even forgetting a connection of the parent process would close it
+_inherited: list[object] = []  # kept for ever: even forgetting a connection of the parent process would close it
 
 
 class Database:
-    """One database file; nothing is opened or made before it is needed.
-
-    Args:
-        path: The file.
-        schema: SQL that makes an empty one.
-        version: Of the schema, refused where the file has another.
-        older: SQL that made files of this version once; they are used as they are.
-        durable: Whether a transaction survives a power cut once ``write`` has returned.
-        advice: What to do where the file is damaged.
-        busy_s: Longest wait for another process's transaction, in seconds; None for BUSY_S.
-    """
+    """One database file; nothing is opened or made before it is needed."""
 
     def __init__(
         self,
@@ -108,19 +60,20 @@ class Database:
         self._durable = durable
         self._advice = advice
         self._busy_s = busy_s
-        self._start()
+        self._idle: list[tuple[_Identity, sqlite3.Connection]] = []  # a list's pop and append are atomic
+        in_child(self, Database._leave_to_parent)
 
     def read(self, query: Callable[[sqlite3.Connection], T], absent: T) -> T:
         """Ask a question."""
         identity = self._identity()
         if identity is None:
             return absent
-        with self._translated("read"), reading(str(self._path)):
-            connection = self._current().take(identity) or self._connect_to_read()
-            if connection is None:
-                return self._read_still(query)
-            with self._lent(connection, identity):
-                return query(connection)
+        with (
+            self._translated("read"),
+            reading(str(self._path)),
+            self._lent(identity, self._connect_to_read) as connection,
+        ):
+            return query(connection) if connection else self._read_still(query)
 
     def write(self, change: Callable[[sqlite3.Connection], T]) -> T:
         """Carry out one transaction: all of it, or nothing where it raises."""
@@ -132,8 +85,7 @@ class Database:
             if identity is None:
                 msg = f"{self._path} was removed while it was being opened: try again"
                 raise StorageError(msg)
-            connection = self._current().take(identity) or self._connect("mode=rw")
-            with self._lent(connection, identity), _transaction(connection):
+            with self._lent(identity, lambda: self._connect("mode=rw")) as connection, _transaction(connection):
                 return change(connection)
 
     def merge(self) -> None:
@@ -147,17 +99,13 @@ class Database:
 
     def close(self) -> None:
         """Close the connections; using the database afterwards opens new ones."""
-        self._pool.close()
+        idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
 
-    def _start(self) -> None:
-        self._pool = _Pool()
-        weakref.finalize(self, self._pool.close)
-
-    def _current(self) -> _Pool:
-        if self._pool.process != os.getpid():
-            _inherited.append(self._pool)
-            self._start()
-        return self._pool
+    def _leave_to_parent(self) -> None:
+        _inherited.append(self._idle)
+        self._idle = []
 
     def _identity(self) -> _Identity | None:
         try:
@@ -188,15 +136,24 @@ class Database:
             return False
 
     @contextlib.contextmanager
-    def _lent(self, connection: sqlite3.Connection, identity: _Identity) -> Iterator[None]:
-        """Give a connection back after use; after an error nobody knows what state it is in."""
+    def _lent(self, identity: _Identity, connect: Callable[[], _C]) -> Iterator[sqlite3.Connection | _C]:
+        """A connection that nobody uses, or a new one; after an error nobody knows what state it is in.
+
+        No finalizer closes what is idle: an exit that a signal asks for would be lost in it. SQLite closes what is
+        forgotten.
+        """
+        idle = self._idle  # what comes back after a fork, or after ``close``, is not used again
+        connection = _taken(idle, identity) or connect()
+        if connection is None:
+            yield connection
+            return
         sqlite_checks.limit_time(connection)
         try:
-            yield
+            yield connection
         except BaseException:
             connection.close()
             raise
-        self._current().give(connection, identity)
+        idle.append((identity, connection))
 
     def _connect(self, how: str) -> sqlite3.Connection:
         name, wait_s = f"{self._path.as_uri()}?{how}", self._wait_s()
@@ -225,9 +182,9 @@ class Database:
             try:
                 return self._connect(how)
             except sqlite3.OperationalError as error:
-                if is_full(error) and not self._has_log():
+                if sqlite_checks.is_full(error) and not self._has_log():
                     return None
-                if not is_not_writable(error):
+                if not sqlite_checks.is_not_writable(error):
                     raise
         return None
 
@@ -264,7 +221,7 @@ class Database:
             with contextlib.closing(sqlite3.connect(temporary, timeout=BUSY_S, isolation_level=None)) as connection:
                 connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
                 if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
-                    msg = f"cannot make {self._path}: {NO_LOCKS}"
+                    msg = f"cannot make {self._path}: {sqlite_checks.NO_LOCKS}"
                     raise StorageError(msg)
                 with _transaction(connection):
                     connection.execute(self._schema)
@@ -277,7 +234,18 @@ class Database:
         sync_folder(self._path.parent)
 
     def _translated(self, verb: str) -> contextlib.AbstractContextManager[None]:
-        return translated(self._path, verb, advice=self._advice, wait_s=self._wait_s())
+        return sqlite_checks.translated(self._path, verb, advice=self._advice, wait_s=self._wait_s())
+
+
+def _taken(idle: list[tuple[_Identity, sqlite3.Connection]], identity: _Identity) -> sqlite3.Connection | None:
+    """An idle connection to this very file; those to a file that was replaced are closed."""
+    with contextlib.suppress(IndexError):
+        while True:
+            opened, connection = idle.pop()
+            if opened == identity:
+                return connection
+            connection.close()
+    return None
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.tenant_objects import Config
     from kvwire.store.catalog_entry import CatalogEntry
-    from kvwire.store.prefix.base import HashScheme
+    from kvwire.store.prefix.schemes import HashScheme
     from kvwire.types import BlobInfo
 
     OnMiss: TypeAlias = Callable[[str], None]
@@ -68,16 +68,7 @@ class PrefixIndex:
     """
 
     def __init__(self, catalog: Catalog, config: Config, scheme: HashScheme | str = "kvwire") -> None:
-        """Read nothing yet.
-
-        Args:
-            catalog: Of the tenant.
-            config: The model configuration.
-            scheme: How prompts are hashed, or its name as ``hash_scheme`` takes it.
-
-        Raises:
-            ArgumentError: There is no scheme of that name.
-        """
+        """Read nothing yet."""
         self._catalog, self._space = catalog, catalog.keys(config)
         self.scheme = hash_scheme(scheme, self._space.config) if isinstance(scheme, str) else scheme
         self._secret = catalog.naming_secret
@@ -262,19 +253,14 @@ class PrefixIndex:
         return found
 
 
-def read_header(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
-    """What a blob says of itself."""
-    return catalog.read_header(document)
-
-
 def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
     """Read a blob's header, and refuse rows that are not those of a prompt's beginning."""
-    info = read_header(catalog, document)
+    info = catalog.read_header(document)
     if info.meta.token_digest != document.token_digest:
         msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
         raise CorruptError(msg)
     if len(info.neutral_prefix) > info.opening or info.soft_tokens:
-        what = "with soft tokens" if info.soft_tokens else "behind a neutral prefix"  # "with soft tokens"
+        what = "with soft tokens" if info.soft_tokens else "behind a neutral prefix"
         msg = f"{document.document_id!r} was computed {what}: its rows begin no prompt"
         raise CorruptError(msg)
     return info
@@ -329,15 +315,6 @@ def search(chunks: int, probe: Probe) -> PrefixHit | None:
         if last + 1 < len(wanted):
             high = wanted[last + 1]
     return best
-
-
-def search_reference(chunks: int, probe: Probe) -> PrefixHit | None:
-    """What ``search`` finds, from the last chunk down, one at a time."""
-    for chunk in reversed(range(chunks)):
-        (hit,) = probe([chunk])
-        if hit is not None:
-            return hit
-    return None
 
 
 def _agreed(hit: PrefixHit | None, token_ids: Sequence[int]) -> PrefixHit | None:

@@ -42,22 +42,29 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
-from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.key_kinds import KINDS, key_digest, kind_of, kinds, mark
-from kvwire.store.keys import check_tenant
-from kvwire.store.listing import read_ahead, tenants
+from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds, mark
+from kvwire.store.listing import read_ahead
 from kvwire.store.partition import WHOLE, Part
 from kvwire.store.upkeep.collected import Collected, check_fraction, remove_leftovers
 from kvwire.store.upkeep.marks import SAMPLE, MarksFile, SpilledMarks
-from kvwire.store.upkeep.named import TELL_EVERY, named, refuse_unknown_kinds
+from kvwire.store.upkeep.walk import (
+    TELL_EVERY,
+    catalogs,
+    entries,
+    is_there,
+    named,
+    objects,
+    refuse_unknown_kinds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvwire.store.base import Listed, Store
+    from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.keys import KeySpace
-    from kvwire.store.upkeep.named import OnProgress
+    from kvwire.store.upkeep.walk import OnProgress
 
 T = TypeVar("T")
 _ANNOUNCEMENTS = 8
@@ -65,6 +72,7 @@ _ANNOUNCEMENTS = 8
 _BATCH = _ANNOUNCEMENTS * MAX_NAMES
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
+_TAKEN = ("content", "alias")  # of ``KeyKind.gc_role``: what a collector deletes once nothing names it
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
@@ -149,13 +157,12 @@ class _Settings:
 
 def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, settings: _Settings) -> Collected:
     total = Collected()
-    for tenant in list(tenants(store)) if tenant_hash is None else [check_tenant(tenant_hash)]:
-        catalog = Catalog.of_hash(store, tenant, keyring=keyring)
+    for catalog in catalogs(store, tenant_hash, keyring):
         try:
             for space in catalog.configurations():
                 total += _collect_parts(catalog, space, settings)
         except StorageError as error:
-            total += Collected(failures=(f"v1/{tenant}/: {error}",))
+            total += Collected(failures=(f"v1/{catalog.tenant}/: {error}",))
     return total
 
 
@@ -231,11 +238,12 @@ class _Sweep:
     def _refuse_lost_catalog(self) -> None:
         """Raise CorruptError where there is garbage, and nothing that is there is named: the catalog is lost, then."""
         garbage = False
-        for listed in self._part.content(self._store, self._space):
+        for found in objects(self._store, self._space, self._part):
+            listed = found.listed
             if self._is_collected(listed.key) and mark(listed.key) in self._marked:
                 return
             garbage = garbage or self._is_garbage(listed.key, listed.modified)
-        if garbage and not any(map(self._is_there, self._elsewhere)):
+        if garbage and not any(is_there(self._store, key) for key in self._elsewhere):
             msg = (
                 "the catalog names none of the content that is there: it may be lost, so nothing is deleted; kvwire "
                 "store rebuild makes it anew from blobs and texts; where all documents were taken out on purpose, pass "
@@ -244,16 +252,17 @@ class _Sweep:
             raise CorruptError(msg)
 
     def _is_garbage(self, key: str, modified: float) -> bool:
-        return self._is_collected(key) and mark(key) not in self._marked and self._is_old(modified)
+        return self._is_old(modified) and self._is_collected(key) and mark(key) not in self._marked
 
     def _is_old(self, modified: float) -> bool:
         return 0 < modified < time.time() - self._grace_s
 
     def _garbage(self) -> Iterator[Listed]:
-        for count, listed in enumerate(self._part.content(self._store, self._space), 1):
-            is_misplaced = kind_of(listed.key) is not None and not self._is_collected(listed.key)
-            of_documents = listed.size * (kind_of(listed.key) not in _SHARED)
-            self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=is_misplaced)
+        for count, found in enumerate(objects(self._store, self._space, self._part), 1):
+            listed = found.listed
+            of_documents = listed.size * (found.kind not in _SHARED)
+            misplaced = found.is_misplaced or (found.kind is not None and found.kind.gc_role not in _TAKEN)
+            self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=misplaced)
             if self._is_garbage(listed.key, listed.modified):
                 yield listed
             if count % TELL_EVERY == 0:
@@ -262,12 +271,10 @@ class _Sweep:
     def _is_collected(self, key: str) -> bool:
         """Whether a collector may take a key; not what lies elsewhere than its kind does."""
         kind = kind_of(key)
-        if kind is None or kind.collected not in ("swept", "hint"):
-            return False
-        return kind.place is None or kind.place(self._space, key_digest(key)) == key
+        return kind is not None and kind.gc_role in _TAKEN and not is_misplaced(key, self._space)
 
     def _stale_hints(self) -> Iterator[Listed]:
-        for kind in kinds("hint"):
+        for kind in kinds("alias"):
             for listed in self._part.scan(self._store, kind.prefix(self._space)):
                 if self._is_garbage(listed.key, listed.modified):
                     yield listed
@@ -275,7 +282,7 @@ class _Sweep:
     def _stale_index(self) -> Iterator[str]:
         old = (
             listed.key
-            for kind in kinds("index")
+            for kind in kinds("derived")
             for listed in self._part.scan(self._store, kind.prefix(self._space))
             if self._is_old(listed.modified)
         )
@@ -283,19 +290,17 @@ class _Sweep:
 
     def _leading_nowhere(self, keys: Iterable[str]) -> Iterator[str]:
         """Entries that cannot be read, or of which all that they name is named by no document."""
-        for key, read in self._catalog.read_each(self._space, keys):
-            kind = kind_of(key)
+        for key, _, names in entries(self._catalog, self._space, keys):
             try:
-                data = read()
-                named = [] if data is None or kind is None or kind.names is None else kind.names(key, data)
+                named = names() or ()
             except CorruptError:
-                named = []
+                named = ()
             if not any(self._is_needed(one.key) for one in named):
                 yield key
 
     def _is_needed(self, key: str) -> bool:
         """Whether a document names what lies there; in other parts, whether it is there still."""
-        return mark(key) in self._marked if self._part.has(key) else self._is_there(key)
+        return mark(key) in self._marked if self._part.has(key) else is_there(self._store, key)
 
     def _delete_index(self, batch: list[str]) -> None:
         if not self._dry_run:
@@ -377,13 +382,6 @@ class _Sweep:
             return self._store.stat(key).modified
         except NotFoundError:
             return 0.0
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._store.stat(key)
-        except NotFoundError:
-            return False
-        return True
 
     def _count(self, deleted: list[Listed]) -> None:
         names = Counter(kind.name for listed in deleted if (kind := kind_of(listed.key)))

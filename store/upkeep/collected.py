@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, StorageError
+from kvwire.store.upkeep.walk import added
 
 if TYPE_CHECKING:
     from kvwire.store.base import Store
@@ -48,20 +49,8 @@ class Collected:
 
     def __add__(self, other: Collected) -> Collected:
         """Both together."""
-        return Collected(
-            self.blobs + other.blobs,
-            self.profiles + other.profiles,
-            self.texts + other.texts,
-            self.entries + other.entries,
-            self.leftovers + other.leftovers,
-            self.bytes + other.bytes,
-            tuple(dict.fromkeys(self.failures + other.failures)),
-            self.others + other.others,
-            self.looked_at + other.looked_at,
-            self.documents_looked_at + other.documents_looked_at,
-            self.document_bytes + other.document_bytes,
-            self.misplaced + other.misplaced,
-        )
+        total = added(self, other)
+        return replace(total, failures=tuple(dict.fromkeys(total.failures)))
 
 
 def check_fraction(found: Collected, max_fraction: float) -> None:

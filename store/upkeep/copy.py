@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
-from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.key_kinds import content_digest, is_misplaced, kind_of
-from kvwire.store.keys import check_tenant
-from kvwire.store.listing import ahead, content, tenants
+from kvwire.store.listing import ahead
+from kvwire.store.upkeep.walk import catalogs, objects
 from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ def copy_store(source: Store, target: Store, *, jobs: int = 4, on_progress: OnPr
         StorageError: Either store fails.
     """
     copier = _Copier(source, target, jobs, on_progress or (lambda _: None))
-    for tenant in tenants(source):
-        for space in Catalog.of_hash(source, check_tenant(tenant)).configurations():
+    for catalog in catalogs(source):
+        for space in catalog.configurations():
             copier.copy(space)
     return Copied(copier.objects, copier.bytes, copier.entries, copier.skipped, tuple(copier.failures.values()))
 
@@ -202,7 +201,7 @@ class _Missing:
 
 
 def _known(store: Store, space: KeySpace) -> Iterator[Listed]:
-    return (one for one in content(store, space) if (kind := kind_of(one.key)) and kind.is_copied)
+    return (one.listed for one in objects(store, space) if one.kind and one.kind.is_copied)
 
 
 def _needed(key: str, data: bytes) -> list[ObjectRef]:

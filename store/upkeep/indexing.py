@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.prefix.index import PrefixIndex, opening_of, read_header
+from kvwire.store.prefix.index import PrefixIndex, opening_of
+from kvwire.store.upkeep.walk import added
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,12 +36,7 @@ class Indexed:
 
     def __add__(self, other: Indexed) -> Indexed:
         """Both together."""
-        return Indexed(
-            self.documents + other.documents,
-            self.entries + other.entries,
-            self.left_out + other.left_out,
-            self.failures + other.failures,
-        )
+        return added(self, other)
 
 
 def index_documents(
@@ -66,7 +62,7 @@ def index_documents(
     done = Indexed()
     for document in catalog.documents(space, lambda key, error: failures.append(f"{key}: {error}")):
         try:
-            info = None if document.is_text else read_header(catalog, document)
+            info = None if document.is_text else catalog.read_header(document)
             if info is None or len(info.neutral_prefix) > info.opening:
                 done = replace(done, left_out=done.left_out + 1)
                 continue

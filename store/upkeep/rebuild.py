@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from kvwire.errors import (
     ArgumentError,
     AuthError,
@@ -22,18 +24,17 @@ from kvwire.errors import (
     TruncatedError,
 )
 from kvwire.store.catalog.announcements import wait_for_collectors
-from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.catalog.grown import longer
 from kvwire.store.catalog_entry import BlobPart, CatalogEntry
-from kvwire.store.key_kinds import key_digest, kind_of
-from kvwire.store.keys import check_tenant
-from kvwire.store.listing import content, tenants
+from kvwire.store.key_kinds import key_digest
+from kvwire.store.upkeep.walk import Found, added, catalogs, is_there, objects
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvwire.store.base import Listed, Store
+    from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.keys import KeySpace
     from kvwire.types import BlobInfo, BlobPrefix
@@ -68,14 +69,7 @@ class Rebuilt:
 
     def __add__(self, other: Rebuilt) -> Rebuilt:
         """Both together."""
-        return Rebuilt(
-            self.documents + other.documents,
-            self.texts + other.texts,
-            self.unnamed + other.unnamed,
-            self.kept + other.kept,
-            self.profiles + other.profiles,
-            self.failures + other.failures,
-        )
+        return added(self, other)
 
 
 def rebuild(
@@ -105,8 +99,7 @@ def rebuild(
         StorageError: The store cannot be listed or written.
     """
     total = Rebuilt()
-    for tenant in list(tenants(store)) if tenant_hash is None else [check_tenant(tenant_hash)]:
-        catalog = Catalog.of_hash(store, tenant, keyring=keyring)
+    for catalog in catalogs(store, tenant_hash, keyring):
         for space in catalog.configurations():
             total += _Rebuild(catalog, space, dry_run=dry_run, on_progress=on_progress).run()
     return total
@@ -136,8 +129,8 @@ class _Rebuild:
         self._done = Rebuilt()
 
     def run(self) -> Rebuilt:
-        for listed in content(self._store, self._space):
-            self._look_at(listed)
+        for found in objects(self._store, self._space):
+            self._look_at(found)
             self._tell(1)
         self._join_parts()
         kept = self._kept()
@@ -155,9 +148,9 @@ class _Rebuild:
         self._point_to_a_profile()
         return self._done + Rebuilt(failures=tuple(self._failures))
 
-    def _look_at(self, listed: Listed) -> None:
-        kind, digest = kind_of(listed.key), key_digest(listed.key)
-        if kind is None or kind.place is None or kind.place(self._space, digest) != listed.key:
+    def _look_at(self, found: Found) -> None:
+        listed, kind, digest, is_misplaced = found
+        if kind is None or kind.place is None or is_misplaced:
             self._failures.append(f"{listed.key}: it lies where no object of its kind does, and is left alone")
         elif kind.name == "profile":
             self._profiles.add(digest)
@@ -248,12 +241,9 @@ class _Rebuild:
 
     def _is_there(self, entry: CatalogEntry, blobs: set[str]) -> bool:
         """Whether a blob is there; where several have a text, only the latest is among those found."""
-        try:
-            if not entry.parts and entry.blob_key in blobs:
-                return True
-            return all(self._store.stat(key).size == size for key, size in self._catalog.blobs_of(entry).items())
-        except NotFoundError:
-            return False
+        if not entry.parts and entry.blob_key in blobs:
+            return True
+        return all(is_there(self._store, key, size) for key, size in self._catalog.blobs_of(entry).items())
 
     def _owners(self) -> dict[str, str]:
         """For each document that texts name, the digest of the text that was written last."""
@@ -272,7 +262,7 @@ class _Rebuild:
                 self._done += Rebuilt(texts=1)
                 return
             if not self._dry_run:
-                self._catalog.add(replace(blob, document_id=name))
+                self._catalog.add(structs.replace(blob, document_id=name))
                 blobs = list(self._catalog.blobs_of(blob))
                 wait_for_collectors(self._store, self._space, blobs)
                 for key in blobs:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, NotSealedError
 from kvwire.store.base import open_object
 from kvwire.store.catalog_entry import parse_object
-from kvwire.store.key_kinds import is_misplaced, key_digest, kind_of, kinds, mark
+from kvwire.store.key_kinds import key_digest, kind_of, kinds, mark
 from kvwire.store.listing import ahead
 from kvwire.store.partition import WHOLE
+from kvwire.store.upkeep.walk import is_there, objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,8 +115,7 @@ class _Verifier:
 
     def check(self, catalog: Catalog, space: KeySpace) -> None:
         sound: set[bytes] = set()
-        known = (one for one in self._placed(space) if (kind := kind_of(one.key)) and kind.verify)
-        for listed, checked in ahead(known, lambda listed: self._check_object(listed.key), self._jobs):
+        for listed, checked in ahead(self._placed(space), lambda listed: self._check_object(listed.key), self._jobs):
             try:
                 self._sealed += not checked()
                 sound.add(_sized(listed.key, listed.size))
@@ -127,19 +127,19 @@ class _Verifier:
             self._bytes += listed.size
             self._tell(listed.size)
         try:
-            for kind in (one for one in (*kinds("marks"), *kinds("index")) if one.is_verified):
+            for kind in (one for one in (*kinds("root"), *kinds("derived")) if one.is_verified):
                 self._check_entries(catalog, space, kind, sound)
         except AuthError:  # sealed with a key that is not at hand: nothing can be said of them
             self._sealed += 1
 
     def _placed(self, space: KeySpace) -> Iterator[Listed]:
         """What lies where its kind does; the rest is told of, and left where it is."""
-        for listed in self._part.content(self._store, space):
-            if is_misplaced(listed.key, space):
+        for found in objects(self._store, space, self._part):
+            if found.is_misplaced:
                 problem = "nothing leads to it, as it does not lie where its kind does: remove it by hand"
-                self._damaged.append(Damage(listed.key, problem, deleted=False))
-            else:
-                yield listed
+                self._damaged.append(Damage(found.listed.key, problem, deleted=False))
+            elif found.kind and found.kind.verify:
+                yield found.listed
 
     def _check_object(self, key: str) -> bool:
         """Whether what it holds could be checked; raises what is wrong."""
@@ -168,10 +168,7 @@ class _Verifier:
     def _is_there(self, named: ObjectRef, sound: set[bytes]) -> bool:
         if named.size is not None and _sized(named.key, named.size) in sound:
             return True
-        try:
-            return self._store.stat(named.key).size == named.size or named.size is None
-        except NotFoundError:
-            return False
+        return is_there(self._store, named.key, named.size)
 
     def _report(self, key: str, error: KvwireError, look: Callable[[str], object]) -> None:
         """Note what is wrong. What this reader merely cannot read is not deleted."""

@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kvwire.codec import decode
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
@@ -76,9 +77,9 @@ def test_a_blob_of_more_tokens_than_the_model_takes_is_refused(small):
     corpus, name = small.corpus(), next(iter(small.tokens))
     entry = corpus.find(name)
     info, window = corpus.read_header(entry), small.engine.window
-    corpus.check_blob(replace(info, tokens=window), replace(entry, tokens=window))
+    corpus.check_blob(replace(info, tokens=window), structs.replace(entry, tokens=window))
     with pytest.raises(CorruptError, match=f"claims {window + 1} tokens, the model's window is {window}"):
-        corpus.check_blob(replace(info, tokens=window + 1), replace(entry, tokens=window + 1))
+        corpus.check_blob(replace(info, tokens=window + 1), structs.replace(entry, tokens=window + 1))
 
 
 def test_text_is_stored_beside_every_blob(small):

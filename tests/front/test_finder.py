@@ -7,9 +7,9 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kvwire import controller as ctl
 from kvwire.errors import AuthError, FormatVersionError, KvwireError, StorageError
@@ -293,7 +293,7 @@ def newer_profile(corpus):
     config, data = corpus.meta.config_digest(), corpus.profile().data
     digest = corpus.catalog.put_profile(config, data[:8] + b"\x02" + data[9:])
     corpus.catalog.set_current_profile(config, digest)
-    corpus.catalog.add(replace(corpus.find("doc"), profile_digest=digest))
+    corpus.catalog.add(structs.replace(corpus.find("doc"), profile_digest=digest))
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import closing
-from dataclasses import replace
 from itertools import pairwise
 from threading import Barrier, Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvwire.codec import inspect
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
@@ -309,7 +310,7 @@ def test_what_cannot_be_appended_is_told(small, chat, ids, cache):
     longer = small.engine.prefill([[*ids, 5, 6]])[0]
     half = type(longer).from_tensors(
         [each.bfloat16() for each in longer.keys], [each.bfloat16() for each in longer.values],
-        replace(longer.meta, dtype="bfloat16"), (*ids, 5, 6),
+        dataclasses.replace(longer.meta, dtype="bfloat16"), (*ids, 5, 6),
     )  # fmt: skip
     with pytest.raises(MismatchError, match="bit for bit"):
         exact.append("chat", (5, 6), cache=half)
@@ -318,7 +319,7 @@ def test_what_cannot_be_appended_is_told(small, chat, ids, cache):
 
 def test_a_document_of_another_model_is_not_found(small, chat):
     other = SimpleNamespace(
-        meta=replace(small.engine.meta, model_revision="f" * 40), window=4096, model_config_digest="",
+        meta=dataclasses.replace(small.engine.meta, model_revision="f" * 40), window=4096, model_config_digest="",
     )  # fmt: skip
     with pytest.raises(NotFoundError, match="with this very model"):
         Corpus(other, chat.catalog.store).append("chat", (5, 6))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from threading import Barrier, Thread
 
 import pytest
+from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, NotFoundError, StorageError
 from kvwire.runtime.corpus import Corpus, Document

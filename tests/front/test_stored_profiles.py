@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 import kvwire
 from kvwire.codec.format.arrays import describe
@@ -167,7 +167,7 @@ def test_over_http_and_from_a_folder(small, corpus, tmp_path):
 def test_without_an_outline_the_profile_is_read_whole(small, corpus):
     """Of entries that were made anew, or written before there were sections."""
     store, name = corpus.catalog.store, next(iter(small.tokens))
-    entry = replace(corpus.find(name), profile_outline=None)
+    entry = structs.replace(corpus.find(name), profile_outline=None)
     assert b"outline" not in entry.to_json()
     corpus.catalog.add(entry)
     corpus.catalog.set_current_profile(corpus.meta.config_digest(), small.profile.digest)

@@ -4,11 +4,11 @@ import contextlib
 import hashlib
 import json
 import threading
-from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, open_tiers, tenant_hash
@@ -130,6 +130,7 @@ def test_entries_that_contradict_themselves_are_refused(change):
     with pytest.raises(ArgumentError):
         replace(entry, **change)
     fields = asdict(entry) | change
+    fields["head_bytes"] = fields.pop("header_bytes")
     with pytest.raises(CorruptError):
         CatalogEntry.from_json(json.dumps(fields).encode())
 

@@ -26,7 +26,8 @@ from kvwire.store import (
     verify_store,
 )
 from kvwire.store import key_kinds as table
-from kvwire.store.cache.upload_entry import upload_entry
+from kvwire.store.cache.pending import upload_entry
+from kvwire.store.catalog_entry import parse_object
 from kvwire.transport import HttpStore
 from kvwire.types import SHIFT_MAGIC, digest_tokens
 
@@ -37,7 +38,7 @@ INDEX = b"index of similar prompts"
 
 
 def names(key, data):
-    found = table.parse_object(data).get("index")
+    found = parse_object(data).get("index")
     if not isinstance(found, str):
         msg = "it names no index"
         raise CorruptError(msg)
@@ -58,7 +59,7 @@ ROWS = (
         digest="sha256",
         prefix=lambda space: f"{space.root}similar/",
         place=lambda space, digest: f"{space.root}similar/{digest}.kvi",
-        collected="swept",
+        gc_role="content",
         max_bytes=None,
         verify=checked,
         advice="index again",
@@ -69,7 +70,7 @@ ROWS = (
         digest="",
         prefix=lambda space: f"{space.catalog}similar.json",
         place=None,
-        collected="marks",
+        gc_role="root",
         accept=lambda key, data: names(key, bytes(data)),
         names=names,
         advice="index again",

@@ -214,7 +214,7 @@ def test_as_parts_what_an_entry_names_meanwhile_stays_however_old(catalog, when,
 
 def test_what_came_during_earlier_parts_is_read_before_anything_is_announced(catalog, monkeypatch):
     """Once, so that late parts have no more to read within their leases than early ones."""
-    monkeypatch.setattr("kvwire.store.upkeep.named._SKEW_S", 0.0)
+    monkeypatch.setattr("kvwire.store.upkeep.walk._SKEW_S", 0.0)
     inner, (entry, key, data) = littered(catalog), in_the_last_of(8, catalog)
     store = Reading(inner)
     collect(Meanwhile(store, lambda: inner.put(key, data)), parts=8)

@@ -4,6 +4,7 @@ import hashlib
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from kvwire.codec import encode, pack_text
 from kvwire.errors import ArgumentError
@@ -158,7 +159,7 @@ def test_a_profile_is_in_use_again(store):
 
 
 def _with_profile(entry, digest):
-    return type(entry)(**{**vars(entry), "profile_digest": digest})
+    return structs.replace(entry, profile_digest=digest)
 
 
 def test_a_catalog_that_names_nothing_that_is_there_stops_the_collector(store):

@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 
 from kvwire.errors import StorageError
 from kvwire.store import Catalog, FolderStore, KeySpace, MemoryStore, S3Settings, S3Store, TierSettings, open_tiers
-from kvwire.store.backends.s3 import upload
+from kvwire.store.backends.s3 import requests
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings
 from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault
@@ -219,7 +219,7 @@ def test_aborting_what_is_over_is_no_trouble(moto_server, monkeypatch, caplog):
     with closing(S3Store(moto_server.address("r"))) as store, closing(moto_server.client()) as raw:
         with pytest.raises(ClientError, match="NoSuchUpload"):
             raw.abort_multipart_upload(Bucket="kvwire", Key="r/k", UploadId="none")
-        upload._abort(store._client, {"Bucket": "kvwire", "Key": "r/k"}, "none")
+        requests._abort(store._client, {"Bucket": "kvwire", "Key": "r/k"}, "none")
     assert not caplog.text
 
 

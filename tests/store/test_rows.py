@@ -425,3 +425,31 @@ def test_a_full_disk_keeps_the_old_entries_and_files(disk):
         assert store.get(ENTRY) == b"old"
         assert store.get("small") == b"x" * 1000
         assert list(store.keys("")) == ["small", ENTRY]
+
+
+FORGOTTEN = """
+import os, signal, sys
+from kvwire.store import FolderStore
+
+def stop(*_):
+    if not sent:
+        sent.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+sent = []
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+store = FolderStore(sys.argv[1])
+store.put(sys.argv[2], b"{}")
+assert store.get(sys.argv[2])
+sys.setprofile(stop)
+del store
+sys.setprofile(None)
+stop()
+"""
+
+
+def test_an_exit_is_not_lost_while_a_store_is_forgotten(tmp_path):
+    """SIGTERM comes while Python forgets an open store: what its handler raises there must end the process."""
+    command = [sys.executable, "-c", FORGOTTEN, str(tmp_path), ENTRY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (5, "")

@@ -216,7 +216,7 @@ def test_a_listing_that_cannot_be_right_is_an_error(lying, pages):
 
 
 def test_a_listing_without_progress_ends(lying, monkeypatch):
-    monkeypatch.setattr("kvwire.store.backends.s3.listing._MOST_EMPTY_PAGES", 20)
+    monkeypatch.setattr("kvwire.store.backends.s3.requests._MOST_EMPTY_PAGES", 20)
     lying.answers["GET"] = lambda _: page([], truncated=True, token=secrets.token_hex(4))
     with pytest.raises(StorageError, match="how its listing goes on"):
         list(lying.store.keys(""))

@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import S3Settings, S3Store, open_object
-from kvwire.store.backends.s3.upload import part_size
+from kvwire.store.backends.s3.requests import part_size
 from kvwire.store.testing.samples import blob, noise
 
 from ..s3_servers import BUCKET, fails, free_port, strict_moto
@@ -315,7 +315,7 @@ def test_one_address_serves_all_ranges_and_threads(store):
 def clock(monkeypatch):
     """Time as the presigner sees it; signatures still carry the real one."""
     now = SimpleNamespace(time=time.time())
-    monkeypatch.setattr("kvwire.store.backends.s3.presign.time", SimpleNamespace(time=lambda: now.time))
+    monkeypatch.setattr("kvwire.store.backends.s3.client.time", SimpleNamespace(time=lambda: now.time))
     return now
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import rule
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open_tiers
-from kvwire.store.cache import Fetch, Wait, object_sizes
+from kvwire.store.cache import Fetch, Wait, extents
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
 from kvwire.store.testing.races import together
 
@@ -280,7 +280,7 @@ def test_a_read_that_asks_for_more_than_an_old_length_asks_the_remote_again(monk
         assert tiers.get(key, 0, 1000) == data[:300]
         memory.put(key, data)
         assert tiers.get(key, 0, 1000) == data[:300]
-        monkeypatch.setattr(object_sizes, "TRUST_S", -1.0)
+        monkeypatch.setattr(extents, "TRUST_S", -1.0)
         down.down = True
         assert tiers.get(key, 0, 1000) == data[:300]
         down.down = False

@@ -11,7 +11,7 @@ import pytest
 
 from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
 from kvwire.store.cache import disk_tier
-from kvwire.store.cache.extent_file import HEADER_BYTES
+from kvwire.store.cache.disk_tier import HEADER_BYTES
 from kvwire.store.testing import CountingStore, samples
 from kvwire.store.testing.races import together
 

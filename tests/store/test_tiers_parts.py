@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from kvwire.errors import ArgumentError
 from kvwire.store import parse_size
 from kvwire.store.cache import TierSettings
-from kvwire.store.cache.extent_file import ExtentName
+from kvwire.store.cache.disk_tier import ExtentName
+from kvwire.store.cache.eviction import FrequencySketch, WindowTinyLfu
 from kvwire.store.cache.extents import ExtentMap
-from kvwire.store.cache.sketch import FrequencySketch
-from kvwire.store.cache.tinylfu import WindowTinyLfu
 
 SPAN = 24
 RANGES = st.tuples(st.integers(0, SPAN), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1]))

@@ -4,11 +4,11 @@ import hashlib
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import aiohttp
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvwire.codec import CacheMeta, KVCache, Ladder, encode, read_header
 from kvwire.errors import ArgumentError

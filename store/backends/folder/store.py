@@ -7,7 +7,6 @@ as files they are found all the same, and writing one moves it into the database
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store.backends.folder.files import ObjectFiles
 from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows
-from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range
+from kvwire.store.base import ObjectStat, Store, check_after, clamp_range, merged
 from kvwire.store.files.os_errors import reading, writing
 from kvwire.store.files.reader import EtagCache, FileReader
 from kvwire.store.files.reserve import Reserve
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
-    from kvwire.store.base import Data
+    from kvwire.store.base import Data, Listed
     from kvwire.store.memory_snapshot import MemorySnapshot
 
 _BATCH = 1000
@@ -189,7 +188,7 @@ class FolderStore(Store):
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """Objects whose keys start with ``prefix`` and come after ``after``, in order, found while iterating."""
         check_after(prefix, after)
-        return self._merged(self._rows.scan(prefix, after), self._files.scan(prefix, after))
+        return merged(self._rows.scan(prefix, after), self._files.scan(prefix, after))
 
     def remove_leftovers(self, before: float) -> tuple[int, int]:
         """Remove files that writers left unfinished before that time (Unix seconds); returns how many, and bytes."""
@@ -201,16 +200,8 @@ class FolderStore(Store):
         self._rows.close()
         self._reserve.restore()
 
-    @staticmethod
-    def _merged(rows: Iterator[Listed], files: Iterator[Listed]) -> Iterator[Listed]:
-        last = ""
-        for listed in heapq.merge(rows, files, key=lambda found: found.key):
-            if listed.key != last:  # the row comes first, and counts
-                yield listed
-            last = listed.key
-
 
 def _frees_space(key: str) -> bool:
     """Whether something is deleted once this is written: what a collector announces."""
     kind = kind_of(key)
-    return kind is not None and kind.collected == "lease"
+    return kind is not None and kind.gc_role == "lease"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvwire._json import strict_json
-from kvwire.errors import ArgumentError, AuthError, ConflictError, KvwireError, NotFoundError, StorageError
+from msgspec import Meta, Struct
+
+from kvwire._json import record, strict_json
+from kvwire.errors import (
+    ArgumentError,
+    AuthError,
+    ConflictError,
+    CorruptError,
+    KvwireError,
+    NotFoundError,
+    StorageError,
+)
 from kvwire.store.base import Listed
 from kvwire.store.http_clients import PROXY_ADVICE, WRONG_ADDRESS
 from kvwire.store.keys import check_key
@@ -29,6 +38,22 @@ _FIRST_OF_SERVERS = 500
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")  # as S3, Google's and Alibaba's storage and CDNs before them
 _WRITES = ("PUT", "DELETE")
 _NOT_FOR_FILES = (400, 403, 404, 405, 410, 501)  # how servers of plain files answer what they do not do
+
+
+class _Object(Struct):
+    key: str
+    size: Annotated[int, Meta(ge=0, lt=_MAX_SIZE)]
+    modified: float = 0.0
+
+
+class _Page(Struct):
+    objects: list[_Object]
+    truncated: bool
+
+
+class _Refusal(Struct):
+    error: str
+    request_id: str
 
 
 def is_hidden(reply: Reply, *, is_trusted: bool) -> bool:
@@ -88,8 +113,8 @@ def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed],
         msg = f"{url} cannot list its keys: look documents up by id, or list the store on the server's side"
         raise ArgumentError(msg)
     try:
-        return _objects(told, prefix, after)
-    except (KeyError, TypeError, ValueError) as error:
+        return _objects(record(told, _Page, "a listing", "ask again"), prefix, after)
+    except (ArgumentError, CorruptError) as error:
         raise _senseless(url) from error
 
 
@@ -97,41 +122,23 @@ def _senseless(url: str) -> StorageError:
     return StorageError(f"{url} gave a listing that makes no sense: check that 'kvwire serve' answers there")
 
 
-def _objects(told: dict[str, Any], prefix: str, after: str) -> tuple[list[Listed], bool]:
-    if not isinstance(told["objects"], list):
-        msg = "the objects are no list"
-        raise TypeError(msg)
-    found = [_listed(one) for one in told["objects"]]
-    keys = [after, *(one.key for one in found)]
-    ascending = all(key < following for key, following in pairwise(keys))
-    truncated = told["truncated"]
-    if not ascending or not all(key.startswith(prefix) for key in keys[1:]):
-        msg = "keys are out of order, or not those that were asked for"
-        raise ValueError(msg)
-    if not isinstance(truncated, bool) or (truncated and not found):
-        msg = "it does not tell how it goes on"
-        raise ValueError(msg)
-    return found, truncated
-
-
-def _listed(one: dict[str, Any]) -> Listed:
-    key, size, modified = one["key"], one["size"], one.get("modified", 0.0)
-    if not isinstance(key, str) or type(size) is not int or not 0 <= size < _MAX_SIZE:
-        msg = "a key or a size is none"
-        raise ValueError(msg)
-    if type(modified) not in (int, float) or not math.isfinite(modified):
-        msg = "a time is none"
-        raise ValueError(msg)
-    return Listed(check_key(key), size, float(modified))
+def _objects(page: _Page, prefix: str, after: str) -> tuple[list[Listed], bool]:
+    keys = [after, *(check_key(one.key) for one in page.objects)]
+    if not all(key < following for key, following in pairwise(keys)):
+        msg = "keys are out of order"
+        raise CorruptError(msg)
+    if not all(key.startswith(prefix) for key in keys[1:]) or (page.truncated and not page.objects):
+        msg = "keys are not those that were asked for, or it does not tell how it goes on"
+        raise CorruptError(msg)
+    return [Listed(one.key, one.size, one.modified) for one in page.objects], page.truncated
 
 
 def _told(reply: Reply) -> str:
     """What kvwire's own server says about a refusal, as ``: words``; empty for any other server."""
     try:
-        told = strict_json(reply.body)
-        words, request = told["error"], told["request_id"]
-    except (KeyError, TypeError, ArgumentError):
+        told = record(strict_json(reply.body), _Refusal, "", "")
+    except (ArgumentError, CorruptError):
         return ""
-    if not (isinstance(words, str) and isinstance(request, str) and (words + request).isprintable()):
+    if not (told.error + told.request_id).isprintable():
         return ""
-    return f": {words[:_MAX_WORDS]}; request {request[:_MAX_WORDS]}"
+    return f": {told.error[:_MAX_WORDS]}; request {told.request_id[:_MAX_WORDS]}"

@@ -53,13 +53,7 @@ class HttpStore(Store):
     """
 
     def __init__(self, url: str, *, token: str | None = None, settings: HttpStoreSettings | None = None) -> None:
-        """Keep the address; nothing is connected yet.
-
-        Args:
-            url: ``http(s)://host[:port][/prefix]``.
-            token: Bearer token; None: none is sent.
-            settings: Limits and waits; None: the defaults.
-        """
+        """Keep the address; nothing is connected yet."""
         self._parts = _address(url)
         self._token = check_token(token) if token else None
         self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
@@ -73,14 +67,7 @@ class HttpStore(Store):
         return self._parts.geturl().rstrip("/")
 
     def object_url(self, key: str) -> str:
-        """Address of one object.
-
-        Args:
-            key: The object.
-
-        Returns:
-            Its URL.
-        """
+        """Address of one object."""
         return f"{self.url}/{check_key(key)}"
 
     def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:

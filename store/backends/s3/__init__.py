@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.store.backends.s3.settings import S3Settings
+    from kvwire.store.backends.s3.address import S3Settings
     from kvwire.store.backends.s3.store import S3Store
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.store.backends.s3.settings": ("S3Settings",),
+        "kvwire.store.backends.s3.address": ("S3Settings",),
         "kvwire.store.backends.s3.store": ("S3Store",),
     },
 )

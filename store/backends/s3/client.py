@@ -1,4 +1,4 @@
-"""boto3, opened once for a store. Only the modules of this package know it."""
+"""boto3, opened once for a store, and the addresses that it signs. Only the modules of this package know it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ from botocore.exceptions import BotoCoreError
 from botocore.httpsession import get_cert_path
 from botocore.loaders import JSONFileLoader
 
-from kvwire._forks import OwnProcess
+from kvwire._forks import OwnProcess, lock_of_process
 from kvwire.errors import ArgumentError, AuthError, KvwireError
 from kvwire.store.backends.s3.errors import s3_errors
+from kvwire.store.base import HttpAddress
 from kvwire.store.http_clients import client_tls, proxy_for
 
 if TYPE_CHECKING:
@@ -30,9 +32,7 @@ if TYPE_CHECKING:
 
     from mypy_boto3_s3 import S3Client as BotoClient
 
-    from kvwire.store.backends.s3.address import S3Address
-    from kvwire.store.backends.s3.settings import S3Settings
-
+    from kvwire.store.backends.s3.address import S3Address, S3Settings
 
 _REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _REFUSED = (400, 401, 403)
@@ -244,3 +244,60 @@ def _add_md5(request: Any, **_: object) -> None:  # noqa: ANN401 - botocore's re
     digest = hashlib.md5(request.body, usedforsecurity=False).digest()
     del request.headers["Content-MD5"]  # a second attempt signs the same request again
     request.headers["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+_RENEW_AT = 0.75  # of an address's life: the rest is for transfers that begin with it
+_LEAST_LIFE_S = 1
+
+
+class Presigner:
+    """Signs GET addresses, without asking the server, and remembers the most recent ones."""
+
+    def __init__(self, client: S3Client, bucket: str, settings: S3Settings) -> None:
+        """Keep the client, whose credentials sign."""
+        self._client = client
+        self._bucket = bucket
+        self._settings = settings
+        self._lock = lock_of_process()
+        self._known: OrderedDict[str, tuple[float, HttpAddress]] = OrderedDict()  # by key: renew at, address
+
+    def address(self, name: str, *, renew: bool) -> HttpAddress:
+        """The address of an object."""
+        if not renew and (known := self._fresh(name)):
+            return known
+        now = time.time()
+        life_s, address = self._sign(name, now)
+        if not renew and (known := self._fresh(name)):  # another thread signed it meanwhile: all use the same
+            return known
+        with self._lock:
+            self._known[name] = (math.floor(now) + _RENEW_AT * life_s, address)  # lives are counted in whole seconds
+            self._known.move_to_end(name)
+            while len(self._known) > self._settings.addresses:
+                self._known.popitem(last=False)
+        return address
+
+    def forget(self) -> None:
+        """Drop all addresses."""
+        with self._lock:
+            self._known.clear()
+
+    def _fresh(self, name: str) -> HttpAddress | None:
+        with self._lock:
+            renew_at, address = self._known.get(name, (-math.inf, None))
+            if address is None or time.time() >= renew_at:
+                return None
+            self._known.move_to_end(name)
+            return address
+
+    def _sign(self, name: str, now: float) -> tuple[int, HttpAddress]:
+        with self._client.signing(name) as boto:
+            life_s = self._life_s(now)
+            wanted = {"Bucket": self._bucket, "Key": name}
+            url = boto.generate_presigned_url("get_object", Params=wanted, ExpiresIn=life_s)
+        client, expires_at = self._client, math.floor(now) + life_s
+        return life_s, HttpAddress(url, (), expires_at, client.tls, client.proxy, redirects=False)
+
+    def _life_s(self, now: float) -> int:
+        """Whole seconds; an address dies with the temporary credentials that signed it."""
+        left_s = self._client.credentials_expire_at() - now
+        return max(_LEAST_LIFE_S, math.floor(min(self._settings.address_s, left_s)))

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import AuthError, NotFoundError, StorageError
-from kvwire.store.backends.s3.address import S3Address
-from kvwire.store.backends.s3.client import S3Client
+from kvwire.store.backends.s3.address import S3Address, S3Settings
+from kvwire.store.backends.s3.client import Presigner, S3Client
 from kvwire.store.backends.s3.errors import (
     DeniedError,
     NoSuchUploadError,
@@ -21,11 +21,16 @@ from kvwire.store.backends.s3.errors import (
     is_taken,
     status_of,
 )
-from kvwire.store.backends.s3.listing import delete_in_batches, delete_one, listed
-from kvwire.store.backends.s3.presign import Presigner
-from kvwire.store.backends.s3.reading import modified_at, read_answer, size_told, strong_tag
-from kvwire.store.backends.s3.settings import S3Settings
-from kvwire.store.backends.s3.upload import upload_in_parts
+from kvwire.store.backends.s3.requests import (
+    delete_in_batches,
+    delete_one,
+    listed,
+    modified_at,
+    read_answer,
+    size_told,
+    strong_tag,
+    upload_in_parts,
+)
 from kvwire.store.base import ObjectStat, Store, check_after, clamp_range, holds
 from kvwire.store.http_ranges import range_header
 from kvwire.store.key_kinds import check_place, content_digest
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client as BotoClient
 
     from kvwire.errors import KvwireError
-    from kvwire.store.backends.s3.upload import About, Condition, Target
+    from kvwire.store.backends.s3.requests import Params
     from kvwire.store.base import Data, HttpAddress, Listed
 
 _log = logging.getLogger(__name__)
@@ -60,16 +65,7 @@ class S3Store(Store):
     """
 
     def __init__(self, url: str, *, settings: S3Settings | None = None) -> None:
-        """Parse the address and find credentials; the server is not asked yet.
-
-        Args:
-            url: The bucket's address.
-            settings: Limits and waits; None: the defaults.
-
-        Raises:
-            ArgumentError: The address is none.
-            AuthError: The credentials are not usable.
-        """
+        """Parse the address and find credentials; the server is not asked yet."""
         self._address = S3Address.parse(url)
         self._settings = settings or S3Settings()
         self._client = S3Client(self._address, self._settings)
@@ -120,12 +116,12 @@ class S3Store(Store):
         if start == end:
             self.stat(key)
             return b""
-        conditions = {"IfMatch": f'"{tag}"'} if tag else {}
+        conditions: Params = {"IfMatch": f'"{tag}"'} if tag else {}
         if start or end is not None:
             conditions["Range"] = range_header(start, end)
         with self._reading(key) as boto:
             try:
-                answer = boto.get_object(**self._target(key), **conditions)  # type: ignore[arg-type]
+                answer = boto.get_object(**self._target(key), **conditions)
             except boto.exceptions.ClientError as error:
                 if status_of(error) != _UNSATISFIABLE:
                     raise
@@ -182,7 +178,7 @@ class S3Store(Store):
                 wrote = self._put_if(key, data, {"IfMatch": etag})
         return super().replace(key, data, etag) if wrote is None else wrote
 
-    def _put_if(self, key: str, data: Data, condition: Condition) -> bool | None:
+    def _put_if(self, key: str, data: Data, condition: Params) -> bool | None:
         """Whether a conditional write was done; None where the server knows no such thing.
 
         boto3 repeats a request whose answer was lost: the condition fails then on what the first one wrote.
@@ -289,7 +285,7 @@ class S3Store(Store):
     def _name(self, key: str) -> str:
         return self._address.root + check_key(key)
 
-    def _target(self, key: str) -> Target:
+    def _target(self, key: str) -> Params:
         return {"Bucket": self._address.bucket, "Key": self._name(key)}
 
 
@@ -300,23 +296,8 @@ class S3Reader:
         """Keep what was told of the version."""
         self._store = store
         self._key = key
-        self._stat = stat
         self._tag = tag
-
-    @property
-    def size(self) -> int:
-        """Length in bytes."""
-        return self._stat.size
-
-    @property
-    def etag(self) -> str:
-        """Strong entity tag, as ``stat`` tells it."""
-        return self._stat.etag
-
-    @property
-    def modified(self) -> float:
-        """Time of writing, as ``stat`` tells it."""
-        return self._stat.modified
+        self.size, self.etag, self.modified = stat.size, stat.etag, stat.modified
 
     def read(self, start: int, end: int) -> bytes:
         """Read a range of the version."""
@@ -339,7 +320,7 @@ def _body(data: Data) -> bytes:
     return data if isinstance(data, bytes) else bytes(data)
 
 
-def _about(key: str) -> About:
+def _about(key: str) -> Params:
     changing = content_digest(key) is None
     return {"ContentType": "application/octet-stream", "CacheControl": _CHANGING if changing else _IMMUTABLE}
 

@@ -1,15 +1,22 @@
-"""Work in the background: one queue, a few threads that are started with the first job."""
+"""Threads in the background, and folders that processes share."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from kvwire._forks import in_child
+from kvwire.store.files.writer import sync_folder
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
@@ -79,3 +86,77 @@ class Worker:
                 with self._changed:
                     self._running -= 1
                     self._changed.notify_all()
+
+
+_MODE = 0o700  # caches of conversations are private
+_MANY = 1024
+
+
+class LockedFolder:
+    """A subfolder that this process holds until it closes the slot or ends."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        """Take over the locked descriptor."""
+        self.folder = folder
+        self._descriptor = descriptor
+        in_child(self, LockedFolder.close)  # so that the lock ends with this process, whatever its children do
+
+    def close(self) -> None:
+        """Let others have it; closing twice is no error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def make_folder(folder: Path) -> None:
+    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(mode=_MODE, exist_ok=True)
+        sync_folder(path.parent)
+
+
+def lock_folder(root: Path) -> LockedFolder:
+    """Hold the first free subfolder, made where there is none."""
+    make_folder(root)
+    for number in range(_MANY):
+        folder = root / f"slot-{number}"
+        make_folder(folder)
+        if (slot := _locked(folder)) is not None:
+            return slot
+    msg = f"more than {_MANY} processes share {root}"
+    raise OSError(msg)
+
+
+def unlocked_folders(root: Path) -> Iterator[LockedFolder]:
+    """Subfolders that nobody holds."""
+    for number in range(_MANY):
+        folder = root / f"slot-{number}"
+        if not folder.is_dir():
+            return
+        with contextlib.suppress(OSError):
+            slot = _locked(folder)
+            if slot is not None:
+                with contextlib.closing(slot):
+                    yield slot
+
+
+def _locked(folder: Path) -> LockedFolder | None:
+    """The slot, or None where another process has it."""
+    path = folder / "lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a read-only file system can be locked too
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return LockedFolder(folder, descriptor)
