@@ -6,6 +6,7 @@ import json
 from contextlib import closing
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from kvwire.errors import ArgumentError, NotFoundError
@@ -103,8 +104,8 @@ def test_every_difference_gives_another_salt(told):
         salt_of(choice, tenant, "f" * 64, entries),
         salt_of(choice, tenant, config, [b, a]),
         salt_of(choice, tenant, config, [a, None]),
-        salt_of(choice, tenant, config, [a, replace(b, profile_digest="c" * 64)]),
-        salt_of(choice, tenant, config, [a, replace(b, token_digest="c" * 64)]),
+        salt_of(choice, tenant, config, [a, msgspec.structs.replace(b, profile_digest="c" * 64)]),
+        salt_of(choice, tenant, config, [a, msgspec.structs.replace(b, token_digest="c" * 64)]),
         *(
             salt_of(each, tenant, config, entries)
             for each in (
