@@ -93,7 +93,9 @@ class DocumentHandle:
         """Whether chunks can be fetched and decoded, after a head start where one is needed."""
         return self.decoder is not None or self.prefix_layers > 0
 
-    def decode_into(self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend) -> BlobDecoder:
+    def decode_into(
+        self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool = False
+    ) -> BlobDecoder:
         """Make what decodes the document into its place in a prompt, and keep it."""
         self.decoder = BlobDecoder(
             self.reader.parsed or b"",
@@ -103,7 +105,7 @@ class DocumentHandle:
             hidden=hidden,
             backend=backend,
             begins=offset == 0,
-            rounded=True,
+            rounded=rounded,
         )
         return self.decoder
 

@@ -70,9 +70,10 @@ class Choice:
             ArgumentError: It is none; the message says what is wrong.
         """
         if not isinstance(params, dict) or not set(params) <= _NAMES:
+            unknown = sorted(map(str, set(params) - _NAMES))[:1] if isinstance(params, dict) else []
             msg = (
                 f"kv_transfer_params: {PARAMS!r} is an object of documents or prefix, one of level, deadline_s and "
-                "objective, and perhaps save or repair"
+                "objective, and perhaps save or repair" + (f"; {unknown[0][:40]!r} is none of these" if unknown else "")
             )
             raise ArgumentError(msg)
         names, (prefix, save) = params.get("documents"), _flags(params)

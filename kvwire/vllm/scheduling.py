@@ -164,7 +164,14 @@ class ConnectorScheduler:
     def end(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request."""
         asked = self._asked.pop(request_id, None)
-        return None if asked is None else {PARAMS: asked.told}
+        if asked is None:
+            return None
+        trouble, promised = asked.told.get("trouble"), asked.told.get("promised_tokens", 0)
+        if trouble:  # streams carry no parameters back: the log is where their clients' operators find it
+            _LOG.warning("request %s: %d tokens were promised: %s", request_id, promised, trouble)
+        else:
+            _LOG.info("request %s: %d tokens were promised", request_id, promised)
+        return {PARAMS: asked.told}
 
     def close(self) -> None:
         """End the look-ups."""
@@ -189,11 +196,12 @@ class ConnectorScheduler:
             return ()
         asked.told["cache_salt"] = matched.salt
         if asked.salt != matched.salt:
+            missing = f"{matched.trouble}. " if matched.trouble and not matched.pieces else ""
             self._refuse(
                 request_id,
                 asked,
-                "a request for linked documents or for stored prefixes needs the cache_salt that names them, or others "
-                f'would get its cache: send "cache_salt": "{matched.salt}" (kvwire salt prints it)',
+                f"{missing}A request for linked documents or for stored prefixes needs the cache_salt that names them, "
+                f'or others would get its cache: send "cache_salt": "{matched.salt}" (kvwire salt prints it)',
             )
             return ()
         if matched.trouble:
