@@ -1,6 +1,7 @@
 """What happens to loads and what they ask for: events go in, instructions come out. Plain data, no behaviour.
 
-Instants are seconds of the clock that the controller is driven by. A ``ChunkId`` names its load.
+Instants are seconds of the clock that the controller is driven by. ``load`` is the number of a load, ``document`` that
+of a document in its prompt; a ``ChunkId`` names both. ``seconds`` is how long something took, ``reason`` why, in words.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ class LoadRequested:
     """A load begins.
 
     Attributes:
-        load: Number of the load.
         documents: How many it has.
         query_tokens: Of the question, and whatever else is computed before the first token.
         goal: What is wanted, and by when.
@@ -47,8 +47,6 @@ class IndexKnown:
     """What can be done about a document is known now.
 
     Attributes:
-        load: Number of the load.
-        document: Number of the document in the prompt.
         variants: The same document as blobs with different head starts, chunk for chunk of the same tokens; usually
             one. A document whose blob is of no use has one variant without bytes.
     """
@@ -60,11 +58,7 @@ class IndexKnown:
 
 @dataclass(frozen=True)
 class FirstByte:
-    """A request's first byte came, ``seconds`` after the request.
-
-    Attributes:
-        seconds: Since the request.
-    """
+    """A request's first byte came, ``seconds`` after the request."""
 
     seconds: float
 
@@ -74,7 +68,6 @@ class TransferProgress:
     """Bytes came between two instants.
 
     Attributes:
-        bytes: How many came.
         started: The first byte's arrival, or the end of this request's last report; never the sending of the request.
             Report several times within the settings' ``stall_s``, and what has come before every ``Tick``.
         ended: When the last of them had come.
@@ -92,7 +85,6 @@ class ChunkArrived:
     """A fetch is over and its bytes are sound up to ``level``, which is below the level asked for where some are lost.
 
     Attributes:
-        chunk: Which chunk.
         level: The finest that is sound.
         trouble: What was lost, in words.
     """
@@ -104,12 +96,7 @@ class ChunkArrived:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A fetch is over and brought nothing of use: missing, corrupt, or the link is gone.
-
-    Attributes:
-        chunk: Which chunk.
-        reason: Why, in words.
-    """
+    """A fetch is over and brought nothing of use: missing, corrupt, or the link is gone."""
 
     chunk: ChunkId
     reason: str
@@ -117,12 +104,7 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class DecodeDone:
-    """A batch of chunks is decoded, in ``seconds`` of compute.
-
-    Attributes:
-        chunks: Which chunks.
-        seconds: How long it took.
-    """
+    """A batch of chunks is decoded, in ``seconds`` of compute."""
 
     chunks: tuple[ChunkId, ...]
     seconds: float
@@ -135,7 +117,6 @@ class DecodeFailed:
     Attributes:
         chunks: Of the batch.
         bad: These chunks, at least one.
-        reason: Why, in words.
     """
 
     chunks: tuple[ChunkId, ...]
@@ -148,8 +129,6 @@ class RecomputeDone:
     """A forward pass over the instruction's chunks ended, after ``seconds`` of compute.
 
     Attributes:
-        chunks: Which chunks.
-        seconds: How long it took.
         blind: It saw its own document alone, though it was to see those before as well: that failed.
     """
 
@@ -163,7 +142,6 @@ class RecomputedTogether:
     """The passes of one ``RecomputeTogether`` ended, after ``seconds`` of compute in all.
 
     Attributes:
-        passes: Those of the instruction.
         seconds: How long they took.
         joined: All of them ran, and in one pass; else nothing is learnt of what one takes.
         failed: Of each pass that failed a chunk, and why; nothing of that pass is valid.
@@ -181,12 +159,7 @@ class RecomputedTogether:
 
 @dataclass(frozen=True)
 class RecomputeFailed:
-    """A forward pass failed as a whole; ``chunk`` of it is not to be recomputed again.
-
-    Attributes:
-        chunk: Not to be recomputed again.
-        reason: Why, in words.
-    """
+    """A forward pass failed as a whole; ``chunk`` of it is not to be recomputed again."""
 
     chunk: ChunkId
     reason: str
@@ -199,7 +172,6 @@ class RecomputeInterrupted:
     A pass that was over by then, or that could not be stopped any more, is told as any other.
 
     Attributes:
-        chunks: Of the pass.
         seconds: How long it had run.
     """
 
@@ -209,13 +181,7 @@ class RecomputeInterrupted:
 
 @dataclass(frozen=True)
 class PrefixComputed:
-    """A document's first layers are computed, in ``seconds``: its chunks can be decoded.
-
-    Attributes:
-        load: Number of the load.
-        document: Number of the document in the prompt.
-        seconds: How long it took.
-    """
+    """A document's first layers are computed, in ``seconds``: its chunks can be decoded."""
 
     load: int
     document: int
@@ -224,13 +190,7 @@ class PrefixComputed:
 
 @dataclass(frozen=True)
 class PrefixFailed:
-    """A document's first layers cannot be computed: its blob is of no use.
-
-    Attributes:
-        load: Number of the load.
-        document: Number of the document in the prompt.
-        reason: Why, in words.
-    """
+    """A document's first layers cannot be computed: its blob is of no use."""
 
     load: int
     document: int
@@ -242,10 +202,8 @@ class Looked:
     """The question has run on a prompt whose chunks are all valid, at whatever level.
 
     Attributes:
-        load: Number of the load.
         attention: What the question's attention gives to a token of each chunk, over what it gives to a token of the
             prompt in the mean, ``[document][chunk]``; empty where nothing was to be seen.
-        seconds: How long it took.
     """
 
     load: int
@@ -258,11 +216,9 @@ class RepairDone:
     """The rows of a ``Repair`` are computed, or it failed and changed nothing that is relied on.
 
     Attributes:
-        load: Number of the load.
         documents: Of the instruction.
         rows: How many were computed.
         left: How many of the share are still to be computed, in later documents.
-        seconds: How long it took.
         trouble: Why it failed, in words; rows are then computed after the last chunk alone.
     """
 
@@ -279,7 +235,6 @@ class PromptAssembled:
     """A load that was finished is linked and its question has run: until then its closing keeps the engine busy.
 
     Attributes:
-        load: Number of the load.
         prompt_tokens: Length of all documents together.
         seconds: Linking and handing over, which is what it took beyond the repair and the time expected of the
             question's pass; below 0 where that was quicker.
@@ -313,11 +268,7 @@ class DriverPaused:
 
 @dataclass(frozen=True)
 class LoadAbandoned:
-    """Nobody waits for a load any more.
-
-    Attributes:
-        load: Number of the load.
-    """
+    """Nobody waits for a load any more."""
 
     load: int
 
@@ -327,11 +278,9 @@ class Fetch:
     """Fetch levels first..level of a chunk.
 
     Attributes:
-        chunk: Which chunk.
         first: 0, or above 0 for a refinement: what is below has arrived.
         level: The last one.
         bytes: Of these levels.
-        variant: Which of the document's blobs.
         until: The instant after which the bytes are of no use: give up then at the latest, and say ``ChunkFailed``.
     """
 
@@ -348,7 +297,6 @@ class Decode:
     """Decode chunks of one load, each at its level, from all bytes of it that have arrived.
 
     Attributes:
-        chunks: Which chunks.
         levels: Of each chunk.
     """
 
@@ -361,8 +309,6 @@ class Recompute:
     """Compute chunks first..last of one document in one forward pass; what is before them in it is ready.
 
     Attributes:
-        first: First chunk.
-        last: Last chunk.
         behind: It sees the documents before its own as well, all of which are valid, as a prefill of the prompt would;
             nothing of these is decoded until the pass is over.
     """
@@ -374,35 +320,21 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """Stop the forward pass of a ``Recompute`` as soon as the engine can; its end is to be told all the same.
-
-    Attributes:
-        first: First chunk of the pass.
-    """
+    """Stop the forward pass of a ``Recompute`` as soon as the engine can; its end is to be told all the same."""
 
     first: ChunkId
 
 
 @dataclass(frozen=True)
 class RecomputeTogether:
-    """Compute chunks of several loads in one forward pass, a row for each; ``RecomputedTogether`` is to follow.
-
-    Attributes:
-        passes: One of each load, two or more.
-    """
+    """Compute chunks of several loads in one forward pass, a row for each; ``RecomputedTogether`` is to follow."""
 
     passes: tuple[Recompute, ...]
 
 
 @dataclass(frozen=True)
 class ComputePrefix:
-    """Compute the first layers of a document, for this variant of its blob.
-
-    Attributes:
-        load: Number of the load.
-        document: Number of the document in the prompt.
-        variant: Which of the document's blobs.
-    """
+    """Compute the first layers of a document, for this variant of its blob."""
 
     load: int
     document: int
@@ -414,9 +346,6 @@ class Look:
     """Run the question on the prompt as it is, all of which is valid, and tell what it attends to.
 
     Nothing of the prompt is decoded until ``Looked`` is told.
-
-    Attributes:
-        load: Number of the load.
     """
 
     load: int
@@ -430,7 +359,6 @@ class Repair:
     these are computed, those behind each of the documents.
 
     Attributes:
-        load: Number of the load.
         documents: How many documents, from the prompt's beginning on.
         share: Of the prompt's rows, those behind ``front``, which ones are computed in all; the same for all of a load.
         front: See ``Finish``.
@@ -444,12 +372,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop a fetch; whatever is still reported about it is ignored.
-
-    Attributes:
-        chunk: Which chunk.
-        reason: In words.
-    """
+    """Stop a fetch; whatever is still reported about it is ignored."""
 
     chunk: ChunkId
     reason: str
@@ -457,11 +380,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget the bytes that were fetched for a chunk: they are not asked for again.
-
-    Attributes:
-        chunk: Which chunk.
-    """
+    """Forget the bytes that were fetched for a chunk: they are not asked for again."""
 
     chunk: ChunkId
 
@@ -471,7 +390,6 @@ class Finish:
     """All chunks of a load are ready: its closing is to begin, and ``PromptAssembled`` or ``LoadAbandoned`` to follow.
 
     Attributes:
-        load: Number of the load.
         decisions: What was done, in prompt order.
         reason: Whether the first token should be in time, in words.
         repair: Share of the prompt's rows to compute anew before the question runs, of those behind ``front``; what a
@@ -489,12 +407,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Fail:
-    """A prompt cannot be made ready: a chunk can neither be fetched nor recomputed.
-
-    Attributes:
-        load: Number of the load.
-        reason: Why, in words.
-    """
+    """A prompt cannot be made ready: a chunk can neither be fetched nor recomputed."""
 
     load: int
     reason: str
@@ -505,7 +418,6 @@ class Refuse:
     """A load that came in just now would be late, and its goal says that it is not to be served then.
 
     Attributes:
-        load: Number of the load.
         late_s: Seconds by which it would be late, margin included: before that it is of no use to ask again.
     """
 
@@ -554,13 +466,7 @@ Instruction: TypeAlias = (
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One call of ``Controller.handle``: enough of them replay what happened.
-
-    Attributes:
-        now: Of the call.
-        event: That was told.
-        instructions: That it led to.
-    """
+    """One call of ``Controller.handle``: enough of them replay what happened."""
 
     now: float
     event: Event

@@ -109,37 +109,17 @@ class Columns:
 
         A document's finest level stands for all above it, and its floor for all below. Where neither that level nor
         text can be had, the best level that can be had must do.
-
-        Args:
-            target: Uniform level, or a column of them.
-
-        Returns:
-            Levels ``[n]``, or ``[targets, n]`` for a column.
         """
         wanted = np.minimum(target if self.floor is None else np.maximum(target, self.floor), self.finest)
         fallback = np.where(self.can_text, RECOMPUTE, self.top)
         return np.where((wanted <= self.top) & (wanted >= 0), wanted, fallback)
 
     def bytes_at(self, levels: Ints) -> Ints:
-        """Bytes up to each chunk's level; 0 where it is recomputed.
-
-        Args:
-            levels: ``[..., n]``.
-
-        Returns:
-            Bytes ``[..., n]``.
-        """
+        """Bytes up to each chunk's level; 0 where it is recomputed."""
         return np.where(levels < 0, 0, self.sizes[np.maximum(levels, 0), np.arange(self.count)])
 
     def errors_at(self, levels: Ints) -> Floats:
-        """Error of each chunk at its level.
-
-        Args:
-            levels: ``[..., n]``.
-
-        Returns:
-            Errors ``[..., n]``.
-        """
+        """Error of each chunk at its level."""
         return np.where(levels < 0, self.exact_error, self.errors[np.maximum(levels, 0), np.arange(self.count)])
 
 

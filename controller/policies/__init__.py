@@ -13,13 +13,10 @@ if TYPE_CHECKING:
     from kvwire.controller.policies.text import TextOnly
     from kvwire.controller.snapshot import (
         RECOMPUTE,
-        Columns,
-        CommittedWork,
         Plan,
         PlanRequest,
         Policy,
         RepairRule,
-        UpgradeCandidates,
     )
 
 __all__ = [
@@ -29,8 +26,6 @@ __all__ = [
     "CacheGen",
     "CacheGenArtefact",
     "CacheGenTimed",
-    "Columns",
-    "CommittedWork",
     "Fixed",
     "Plan",
     "PlanRequest",
@@ -38,7 +33,6 @@ __all__ = [
     "Raw",
     "RepairRule",
     "TextOnly",
-    "UpgradeCandidates",
 ]
 
 __getattr__ = lazy(
@@ -46,14 +40,11 @@ __getattr__ = lazy(
     {
         "kvwire.controller.plan": ("Adaptive",),
         "kvwire.controller.snapshot": (
-            "Columns",
-            "CommittedWork",
             "Plan",
             "PlanRequest",
             "Policy",
             "RECOMPUTE",
             "RepairRule",
-            "UpgradeCandidates",
         ),
         "kvwire.controller.policies.cacheblend": ("CacheBlend",),
         "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact", "CacheGenTimed"),

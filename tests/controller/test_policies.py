@@ -16,15 +16,13 @@ from kvwire.controller.policies import (
     CacheGen,
     CacheGenArtefact,
     CacheGenTimed,
-    CommittedWork,
     Fixed,
     PlanRequest,
     Raw,
     TextOnly,
-    UpgradeCandidates,
 )
 from kvwire.controller.policies.cachegen import STRETCH_TOKENS
-from kvwire.controller.snapshot import SLOWEST
+from kvwire.controller.snapshot import SLOWEST, CommittedWork, UpgradeCandidates
 from kvwire.errors import ArgumentError
 
 from .naive_timeline import fetch_order, finish_naive, splits
