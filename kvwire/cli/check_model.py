@@ -68,9 +68,8 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
     from tqdm import tqdm
 
     from kvwire.runtime.corpus import Coding, Corpus
-    from kvwire.runtime.link_check import check_links
+    from kvwire.runtime.link_check import check_links, learn_shift
     from kvwire.runtime.neutral import neutral_tokens
-    from kvwire.runtime.shift_check import learn_shift
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
     prompts, learning = _prompts(engine, options)
