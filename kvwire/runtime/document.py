@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile
 from kvwire.errors import KvwireError, MismatchError
-from kvwire.reuse import stored_tokens
 from kvwire.store.crypto.sealing import PlainBlob
 from kvwire.transport import SegmentError
 from kvwire.types import digest_tokens
@@ -163,6 +162,8 @@ class OpenDocument:
 
     def with_anchors(self, engine: Engine, asked: LinkLayout | None) -> OpenDocument:
         """With the layout whose anchors its cache holds, where more is to be computed than tokens in their order."""
+        from kvwire.reuse import stored_tokens  # few documents need it
+
         ids, kept = self.token_ids, self.decoder.kept if self.decoder else None
         soft = engine.soft_tokens
         named = [asked, soft.link_layout if soft else None]

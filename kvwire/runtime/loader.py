@@ -20,7 +20,6 @@ from kvwire._version import __version__
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
 from kvwire.errors import ArgumentError, KvwireError, StorageError
-from kvwire.reuse import PLAIN, stored_tokens
 from kvwire.runtime.answer import Asked, ChatAsked
 from kvwire.runtime.closing import AnswerStage, CompletedLoad
 from kvwire.runtime.costs import joins, measure_costs, warm_up
@@ -323,13 +322,15 @@ class Loader:
     ) -> tuple[Layout, Sequence[int], Mapping[str, Sequence[int]] | None]:
         """Where documents stand, and the question and the texts as they are there."""
         engine, layout = self._engine, self._settings.layout
-        if schema is None and (layout is None or layout == PLAIN):
+        if schema is None and layout is None:
             return PlainLayout(engine, asked.system), asked.question, texts
-        from kvwire.runtime.layouts import LinksLayout, SchemaLayout  # few loads need them
+        from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
+        from kvwire.runtime.layouts import LinksLayout, SchemaLayout
 
         if schema is not None:
             return SchemaLayout(engine, schema), asked.question, texts
-        layout = layout or PLAIN
+        if layout is None or layout == PLAIN:
+            return PlainLayout(engine, asked.system), asked.question, texts
         known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
         question = [*asked.question, *layout.ending] if asked.question else asked.question
         return LinksLayout(engine, layout, self._settings), question, known
