@@ -85,6 +85,26 @@ class Engine(Protocol):
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
     @property
+    def can_recompute(self) -> bool:
+        """Whether chunks can be computed here; False: this stands in for a model that runs elsewhere."""
+        return True
+
+    @property
+    def can_repair(self) -> bool:
+        """Whether ``update_rows`` computes rows inside a prompt."""
+        return False
+
+    @property
+    def can_look(self) -> bool:
+        """Whether ``look`` shows the model's attention."""
+        return False
+
+    @property
+    def can_join(self) -> bool:
+        """Whether ``extend_together`` may extend several caches in one pass, if ``check_together`` agrees."""
+        return False
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether texts can be read and written; without it, callers pass token ids."""
         return False

@@ -96,6 +96,21 @@ class TransformersEngine(ExtendsTogether):
         return self._cache(pairs, token_ids, start)
 
     @property
+    def can_repair(self) -> bool:
+        """Whether rows inside a prompt can be computed: as far as the model's attention takes masks."""
+        return True
+
+    @property
+    def can_look(self) -> bool:
+        """Whether attention can be seen: as far as the model computes it in the usual way."""
+        return True
+
+    @property
+    def can_join(self) -> bool:
+        """Whether several caches may be extended in one pass, as ``check_together`` finds out."""
+        return True
+
+    @property
     def can_stop(self) -> bool:
         """Whether a pass can be stopped: before any layer, where these are to be found and hooks on them are heeded."""
         if getattr(self.model, "_compiled_call_impl", None) is not None:

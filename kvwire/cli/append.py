@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import click
 
 from kvwire.cli.engines import open_engine
-from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, StoreOptions, store_options
+from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, NotFoundError
 
@@ -19,60 +20,52 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Encoded
 
 
-class _AppendOptions(TypedDict):
-    text: str | None
-    file: Path | None
-    after: int | None
-    fork: str
-    compact: bool
-    model: str
-    device: str
-    dtype: str
-    backend: Backend
-    as_json: bool
+@dataclass(frozen=True)
+class _AppendOptions:
+    """What ``kvwire append`` is given."""
+
+    document: str = argument()
+    text: str | None = option("What follows the document's last token.")
+    file: Path | None = option("A file of it, in UTF-8.", type=click.Path(path_type=Path))
+    after: int | None = option(
+        "Append only where DOCUMENT has so many tokens, as the last append told: then repeating the command is safe.",
+        metavar="TOKENS",
+        type=click.IntRange(0),
+    )
+    fork: str = option("Leave DOCUMENT as it is, and give what it would be to NAME.", default="", metavar="NAME")
+    compact: bool = flag("Encode DOCUMENT anew as one blob, after what is appended.")
+    model: str = MODEL
+    place: StoreOptions = STORE
+    device: str = DEVICE
+    dtype: str = DTYPE
+    backend: Backend = BACKEND
+    as_json: bool = JSON
 
 
-@click.command()
-@click.argument("document")
-@click.option("--text", help="What follows the document's last token.")
-@click.option("--file", type=click.Path(path_type=Path), help="A file of it, in UTF-8.")
-@click.option(
-    "--after",
-    metavar="TOKENS",
-    type=click.IntRange(0),
-    help="Append only where DOCUMENT has so many tokens, as the last append told: then repeating the command is safe.",
-)
-@click.option("--fork", default="", metavar="NAME", help="Leave DOCUMENT as it is, and give what it would be to NAME.")
-@click.option("--compact", is_flag=True, help="Encode DOCUMENT anew as one blob, after what is appended.")
-@MODEL
-@store_options
-@DEVICE
-@DTYPE
-@BACKEND
-@JSON
-def append(document: str, place: StoreOptions, **options: Unpack[_AppendOptions]) -> None:
+@command(_AppendOptions)
+def append(options: _AppendOptions) -> None:
     """Append text to a document, encoding the new tokens alone."""
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus import Corpus
 
-    text = _text(options["text"], options["file"], is_needed=not options["compact"])
+    text = _text(options.text, options.file, is_needed=not options.compact)
     for name in ("fork", "after"):
-        if options[name] not in ("", None) and not text:
+        if getattr(options, name) not in ("", None) and not text:
             msg = f"--{name} is about what is appended: give --text or --file too, or leave out --{name}"
             raise ArgumentError(msg)
-    engine = open_engine(options["model"], options["device"], options["dtype"])
-    with closing(place.open_lasting(exists=True)) as store:
-        corpus = Corpus(engine, store, **place.whose(), coding=Coding(backend=options["backend"]))
+    engine = open_engine(options.model, options.device, options.dtype)
+    with closing(options.place.open_lasting(exists=True)) as store:
+        corpus = Corpus(engine, store, **options.place.whose(), coding=Coding(backend=options.backend))
         done: list[Encoded] = []
         new = engine.tokenize(text) if text else ()
         if text:
-            done.append(corpus.append(document, new, after=options["after"], fork=options["fork"]))
-        if options["compact"]:
-            done.append(corpus.compact(options["fork"] or document))
+            done.append(corpus.append(options.document, new, after=options.after, fork=options.fork))
+        if options.compact:
+            done.append(corpus.compact(options.fork or options.document))
     entry, is_there = done[-1].entry, bool(text) and done[0].skipped
     added = 0 if is_there else len(new)
     written = sum(each.info.file_bytes for each in done if not each.skipped)
-    if options["as_json"]:
+    if options.as_json:
         about = {"id": entry.document_id, "tokens": entry.tokens, "added": added, "skipped": is_there}
         sizes = {"parts": max(1, len(entry.parts)), "written_bytes": written, "bytes": entry.size}
         say(json.dumps(about | sizes))

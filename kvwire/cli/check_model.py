@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvwire._json import strict_json
 from kvwire.cli.engines import open_engine
-from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
+from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, StorageError
 
@@ -24,58 +24,49 @@ if TYPE_CHECKING:
 _ANSWER_TOKENS = 16
 
 
-class _CheckOptions(TypedDict):
-    model: str
-    documents: str
-    questions: str | None
-    prompts: int
-    bound: float
-    picture: str | None
-    seed: int
-    shift_prompts: int
-    device: str
-    dtype: str
-    as_json: bool
+@dataclass(frozen=True)
+class _CheckOptions:
+    """What ``kvwire check-model`` is given."""
+
+    model: str = argument(envvar="KVWIRE_MODEL")
+    documents: str = option("Folder of .txt or .md files like those that will be linked.", required=True)
+    questions: str | None = option(
+        "JSON list of {documents, question, answer}; without it, texts are cut into prompts."
+    )
+    prompts: int = option("How many are measured.", default=12, show_default=True, type=click.IntRange(min=1))
+    bound: float = option(
+        "Share of what documents tell the model that links may lose.",
+        default=0.1,
+        show_default=True,
+        type=click.FloatRange(0, 1),
+    )
+    picture: str | None = option("PNG that is drawn.")
+    seed: int = option("Of the choice of prompts.", default=0, show_default=True)
+    shift_prompts: int = option(
+        "Prompts that the mean shift of linked documents is learnt from, other ones than those measured; 0: none is.",
+        default=48,
+        show_default=True,
+        type=click.IntRange(min=0),
+    )
+    place: StoreOptions = STORE
+    device: str = DEVICE
+    dtype: str = DTYPE
+    as_json: bool = JSON
 
 
-@click.command()
-@click.argument("model", envvar="KVWIRE_MODEL")
-@click.option("--documents", required=True, help="Folder of .txt or .md files like those that will be linked.")
-@click.option("--questions", help="JSON list of {documents, question, answer}; without it, texts are cut into prompts.")
-@click.option("--prompts", default=12, show_default=True, type=click.IntRange(min=1), help="How many are measured.")
-@click.option(
-    "--bound",
-    default=0.1,
-    show_default=True,
-    type=click.FloatRange(0, 1),
-    help="Share of what documents tell the model that links may lose.",
-)
-@click.option("--picture", help="PNG that is drawn.")
-@click.option("--seed", default=0, show_default=True, help="Of the choice of prompts.")
-@click.option(
-    "--shift-prompts",
-    default=48,
-    show_default=True,
-    type=click.IntRange(min=0),
-    help="Prompts that the mean shift of linked documents is learnt from, other ones than those measured; 0: none is.",
-)
-@store_options
-@DEVICE
-@DTYPE
-@JSON
-def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
+@command(_CheckOptions)
+def check_model(options: _CheckOptions) -> None:
     """Measure what MODEL loses where documents are linked, what repair gives back, and write it into --store."""
     from tqdm import tqdm
 
     from kvwire.runtime.corpus import Coding, Corpus
-    from kvwire.runtime.link_check import check_links
+    from kvwire.runtime.link_check import check_links, learn_shift
     from kvwire.runtime.neutral import neutral_tokens
-    from kvwire.runtime.shift_check import learn_shift
 
-    engine = open_engine(options["model"], options["device"], options["dtype"])
+    engine = open_engine(options.model, options.device, options.dtype)
     prompts, learning = _prompts(engine, options)
-    opened = place.open_lasting() if place.store else None
-    corpus = Corpus(engine, opened, **place.whose()) if opened else None
+    opened = options.place.open_lasting() if options.place.store else None
+    corpus = Corpus(engine, opened, **options.place.whose()) if opened else None
     profile = corpus.profile() if corpus else None
     neutral = neutral_tokens(Coding(), profile)
     with tqdm(total=len(learning), unit="prompt", disable=None, desc="learning the shift") as bar:
@@ -83,7 +74,7 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
         shift = learn_shift(engine, learnt_from, tell=lambda _: (bar.update(), None)[1])
     with tqdm(total=len(prompts), unit="prompt", disable=None, desc="measuring links") as bar:
         report = check_links(
-            engine, prompts, profile, bound=options["bound"], shift=shift, neutral=neutral,
+            engine, prompts, profile, bound=options.bound, shift=shift, neutral=neutral,
             tell=lambda _: (bar.update(), None)[1],
         )  # fmt: skip
     if opened and corpus:
@@ -91,12 +82,12 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
             if shift and report.shift:
                 corpus.set_link_shift(shift)
             corpus.set_link_report(report)
-    if options["as_json"]:
+    if options.as_json:
         say(json.dumps(asdict(report) | {"allowed": report.allowed, "within": report.is_within}))
     else:
         _print(report, len(engine.meta.layers))
-    if options["picture"]:
-        _draw(report, Path(options["picture"]))
+    if options.picture:
+        _draw(report, Path(options.picture))
 
 
 def _draw(report: LinkReport, path: Path) -> None:
@@ -118,28 +109,28 @@ def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt],
     from kvwire.runtime.text_files import read_texts
 
     window = engine.window - len(engine.opening_tokens)
-    texts = {name: list(engine.tokenize(text)) for name, text in read_texts([options["documents"]]).items()}
-    if not options["questions"]:
-        known, seed = list(texts.values()), options["seed"]
-        return split_prompts(known, options["prompts"], options["shift_prompts"], window, seed=seed)
+    texts = {name: list(engine.tokenize(text)) for name, text in read_texts([options.documents]).items()}
+    if not options.questions:
+        known, seed = list(texts.values()), options.seed
+        return split_prompts(known, options.prompts, options.shift_prompts, window, seed=seed)
     found, named = [], set[str]()
-    for asked in _questions(Path(options["questions"])):
+    for asked in _questions(Path(options.questions)):
         lost = [name for name in asked["documents"] if name not in texts]
         if lost:
-            msg = f"{options['questions']} names {lost[0]!r}, which is no document in {options['documents']}"
+            msg = f"{options.questions} names {lost[0]!r}, which is no document in {options.documents}"
             raise ArgumentError(msg)
         named.update(asked["documents"])
         documents = tuple(tuple(texts[name]) for name in asked["documents"])
         question = tuple(engine.tokenize(asked["question"], place="last", trust="frame"))
         answer = tuple(engine.tokenize(asked["answer"], place="last", trust="frame")) if asked.get("answer") else ()
         found.append(CheckPrompt(documents, question, answer))
-    fitting = shortened(found, window)[: options["prompts"]]
+    fitting = shortened(found, window)[: options.prompts]
     if not fitting:
-        msg = f"no question of {options['questions']} fits the model's window of {engine.window} tokens with its texts"
+        msg = f"no question of {options.questions} fits the model's window of {engine.window} tokens with its texts"
         raise ArgumentError(msg)
     others, learning = [ids for name, ids in texts.items() if name not in named], []
     with suppress(ArgumentError):  # none of them is long enough: no shift is learnt
-        learning = prompts_of(others, options["shift_prompts"], window, seed=options["seed"])
+        learning = prompts_of(others, options.shift_prompts, window, seed=options.seed)
     return [prompt if prompt.rest else _answered(engine, prompt) for prompt in fitting], learning
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import error_as_data, leave
-from kvwire.cli.options import JSON
+from kvwire.cli.options import JSON, command, option
 from kvwire.cli.say import say, say_text
 from kvwire.errors import KvwireError, NotFoundError
 
@@ -23,47 +22,39 @@ if TYPE_CHECKING:
 _MODEL, _TOWN = "demo/model", "demo/town"
 
 
-class _DemoOptions(TypedDict):
-    model: str
-    documents: str | None
-    questions: str | None
-    out: str
-    links: tuple[str, ...]
-    bound: float
-    agreement: float
-    as_json: bool
+@dataclass(frozen=True)
+class _DemoOptions:
+    """What ``kvwire demo`` is given."""
+
+    model: str = option(default=_MODEL, show_default=True, envvar="KVWIRE_MODEL")
+    documents: str | None = option(
+        "Folder of .txt or .md files; default: demo/town for chat models, demo/documents for others."
+    )
+    questions: str | None = option(
+        "JSON list of {documents, question, answer}; default: questions.json in the documents' folder or beside it."
+    )
+    out: str = option("Where demo.json and the picture go.", default="demo/out", show_default=True)
+    links: tuple[str, ...] = option("name=50mbit,20ms; default: slow, middling and fast ones.", "--link", multiple=True)
+    bound: float = option(
+        "KL divergence from exact caches, of any prompt, that is an error.", default=0.02, show_default=True
+    )
+    agreement: float = option("Share of equal next tokens below which it is an error.", default=0.9, show_default=True)
+    as_json: bool = JSON
 
 
-@click.command()
-@click.option("--model", default=_MODEL, show_default=True, envvar="KVWIRE_MODEL")
-@click.option(
-    "--documents", help="Folder of .txt or .md files; default: demo/town for chat models, demo/documents for others."
-)
-@click.option(
-    "--questions",
-    help="JSON list of {documents, question, answer}; default: questions.json in the documents' folder or beside it.",
-)
-@click.option("--out", default="demo/out", show_default=True, help="Where demo.json and the picture go.")
-@click.option("--link", "links", multiple=True, help="name=50mbit,20ms; default: slow, middling and fast ones.")
-@click.option(
-    "--bound", default=0.02, show_default=True, help="KL divergence from exact caches, of any prompt, that is an error."
-)
-@click.option(
-    "--agreement", default=0.9, show_default=True, help="Share of equal next tokens below which it is an error."
-)
-@JSON
-def demo(**options: Unpack[_DemoOptions]) -> None:
+@command(_DemoOptions)
+def demo(options: _DemoOptions) -> None:
     """Compare text recompute, raw KV and kvwire on your documents and model, over three emulated links."""
     from kvwire.comparison.run import run_demo
     from kvwire.runtime.text_files import read_texts
 
     advice = "is not a folder; run this in the repository, or name --model and --documents of your own"
-    model = options["model"]
+    model = options.model
     if model == _MODEL and not Path(model).is_dir():
         msg = f"{model} {advice}"
         raise NotFoundError(msg)
     engine = open_engine(model)
-    documents = options["documents"] or (_TOWN if _chats(engine) else "demo/documents")
+    documents = options.documents or (_TOWN if _chats(engine) else "demo/documents")
     if not Path(documents).is_dir():
         msg = f"{documents} {advice}"
         raise NotFoundError(msg)
@@ -71,13 +62,13 @@ def demo(**options: Unpack[_DemoOptions]) -> None:
         engine,
         read_texts([documents]),
         more=read_texts(["demo/documents"]) if documents == _TOWN and Path("demo/documents").is_dir() else {},
-        questions=options["questions"] or _beside(documents),
-        out=Path(options["out"]),
-        links=options["links"],
-        say=lambda text: say_text(text, err=options["as_json"]),
+        questions=options.questions or _beside(documents),
+        out=Path(options.out),
+        links=options.links,
+        say=lambda text: say_text(text, err=options.as_json),
     )
-    error = _difference(report, options["bound"], options["agreement"])
-    if options["as_json"]:
+    error = _difference(report, options.bound, options.agreement)
+    if options.as_json:
         say(json.dumps({**report, **error_as_data(error)}))
     if error:
         leave(error)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,9 +26,13 @@ from kvwire.cli.options import (
     PREFIX_LAYERS,
     RESUME,
     SOFT_TOKENS,
+    STORE,
     USES,
     StoreOptions,
-    store_options,
+    argument,
+    command,
+    flag,
+    option,
     use_file,
 )
 from kvwire.cli.progress import stages
@@ -44,111 +49,74 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
 
 
-class _EncodeOptions(TypedDict):
-    paths: tuple[str, ...]
-    model: str
-    device: str
-    dtype: str
-    force: bool
-    refit: bool
-    method: str
-    prefix_layers: int
-    lossless: bool
-    deviation: bool
-    neutral_prefix: int | None
-    encode_after: int
-    links: str | None
-    soft_tokens: Path | None
-    drop_tokens: float
-    calibration: Extent
-    profile: Path | None
-    resume: Path | None
-    index: tuple[str, ...]
-    uses: str | None
-    backend: Backend
-    text_column: str
-    id_column: str
-    manifest: str | None
-    on: str | None
-    engine: str
-    tensor_parallel: int
-    engine_args: str
-    actors: int
-    gpus: float
-    cpus: float
-    as_json: bool
+@dataclass(frozen=True)
+class _EncodeOptions:
+    """What ``kvwire encode`` is given."""
+
+    paths: tuple[str, ...] = argument(nargs=-1, required=True)
+    model: str = MODEL
+    place: StoreOptions = STORE
+    device: str = DEVICE
+    dtype: str = DTYPE
+    force: bool = flag("Encode again even what the store seems to have.")
+    refit: bool = flag("Fit a new profile, and encode again what has another one.")
+    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+    prefix_layers: int = PREFIX_LAYERS
+    lossless: bool = flag("Add a level that holds every number bit for bit.")
+    deviation: bool = flag("Measure how far tokens move behind others, for ask --selector product.")
+    neutral_prefix: int | None = option(
+        "Compute documents behind N tokens of short neutral texts, which are dropped, so that links lose less: all of "
+        "them by default where the model has attention sinks, 0 with --index, --lossless and the like.",
+        default=None,
+        metavar="N",
+        type=click.IntRange(0),
+    )
+    encode_after: int = option(
+        "Keep documents with fewer than N counted uses as text; needs --uses.",
+        default=0,
+        type=click.IntRange(0),
+        metavar="N",
+    )
+    calibration: Extent = CALIBRATION
+    profile: Path | None = option(
+        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    resume: Path | None = RESUME
+    links: str | None = LINKS
+    soft_tokens: Path | None = SOFT_TOKENS
+    drop_tokens: float = option(
+        "Leave out this share of each document's tokens, those that the model expects most; the rest is the document.",
+        default=0.0,
+        show_default=True,
+        metavar="SHARE",
+        type=click.FloatRange(0, 1, max_open=True),
+    )
+    index: tuple[str, ...] = INDEX
+    uses: str | None = USES
+    backend: Backend = BACKEND
+    text_column: str = option("The text's field in rows.", default="text", show_default=True, metavar="NAME")
+    id_column: str = option("The document id's field in rows.", default="id", show_default=True, metavar="NAME")
+    manifest: str | None = option("Write a row for each document: .parquet, or .jsonl.", metavar="FILE")
+    on: str | None = option("Encode on the machines of a Ray cluster (RAY_ADDRESS).", type=click.Choice(["ray"]))
+    engine: str = option(
+        "What runs the model; vllm, on Ray, for one that needs several GPUs: the store has its profile before.",
+        type=click.Choice(["transformers", "vllm"]),
+        default="transformers",
+        show_default=True,
+    )
+    tensor_parallel: int = option(
+        "Workers of vLLM that share the model.", default=1, type=click.IntRange(1), metavar="N"
+    )
+    engine_args: str = option("Further arguments of vLLM's engine, as an object.", default="", metavar="JSON")
+    actors: int = option("Engines on Ray; 0: as many as fit.", default=0, type=click.IntRange(0), metavar="N")
+    gpus: float = option("GPUs of each engine on Ray.", default=0.0, type=click.FloatRange(0), metavar="G")
+    cpus: float = option("Processors of each engine on Ray.", default=1.0, type=click.FloatRange(0), metavar="C")
+    as_json: bool = JSON
 
 
-@click.command()
-@click.argument("paths", nargs=-1, required=True)
-@MODEL
-@store_options
-@DEVICE
-@DTYPE
-@click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
-@click.option("--refit", is_flag=True, help="Fit a new profile, and encode again what has another one.")
-@click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
-@PREFIX_LAYERS
-@click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
-@click.option(
-    "--deviation", is_flag=True, help="Measure how far tokens move behind others, for ask --selector product."
-)
-@click.option(
-    "--neutral-prefix",
-    default=None,
-    metavar="N",
-    type=click.IntRange(0),
-    help="Compute documents behind N tokens of short neutral texts, which are dropped, so that links lose less: all of "
-    "them by default where the model has attention sinks, 0 with --index, --lossless and the like.",
-)
-@click.option(
-    "--encode-after",
-    default=0,
-    type=click.IntRange(0),
-    metavar="N",
-    help="Keep documents with fewer than N counted uses as text; needs --uses.",
-)
-@CALIBRATION
-@click.option(
-    "--profile",
-    "profile",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.",
-)
-@RESUME
-@LINKS
-@SOFT_TOKENS
-@click.option(
-    "--drop-tokens",
-    default=0.0,
-    show_default=True,
-    metavar="SHARE",
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Leave out this share of each document's tokens, those that the model expects most; the rest is the document.",
-)
-@INDEX
-@USES
-@BACKEND
-@click.option("--text-column", default="text", show_default=True, metavar="NAME", help="The text's field in rows.")
-@click.option("--id-column", default="id", show_default=True, metavar="NAME", help="The document id's field in rows.")
-@click.option("--manifest", metavar="FILE", help="Write a row for each document: .parquet, or .jsonl.")
-@click.option("--on", type=click.Choice(["ray"]), help="Encode on the machines of a Ray cluster (RAY_ADDRESS).")
-@click.option(
-    "--engine",
-    type=click.Choice(["transformers", "vllm"]),
-    default="transformers",
-    show_default=True,
-    help="What runs the model; vllm, on Ray, for one that needs several GPUs: the store has its profile before.",
-)
-@click.option(
-    "--tensor-parallel", default=1, type=click.IntRange(1), metavar="N", help="Workers of vLLM that share the model."
-)
-@click.option("--engine-args", default="", metavar="JSON", help="Further arguments of vLLM's engine, as an object.")
-@click.option("--actors", default=0, type=click.IntRange(0), metavar="N", help="Engines on Ray; 0: as many as fit.")
-@click.option("--gpus", default=0.0, type=click.FloatRange(0), metavar="G", help="GPUs of each engine on Ray.")
-@click.option("--cpus", default=1.0, type=click.FloatRange(0), metavar="C", help="Processors of each engine on Ray.")
-@JSON
-def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
+@command(_EncodeOptions)
+def encode(options: _EncodeOptions) -> None:
     """Encode documents into a store: text files, folders of them, globs, .jsonl and .parquet files, s3:// prefixes.
 
     A document's id is its path below the folder named, without its ending, or the id of its line or row. What the
@@ -158,19 +126,19 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     from kvwire.offline.manifest import Row, check_manifest_name
     from kvwire.offline.steps import failed_row
 
-    if options["manifest"]:
-        check_manifest_name(options["manifest"])
-    refs = find_documents(options["paths"], text_column=options["text_column"], id_column=options["id_column"])
-    output = EncodeOutput(refs, options["manifest"], method=options["method"], as_json=options["as_json"])
-    run = _on_ray if options["on"] == "ray" else _here
-    if options["engine"] == "vllm":
+    if options.manifest:
+        check_manifest_name(options.manifest)
+    refs = find_documents(options.paths, text_column=options.text_column, id_column=options.id_column)
+    output = EncodeOutput(refs, options.manifest, method=options.method, as_json=options.as_json)
+    run = _on_ray if options.on == "ray" else _here
+    if options.engine == "vllm":
         run = _on_vllm
-    elif options["tensor_parallel"] != 1 or options["engine_args"]:
+    elif options.tensor_parallel != 1 or options.engine_args:
         msg = "--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray"
         raise ArgumentError(msg)
     try:
         with stages():
-            run(place, options, refs, output)
+            run(options.place, options, refs, output)
     except KvwireError as error:
         output.fail_all(failed_row(Row(ref.document_id, ref.source), error) for ref in refs)
         raise
@@ -183,33 +151,33 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus import Corpus
 
-    engine = open_engine(options["model"], options["device"], options["dtype"])
+    engine = open_engine(options.model, options.device, options.dtype)
     from kvwire.cli.layouts import use_layout
 
-    layout = use_layout(engine, options["links"], options["soft_tokens"])
+    layout = use_layout(engine, options.links, options.soft_tokens)
     coding = Coding(
-        options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
-        deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], layout=layout,
-        drop_tokens=options["drop_tokens"], resume=options["resume"], calibration=options["calibration"],
+        options.method, options.prefix_layers, options.lossless, backend=options.backend,
+        deviation=options.deviation, neutral_prefix=options.neutral_prefix, layout=layout,
+        drop_tokens=options.drop_tokens, resume=options.resume, calibration=options.calibration,
     )  # fmt: skip
-    return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
+    return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options.uses))
 
 
 def _what(options: _EncodeOptions) -> RunOptions:
     from kvwire.offline import RunOptions
 
-    if options["profile"] and options["refit"]:
+    if options.profile and options.refit:
         msg = "--refit fits a new profile, and --profile names one: leave one of them out"
         raise ArgumentError(msg)
-    data = read_file(options["profile"], "--profile names a file of kvwire profile fit") if options["profile"] else b""
-    return RunOptions(options["force"], options["encode_after"], options["index"], options["refit"], data)
+    data = read_file(options.profile, "--profile names a file of kvwire profile fit") if options.profile else b""
+    return RunOptions(options.force, options.encode_after, options.index, options.refit, data)
 
 
 def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
     from kvwire.offline import encode_side_by_side, prepare_profile
 
     what = _what(options)
-    PROGRESS.info("opening %s", options["model"])
+    PROGRESS.info("opening %s", options.model)
     corpus = open_corpus(place, options)
     profile = prepare_profile(corpus, refs, what)
     PROGRESS.info("encoding %d documents", len(refs))
@@ -220,10 +188,10 @@ def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentR
 def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
     from kvwire.offline import RaySettings, encode_on_ray
 
-    if options["deviation"]:
+    if options.deviation:
         msg = "--deviation compares a document with all others of a run: encode without --on ray"
         raise ArgumentError(msg)
-    settings = RaySettings(options["actors"], options["gpus"], options["cpus"])
+    settings = RaySettings(options.actors, options.gpus, options.cpus)
     rows = encode_on_ray(partial(open_corpus, place, options), refs, _what(options), settings)
     output.take((row, None) for row in rows)
 
@@ -234,7 +202,7 @@ def _on_vllm(place: StoreOptions, options: _EncodeOptions, refs: Sequence[Docume
 
     check_options(options)
     vllm = vllm_settings(place, options)
-    settings = RaySettings(options["actors"], cpus=options["cpus"])
-    opened = partial(vllm_corpus, place, vllm.model, options["uses"])
+    settings = RaySettings(options.actors, cpus=options.cpus)
+    opened = partial(vllm_corpus, place, vllm.model, options.uses)
     rows = encode_on_vllm(opened, refs, vllm, _what(options), settings)
     output.take((row, None) for row in rows)

@@ -11,8 +11,6 @@ from kvwire.codec import DEFAULT_METHOD
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvwire.cli.options import StoreOptions
     from kvwire.offline import VllmSettings
     from kvwire.runtime.corpus import Corpus
@@ -25,35 +23,35 @@ _USUAL = {
 """Options that say what is computed or coded beyond a document's cache: vLLM's connector does not."""
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Any) -> None:  # noqa: ANN401 - what kvwire encode is given
     """Refuse options that vLLM does not serve."""
-    if options["on"] != "ray":
+    if options.on != "ray":
         msg = "vLLM encodes on Ray, which needs no cluster of its own: add --on ray"
         raise ArgumentError(msg)
-    others = [name for name, usual in _USUAL.items() if options[name] != usual]
+    others = [name for name, usual in _USUAL.items() if getattr(options, name) != usual]
     if others:
         name = others[0].replace("_", "-")
         msg = f"--{name} is not for --engine vllm, which saves plain caches of documents: leave it or --engine out"
         raise ArgumentError(msg)
-    if options["gpus"] not in (0, options["tensor_parallel"]):
+    if options.gpus not in (0, options.tensor_parallel):
         msg = "each worker of vLLM takes one GPU with --device cuda: leave --gpus out, and set --tensor-parallel"
         raise ArgumentError(msg)
 
 
-def vllm_settings(place: StoreOptions, options: Mapping[str, Any]) -> VllmSettings:
+def vllm_settings(place: StoreOptions, options: Any) -> VllmSettings:  # noqa: ANN401 - what kvwire encode is given
     """What options mean to vLLM."""
     from kvwire.engines.transformers.identity import find_folder
     from kvwire.offline import VllmSettings
 
     place.open_lasting().close()  # which refuses what is none
-    folder, _ = find_folder(options["model"])
+    folder, _ = find_folder(options.model)
     connector = {"store": place.store, "token": place.token, "tenant": place.tenant, "salt": place.salt}
     connector |= {"keys": place.keys}
-    is_cpu = options["device"] == "cpu"
-    dtype = "float32" if is_cpu and options["dtype"] == "auto" else options["dtype"]
+    is_cpu = options.device == "cpu"
+    dtype = "float32" if is_cpu and options.dtype == "auto" else options.dtype
     return VllmSettings(
-        str(folder), {name: value for name, value in connector.items() if value}, options["tensor_parallel"],
-        0.0 if is_cpu else 1.0, dtype, _engine_args(options["engine_args"]),
+        str(folder), {name: value for name, value in connector.items() if value}, options.tensor_parallel,
+        0.0 if is_cpu else 1.0, dtype, _engine_args(options.engine_args),
     )  # fmt: skip
 
 

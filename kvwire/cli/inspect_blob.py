@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvwire.cli.engines import model_name, open_engine
-from kvwire.cli.options import JSON, StoreOptions, store_options
+from kvwire.cli.options import JSON, StoreOptions, store_options, takes
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "--model", envvar="KVWIRE_MODEL", help="Whose document BLOB is: folder or name; needed where the store has several."
 )
 @store_options
-@JSON
+@takes(JSON)
 def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool) -> None:
     """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
     info = _info(blob, model, place)

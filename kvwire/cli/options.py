@@ -3,66 +3,105 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from kvwire.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
+
+    from _typeshed import DataclassInstance
 
     from kvwire.runtime.links import RepairMode
     from kvwire.store import Catalog, Keyring, Store, UseFile
 
     Command = Callable[..., None]
 
-MODEL = click.option(
+T = TypeVar("T", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """An option or argument of commands: the default of a field of a command's options, or a decorator."""
+
+    make: Callable[..., Callable[[Command], Command]]
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def __call__(self, command: Command, field: str = "") -> Command:
+        """Give a command the parameter, under the name of the field that takes it, or the one that it spells."""
+        is_option, dashed = self.make is click.option, "--" + field.replace("_", "-")
+        names = self.names or ((dashed,) if is_option else ())
+        is_named = not field or any(not each.startswith("-") for each in names)
+        return self.make(*names, *(() if is_named else (field,)), **self.settings)(command)
+
+
+def option(text: str = "", *names: str, **settings: Any) -> Any:  # noqa: ANN401 - click's; the default of any field
+    """An option, by default spelt as its field: its help, and what ``click.option`` takes."""
+    return Parameter(click.option, names, settings | ({"help": text} if text else {}))
+
+
+def flag(text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 - likewise
+    """An option without a value."""
+    return option(text, *names, is_flag=True, **settings)
+
+
+def takes(parameter: Any) -> Callable[[Command], Command]:  # noqa: ANN401 - of ``option`` or ``argument``
+    """A decorator that gives a command a parameter that several have."""
+    return cast("Parameter", parameter)
+
+
+def argument(**settings: Any) -> Any:  # noqa: ANN401 - likewise
+    """An argument, called as its field, as ``click.argument`` takes it."""
+    return Parameter(click.argument, (), settings)
+
+
+MODEL = option(
+    "Folder of a Hugging Face causal model, its id on the Hub, or a GGUF file.",
     "--model",
     required=True,
     envvar="KVWIRE_MODEL",
-    help="Folder of a Hugging Face causal model, its id on the Hub, or a GGUF file.",
 )
-DEVICE = click.option(
-    "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs."
-)
-DTYPE = click.option(
+DEVICE = option("Where the model runs.", "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True)
+DTYPE = option(
+    "auto: float32 on the CPU, elsewhere as the weights are stored.",
     "--dtype",
     default="auto",
     show_default=True,
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="auto: float32 on the CPU, elsewhere as the weights are stored.",
 )
-BACKEND = click.option(
+BACKEND = option(
+    "Kernels that code caches; auto: Triton's on a GPU.",
     "--backend",
     default="auto",
     show_default=True,
     envvar="KVWIRE_BACKEND",
     type=click.Choice(["auto", "triton", "numba"]),
-    help="Kernels that code caches; auto: Triton's on a GPU.",
 )
 
 
-CALIBRATION = click.option(
+CALIBRATION = option(
+    "Tokens that a profile is fitted on: 16,384 or 2,048 at most, and no more than half of the text.",
     "--calibration",
     type=click.Choice(["full", "quick"]),
     default="full",
     show_default=True,
-    help="Tokens that a profile is fitted on: 16,384 or 2,048 at most, and no more than half of the text.",
 )
-PREFIX_LAYERS = click.option(
+PREFIX_LAYERS = option(
+    "Layers that readers compute anew, which makes blobs smaller.",
     "--prefix-layers",
     default=0,
     show_default=True,
     type=click.IntRange(0),
-    help="Layers that readers compute anew, which makes blobs smaller.",
 )
-RESUME = click.option(
+RESUME = option(
+    "Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
     "--resume",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
 )
 
 
@@ -76,21 +115,21 @@ def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str,
     return names
 
 
-INDEX = click.option(
+INDEX = option(
+    "Let prompts find the documents that they begin with: kvwire, lmcache:256, sglang:64 (tokens of a chunk).",
     "--index",
     multiple=True,
     callback=_schemes,
     metavar="NAME[,NAME...]",
-    help="Let prompts find the documents that they begin with: kvwire, lmcache:256, sglang:64 (tokens of a chunk).",
 )
-USES = click.option("--uses", envvar="KVWIRE_USES", metavar="FILE", help="Where uses of documents are counted.")
-REPAIR = click.option(
+USES = option("Where uses of documents are counted.", "--uses", envvar="KVWIRE_USES", metavar="FILE")
+REPAIR = option(
+    "Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
+    "leaves time for, all, or a share from 0 to 1.",
     "--repair",
     default="auto",
     show_default=True,
     metavar="none|auto|all|SHARE",
-    help="Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
-    "leaves time for, all, or a share from 0 to 1.",
 )
 
 
@@ -109,22 +148,20 @@ def _max_kl(_context: click.Context, _option: click.Parameter, told: str) -> flo
     return value
 
 
-MAX_KL = click.option(
+MAX_KL = option(
+    "Of each document, fetch no coarser level than the first of which no greater KL divergence is expected; none: "
+    "any level. Does not hold where --floor is given.",
     "--max-kl",
     default="0.03",
     show_default=True,
     envvar="KVWIRE_MAX_KL",
     callback=_max_kl,
     metavar="NATS|none",
-    help="Of each document, fetch no coarser level than the first of which no greater KL divergence is expected; none: "
-    "any level. Does not hold where --floor is given.",
 )
-FLOOR = click.option(
-    "--floor",
-    type=click.IntRange(0, 7),
-    help="Lowest level to use where there is a choice, in place of --max-kl.",
+FLOOR = option(
+    "Lowest level to use where there is a choice, in place of --max-kl.", "--floor", type=click.IntRange(0, 7)
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+JSON = flag("Print JSON on stdout.", "--json", "as_json")
 
 
 @dataclass(frozen=True)
@@ -192,41 +229,40 @@ class StoreOptions:
         return Keyring.read(self.keys) if self.keys else None
 
 
-LINKS = click.option(
+LINKS = option(
+    "What stands around documents and in their caches: plain, kvlink:5, kvlink:5:evaluation, wrappers:8+8, "
+    "anchors:100/25, links:5, turborag:IDS/IDS, block-attention:IDS; by default what the soft tokens were trained for.",
     "--links",
     metavar="LAYOUT",
-    help="What stands around documents and in their caches: plain, kvlink:5, kvlink:5:evaluation, wrappers:8+8, "
-    "anchors:100/25, links:5, turborag:IDS/IDS, block-attention:IDS; by default what the soft tokens were trained for.",
 )
-SOFT_TOKENS = click.option(
+SOFT_TOKENS = option(
+    "Trained embeddings that are no entries of the vocabulary, as kvwire train-links writes them.",
     "--soft-tokens",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Trained embeddings that are no entries of the vocabulary, as kvwire train-links writes them.",
 )
 
-_TIERS = (
-    click.option("--cache", envvar="KVWIRE_CACHE", help="Folder of a local cache before the store."),
-    click.option(
-        "--cache-size", default="10GB", envvar="KVWIRE_CACHE_SIZE", show_default=True, help="Of the cache folder."
-    ),
-    click.option("--memory-size", envvar="KVWIRE_MEMORY_SIZE", help="Of a cache in memory, such as 2GB."),
+CACHE = option("Folder of a local cache before the store.", "--cache", envvar="KVWIRE_CACHE")
+CACHE_SIZE = option(
+    "Of the cache folder.", "--cache-size", default="10GB", envvar="KVWIRE_CACHE_SIZE", show_default=True
 )
-_OPTIONS = (
-    click.option(
+MEMORY_SIZE = option("Of a cache in memory, such as 2GB.", "--memory-size", envvar="KVWIRE_MEMORY_SIZE")
+_STORE: dict[str, Parameter] = {
+    "store": option(
+        "file:///folder, http://host:port, or s3://bucket/prefix?endpoint=http://host:port.",
         "--store",
         envvar="KVWIRE_STORE",
-        help="file:///folder, http://host:port, or s3://bucket/prefix?endpoint=http://host:port.",
     ),
-    click.option("--token", envvar="KVWIRE_TOKEN", help="Bearer token for http stores."),
-    click.option("--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True, help="Whose documents."),
-    click.option(
-        "--salt", default="", envvar="KVWIRE_SALT", help="The deployment's secret: hides whose part is whose."
-    ),
-    click.option("--keys", envvar="KVWIRE_KEYS", help="File of master keys: objects are encrypted (kvwire key)."),
-    *_TIERS,
-)
-_NAMES = ("store", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size")
+    "token": option("Bearer token for http stores.", "--token", envvar="KVWIRE_TOKEN"),
+    "tenant": option("Whose documents.", "--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True),
+    "salt": option("The deployment's secret: hides whose part is whose.", "--salt", default="", envvar="KVWIRE_SALT"),
+    "keys": option("File of master keys: objects are encrypted (kvwire key).", "--keys", envvar="KVWIRE_KEYS"),
+    "cache": CACHE,
+    "cache_size": CACHE_SIZE,
+    "memory_size": MEMORY_SIZE,
+}
+STORE: Any = object()
+"""The default of a field that takes ``StoreOptions``, as ``command`` fills it."""
 
 
 def store_options(command: Command) -> Command:
@@ -234,15 +270,33 @@ def store_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def collected(**given: Any) -> None:  # noqa: ANN401 - click's values
-        place = StoreOptions(**{name: given.pop(name) for name in _NAMES})
-        command(place=place, **given)
+        command(place=_place(given), **given)
 
-    return _with(_OPTIONS, collected)
+    return _with(_STORE, collected)
 
 
-def tier_options(command: Command) -> Command:
-    """Give a command the options of the tiers before a store: ``cache``, ``cache_size`` and ``memory_size``."""
-    return _with(_TIERS, command)
+def _place(given: dict[str, Any]) -> StoreOptions:
+    """Take the options of a store out of what was given."""
+    return StoreOptions(**{name: given.pop(name) for name in _STORE})
+
+
+def command(
+    options: type[T], name: str | None = None, group: click.Group | None = None
+) -> Callable[[Callable[[T], None]], click.Command]:
+    """Make a command of a function that takes its options as one dataclass, whose fields' defaults are parameters."""
+    parameters: dict[str, Parameter] = {}
+    for each in fields(options):
+        parameters |= _STORE if each.default is STORE else {each.name: cast("Parameter", each.default)}
+    place = next((each.name for each in fields(options) if each.default is STORE), None)
+
+    def made(work: Callable[[T], None]) -> click.Command:
+        @functools.wraps(work)
+        def called(**given: Any) -> None:  # noqa: ANN401 - click's values
+            work(options(**({place: _place(given)} if place else {}), **given))
+
+        return (group or click).command(name)(_with(parameters, called))
+
+    return made
 
 
 def use_file(path: str | None) -> UseFile | None:
@@ -252,9 +306,9 @@ def use_file(path: str | None) -> UseFile | None:
     return UseFile(path) if path else None
 
 
-def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
-    for option in reversed(options):
-        command = option(command)
+def _with(parameters: Mapping[str, Parameter], command: Command) -> Command:
+    for name, parameter in reversed(list(parameters.items())):
+        command = parameter(command, name)
     return command
 
 

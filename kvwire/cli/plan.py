@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire.cli.failures import leave
-from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, StoreOptions, repair_of, store_options
+from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, StoreOptions, repair_of, store_options, takes
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.cli.say import say
@@ -29,8 +29,8 @@ _MANY = 16  # documents
     "--documents", default=1, show_default=True, type=click.IntRange(1, 128), help="Of which --context is made."
 )
 @click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, whose costs are remembered or measured.")
-@DEVICE
-@DTYPE
+@takes(DEVICE)
+@takes(DTYPE)
 @click.option("--machine", help="Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
 @click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
 @click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
@@ -44,12 +44,12 @@ _MANY = 16  # documents
     help="By default the best quality within the deadline, without one the earliest first token.",
 )
 @click.option("--exact", is_flag=True, help="Lossless levels alone, and texts where there is none; as ask has it.")
-@MAX_KL
-@FLOOR
+@takes(MAX_KL)
+@takes(FLOOR)
 @click.option(
     "--question-tokens", default=32, show_default=True, type=click.IntRange(1, 1 << 20), help="Length of the question."
 )
-@REPAIR
+@takes(REPAIR)
 @click.option(
     "--price",
     metavar="PRICES",
@@ -57,7 +57,7 @@ _MANY = 16  # documents
 )
 @click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
 @store_options
-@JSON
+@takes(JSON)
 def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click's values
     """Tell what a load would do, why, when its first token would come, and what else there is.
 

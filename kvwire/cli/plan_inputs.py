@@ -202,7 +202,7 @@ class Sources:
 
     def _notes(self, headers: list[BlobInfo | int]) -> tuple[str, ...]:
         """Of documents whose floor lets in more than the greatest KL divergence that is wanted."""
-        from kvwire.runtime.expected_kl import floor_trouble
+        from kvwire.runtime.answer import floor_trouble
 
         options = self._options
         if options.max_kl is None or options.exact:

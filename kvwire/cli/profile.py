@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import click
 
 from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file
-from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME
+from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME, argument, command, option, takes
 from kvwire.cli.progress import stages
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD, methods
@@ -28,46 +28,39 @@ def profile_group() -> None:
     """Fit a profile once, look at it, and tell when a new one would pay."""
 
 
-class _FitOptions(TypedDict):
-    model: str
-    texts: tuple[str, ...]
-    out: Path
-    method: str
-    prefix_layers: int
-    calibration: Extent
-    resume: Path | None
-    device: str
-    dtype: str
-    as_json: bool
+@dataclass(frozen=True)
+class _FitOptions:
+    """What ``kvwire fit`` is given."""
+
+    model: str = argument(envvar="KVWIRE_MODEL")
+    texts: tuple[str, ...] = option(
+        "Folder, file or glob of texts to fit on; repeatable.", multiple=True, required=True
+    )
+    out: Path = option("File to write, a .kvp.", required=True, type=click.Path(dir_okay=False, path_type=Path))
+    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+    prefix_layers: int = PREFIX_LAYERS
+    calibration: Extent = CALIBRATION
+    resume: Path | None = RESUME
+    device: str = DEVICE
+    dtype: str = DTYPE
+    as_json: bool = JSON
 
 
-@profile_group.command()
-@click.argument("model", envvar="KVWIRE_MODEL")
-@click.option("--texts", multiple=True, required=True, help="Folder, file or glob of texts to fit on; repeatable.")
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File to write, a .kvp.")
-@click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
-@PREFIX_LAYERS
-@CALIBRATION
-@RESUME
-@DEVICE
-@DTYPE
-@JSON
-def fit(**options: Unpack[_FitOptions]) -> None:
+@command(_FitOptions, group=profile_group)
+def fit(options: _FitOptions) -> None:
     """Fit a profile of MODEL, a folder, from texts, and write it to a file for kvwire encode --profile."""
     from kvwire.offline import find_documents, fit_profile_file, summarise
     from kvwire.runtime.coding import Coding
 
-    out = options["out"]
+    out = options.out
     if not out.parent.is_dir():
         msg = f"{out.parent} is no folder; make it first"
         raise NotFoundError(msg)
-    coding = Coding(
-        options["method"], options["prefix_layers"], calibration=options["calibration"], resume=options["resume"]
-    )
-    refs = find_documents(options["texts"])
+    coding = Coding(options.method, options.prefix_layers, calibration=options.calibration, resume=options.resume)
+    refs = find_documents(options.texts)
     with stages():
-        PROGRESS.info("opening %s", options["model"])
-        engine = open_engine(options["model"], options["device"], options["dtype"])
+        PROGRESS.info("opening %s", options.model)
+        engine = open_engine(options.model, options.device, options.dtype)
         profile = fit_profile_file(engine, refs, coding)
     part = out.with_name(f"{out.name}.part")
     try:
@@ -77,12 +70,12 @@ def fit(**options: Unpack[_FitOptions]) -> None:
         part.unlink(missing_ok=True)
         msg = f"{out} cannot be written ({error.strerror}); look at free space and permissions"
         raise StorageError(msg) from error
-    _print_summary(summarise(profile), as_json=options["as_json"])
+    _print_summary(summarise(profile), as_json=options.as_json)
 
 
 @profile_group.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@JSON
+@takes(JSON)
 def show(file: Path, *, as_json: bool) -> None:
     """Show what FILE, a .kvp, is: its model, what it was fitted on, and what its levels are expected to lose."""
     from kvwire.codec import read_profile
@@ -114,7 +107,7 @@ def _print_summary(found: ProfileSummary, *, as_json: bool) -> None:
 @profile_group.command()
 @click.argument("manifest", metavar="MANIFEST")
 @click.option("--level", help="Name of the level that is looked at; without it, the middle one.")
-@JSON
+@takes(JSON)
 def check(manifest: str, level: str | None, *, as_json: bool) -> None:
     """Tell from a manifest's measured errors whether a new profile would pay, and what encoding again costs.
 

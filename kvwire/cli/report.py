@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
+from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options, takes
 from kvwire.cli.progress import progress
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
@@ -32,13 +32,13 @@ _QUESTION = 32
 @click.option("--all-tenants", is_flag=True, help="Every tenant of the store, not only --tenant.")
 @click.option("--sample", default=16, show_default=True, type=click.IntRange(0, 1024), help="Headers that are read.")
 @click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, for the time to the first token.")
-@DEVICE
-@DTYPE
+@takes(DEVICE)
+@takes(DTYPE)
 @click.option("--machine", help="Instead of --model: a machine by name, such as h100; needs --shape.")
 @click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
 @click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
 @store_options
-@JSON
+@takes(JSON)
 def report(
     *,
     out: str,

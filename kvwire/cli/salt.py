@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvwire.cli.engines import model_name, open_tokenizer
-from kvwire.cli.options import JSON, StoreOptions, store_options
+from kvwire.cli.options import JSON, StoreOptions, store_options, takes
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -30,7 +30,7 @@ from kvwire.errors import ArgumentError
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="In that body.")
 @click.option("--model", envvar="KVWIRE_MODEL", help="Folder or name; needed where the store has several models.")
 @store_options
-@JSON
+@takes(JSON)
 def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: ANN401 - click's values
     """Print the cache_salt that a request to vLLM needs, or with --question the body of the request.
 

@@ -1,4 +1,5 @@
 """Commands of the server's side: serve a store, sign a URL, make a token."""
+# ruff: noqa: RUF009 - parameters are markers, read when the command is made
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import signal
 import sys
 import time
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import JSON, StoreOptions, tier_options
+from kvwire.cli.options import CACHE, CACHE_SIZE, JSON, MEMORY_SIZE, StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -31,94 +33,89 @@ _FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path
 _SPARE_FILES = 256  # of the store, the logs and Python itself
 
 
-def _option(name: str, **settings: Any) -> Callable[[Command], Command]:  # noqa: ANN401 - click's settings
+def _option(name: str, **settings: Any) -> Any:  # noqa: ANN401 - click's settings
     """An option that an environment variable of its name can give as well."""
-    return click.option(name, envvar="KVWIRE_" + name.strip("-").replace("-", "_").upper(), **settings)
+    return option(
+        settings.pop("help", ""), name, envvar="KVWIRE_" + name.strip("-").replace("-", "_").upper(), **settings
+    )
 
 
-def _file(name: str, text: str) -> Callable[[Command], Command]:
+def _file(name: str, text: str) -> Any:  # noqa: ANN401 - as ``option``
     return _option(name, type=click.Path(path_type=Path), help=text)
 
 
-def _number(name: str, default: float, text: str, least: int = 0) -> Callable[[Command], Command]:
+def _number(name: str, default: float, text: str, least: int = 0) -> Any:  # noqa: ANN401 - likewise
     kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
     return _option(name, default=default, show_default=True, type=kind, help=text)
 
 
-class _ServeOptions(TypedDict):
-    store: str
-    store_token: str | None
-    cache: str | None
-    cache_size: str
-    memory_size: str | None
-    host: str
-    port: int
-    token: str | None
-    tenants: Path | None
-    signing_keys: Path | None
-    metrics_token: str | None
-    certificate: Path | None
-    private_key: Path | None
-    read_only: bool
-    status: bool
-    spool: Path | None
-    max_upload_bytes: int
-    max_spool_bytes: int
-    max_requests: int
-    max_connections: int
-    rate: float
-    burst: int
-    shutdown_seconds: float
-    log_level: str
-    log_format: str
-    as_json: bool
+@dataclass(frozen=True)
+class _ServeOptions:
+    """What ``kvwire serve`` is given."""
+
+    store: str = _option(
+        "--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store."
+    )
+    store_token: str | None = _option("--store-token", help="Bearer token for a store behind http://.")
+    cache: str | None = CACHE
+    cache_size: str = CACHE_SIZE
+    memory_size: str | None = MEMORY_SIZE
+    host: str = _option(
+        "--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access."
+    )
+    port: int = _option(
+        "--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port."
+    )
+    token: str | None = _option(
+        "--token", help="Bearer token with full rights; 16 characters or more where other machines can ask."
+    )
+    tenants: Path | None = _file(
+        "--tenants", "JSON list of tenants' tokens, as hashes; read again when it changes and on SIGHUP."
+    )
+    signing_keys: Path | None = _file("--signing-keys", "JSON object of keys for signed URLs; read again likewise.")
+    metrics_token: str | None = _option("--metrics-token", help="Bearer token for /metrics alone.")
+    certificate: Path | None = _file("--certificate", "PEM file for TLS, with its chain; read again on SIGHUP.")
+    private_key: Path | None = _file("--private-key", "PEM file of the certificate's key.")
+    read_only: bool = _option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
+    status: bool = _option(
+        "--status", is_flag=True, help="Show /status, a live page for people, to whoever may see /metrics."
+    )
+    spool: Path | None = _option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
+    max_upload_bytes: int = _number("--max-upload-bytes", 16 * _GIB, "Of one upload.")
+    max_spool_bytes: int = _number(
+        "--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way; one client has half of it."
+    )
+    max_requests: int = _number("--max-requests", 512, "Answered at a time.", least=1)
+    max_connections: int = _number("--max-connections", 1024, "Open at a time.", least=1)
+    rate: float = _number("--rate", 0.0, "Requests a second of one credential, or address without any; 0: no limit.")
+    burst: int = _number("--burst", 100, "Requests at once, before the rate counts.")
+    shutdown_seconds: float = _number("--shutdown-seconds", 30.0, "Given to running answers after SIGTERM.")
+    log_level: str = _option(
+        "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+    )
+    log_format: str = _option("--log-format", default="json", show_default=True, type=click.Choice(["json", "text"]))
+    as_json: bool = JSON
 
 
-@click.command()
-@_option("--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store.")
-@_option("--store-token", help="Bearer token for a store behind http://.")
-@tier_options
-@_option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access.")
-@_option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
-@_option("--token", help="Bearer token with full rights; 16 characters or more where other machines can ask.")
-@_file("--tenants", "JSON list of tenants' tokens, as hashes; read again when it changes and on SIGHUP.")
-@_file("--signing-keys", "JSON object of keys for signed URLs; read again likewise.")
-@_option("--metrics-token", help="Bearer token for /metrics alone.")
-@_file("--certificate", "PEM file for TLS, with its chain; read again on SIGHUP.")
-@_file("--private-key", "PEM file of the certificate's key.")
-@_option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
-@_option("--status", is_flag=True, help="Show /status, a live page for people, to whoever may see /metrics.")
-@_option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
-@_number("--max-upload-bytes", 16 * _GIB, "Of one upload.")
-@_number("--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way; one client has half of it.")
-@_number("--max-requests", 512, "Answered at a time.", least=1)
-@_number("--max-connections", 1024, "Open at a time.", least=1)
-@_number("--rate", 0.0, "Requests a second of one credential, or address without any; 0: no limit.")
-@_number("--burst", 100, "Requests at once, before the rate counts.")
-@_number("--shutdown-seconds", 30.0, "Given to running answers after SIGTERM.")
-@_option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
-@_option("--log-format", default="json", show_default=True, type=click.Choice(["json", "text"]))
-@JSON
-def serve(**options: Unpack[_ServeOptions]) -> None:
+@command(_ServeOptions)
+def serve(options: _ServeOptions) -> None:
     """Serve a store over HTTP until interrupted; other machines need --token, --tenants or --signing-keys."""
-    with _logs_on_stderr(options["log_level"], options["log_format"]):
+    with _logs_on_stderr(options.log_level, options.log_format):
         _serve_store(options)
 
 
 def _serve_store(options: _ServeOptions) -> None:
     from kvwire.transport import AccessSettings, ObjectServer
 
-    tls = _tls(options["certificate"], options["private_key"])
-    access = AccessSettings(
-        options["token"] or None, options["tenants"], options["signing_keys"], options["metrics_token"] or None
-    )
-    _raise_open_files(2 * options["max_connections"] + _SPARE_FILES)
+    tls = _tls(options.certificate, options.private_key)
+    access = AccessSettings(options.token or None, options.tenants, options.signing_keys, options.metrics_token or None)
+    _raise_open_files(2 * options.max_connections + _SPARE_FILES)
     place = StoreOptions(
-        options["store"],
-        token=options["store_token"] or None,
-        cache=options["cache"],
-        cache_size=options["cache_size"],
-        memory_size=options["memory_size"],
+        options.store,
+        token=options.store_token or None,
+        cache=options.cache,
+        cache_size=options.cache_size,
+        memory_size=options.memory_size,
     )
     with closing(place.open_lasting(exists=True)) as store:
         server = ObjectServer(store, access=access, settings=_settings(options))
@@ -138,8 +135,8 @@ async def _serve(server: ObjectServer, tls: ServerTls | None, options: _ServeOpt
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    async with listen(server, options["host"], options["port"], tls=tls) as url:
-        say(json.dumps({"url": url}) if options["as_json"] else f"serving {options['store']} at {url}")
+    async with listen(server, options.host, options.port, tls=tls) as url:
+        say(json.dumps({"url": url}) if options.as_json else f"serving {options.store} at {url}")
         sys.stdout.flush()
         await stop.wait()
 
@@ -148,16 +145,16 @@ def _settings(options: _ServeOptions) -> ServerSettings:
     from kvwire.transport import ServerSettings
 
     return ServerSettings(
-        max_requests=options["max_requests"],
-        max_connections=options["max_connections"],
-        shutdown_s=options["shutdown_seconds"],
-        max_upload_bytes=options["max_upload_bytes"],
-        max_spool_bytes=options["max_spool_bytes"],
-        spool_folder=options["spool"],
-        requests_per_s=options["rate"],
-        burst=options["burst"],
-        read_only=options["read_only"],
-        status=options["status"],
+        max_requests=options.max_requests,
+        max_connections=options.max_connections,
+        shutdown_s=options.shutdown_seconds,
+        max_upload_bytes=options.max_upload_bytes,
+        max_spool_bytes=options.max_spool_bytes,
+        spool_folder=options.spool,
+        requests_per_s=options.rate,
+        burst=options.burst,
+        read_only=options.read_only,
+        status=options.status,
     )
 
 
@@ -200,65 +197,66 @@ def _logs_on_stderr(level: str, layout: str) -> Iterator[None]:
             logger.setLevel(old)
 
 
-class _SignOptions(TypedDict):
-    key: str
-    base_url: str
-    signing_keys: Path
-    key_id: str
-    seconds: int
-    method: str
-    as_json: bool
+@dataclass(frozen=True)
+class _SignOptions:
+    """What ``kvwire sign`` is given."""
+
+    key: str = argument()
+    base_url: str = _option(
+        "--base-url", required=True, help="Address of the server: https://host:port or https://host/prefix."
+    )
+    signing_keys: Path = _option(
+        "--signing-keys", required=True, type=click.Path(path_type=Path), help="The server's file of keys."
+    )
+    key_id: str = _option("--key-id", required=True, help="Which of its keys signs.")
+    seconds: int = option("How long the URL is good.", default=3600, show_default=True, type=click.IntRange(1))
+    method: str = option(default="GET", show_default=True, type=click.Choice(["GET", "PUT", "DELETE"]))
+    as_json: bool = JSON
 
 
-@click.command()
-@click.argument("key")
-@_option("--base-url", required=True, help="Address of the server: https://host:port or https://host/prefix.")
-@_option("--signing-keys", required=True, type=click.Path(path_type=Path), help="The server's file of keys.")
-@_option("--key-id", required=True, help="Which of its keys signs.")
-@click.option("--seconds", default=3600, show_default=True, type=click.IntRange(1), help="How long the URL is good.")
-@click.option("--method", default="GET", show_default=True, type=click.Choice(["GET", "PUT", "DELETE"]))
-@JSON
-def sign(**options: Unpack[_SignOptions]) -> None:
+@command(_SignOptions)
+def sign(options: _SignOptions) -> None:
     """Print a URL with which anyone may read (or write) the object KEY for a while."""
     from kvwire.transport import SigningKeys, sign_url
 
-    keys = SigningKeys.read(options["signing_keys"])
-    expires_at = int(time.time()) + options["seconds"]
+    keys = SigningKeys.read(options.signing_keys)
+    expires_at = int(time.time()) + options.seconds
     url = sign_url(
-        options["base_url"],
-        options["key"],
-        secret=keys.secret(options["key_id"]),
-        key_id=options["key_id"],
+        options.base_url,
+        options.key,
+        secret=keys.secret(options.key_id),
+        key_id=options.key_id,
         expires_at=expires_at,
-        method=options["method"],
+        method=options.method,
     )
-    say(json.dumps({"url": url, "expires": expires_at}) if options["as_json"] else url)
+    say(json.dumps({"url": url, "expires": expires_at}) if options.as_json else url)
 
 
-class _TokenOptions(TypedDict):
-    tenant: str
-    salt: str
-    write: bool
-    as_json: bool
+@dataclass(frozen=True)
+class _TokenOptions:
+    """What ``kvwire token`` is given."""
+
+    tenant: str = _option(
+        "--tenant", default="default", show_default=True, help="Whose token; goes into the line for the tenants file."
+    )
+    salt: str = _option(
+        "--salt", default="", help="The deployment's secret, where keys are salted: the line then holds the namespace."
+    )
+    write: bool = flag("The token may write.")
+    as_json: bool = JSON
 
 
-@click.command()
-@_option("--tenant", default="default", show_default=True, help="Whose token; goes into the line for the tenants file.")
-@_option(
-    "--salt", default="", help="The deployment's secret, where keys are salted: the line then holds the namespace."
-)
-@click.option("--write", is_flag=True, help="The token may write.")
-@JSON
-def token(**options: Unpack[_TokenOptions]) -> None:
+@command(_TokenOptions)
+def token(options: _TokenOptions) -> None:
     """Make a random bearer token; print it, and the line for the server's tenants file, which holds its hash alone."""
     from kvwire.store import tenant_hash
     from kvwire.transport import new_token
 
-    tenant, salt = options["tenant"], options["salt"].encode()
+    tenant, salt = options.tenant, options.salt.encode()
     whose = {"namespace": tenant_hash(tenant, salt)} if salt else {"tenant": tenant}
     made, digest = new_token()
-    entry = {**whose, "token_sha256": digest, "write": options["write"]}
-    if options["as_json"]:
+    entry = {**whose, "token_sha256": digest, "write": options.write}
+    if options.as_json:
         say(json.dumps({"token": made, "entry": entry}))
     else:
         say(made, json.dumps(entry))

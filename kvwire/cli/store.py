@@ -13,7 +13,7 @@ import click
 from msgspec import to_builtins
 
 from kvwire.cli.failures import error_as_data, leave
-from kvwire.cli.options import INDEX, StoreOptions, store_options
+from kvwire.cli.options import INDEX, StoreOptions, store_options, takes
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.progress import progress
 from kvwire.cli.say import say
@@ -45,13 +45,13 @@ def store_group() -> None:
 
 @store_group.command()
 @store_options
-@_CONFIG
+@takes(_CONFIG)
 @click.option("--tenants", "what", flag_value="tenants", help="List tenants, by their hashes, instead of documents.")
 @click.option("--configs", "what", flag_value="configs", help="List the tenant's model configurations.")
 @click.option("--keys-of", "prefix", metavar="PREFIX", help="List all keys that start with this, with sizes.")
 @click.option("--after", default="", help="Go on behind this key, the last of a list that was cut off.")
 @click.option("--limit", type=click.IntRange(1), help="At most so many.")
-@_JSON
+@takes(_JSON)
 def ls(
     *,
     place: StoreOptions,
@@ -87,8 +87,8 @@ def ls(
 @store_group.command()
 @click.argument("document")
 @store_options
-@_CONFIG
-@_JSON
+@takes(_CONFIG)
+@takes(_JSON)
 def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> None:
     """Show a document's entry and what its blob says about itself."""
     with _opened(place) as store:
@@ -113,8 +113,8 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
 @store_group.command()
 @click.argument("documents", nargs=-1, required=True)
 @store_options
-@_CONFIG
-@_JSON
+@takes(_CONFIG)
+@takes(_JSON)
 def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json: bool) -> None:
     """Take documents out of the catalog. What they named goes when garbage is collected (gc)."""
     removed: list[str] = []
@@ -133,12 +133,12 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
 
 @store_group.command()
 @store_options
-@_ALL
+@takes(_ALL)
 @click.option("--grace", default="24h", show_default=True, help="Younger content stays: 90s, 30m, 24h, 7d.")
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and tell what would be.")
 @click.option("--yes", is_flag=True, help="Delete even more than half of all bytes, or of all documents'.")
 @click.option("--allow-empty-catalog", is_flag=True, help="Collect where the catalog names nothing that is there.")
-@_PART
+@takes(_PART)
 @click.option(
     "--parts",
     default=1,
@@ -149,7 +149,7 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
         "of some 34 bytes for each object that is named; TMPDIR has to be on a disk with room for it, not in memory."
     ),
 )
-@_JSON
+@takes(_JSON)
 def gc(  # noqa: PLR0913 - its options
     *,
     place: StoreOptions,
@@ -192,10 +192,10 @@ def gc(  # noqa: PLR0913 - its options
 
 
 @store_group.command()
-@INDEX
+@takes(INDEX)
 @store_options
-@_CONFIG
-@_JSON
+@takes(_CONFIG)
+@takes(_JSON)
 def index(*, place: StoreOptions, index: tuple[str, ...], config: str, as_json: bool) -> None:
     """Let prompts find the documents that they begin with, for all that are encoded; by default in kvwire's own way."""
     from kvwire.store import Indexed, index_documents
@@ -216,9 +216,9 @@ def index(*, place: StoreOptions, index: tuple[str, ...], config: str, as_json: 
 
 @store_group.command()
 @store_options
-@_ALL
+@takes(_ALL)
 @click.option("--dry-run", is_flag=True, help="Write nothing, and tell what would be.")
-@_JSON
+@takes(_JSON)
 def rebuild(*, place: StoreOptions, all_tenants: bool, dry_run: bool, as_json: bool) -> None:
     """Make a lost catalog anew from blobs and texts. Entries that lead somewhere stay; nothing is deleted."""
     from kvwire.store import rebuild as rebuild_store
@@ -243,11 +243,11 @@ def rebuild(*, place: StoreOptions, all_tenants: bool, dry_run: bool, as_json: b
 
 @store_group.command()
 @store_options
-@_ALL
-@_JOBS
+@takes(_ALL)
+@takes(_JOBS)
 @click.option("--delete-damaged", is_flag=True, help="Delete what is damaged, so that it is encoded again.")
-@_PART
-@_JSON
+@takes(_PART)
+@takes(_JSON)
 def verify(
     *, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged: bool, part: str, as_json: bool
 ) -> None:
@@ -278,8 +278,8 @@ def verify(
 @click.argument("target")
 @click.option("--token", envvar="KVWIRE_TOKEN", help="Bearer token for SOURCE, where that is http.")
 @click.option("--to-token", envvar="KVWIRE_TO_TOKEN", help="Bearer token for TARGET.")
-@_JOBS
-@_JSON
+@takes(_JOBS)
+@takes(_JSON)
 def cp(*, source: str, target: str, token: str | None, to_token: str | None, jobs: int, as_json: bool) -> None:
     """Copy a store into another: all tenants, content first, entries last. Goes on where it was interrupted."""
     from kvwire.store import copy_store

@@ -19,9 +19,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvwire.errors import KvwireError
 from kvwire.lmcache.layout import ObjectLayout
+from kvwire.runtime.adapters import ChunkSettings, uniform
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
-from kvwire.runtime.chunk_settings import ChunkSettings
-from kvwire.runtime.chunk_shapes import uniform
 from kvwire.store.prefix.schemes import SCHEMES
 
 if TYPE_CHECKING:

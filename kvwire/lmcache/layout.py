@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.runtime.chunk_shapes import DTYPES, heads_of, uniform
+from kvwire.runtime.adapters import DTYPES, heads_of, uniform
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 from kvwire.codec import read_profile
 from kvwire.offline.sample import sample
 from kvwire.offline.steps import DocumentSteps, RunOptions
+from kvwire.runtime.calibrate import without_anchors
 from kvwire.runtime.coding import EXTENTS
-from kvwire.runtime.computing import without_anchors
 from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def prepare_profile(
         The profile; None where the store has none and there is too little text for one.
 
     Raises:
-        KvwireError: As ``EncodingSteps.prepare`` says.
+        KvwireError: As ``Encoder.prepare`` says.
     """
     chosen = options or RunOptions()
     steps, encoder = DocumentSteps(corpus, None, chosen), corpus.encoder()

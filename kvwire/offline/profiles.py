@@ -75,7 +75,7 @@ def fit_profile_file(engine: Engine, refs: Sequence[DocumentRef], coding: Coding
 
     Raises:
         ArgumentError: There is too little text, or the method needs no profile.
-        KvwireError: As ``EncodingSteps.prepare`` says.
+        KvwireError: As ``Encoder.prepare`` says.
     """
     profile = prepare_profile(Corpus(engine, MemoryStore(), coding=coding), refs)
     if profile is None:

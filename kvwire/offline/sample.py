@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from kvwire.runtime.calibration import HELD_OUT
+from kvwire.runtime.calibrate import HELD_OUT
 from kvwire.runtime.coding import CALIBRATION_TOKENS
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.offline.manifest import Status
     from kvwire.offline.refs import DocumentRef
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.encoding_steps import Computed
+    from kvwire.runtime.encode import Computed
     from kvwire.types import BlobInfo, KVCache
 
 _log = logging.getLogger("kvwire.offline")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvwire.codec import BlobDecoder, level_index
 from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError
 from kvwire.reuse import link
-from kvwire.runtime.chunk_settings import FINEST, LOSSLESS
+from kvwire.runtime.adapters import FINEST, LOSSLESS
 from kvwire.store.listing import ahead
 from kvwire.store.prefix.index import opening_of
 from kvwire.types import digest_tokens
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.codec.format.header import Header
-    from kvwire.runtime.chunk_settings import ChunkSettings
+    from kvwire.runtime.adapters import ChunkSettings
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry, PrefixHit
     from kvwire.store.crypto.sealing import BlobReader

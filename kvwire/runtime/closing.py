@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.controller import events as ev
-from kvwire.runtime.answer import Answer, Timing
-from kvwire.runtime.executor import Executor
+from kvwire.runtime.answer import Answer, Timing, with_expected_kl
 from kvwire.runtime.links import RepairContext, Repairer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    import torch
     from torch import Tensor
 
     from kvwire.controller import Estimates, Goal
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.kept import KeptLookup, RepairKeeper
     from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.load import Load
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
-    from kvwire.runtime.shift_reading import ShiftReader
     from kvwire.types import Decision
 
-E = TypeVar("E", bound=Executor)
 _KEEPING_S = 60.0
 _KEPT_SHARE = 0.25
 """Share of what is left of a deadline that rows of an earlier repair may still take to come."""
@@ -43,11 +43,11 @@ _BOS = (
 )
 
 
-class CompletedLoad(NamedTuple, Generic[E]):
-    """A load that ended: by whom, when it was begun, and how long finding its documents took."""
+class CompletedLoad(NamedTuple):
+    """A load that ended, when it was begun, and how long finding its documents took."""
 
     driver: ControllerDriver
-    executor: E
+    load: Load
     finish: ev.Finish
     started: float
     asked_s: float
@@ -98,8 +98,6 @@ class AnswerStage:
         if not links.shift or documents == 1:
             return
         if self._shifts is None:
-            from kvwire.runtime.shift_reading import ShiftReader
-
             self._shifts = ShiftReader(self._corpus, self._session, self._engine.device)
         self._shifts.begin(links.shift)
 
@@ -115,40 +113,40 @@ class AnswerStage:
                 self._keeping.result(_KEEPING_S)
 
     async def answer(
-        self, filled: CompletedLoad[Executor], goal: Goal, question: list[int], tokens: int,
+        self, filled: CompletedLoad, goal: Goal, question: list[int], tokens: int,
         stop: frozenset[int] = frozenset(),
     ) -> Answer:  # fmt: skip
         """Repair the prompt where it is to be, run the question, and generate."""
-        driver, executor, finish, started, asked_s = filled
-        finish = replace(finish, front=executor.front_of(finish))  # the controller counts documents' tokens
+        driver, load, finish, started, asked_s = filled
+        finish = replace(finish, front=load.front_of(finish))  # the controller counts documents' tokens
         due = None if goal.deadline_s is None else started + goal.deadline_s
-        found = await self._kept_rows(executor, finish, due)
-        shift = await self._shift(executor, finish, due)
-        close = partial(self._close, executor, question, finish, due, found, shift)
+        found = await self._kept_rows(load, finish, due)
+        shift = await self._shift(load, finish, due)
+        close = partial(self._close, load, question, finish, due, found, shift)
         closing = await driver.compute(close)
         is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
         repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
-        driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
+        driver.tell(ev.PromptAssembled(load.work.number, load.work.prompt.cache.tokens, closing.beyond_s, repair_s))
         if closing.trouble:
-            executor.misses.append(closing.trouble)
+            load.work.misses.append(closing.trouble)
         opening = self._engine.opening_tokens
         if opening and tuple(question[: len(opening)]) == opening:
-            executor.misses.append(_BOS)
+            load.work.misses.append(_BOS)
         timing = Timing(
             ttft_s=closing.done - started,
-            fetch_s=max(0.0, executor.fetched_at - started),
-            decode_s=executor.decode_s,
-            recompute_s=executor.recompute_s,
+            fetch_s=max(0.0, load.fetched_at - started),
+            decode_s=load.work.decode_s,
+            recompute_s=load.work.recompute_s,
             link_s=closing.link_s,
             query_s=closing.query_s,
-            repair_s=closing.repair_s + (executor.in_order.seconds if executor.in_order else 0.0),
-            look_s=executor.look_s,
-            front_s=executor.front_s,
+            repair_s=closing.repair_s + (load.in_order.seconds if load.in_order else 0.0),
+            look_s=load.work.look_s,
+            front_s=load.front_s,
         )
-        tokens_before = executor.prompt.cache.tokens
+        tokens_before = load.work.prompt.cache.tokens
         share = _share(closing.repaired, finish, tokens_before)
-        warning = executor.link_warning(share, shifted=closing.shifted > 0)
-        executor.links.check(warning)
+        warning = load.link_warning(share, shifted=closing.shifted > 0)
+        load.links.check(warning)
         first = int(closing.logits.argmax())
         start = tokens_before + len(question)
         out = await self._generate(driver, closing.past, first, start, tokens, stop)
@@ -158,15 +156,16 @@ class AnswerStage:
             if self._engine.has_tokenizer
             else ""
         )
-        self._keep(executor, closing.repaired, found, finish)
-        predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
-        return Answer(
-            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
-            goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
-            _error(executor, finish.decisions), closing.repaired,
-            warning, 0 if executor.front_tokens else finish.front, executor.front_tokens + executor.system_tokens,
+        self._keep(load, closing.repaired, found, finish)
+        predicted_s = None if load.predicted_s is None else asked_s + load.predicted_s
+        answer = Answer(
+            first, closing.logits.cpu(), tuple(out), text, load.work.prompt, finish.decisions,
+            goal.verdict(timing.ttft_s), timing, load.bytes, tuple(load.work.misses), predicted_s,
+            _error(load, finish.decisions), closing.repaired,
+            warning, 0 if load.place.front_tokens else finish.front, load.place.front_tokens + len(load.layout.head),
             closing.shifted,
         )  # fmt: skip
+        return with_expected_kl(answer, [document.info for document in load.documents])
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
         from kvwire.runtime.kept import RepairKeeper
@@ -174,66 +173,64 @@ class AnswerStage:
         view = self._session.view(corpus.catalog.store)
         return RepairKeeper(corpus, view, self._settings.kept_bytes, self._engine.opening_tokens)
 
-    async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> KeptLookup | None:
+    async def _kept_rows(self, load: Load, finish: ev.Finish, due: float | None) -> KeptLookup | None:
         """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
-        if not finish.repair or executor.prompt.cache.kept is not None:
+        if not finish.repair or load.work.prompt.cache.kept is not None:
             return None
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
-        found = await executor.kept_rows(limit_s)
+        found = await load.kept_rows(limit_s)
         if found is None or found.kept is None:
-            executor.misses += [found.trouble] if found else []
+            load.work.misses += [found.trouble] if found else []
             return found
-        return found if found.kept.suits(executor.documents, finish.decisions) else None
+        return found if found.kept.suits(load.documents, finish.decisions) else None
 
-    async def _shift(self, executor: Executor, finish: ev.Finish, due: float | None) -> LinkShift | None:
+    async def _shift(self, load: Load, finish: ev.Finish, due: float | None) -> LinkShift | None:
         """What is added to the prompt, where it is linked as those that it was learnt on, and not computed whole."""
-        if not executor.links.shift or not executor.takes_shift or finish.repair >= 1 or self._shifts is None:
+        if not load.links.shift or not load.takes_shift or finish.repair >= 1 or self._shifts is None:
             return None
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
         found = await self._shifts.get(limit_s)
         if isinstance(found, str):
-            executor.misses.append(found)
+            load.work.misses.append(found)
             return None
         return found
 
-    def _keep(self, executor: Executor, repaired: Repaired | None, found: KeptLookup | None, finish: ev.Finish) -> None:
+    def _keep(self, load: Load, repaired: Repaired | None, found: KeptLookup | None, finish: ev.Finish) -> None:
         """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
-        if executor.laid_out is not None:
+        if load.place.laid_out is not None:
             return  # such rows saw more than documents
         if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
             return
         from kvwire.runtime.kept import gathered
 
         opening = self._engine.opening_tokens
-        made = gathered(executor.prompt, executor.documents, repaired, found, finish, opening)
+        made = gathered(load.work.prompt, load.documents, repaired, found, finish, opening)
         if made is not None:
-            self._keeping = self._session.threads.store.submit(self.keeper.keep, made)
+            self._keeping = self._session.threads.blocking.submit(self.keeper.keep, made)
 
     def _close(
-        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: KeptLookup | None,
+        self, load: Load, question: list[int], finish: ev.Finish, due: float | None, found: KeptLookup | None,
         shift: LinkShift | None,
     ) -> _Closing:  # fmt: skip
         """Shift and repair the prompt, hand it to the engine and run the question, in the compute thread."""
-        executor.complete()
-        shifting, prompt, share = time.monotonic(), executor.prompt, finish.repair
-        shifted = shift.apply(prompt.cache, prompt.lengths, executor.seeing) if shift else 0
+        load.complete()
+        shifting, prompt, share = time.monotonic(), load.work.prompt, finish.repair
+        shifted = shift.apply(prompt.cache, prompt.lengths, load.work.seeing) if shift else 0
         began = time.monotonic()
-        told = executor.told if share > 0 else RepairContext(executor.texts, None, executor.seen)
+        told = load.repair_context if share > 0 else RepairContext(load.texts, None, load.work.seen)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due
-        early = executor.in_order
+        early = load.in_order
         restore: Callable[[], Tensor] | None = early.computed if early else None
         if found and found.kept:
             restore = partial(found.kept.write, prompt, finish.front)
-        repaired, trouble = self._repairer.run(
-            executor.links, prompt, told, question, share, finish.front, stop, restore
-        )
+        repaired, trouble = self._repairer.run(load.links, prompt, told, question, share, finish.front, stop, restore)
         if early:
-            repaired = early.joined(repaired, executor.links.selector, share)
+            repaired = early.joined(repaired, load.links.selector, share)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
-        past = self._engine.growing_past(prompt.cache, executor.room)
+        past = self._engine.growing_past(prompt.cache, load.room)
         querying = time.monotonic()
         logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
         done = time.monotonic()
@@ -266,11 +263,45 @@ def _share(repaired: Repaired | None, finish: ev.Finish, tokens: int) -> float:
     return 0.0  # what was measured of a share is not measured of its beginning
 
 
-def _error(executor: Executor, decisions: Sequence[Decision]) -> float:
+def _error(load: Load, decisions: Sequence[Decision]) -> float:
     """Mean over tokens of the errors that chunks ended with."""
     total, tokens = 0.0, 0
     for decision in decisions:
-        given, chunk = executor.inputs[decision.chunk.document], decision.chunk.chunk
+        given, chunk = load.work.inputs[decision.chunk.document], decision.chunk.chunk
         total += given.tokens[chunk] * given.error(chunk, decision.level)
         tokens += given.tokens[chunk]
     return total / max(tokens, 1)
+
+
+_LATE = "the mean shift of links was not added: it has not come in time"
+
+
+class ShiftReader:
+    """Reads a model's shift once, beside the first load that adds it; to be used on the session's loop."""
+
+    def __init__(self, corpus: Corpus, session: Session, device: torch.device) -> None:
+        """Read nothing yet."""
+        self._corpus, self._session, self._device = corpus, session, device
+        self._reading: Future[LinkShift | str] | None = None
+
+    def begin(self, digest: str) -> None:
+        """Begin to read, unless it was read or is being read."""
+        known = self._reading
+        if known is None or (known.done() and isinstance(known.result(), str)):
+            self._reading = self._session.threads.blocking.submit(self._read, digest)
+
+    def _read(self, digest: str) -> LinkShift | str:
+        """The shift, or why it cannot be had."""
+        view = self._corpus.over(self._session.view(self._corpus.catalog.store, over_link=False))
+        try:
+            return view.link_shift(digest).on(self._device)
+        except Exception as error:  # noqa: BLE001 - whatever it is, loads go without
+            return f"the mean shift of links was not added: {error}"
+
+    async def get(self, limit_s: float) -> LinkShift | str:
+        """What was read."""
+        if self._reading is None:
+            return _LATE
+        if not self._reading.done():
+            await asyncio.wait({asyncio.wrap_future(self._reading)}, timeout=max(0.0, limit_s))
+        return self._reading.result() if self._reading.done() else _LATE

@@ -62,11 +62,7 @@ class Encoded:
 
     @property
     def info(self) -> BlobInfo:
-        """What the blob's header says.
-
-        Raises:
-            ArgumentError: There is no blob.
-        """
+        """What the blob's header says."""
         if self.blob is None:
             msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
             raise ArgumentError(msg)
@@ -162,14 +158,7 @@ class Coding:
         return not self.neutral_prefix and self.layout.anchors is None
 
     def calibration_tokens(self, available: int) -> int:
-        """How many tokens a profile is fitted on: a small corpus gets a small fit, and keeps text to judge it by.
-
-        Args:
-            available: Tokens of the corpus.
-
-        Returns:
-            Half of them, but no more than ``EXTENTS`` allows, and no fewer than say anything about a model.
-        """
+        """How many tokens a profile is fitted on: a small corpus gets a small fit, and keeps text to judge it by."""
         return max(LEAST_TOKENS, min(EXTENTS[self.calibration], available // 2))
 
     @property

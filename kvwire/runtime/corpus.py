@@ -1,13 +1,16 @@
-"""A corpus: documents in, blobs in a store, and the way back to them."""
+"""A corpus: documents of one model in a store; encoded, looked up and decoded."""
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire._lazy import lazy
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.runtime.corpus_reader import CorpusReader
-from kvwire.store import Catalog
+from kvwire.store import Catalog, check_new_name
 from kvwire.types import KVCache
 
 if TYPE_CHECKING:
@@ -18,13 +21,13 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding, Document, Encoded
-    from kvwire.runtime.encoding import CorpusEncoder
-    from kvwire.runtime.growing import DocumentGrower
+    from kvwire.runtime.encode import Encoder
     from kvwire.store import Keyring, Store, UseCounts
 
 __all__ = ["Coding", "Corpus", "Document", "Encoded"]
 
 __getattr__ = lazy(__name__, {"kvwire.runtime.coding": ("Coding", "Document", "Encoded")})
+_ALL_LEVELS = 1 << 30
 
 
 class Corpus(CorpusReader):
@@ -49,7 +52,7 @@ class Corpus(CorpusReader):
             tenant: Whose documents these are; see ``Catalog``.
             salt: See ``Catalog``.
             keyring: See ``Catalog``.
-            coding: How documents are encoded; matters only to who encodes. None for the defaults.
+            coding: How documents are encoded; None for the defaults.
             uses: Where loads are counted, if they are.
         """
         super().__init__(engine, Catalog(store, tenant, salt, keyring=keyring), uses)
@@ -67,9 +70,7 @@ class Corpus(CorpusReader):
         keyring: Keyring | None = None,
         uses: UseCounts | None = None,
     ) -> Corpus:
-        """Open a corpus from what its store says of the model; no weights are needed.
-
-        Such a corpus looks documents up and decodes them; it cannot encode.
+        """Open a corpus from what its store says of the model: it looks documents up, decodes and cannot encode.
 
         Args:
             store: Where everything lies.
@@ -96,6 +97,13 @@ class Corpus(CorpusReader):
         corpus._engine = corpus._coding = None  # noqa: SLF001 - of this class
         return corpus
 
+    def encoder(self) -> Encoder:
+        """The steps of encoding, with this corpus's engine and coding; not imported by who only reads."""
+        from kvwire.runtime.coding import Coding
+        from kvwire.runtime.encode import Encoder
+
+        return Encoder(self, self._engine, self._coding or Coding())
+
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
         """Fit a profile on the first documents and use it from now on.
 
@@ -115,7 +123,7 @@ class Corpus(CorpusReader):
     ) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
 
-        A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
+        A blob and its text are in the store before the entry is, so that an interrupted run loses only what was not
         yielded. Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and
         the same text must give the same blob.
 
@@ -138,7 +146,24 @@ class Corpus(CorpusReader):
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
-        yield from self.encoder().encode(documents, force=force, encode_after=encode_after, index=index)
+        for document in documents:
+            check_new_name(document.document_id, "document")
+        steps = self.encoder()
+        indexes = steps.indexes(index)
+        documents = [steps.laid_out(document) for document in documents]
+        due = [document for document in documents if steps.is_due(document.document_id, encode_after)]
+        profile, encoded = steps.prepare(lambda: due, force=force), {document.document_id for document in due}
+        around = steps.neighbours(documents)
+        for document in documents:
+            found = None if force else steps.known(document, profile)
+            if found is None and document.document_id not in encoded:
+                yield steps.keep_text(document)
+                continue
+            if found is None:
+                started = time.perf_counter()
+                found = steps.put(document, steps.compute(document, profile, around), profile, started)
+            steps.add_to(indexes, found, document)
+            yield found
 
     def cache_of(self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Sequence[int]) -> KVCache:
         """A cache of the corpus's model, from tensors that an engine elsewhere computed.
@@ -174,7 +199,12 @@ class Corpus(CorpusReader):
                 first layers, whose states are not known here.
             CorruptError: The profile in use is damaged.
         """
-        return self.encoder().save(document, cache, index=index)
+        check_new_name(document.document_id, "document")
+        indexes = [self.index(scheme) for scheme in index]
+        steps = self.encoder()
+        found = steps.save(document, cache)
+        steps.add_to(indexes, found, document)
+        return found
 
     def append(
         self,
@@ -187,17 +217,16 @@ class Corpus(CorpusReader):
     ) -> Encoded:
         """Append tokens to a document; what was encoded of it is not written again.
 
-        What is written is a blob of the new tokens alone, coded as the document is, and the entry that names all its
-        parts. Readers load one document. A document that carries its own profile, and one that has as many parts as it
-        can have, is encoded anew instead. A writer that is killed leaves the document as it was, and at most a blob for
-        ``collect``.
+        What is written is a blob of the new tokens alone, and the entry that names all parts. A document that carries
+        its own profile, or has as many parts as it can have, is encoded anew. A writer that is killed leaves the
+        document as it was, and at most a blob for ``collect``.
 
         Args:
             document_id: The document.
             token_ids: What follows its last token.
             after: Append only where the document has exactly so many tokens, which makes the call safe to repeat: where
                 these tokens stand behind them already and no more do, nothing is written. None: whatever it has, and
-                who repeats the call appends twice.
+                a repeated call appends twice.
             cache: Of the whole document, or of these tokens alone at their positions, where an engine computed it
                 already; None: computed here, from the whole text.
             fork: Leave the document as it is, and give what it would be to a new one of this name; both share the
@@ -216,22 +245,20 @@ class Corpus(CorpusReader):
             MismatchError: The cache or the document is of another model, or of another dtype where it is lossless.
             CorruptError: The document's header or profile is damaged.
         """
-        return self.grower().append(document_id, token_ids, after=after, cache=cache, fork=fork)
+        from kvwire.runtime.grow import Grower
+
+        return Grower(self, self.encoder()).append(document_id, token_ids, after=after, cache=cache, fork=fork)
 
     def compact(self, document_id: str) -> Encoded:
         """Encode a document of several parts anew as one blob; its parts are left to ``collect``.
-
-        Args:
-            document_id: The document.
-
-        Returns:
-            The document's entry; skipped where it is one blob already.
 
         Raises:
             NotFoundError: There is no such document of this model.
             ConflictError: Another writer changed the document meanwhile; it is as that one left it.
         """
-        return self.grower().compact(document_id)
+        from kvwire.runtime.grow import Grower
+
+        return Grower(self, self.encoder()).compact(document_id)
 
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
@@ -246,26 +273,12 @@ class Corpus(CorpusReader):
         Yields:
             What became of each of them; nothing where uses are not counted.
         """
-        yield from self.encoder().promote(uses, index=index)
+        from kvwire.runtime.coding import Document
 
-    def grower(self) -> DocumentGrower:
-        """What appends; imported by none who only reads or encodes.
-
-        Returns:
-            It, with this corpus's engine and coding.
-        """
-        from kvwire.runtime.coding import Coding
-        from kvwire.runtime.growing import DocumentGrower
-
-        return DocumentGrower(self, self._engine, self._coding or Coding())
-
-    def encoder(self) -> CorpusEncoder:
-        """What encodes, step by step; imported by none who only reads.
-
-        Returns:
-            It, with this corpus's engine and coding.
-        """
-        from kvwire.runtime.coding import Coding
-        from kvwire.runtime.encoding import CorpusEncoder
-
-        return CorpusEncoder(self, self._engine, self._coding or Coding())
+        due = []
+        for document_id in self.uses.reached(self.scope, uses) if self.uses else ():
+            with suppress(ArgumentError, CorruptError, NotFoundError):
+                entry = self.catalog.by_document(self.config, check_new_name(document_id, "document"))
+                if entry is not None and entry.is_text:
+                    due.append(Document(document_id, self.text(entry)))
+        yield from self.encode(due, index=index)

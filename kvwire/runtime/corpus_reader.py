@@ -13,7 +13,7 @@ from kvwire.runtime.link_report import LinkReport
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -27,28 +27,20 @@ _ALL_LEVELS = 1 << 30
 
 
 class CorpusReader:
-    """Documents of one model and one tenant in a store, for who looks them up and decodes them.
+    """Documents of one model and one tenant in a store, to look up and decode; ``Corpus`` is the class to open.
 
     Attributes:
         catalog: Where entries, texts and profiles are found.
         config: Digest of the model's cache layout, under which the catalog keeps all of this.
         uses: Where loads are counted; None where they are not.
         scope: Under which name loads are counted.
-        changes: How often this object wrote anything, so that whoever keeps entries knows when to ask anew.
+        changes: How often this object wrote anything; kept entries are older than that.
     """
 
     def __init__(self, model: Engine | ModelRecord, catalog: Catalog, uses: UseCounts | None) -> None:
-        """Keep the parts; nothing is read yet.
-
-        Args:
-            model: What is known of the model.
-            catalog: Where everything lies.
-            uses: Where loads are counted, if they are.
-        """
-        self._model = model
-        self.catalog = catalog
+        """Keep the parts; nothing is read yet."""
+        self._model, self.catalog, self.uses = model, catalog, uses
         self.config = model.meta.config_digest()
-        self.uses = uses
         self.scope = catalog.keys(self.config).root
         self._origin = catalog  # later reads of a profile outlive the session that read its first sections
         self._profiles: dict[tuple[str, tuple[int, str] | None], AnyProfile] = {}  # by digest and outline
@@ -56,14 +48,7 @@ class CorpusReader:
         self.changes = 0
 
     def over(self, store: Store) -> Self:
-        """The same corpus, read and written through another store object.
-
-        Args:
-            store: The other store object.
-
-        Returns:
-            A corpus that shares its profiles with this one.
-        """
+        """The same corpus, read and written through another store object; both share their profiles."""
         other = copy(self)
         other.catalog = self.catalog.over(store)
         return other
@@ -173,8 +158,13 @@ class CorpusReader:
                 continue
             info = self.read_header(entry)
             index = level_index(info, level)
-            for start, end in _merged((reads[0].offset, reads[-1].end) for reads in
-                                      (info.reads(chunk, index) for chunk in range(info.chunks))):  # fmt: skip
+            merged: list[tuple[int, int]] = []
+            for reads in (info.reads(chunk, index) for chunk in range(info.chunks)):
+                start, end = reads[0].offset, reads[-1].end
+                if merged and merged[-1][1] == start:
+                    start = merged.pop()[0]
+                merged.append((start, end))
+            for start, end in merged:
                 store.prefetch(entry.blob_key, start, end)
 
     def profile(
@@ -211,19 +201,7 @@ class CorpusReader:
             return known
 
     def profile_of(self, entry: CatalogEntry, level: int | None = None) -> AnyProfile | None:
-        """Look up the profile of a document; see ``profile``.
-
-        Args:
-            entry: The document's.
-            level: Up to which level to read at once; None: all that decoding needs.
-
-        Returns:
-            The profile; None where its blob needs none, or has its own.
-
-        Raises:
-            NotFoundError: The profile is lost.
-            CorruptError: The profile is damaged.
-        """
+        """Look up the profile of a document; None where its blob needs none, or has its own. See ``profile``."""
         if not entry.profile_digest:
             return None
         return self.profile(entry.profile_digest, outline=entry.profile_outline, level=level)
@@ -233,11 +211,7 @@ class CorpusReader:
         return self._profiles.get((entry.profile_digest, entry.profile_outline)) if entry.profile_digest else None
 
     def set_profile(self, profile: AnyProfile) -> None:
-        """Store a profile and use it for what is encoded from now on.
-
-        Args:
-            profile: One that fits the engine's cache layout.
-        """
+        """Store a profile that fits the model, and use it for what is encoded from now on."""
         profile.check_fits(self.meta)
         self.changes += 1
         digest = self.catalog.put_profile(self.config, profile.data)
@@ -245,10 +219,7 @@ class CorpusReader:
         self._profiles |= {(digest, outline): profile for outline in (None, profile.outline)}
 
     def link_report(self) -> LinkReport | None:
-        """What ``kvwire check-model`` measured of this model's links.
-
-        Returns:
-            The report; None where nobody measured.
+        """What ``kvwire check-model`` measured of this model's links; None where it was not run.
 
         Raises:
             CorruptError: It is damaged.
@@ -257,11 +228,7 @@ class CorpusReader:
         return None if data is None else LinkReport.of_json(data)
 
     def set_link_report(self, report: LinkReport) -> None:
-        """Keep what was measured of this model's links, for all who load.
-
-        Args:
-            report: Of the corpus's model.
-        """
+        """Keep what was measured of this model's links, for all who load."""
         self.catalog.put_link_report(self.config, report.to_json())
         self.changes += 1
 
@@ -287,14 +254,7 @@ class CorpusReader:
         return shift
 
     def set_link_shift(self, shift: LinkShift) -> None:
-        """Keep a shift; it is used, and stays, while the report on links names it, which is set afterwards.
-
-        Args:
-            shift: Of the corpus's model.
-
-        Raises:
-            MismatchError: It is of another model.
-        """
+        """Keep a shift; it is used, and stays, while the report on links names it, which is set afterwards."""
         shift.check_fits(self.meta)
         self.catalog.put_link_shift(self.config, shift.data)
         self.changes += 1
@@ -317,23 +277,13 @@ class CorpusReader:
         return PrefixIndex(self.catalog, self.config, scheme)
 
     def count_use(self, document_id: str) -> None:
-        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer.
-
-        Args:
-            document_id: The document's name in the catalog.
-        """
+        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer."""
         if self.uses is not None:
             with suppress(KvwireError):
                 self.uses.add(self.scope, document_id)
 
     def text(self, entry: CatalogEntry) -> tuple[int, ...]:
         """Token ids of a document, from beside its blob.
-
-        Args:
-            entry: The document's entry.
-
-        Returns:
-            The token ids.
 
         Raises:
             NotFoundError: The text is lost.
@@ -347,12 +297,6 @@ class CorpusReader:
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
         """What the blob of an entry says of itself.
 
-        Args:
-            entry: The document's entry.
-
-        Returns:
-            What the blob's header says.
-
         Raises:
             NotFoundError: Only the text is kept.
         """
@@ -363,12 +307,6 @@ class CorpusReader:
 
     def find(self, document_id: str) -> CatalogEntry:
         """A document's entry.
-
-        Args:
-            document_id: The document's name in the catalog.
-
-        Returns:
-            The entry.
 
         Raises:
             NotFoundError: The catalog has no such document; the message says how to encode it.
@@ -415,13 +353,3 @@ class CorpusReader:
                 f"{self.window}; split the document and encode it again"
             )
             raise CorruptError(msg)
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that follow each other without a gap, as one each."""
-    merged: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if merged and merged[-1][1] == start:
-            start = merged.pop()[0]  # noqa: PLW2901 - the two are one
-        merged.append((start, end))
-    return merged

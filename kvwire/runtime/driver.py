@@ -14,8 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvwire.controller import events as ev
-from kvwire.errors import KvwireError, StorageError
-from kvwire.runtime.threads import LookUp
+from kvwire.errors import StorageError
 from kvwire.transport import LinkMeter
 
 if TYPE_CHECKING:
@@ -38,18 +37,10 @@ class Handler(Protocol):
     """Carries out a load's instructions."""
 
     def execute(self, instruction: ev.Instruction) -> None:
-        """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``.
-
-        Args:
-            instruction: The controller's.
-        """
+        """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``."""
 
     def fail(self, error: BaseException) -> None:
-        """Steering broke: nothing more will come.
-
-        Args:
-            error: Why.
-        """
+        """Steering broke: nothing more will come."""
 
 
 class ControllerDriver:
@@ -68,7 +59,7 @@ class ControllerDriver:
         self._samples: list[LinkSample] = []
         self.meter = LinkMeter(self._samples.append, self.clock)
         self._numbers = count()
-        self._carriers: dict[int, Handler] = {}
+        self._handlers: dict[int, Handler] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf  # when it should go off
@@ -84,24 +75,24 @@ class ControllerDriver:
             self._timer.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
-    def begin(self, carrier: Handler, asked: Callable[[int], ev.LoadRequested]) -> int:
+    def begin(self, handler: Handler, asked: Callable[[int], ev.LoadRequested]) -> int:
         """Ask for a load."""
         if self.broken:
             raise self.broken
         number = next(self._numbers)
-        self._carriers[number] = carrier
+        self._handlers[number] = handler
         self.tell(asked(number))
         return number
 
-    def carrier(self, number: int) -> Handler | None:
+    def handler(self, number: int) -> Handler | None:
         """Who carries out a load's instructions; None where the load is over."""
-        return self._carriers.get(number)
+        return self._handlers.get(number)
 
     def leave(self, number: int) -> None:
         """Nobody waits for a load any more, or it is over."""
         if self._controller.is_under_way(number):
             self.tell(ev.LoadAbandoned(number))
-        self._carriers.pop(number, None)
+        self._handlers.pop(number, None)
 
     def predicted_s(self, number: int) -> float | None:
         """What was planned when all documents were known."""
@@ -115,9 +106,9 @@ class ControllerDriver:
         try:
             instructions, wake_at = self._handled(event)
             for instruction in instructions:
-                carrier = self._carriers.get(_load_of(instruction))
-                if carrier:
-                    carrier.execute(instruction)
+                handler = self._handlers.get(_load_of(instruction))
+                if handler:
+                    handler.execute(instruction)
             self._wake(wake_at)
         except Exception as error:  # noqa: BLE001 - no load may wait for what never comes
             self._break(error)
@@ -174,8 +165,8 @@ class ControllerDriver:
         msg = f"steering loads failed ({type(error).__name__}: {error}); ask again, and report this"
         self.broken = StorageError(msg)
         self.broken.__cause__ = error
-        for carrier in self._carriers.values():
-            carrier.fail(self.broken)
+        for handler in self._handlers.values():
+            handler.fail(self.broken)
 
     def run(self, job: Coroutine[None, None, None]) -> None:
         """Run a job of a lane, which reports its end even where its load is over by then."""
@@ -229,20 +220,6 @@ class ControllerDriver:
     def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread."""
         return list(self._threads.side_by_side.map(work, items))
-
-    async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run work that reads a store. Whoever is cancelled or waits too long leaves no thread waiting behind."""
-        loop, looking = asyncio.get_running_loop(), LookUp(work)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await loop.run_in_executor(self._threads.store, looking)
-        except TimeoutError as error:
-            if isinstance(error, KvwireError):
-                raise
-            msg = f"the store did not answer within {limit_s:g} s; check it and the network"
-            raise StorageError(msg) from error
-        finally:
-            looking.leave()
 
 
 def _listened(sample: LinkSample, begun: float, paused_s: float) -> LinkSample:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvwire.controller import events as ev
     from kvwire.reuse import LinkedPrompt, Repaired
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.documents import DocumentHandle
+    from kvwire.runtime.document import OpenDocument
     from kvwire.store import KeptRepair, KeptRows, Store
     from kvwire.types import BlobInfo, Decision
 
@@ -65,7 +65,7 @@ class KeptPrompt:
     opening: tuple[int, ...] = ()
     head: tuple[int, ...] = ()
 
-    def suits(self, documents: Sequence[DocumentHandle], decisions: Sequence[Decision]) -> bool:
+    def suits(self, documents: Sequence[OpenDocument], decisions: Sequence[Decision]) -> bool:
         """Whether the rows are of this prompt's texts, computed over documents at least as fine as the prompt's."""
         count = len(self.entry.documents)
         bases = bases_of(documents[:count], self.opening, self.head)
@@ -134,7 +134,7 @@ def behind_of(info: BlobInfo | None, opening: Sequence[int] = ()) -> str:
 
 
 def bases_of(
-    documents: Sequence[DocumentHandle], opening: Sequence[int] = (), head: Sequence[int] = ()
+    documents: Sequence[OpenDocument], opening: Sequence[int] = (), head: Sequence[int] = ()
 ) -> tuple[str, ...]:
     """Documents as ``KeptRepair`` names them."""
     digests = [behind_of(each.info, opening) for each in documents]
@@ -145,7 +145,7 @@ def bases_of(
 
 
 def gathered(
-    prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: KeptLookup | None,
+    prompt: LinkedPrompt, documents: Sequence[OpenDocument], repaired: Repaired, found: KeptLookup | None,
     finish: ev.Finish, opening: Sequence[int] = (),
 ) -> Gathered | None:  # fmt: skip
     """Copy the rows of a repaired prompt that are worth keeping."""
@@ -176,7 +176,7 @@ class RepairKeeper:
         self._corpus, self._view, self._most_bytes = corpus, corpus.over(view), most_bytes
         self._config = corpus.meta.config_digest()
 
-    def find(self, documents: Sequence[DocumentHandle], head: Sequence[int]) -> KeptLookup:
+    def find(self, documents: Sequence[OpenDocument], head: Sequence[int]) -> KeptLookup:
         """Look for rows; blocks."""
         try:
             bases, least = bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1

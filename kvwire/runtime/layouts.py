@@ -1,129 +1,119 @@
-"""Loads of prompts that are laid out: system text, markers and link tokens are computed around the documents."""
+"""Layouts of prompts in which more than documents stands: link tokens and markers, or a schema's arguments."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvwire.controller.repair import UNMEASURED
-from kvwire.errors import ArgumentError, MismatchError, StorageError
-from kvwire.reuse import PLAIN, compute_links, selector_of, stored_tokens
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.reuse import compute_links, fill_parameters, selector_of, stored_tokens
 from kvwire.reuse.link_repair import DROPS_ROWS
-from kvwire.runtime.anchored import resolve_pruned_layout
-from kvwire.runtime.executor import Executor
 from kvwire.runtime.link_report import DEFAULT_SELECTOR
 from kvwire.runtime.links import AUTO, UNREPAIRED
 from kvwire.runtime.opening import opened
-from kvwire.runtime.prompt_jobs import LOAD_CANCELLED
+from kvwire.runtime.prompt import Placement, PlainLayout
 
 if TYPE_CHECKING:
-    from asyncio import Task
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from kvwire.controller import Goal
-    from kvwire.controller import events as ev
     from kvwire.engines.base import Engine
-    from kvwire.reuse import LinkLayout, PromptLayout
-    from kvwire.runtime.documents import DocumentHandle
+    from kvwire.reuse import LinkedPrompt, LinkLayout, SchemaPrompt
+    from kvwire.runtime.document import OpenDocument
+    from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.settings import LoadSettings
 
 _FLOOR = "the floor is of links without a layout; ask for a share (--repair 0.15)"
 _ANCHORS = "anchors stand for tokens that are not there any more; ask without a floor (--repair none)"
 
 
-class LayoutExecutor(Executor):
-    """A load of documents that stand where a layout has them.
+class SchemaLayout:
+    """Modules where their schema has them; arguments are computed in their slots, and nothing is repaired."""
 
-    Link tokens behind a document are computed as soon as it and those before it stay as they are, where the link takes
-    longer for the rest (``Repair``); the others behind the last chunk, in one pass.
-    """
+    sees_documents = keeps_repairs = True
+    head: tuple[int, ...] = ()
 
-    def __init__(self, settings: LoadSettings, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
-        """Take the parts."""
-        super().__init__(*parts)
-        self._settings = settings
-        self._layout, self._system = settings.layout or PLAIN, opened(self._engine, settings.system)
-        self.opening = ()  # it begins the system text
-        self.sees_documents = False  # link rows stand between documents, and come later than their text
-        self._keeper = None  # what repairs kept is of prompts without a layout
-        self._laid_out: PromptLayout | None = None
-        self._linked = 0  # up to which position link tokens are computed
+    def __init__(self, engine: Engine, modules: SchemaPrompt) -> None:
+        """Take the modules."""
+        self._engine, self._modules, self.opening = engine, modules, engine.opening_tokens
+        self._plain = PlainLayout(engine)
 
-    async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
-        """Lay out the prompt and fill it; see ``Executor.run``."""
-        _check_tokens(self._engine, self._layout)
-        asked = self.links  # what was measured of plain links is not measured of these: a share counts, and no more
-        self.links = UNREPAIRED
-        if asked.is_wanted and asked.option is not None:
-            selector = asked.selector
+    def place(self, tokens: Sequence[int]) -> Placement:
+        """As the schema says."""
+        self._modules.check_documents(tokens)
+        head = len(self.opening)
+        return Placement(head + self._modules.tokens, tuple(head + start for start in self._modules.starts))
+
+    def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:  # noqa: ARG002 - as others
+        """Modules stay as they are."""
+        if plan.is_wanted:
+            msg = "modules of a schema stay as they were encoded: load them with repair none or auto"
+            raise ArgumentError(msg)
+        return replace(UNREPAIRED, report=plan.report, refuses=plan.refuses)
+
+    def check(self, document: OpenDocument) -> OpenDocument:
+        """Any document fits."""
+        return self._plain.check(document)
+
+    def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
+        """Compute the arguments in their slots."""
+        del place, done, stop
+        fill_parameters(self._engine, prompt, self._modules.fills)
+        return 0
+
+
+class LinksLayout:
+    """Documents where a layout has them: system text, markers and link tokens are computed around them."""
+
+    sees_documents = False
+    """Link rows stand between documents, and come later than their text."""
+    keeps_repairs = False
+    """What is kept is of prompts without a layout."""
+    opening: tuple[int, ...] = ()
+    head: tuple[int, ...] = ()
+
+    def __init__(self, engine: Engine, layout: LinkLayout, settings: LoadSettings) -> None:
+        """Refuse layouts with tokens that the model has not."""
+        self._engine, self._layout, self._settings = engine, layout, settings
+        self._system = opened(engine, settings.system)
+        _check_tokens(engine, layout)
+
+    def place(self, tokens: Sequence[int]) -> Placement:
+        """As the layout says."""
+        own = [self._layout.own_length(count) for count in tokens]
+        prompt = self._layout.lay_out(own, system=self._system)
+        rows = prompt.front_rows()[0]
+        links: tuple[int, ...] = ()
+        if self._settings.repair_in_order and len(rows):
+            owners = torch.bucketize(rows, torch.tensor(prompt.starts), right=True).sub(1).clamp(min=0)
+            links = tuple(torch.bincount(owners, minlength=len(prompt.starts)).tolist())
+        return Placement(prompt.question_start, prompt.starts, prompt, links)
+
+    def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
+        """A share of rows counts, and no more: what was measured of plain links is not measured of these."""
+        if plan.is_wanted and plan.option is not None:
+            selector = plan.selector
             if "rows" in selector.needs:
                 if self._settings.selector != AUTO:
                     raise MismatchError(DROPS_ROWS.format(selector.name))
                 selector = selector_of(DEFAULT_SELECTOR)
-            looks, least = "question" in selector.needs, asked.option.least
-            option = replace(UNMEASURED, least=least, most=asked.option.most, looks=looks)
+            looks, asked = "question" in selector.needs, plan.option
             # Chosen rows see link tokens, which see them; the first document's see what stands before it.
-            self._length([document.tokens for document in self._found])
-            option = replace(option, begins="closing", whole=bool(self.starts and self.starts[0]))
-            self.links = replace(asked, option=option, selector=selector, report=None, refuses=False, shift="")
-        elif asked.option is not None and asked.option.least and len(self._found) > 1:
-            self.misses.append(f"links were not repaired: {_ANCHORS if self._layout.anchors else _FLOOR}")
-        return await super().run(query_tokens, goal)
+            whole = bool(place.starts and place.starts[0])
+            option = replace(UNMEASURED, least=asked.least, most=asked.most, looks=looks, begins="closing", whole=whole)
+            return replace(plan, option=option, selector=selector, report=None, refuses=False, shift="")
+        if plan.option is not None and plan.option.least and len(place.starts or ()) > 1:
+            misses.append(f"links were not repaired: {_ANCHORS if self._layout.anchors else _FLOOR}")
+        return UNREPAIRED
 
-    def complete(self) -> None:
-        """Compute what stands between documents and around them."""
-        if self._laid_out is not None:
-            self._compute_links(self._laid_out)
-
-    @property
-    def laid_out(self) -> PromptLayout | None:
-        """Where everything stands."""
-        return self._laid_out
-
-    @property
-    def link_tokens(self) -> tuple[int, ...]:
-        """How many tokens are computed behind each document, those before the first one with it."""
-        prompt = self._laid_out
-        if prompt is None or not (self._settings.repair_in_order and self.front_tokens):
-            return ()
-        owners = torch.bucketize(prompt.front_rows()[0], torch.tensor(prompt.starts), right=True).sub(1).clamp(min=0)
-        return tuple(torch.bincount(owners, minlength=len(prompt.starts)).tolist())
-
-    def _repair_here(self, asked: ev.Repair) -> tuple[int, int, float]:
-        """Compute link tokens of documents that stay as they are."""
-        prompt, links = self._laid_out, self.link_tokens
-        if self._is_gone or prompt is None:
-            raise StorageError(LOAD_CANCELLED)
-        rows, seconds = self._compute_links(prompt, prompt.starts[asked.documents])
-        return rows, sum(links[asked.documents :]), seconds
-
-    def _compute_links(self, prompt: PromptLayout, stop: int | None = None) -> tuple[int, float]:
-        """How many link tokens before a position were computed, and the seconds."""
-        began = self._driver.clock()
-        rows = compute_links(self._engine, self.prompt, prompt, self._linked, stop)
-        self._engine.synchronize()
-        self._linked, seconds = prompt.question_start if stop is None else stop, self._driver.clock() - began
-        self.front_s += seconds
-        return rows, seconds
-
-    def _length(self, tokens: Sequence[int]) -> int:
-        own = [self._layout.own_length(count) for count in tokens]
-        self._laid_out = prompt = self._layout.lay_out(own, system=self._system)
-        self.starts, self.front_tokens = prompt.starts, len(prompt.front_rows()[0])
-        return prompt.question_start
-
-    def _settle_holes(self, document: DocumentHandle) -> None:
+    def check(self, document: OpenDocument) -> OpenDocument:
+        """Its cache holds the layout's tokens."""
         if self._layout.anchors:
-            resolve_pruned_layout(document, self._engine, self._layout)
+            document = document.with_anchors(self._engine, self._layout)
         else:
-            super()._settle_holes(document)
-
-    async def _open(self, index: int, laid_out: Task[None]) -> None:
-        await super()._open(index, laid_out)
-        document = self._documents[index]
+            document = PlainLayout(self._engine).check(document)
         ids = document.token_ids
         if ids is not None and stored_tokens(self._layout, ids, self._engine.vocabulary_size) != ids:
             msg = (
@@ -131,21 +121,14 @@ class LayoutExecutor(Executor):
                 "caches; encode it with that layout"
             )
             raise MismatchError(msg)
+        return document
 
-
-def asked_in(
-    settings: LoadSettings, engine: Engine, question: Sequence[int], texts: Mapping[str, Sequence[int]] | None
-) -> tuple[Callable[..., Executor], Sequence[int], Mapping[str, Sequence[int]] | None]:
-    """What a question becomes in a layout."""
-    layout = settings.layout or PLAIN
-    if layout == PLAIN:
-        return Executor, question, texts
-    known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
-    return partial(LayoutExecutor, settings), [*question, *layout.ending] if question else question, known
+    def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
+        """Compute link tokens and markers, and the system text with them."""
+        return compute_links(self._engine, prompt, place.laid_out, done, stop) if place.laid_out else 0
 
 
 def _check_tokens(engine: Engine, layout: LinkLayout) -> None:
-    """Refuse layouts with tokens that the model has not."""
     computed = layout.computed_tokens
     if max(computed, default=0) >= engine.vocabulary_size:
         msg = (

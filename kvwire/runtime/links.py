@@ -9,7 +9,6 @@ import torch
 
 from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
-from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
 from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.controller.repair import Begins
+    from kvwire.engines.base import Engine
     from kvwire.reuse import AttentionSummary, LinkedPrompt, PromptLayout, Repaired, Selector
     from kvwire.runtime.link_report import LinkReport
     from kvwire.runtime.repair_in_order import RepairInOrder
@@ -248,8 +248,9 @@ class Repairer:
     def __init__(self, engine: Engine) -> None:
         """Keep the engine."""
         self._engine = engine
-        able = type(engine).update_rows is not Engine.update_rows
-        self.trouble = "" if able else "links were not repaired: this engine cannot compute rows inside a prompt"
+        self.trouble = (
+            "" if engine.can_repair else "links were not repaired: this engine cannot compute rows inside a prompt"
+        )
 
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,

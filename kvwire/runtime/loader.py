@@ -19,16 +19,15 @@ from kvwire import controller as ctl
 from kvwire._version import __version__
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
-from kvwire.engines.base import Engine
-from kvwire.errors import ArgumentError, KvwireError
+from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.runtime.answer import Asked, ChatAsked
 from kvwire.runtime.closing import AnswerStage, CompletedLoad
 from kvwire.runtime.costs import joins, measure_costs, warm_up
-from kvwire.runtime.documents import LengthChangedError, Timeouts
+from kvwire.runtime.document import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
-from kvwire.runtime.executor import Executor, ExecutorSettings
-from kvwire.runtime.expected_kl import with_expected_kl
-from kvwire.runtime.finder import DocumentFinder, profile_in_use
+from kvwire.runtime.find import DocumentFinder, profile_in_use
+from kvwire.runtime.load import Load, LoadRequest
+from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
 from kvwire.runtime.threads import Threads
@@ -37,20 +36,20 @@ from kvwire.transport import EmulatedLink, LinkSettings
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from kvwire.codec import Backend
     from kvwire.controller import Objective
+    from kvwire.engines.base import Engine
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.prompt import Layout
     from kvwire.types import Chat
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Executor)
 _OPEN_SHARE = 0.25
 """Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
@@ -119,7 +118,7 @@ class Loader:
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s, self._read_level)
         self._links: LinkPlan | None = None
-        self._engine_looks = type(engine).look is not Engine.look
+        self._engine_looks = engine.can_look
         self._warming = Warming()
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
@@ -173,9 +172,8 @@ class Loader:
                 self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
-        able = type(self._engine).check_together is not Engine.check_together
         # What is remembered was measured on such an engine: a process that asks once does not look again.
-        if estimates.joined and not (able and (costs is None or joins(self._engine))):
+        if estimates.joined and not (self._engine.can_join and (costs is None or joins(self._engine))):
             estimates.use_joined(None)
         return estimates
 
@@ -259,11 +257,8 @@ class Loader:
                 settings ask for a repair.
             MismatchError: The model takes no gaps, or no rows inside a prompt.
         """
-        from kvwire.runtime.schemas import SchemaExecutor
-
-        goal, make = self._goal(deadline_s, objective), partial(SchemaExecutor, prompt)
-        asked = Asked(plain_token_ids(question), ())
-        return self._session.run(self._ask(prompt.documents, asked, goal, tokens, texts, make))
+        goal, asked = self._goal(deadline_s, objective), Asked(plain_token_ids(question), ())
+        return self._session.run(self._ask(prompt.documents, asked, goal, tokens, texts, prompt))
 
     async def ask_async(
         self,
@@ -299,52 +294,57 @@ class Loader:
 
     async def _ask(
         self, documents: Sequence[str], asked: Asked, goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] | None = None,
+        texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None,
     ) -> Answer:  # fmt: skip
-        """On the session's loop."""
-        if make is None and self._settings.layout:
-            from kvwire.runtime.layouts import asked_in
-
-            make, question, texts = asked_in(self._settings, self._engine, asked.question, texts)
-            asked = replace(asked, question=question)
+        """Load documents, run the question and generate; on the session's loop."""
         with self._warming.paused():
-            return await self._load(documents, asked, goal, tokens, texts, make or Executor)
+            layout, question, texts = self._laid_out(asked, texts, schema)
+            if not documents or not question:
+                msg = "a prompt needs at least one document and a question of at least one token"
+                raise ArgumentError(msg)
+            request = LoadRequest(
+                layout=layout, fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
+                timeouts=self._timeouts(goal.deadline_s), query_tokens=len(question),
+                question=question if self._settings.look and self._engine_looks else (),
+                keeper=self._closer.keeper, room_tokens=len(question) + min(tokens, _ANSWER_TOKENS),
+            )  # fmt: skip
+            async with self._filled(documents, texts, request) as filled:
+                answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop)
+                self._engine_looks &= filled.load.work.can_look
+                self._remember()
+                if asked.chat is None:
+                    return answer
+                apart = await asyncio.to_thread(asked.chat.apart, self._engine, filled.load.texts)
+                return replace(answer, misses=(*answer.misses, apart)) if apart else answer
 
-    async def _load(
-        self, documents: Sequence[str], asked: Asked, goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor],
-    ) -> Answer:  # fmt: skip
-        question = asked.question
-        if not documents or not question:
-            msg = "a prompt needs at least one document and a question of at least one token"
-            raise ArgumentError(msg)
-        looking = question if self._settings.look and self._engine_looks else ()
-        room_tokens = len(question) + min(tokens, _ANSWER_TOKENS)
-        system = asked.system if make is Executor else ()  # other layouts know where it stands
-        async with self._filled(make, documents, len(question), goal, texts, looking, room_tokens, system) as filled:
-            answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop)
-            self._engine_looks &= filled.executor.can_look
-            self._remember()
-            answer = with_expected_kl(answer, [document.info for document in filled.executor.documents])
-            if asked.chat is None:
-                return answer
-            apart = await asyncio.to_thread(asked.chat.apart, self._engine, filled.executor.texts)
-            return replace(answer, misses=(*answer.misses, apart)) if apart else answer
+    def _laid_out(
+        self, asked: Asked, texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None
+    ) -> tuple[Layout, Sequence[int], Mapping[str, Sequence[int]] | None]:
+        """Where documents stand, and the question and the texts as they are there."""
+        engine, layout = self._engine, self._settings.layout
+        if schema is None and layout is None:
+            return PlainLayout(engine, asked.system), asked.question, texts
+        from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
+        from kvwire.runtime.layouts import LinksLayout, SchemaLayout
+
+        if schema is not None:
+            return SchemaLayout(engine, schema), asked.question, texts
+        if layout is None or layout == PLAIN:
+            return PlainLayout(engine, asked.system), asked.question, texts
+        known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
+        question = [*asked.question, *layout.ending] if asked.question else asked.question
+        return LinksLayout(engine, layout, self._settings), question, known
 
     @asynccontextmanager
     async def _filled(
-        self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
-        texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (), room_tokens: int = 0,
-        system: tuple[int, ...] = (),
-    ) -> AsyncIterator[CompletedLoad[E]]:  # fmt: skip
-        """Find documents and run a load of them to its end. looking and so on: see ``ExecutorSettings``."""
-        started, deadline_s = time.monotonic(), goal.deadline_s
-        driver, chosen = self._session.driver(self._new_controller), self._settings
-        timeouts = self._timeouts(deadline_s)
-        planning = asyncio.create_task(self._link_plan(driver, timeouts.soon))
-        anew = False
-        while True:
-            finding = [self._finder.find(driver, name, texts, timeouts, anew=anew) for name in documents]
+        self, documents: Sequence[str], texts: Mapping[str, Sequence[int]] | None, request: LoadRequest
+    ) -> AsyncIterator[CompletedLoad]:
+        """Find documents, open them and load them to the end; what was opened is closed behind the context."""
+        started, deadline_s = time.monotonic(), request.goal.deadline_s
+        driver, chosen, timeouts = self._session.driver(self._new_controller), self._settings, request.timeouts
+        planning = asyncio.create_task(self._link_plan(timeouts.soon))
+        for anew in (False, True):
+            finding = [self._finder.find(name, texts, timeouts, anew=anew) for name in documents]
             try:
                 found = await _all_of(finding)
             except BaseException:
@@ -352,25 +352,23 @@ class Loader:
                 raise
             links = await planning
             self._closer.begin(links, len(found))
+            asked_s = time.monotonic() - started
             if deadline_s is not None:
-                left_s = timeouts.patience - (time.monotonic() - started)
-                timeouts = replace(timeouts, patience=max(left_s, _LEAST_PATIENCE_S / 2))
-            settings = ExecutorSettings(
-                fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
-                keeper=self._closer.keeper, room_tokens=room_tokens, exact=chosen.exact,
-                max_kl=None if chosen.exact else chosen.max_kl, has_floor=chosen.quality_floor is not None,
-                system=system,
+                timeouts = replace(timeouts, patience=max(timeouts.patience - asked_s, _LEAST_PATIENCE_S / 2))
+            left_s = None if deadline_s is None else deadline_s - asked_s
+            request = replace(
+                request, timeouts=timeouts, links=links, goal=replace(request.goal, deadline_s=left_s),
+                exact=chosen.exact, max_kl=None if chosen.exact else chosen.max_kl,
+                has_floor=chosen.quality_floor is not None,
             )  # fmt: skip
-            async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
-                asked = driver.clock() - started
-                left = None if deadline_s is None else deadline_s - asked
-                try:
-                    finish = await executor.run(query_tokens, replace(goal, deadline_s=left))
-                except LengthChangedError:
-                    anew = True  # what was read in this load is not out of date, so that this happens but once
+            async with Load(self._engine, found, self._session, driver, self._finder, request) as load:
+                finish = await load.run()
+                if finish is None:  # a kept entry was out of date, as what was read in this load is not
                     continue
-                yield CompletedLoad(driver, executor, finish, started, asked)
+                yield CompletedLoad(driver, load, finish, started, asked_s)
                 return
+        msg = "a document changed again and again while it was looked up; ask again"
+        raise StorageError(msg)
 
     def _timeouts(self, deadline_s: float | None) -> Timeouts:
         """How long a load waits for what it must know, from its beginning."""
@@ -387,11 +385,11 @@ class Loader:
         chosen = self._settings
         return ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
 
-    async def _link_plan(self, driver: ControllerDriver, limit_s: float) -> LinkPlan:
+    async def _link_plan(self, limit_s: float) -> LinkPlan:
         """What a load does about links; what was measured of the model is read once, beside the catalog."""
         if self._links is None:
             try:
-                self._links = await driver.look_up(self._read_link_plan, limit_s)
+                self._links = await self._session.look_up(self._read_link_plan, limit_s)
             except KvwireError as error:  # the next load tries again
                 trouble = f"the report on links was not read, so this load goes without it: {error}"
                 return replace(planned(self._settings, None, None, 0), trouble=trouble)
@@ -419,7 +417,7 @@ class Loader:
         if self._writing is None or self._writing.done():
             link, engine = self._keys
             known = engine if self._has_measured_costs else None
-            self._writing = self._session.threads.store.submit(self._memory.remember, link, known, self.estimates)
+            self._writing = self._session.threads.blocking.submit(self._memory.remember, link, known, self.estimates)
 
 
 async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:

@@ -47,29 +47,13 @@ _LEAST_SPREAD = 0.5
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
-    """Mean KL divergence of next-token distributions.
-
-    Args:
-        exact: Logits of the reference, ``[tokens, vocabulary]``.
-        other: Logits to compare with it, of the same shape.
-
-    Returns:
-        The mean over all tokens, in nats.
-    """
+    """Mean KL divergence of next-token distributions."""
     p, q = exact.float().log_softmax(-1), other.float().log_softmax(-1)
     return float(torch.where(p > -math.inf, p.exp() * (p - q), 0.0).sum(-1).mean())
 
 
 def greedy_agreement(exact: Tensor, other: Tensor) -> float:
-    """Share of positions at which both would choose the same token.
-
-    Args:
-        exact: Logits of the reference, ``[tokens, vocabulary]``.
-        other: Logits to compare with it, of the same shape.
-
-    Returns:
-        The share, from 0 to 1.
-    """
+    """Share of positions at which both would choose the same token."""
     return float((exact.argmax(-1) == other.argmax(-1)).float().mean())
 
 
@@ -204,19 +188,7 @@ class Reference:
         neutral: int = 0,
         head: Sequence[int] = (),
     ) -> Reference:
-        """Compute the documents one by one, link them, and let the model answer.
-
-        Args:
-            engine: The model.
-            documents: Token ids of each document, in prompt order.
-            question: Token ids of the question.
-            answer_tokens: Longest answer, in tokens; the model's window may shorten it.
-            neutral: Tokens of neutral texts at most that documents are computed behind; 0: alone.
-            head: Token ids before the documents, such as a chat's, opening tokens included; empty: these alone.
-
-        Returns:
-            The reference to compare other caches of the same prompt with.
-        """
+        """Compute the documents one by one, link them, and let the model answer."""
         caches = compute_documents(engine, documents, neutral)
         linked = link_opened(engine, caches, head)
         start = linked.tokens
@@ -231,26 +203,10 @@ class Reference:
         return cls(start, tokens, logits, full, mean_kl(full, logits))
 
     def from_full(self, engine: Engine, cache: KVCache) -> float:
-        """Compare another cache of the same prompt with a full prefill.
-
-        Args:
-            engine: The model that made the reference.
-            cache: All documents of the prompt, linked.
-
-        Returns:
-            Mean KL divergence in nats.
-        """
+        """Compare another cache of the same prompt with a full prefill."""
         return mean_kl(self.full, engine.forward(engine.past_key_values(cache), self.tokens, self.start))
 
     def compare(self, engine: Engine, cache: KVCache) -> tuple[float, float]:
-        """Compare another cache of the same prompt.
-
-        Args:
-            engine: The model that made the reference.
-            cache: All documents of the prompt, linked.
-
-        Returns:
-            Mean KL divergence in nats, and greedy agreement from 0 to 1.
-        """
+        """Compare another cache of the same prompt."""
         logits = engine.forward(engine.past_key_values(cache), self.tokens, self.start)
         return mean_kl(self.logits, logits), greedy_agreement(self.logits, logits)

@@ -4,46 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
-from kvwire.reuse import fill_parameters
-from kvwire.runtime.executor import Executor
-from kvwire.runtime.links import UNREPAIRED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvwire.controller import Goal
-    from kvwire.controller import events as ev
-    from kvwire.reuse import Module, Parameter, Schema, SchemaPrompt
+    from kvwire.reuse import Module, Parameter, Schema
     from kvwire.runtime.corpus import Corpus
-
-
-class SchemaExecutor(Executor):
-    """A load of modules that stand where their schema has them."""
-
-    def __init__(self, modules: SchemaPrompt, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
-        """Take the parts."""
-        super().__init__(*parts)
-        self._modules = modules
-        self.starts = tuple(len(self.opening) + start for start in modules.starts)
-
-    async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
-        """Lay out the prompt and fill it; see ``Executor.run``."""
-        if self.links.is_wanted:
-            msg = "modules of a schema stay as they were encoded: load them with repair none or auto"
-            raise ArgumentError(msg)
-        self.links = replace(UNREPAIRED, report=self.links.report, refuses=self.links.refuses)
-        return await super().run(query_tokens, goal)
-
-    def complete(self) -> None:
-        """Compute the arguments in their slots."""
-        self.recompute_s += self._timed(lambda: fill_parameters(self._engine, self.prompt, self._modules.fills))[1]
-
-    def _length(self, tokens: Sequence[int]) -> int:
-        self._modules.check_documents(tokens)
-        return len(self.opening) + self._modules.tokens
 
 
 def sized(schema: Schema, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None = None) -> Schema:

@@ -12,14 +12,14 @@ import atexit
 import random
 import threading
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire._forks import OwnProcess
-from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.driver import ControllerDriver
-from kvwire.runtime.threads import DaemonThreads, Threads, look_up_here
-from kvwire.store import Store
+from kvwire.runtime.threads import LOOK_UPS, LookUp, look_up_here
+from kvwire.store import Store, open_object
 from kvwire.transport import ReadTimeouts, RejectedError, StalledError, open_session, open_source, read_object
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import aiohttp
 
     from kvwire.controller import Controller
+    from kvwire.runtime.threads import Threads
     from kvwire.store import Data, Listed, ObjectStat
     from kvwire.transport import EmulatedLink, FetchSettings
 
 T = TypeVar("T")
 _CLOSED = "the loader is closed: open another one"
-_READERS = 32  # threads for stores that block, beside those of look-ups
 _JOIN_S = 5.0
 
 
@@ -62,6 +62,7 @@ class Session:
         self._is_closed = False
         self._http: aiohttp.ClientSession | None = None
         self._driver: ControllerDriver | None = None
+        self._looking = asyncio.Semaphore(LOOK_UPS)
 
     def run(self, work: Coroutine[None, None, T]) -> T:
         """Run work on the session's loop and wait for it; to be called from any other thread."""
@@ -126,7 +127,7 @@ class Session:
                 raise ArgumentError(_CLOSED)
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._loop.set_default_executor(DaemonThreads(_READERS, "kvwire-read"))
+                self._loop.set_default_executor(self.threads.blocking)
                 self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="kvwire-loop", daemon=True)
                 self._thread.start()
                 _RUNNING.add(self)
@@ -175,6 +176,20 @@ class Session:
                 await asyncio.sleep(settings.backoff(failed, random.random(), error))  # noqa: S311 - only a pause
             finally:
                 await source.close()
+
+    async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
+        """Run work that reads a store. Whoever is cancelled or waits too long leaves no thread waiting behind."""
+        loop, looking = asyncio.get_running_loop(), LookUp(work)
+        try:
+            async with asyncio.timeout(limit_s), self._looking:
+                return await loop.run_in_executor(self.threads.blocking, looking)
+        except TimeoutError as error:
+            if isinstance(error, KvwireError):
+                raise
+            msg = f"the store did not answer within {limit_s:g} s; check it and the network"
+            raise StorageError(msg) from error
+        finally:
+            looking.leave()
 
     def view(self, store: Store, *, over_link: bool = True, silence_s: float | None = None) -> Store:
         """A store whose reads take the session's way, for callers in other threads than the loop's."""
@@ -227,6 +242,10 @@ class _View(Store):
         return self._store.url
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        link, _ = self._how
+        if self._store.is_local and link is None and look_up_here():
+            with suppress(StorageError), closing(open_object(self._store, key)) as reader:  # the session tries again
+                return reader.read(start, reader.size if end is None else min(end, reader.size))
         return self._session.run(self._session.read(self._store, key, start, end, *self._how))
 
     def stat(self, key: str) -> ObjectStat:

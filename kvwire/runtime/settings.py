@@ -123,14 +123,7 @@ class LoadSettings:
 
 
 def check_max_kl(max_kl: object) -> None:
-    """Refuse what cannot be a KL divergence.
-
-    Args:
-        max_kl: As ``LoadSettings.max_kl``.
-
-    Raises:
-        ArgumentError: It is neither None nor a number from 0 on.
-    """
+    """Refuse what cannot be a KL divergence."""
     if max_kl is None or (isinstance(max_kl, int | float) and not isinstance(max_kl, bool) and max_kl >= 0):
         return
     msg = f"max_kl is a KL divergence in nats, 0 or more, or None for no such floor; got {max_kl!r}"
@@ -138,16 +131,7 @@ def check_max_kl(max_kl: object) -> None:
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True) -> ctl.ControllerSettings:
-    """How the controller of a loader with these settings steers.
-
-    Args:
-        settings: The loader's.
-        on_gpu: Whether a GPU decodes and computes.
-        interrupts: Whether the engine can stop a forward pass, as those of transformers can.
-
-    Returns:
-        The controller's settings.
-    """
+    """How the controller of a loader with these settings steers."""
     threads = usual_threads(settings.decode_threads)
     suited = ctl.ControllerSettings.suited(on_gpu=on_gpu, threads=threads, interrupts=interrupts)
     return replace(
@@ -161,20 +145,7 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True
 
 
 def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | None) -> LinkPlan:
-    """What loads do about links, by what the store says of them; blocks.
-
-    Args:
-        corpus: As loads read it.
-        settings: The loader's.
-        layers: Of the model.
-        level: Up to which level a profile is read; None: all that decoding needs.
-
-    Returns:
-        The plan.
-
-    Raises:
-        KvwireError: The report cannot be read.
-    """
+    """What loads do about links, by what the store says of them; blocks."""
     report, profile = corpus.link_report(), None
     with suppress(KvwireError):
         profile = corpus.profile(level=level)
@@ -182,17 +153,7 @@ def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | 
 
 
 def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
-    """What loads do about links.
-
-    Args:
-        settings: The loader's.
-        report: Of the model, where it was measured.
-        profile: In use.
-        layers: Of the model.
-
-    Returns:
-        The plan; without a shift where repairs are kept, which are of documents as they were encoded.
-    """
+    """What loads do about links."""
     shift = settings.shift and not settings.keep_repairs
     asked = settings.repair, settings.repair_floor, settings.selector
     plan = plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)

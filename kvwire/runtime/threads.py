@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-_LOOK_UPS = 16  # in stores at a time
+LOOK_UPS = 16
+"""In stores at a time."""
+_BLOCKING = 3 * LOOK_UPS
+"""Threads that wait for stores: look-ups, and what these and fetches read in threads; more than all look-ups together,
+which may wait for such reads."""
 _JOIN_S = 2.0
 _MOST_THREADS = 8
 _Job = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
@@ -131,7 +135,7 @@ class Threads:
         decode: One for decoding; the same where ``workers`` is 1.
         decode_threads: How many chunks are decoded at once.
         side_by_side: For chunks that the processor decodes at once, each on one core.
-        store: For stores that block.
+        blocking: For whatever waits for a disk or a network.
     """
 
     def __init__(self, workers: int, decode_threads: int = 1) -> None:
@@ -140,10 +144,10 @@ class Threads:
         self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
         self.decode_threads = decode_threads
         self.side_by_side = ThreadPoolExecutor(decode_threads, "kvwire-codec", initializer=stay_on_one_core)
-        self.store = DaemonThreads(_LOOK_UPS, "kvwire-store")
+        self.blocking = DaemonThreads(_BLOCKING, "kvwire-read")
 
     def close(self, *, wait: bool = True) -> None:
         """End all."""
         for pool in (self.compute, self.decode, self.side_by_side):
             pool.shutdown(wait=wait, cancel_futures=True)
-        self.store.shutdown(wait=wait)
+        self.blocking.shutdown(wait=wait)

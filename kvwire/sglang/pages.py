@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.runtime.chunk_shapes import DTYPES
+from kvwire.runtime.adapters import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor

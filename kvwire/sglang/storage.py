@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvwire.errors import ArgumentError, MismatchError
+from kvwire.runtime.adapters import ChunkSettings, heads_of, uniform
 from kvwire.runtime.chunk_reader import ChunkReader
-from kvwire.runtime.chunk_settings import ChunkSettings
-from kvwire.runtime.chunk_shapes import heads_of, uniform
 from kvwire.sglang.pages import check_pool, flat_page
 from kvwire.store.prefix.schemes import SCHEMES
 

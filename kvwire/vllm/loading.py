@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,36 +13,33 @@ import torch
 
 from kvwire.codec import Profile
 from kvwire.codec.prediction.text import expect_all
-from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.controller import CostModel, DecodeCost
 from kvwire.controller import events as ev
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.costs import warm_up_decoding
-from kvwire.runtime.documents import LengthChangedError, in_words
-from kvwire.runtime.executor import Executor
-from kvwire.runtime.finder import profile_in_use
+from kvwire.runtime.document import in_words
+from kvwire.runtime.execute import NO_ENGINE, PromptWorker
+from kvwire.runtime.find import profile_in_use
 from kvwire.runtime.kept import KeptLookup, RepairKeeper
+from kvwire.runtime.load import LoadRequest
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from kvwire.controller import Goal
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.prompt_jobs import Piece
     from kvwire.store import KeptRepair
     from kvwire.types import CacheMeta, KVCache
 
-CANNOT_RECOMPUTE = PrefillCost(0.0, 10.0)
-"""Seconds of computing a token, as the controller is told: so many that it lets go of a chunk only where the chunk
-cannot be had. A chunk that is let go of makes all that follows it in the prompt worthless."""
 _BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
 """Decoding on one core before any was measured: of a batch, of an element of a token's cache, and of a byte."""
-PATIENCE_S = 30.0
 
 
 class CacheOnlyEngine(Engine):
@@ -72,6 +68,11 @@ class CacheOnlyEngine(Engine):
     def window(self) -> int:
         """Most tokens that a prompt may hold."""
         return self._corpus.window
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whoever asked computes what is missing."""
+        return False
 
     @property
     def vocabulary_size(self) -> int:
@@ -118,100 +119,6 @@ class Loaded:
     troubles: tuple[str, ...] = ()
 
 
-class PageExecutor(Executor):
-    """A load whose chunks, where they cannot be had, are left to whoever computes the prompt. It ends at its deadline.
-
-    Attributes:
-        levels: Level that each chunk is decoded to.
-        is_finished: The controller ended the load, with all that can be had.
-    """
-
-    def __init__(self, *parts: Any, wanted: int | None = None) -> None:  # noqa: ANN401 - an Executor's
-        """Take an executor's parts."""
-        super().__init__(*parts)
-        for document in self._found:
-            document.wanted_tokens = wanted
-        self.levels: dict[ChunkId, int] = {}
-        self._at_work = 0
-        self._is_over = self.is_finished = False
-        self._changed = threading.Condition()
-
-    async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
-        """Fill the prompt as far as it goes; at the deadline, or where it fails, with what is there."""
-        limit_s = PATIENCE_S if goal.deadline_s is None else max(0.0, goal.deadline_s)
-        reason = f"ended after {limit_s:.3g} s"
-        try:
-            async with asyncio.timeout(limit_s):
-                finish = await super().run(query_tokens, goal)
-                self.is_finished = True
-                return finish
-        except LengthChangedError:
-            raise
-        except (TimeoutError, KvwireError) as error:
-            self.misses.append(in_words(error) if isinstance(error, KvwireError) else reason)
-        return ev.Finish(self.number, (), reason)
-
-    def front(self, least: int | None) -> tuple[int, int]:
-        """How far the prompt is filled from its beginning."""
-        tokens, lowest = 0, inf
-        for index in range(len(self._found)):
-            document = self._documents.get(index)
-            if document is None or document.info is None:
-                break
-            needed = min(least or 0, len(document.info.levels) - 1)
-            for chunk in range(document.wanted_chunks):
-                level = self.levels.get(self._chunk(index, chunk), -1)
-                if level < needed:
-                    return tokens, int(min(lowest, 1 << 10)) if tokens else -1
-                lowest = min(lowest, level)
-                start, stop = document.span(chunk)
-                tokens += stop - start
-        return tokens, int(lowest) if tokens else -1
-
-    def lay_over(self, found: KeptLookup) -> str:
-        """Write rows into the prompt that an earlier load repaired and kept."""
-        opened = [each for each in self._documents.values() if each.info is not None]
-        decisions = [Decision(chunk, "fetch", level) for chunk, level in self.levels.items()]
-        if found.kept is None:
-            return f"a kept repair could not be read: {found.trouble}"
-        if len(opened) < len(self._found) or not found.kept.suits(self.documents, decisions):
-            return "a kept repair is of other documents than those that came"
-        found.kept.write(self.prompt)
-        return ""
-
-    def stop(self) -> None:
-        """Let no thread write into the prompt any more; waits for chunks that are being decoded."""
-        with self._changed:
-            self._is_over = True
-            self._changed.wait_for(lambda: not self._at_work)
-
-    def _chunk(self, document: int, chunk: int) -> ChunkId:
-        return ChunkId(document, chunk, self.number)
-
-    def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
-        with self._changed:
-            if self._is_over:
-                return ArgumentError("the load is over")
-            self._at_work += 1
-        try:
-            trouble = super()._decode_one(what)
-            if trouble is None:
-                self.levels[what[0]] = what[1][2]
-            return trouble
-        finally:
-            with self._changed:
-                self._at_work -= 1
-                self._changed.notify_all()
-
-    async def _recompute(self, asked: ev.Recompute) -> None:
-        """Leave chunks to others, and tell the controller the time that it expects."""
-        first, last = asked.first, asked.last
-        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
-        document = self._documents[first.document]
-        tokens = document.span(last.chunk)[1] - document.span(first.chunk)[0]
-        self._driver.tell(ev.RecomputeDone(chunks, CANNOT_RECOMPUTE.seconds(tokens)))
-
-
 class PageLoader(Loader):
     """Loads documents' linked caches for an engine that is not here. Any number of threads may call it."""
 
@@ -226,7 +133,7 @@ class PageLoader(Loader):
         """Begin nothing yet."""
         elements = sum(spec.key_width + spec.value_width for spec in corpus.meta.layers)
         decode = DecodeCost(_BASE_S, _ELEMENT_S * elements, _BYTE_S)
-        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(CANNOT_RECOMPUTE, decode)
+        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(NO_ENGINE, decode)
         if chosen.layout or chosen.system:
             msg = (
                 "without a model no link tokens and no system text are computed: leave layout and system out of the "
@@ -251,33 +158,37 @@ class PageLoader(Loader):
     ) -> Loaded:
         """Load documents, as far as they come in time."""
         known = dict(zip(documents, texts, strict=True))
-        make = partial(PageExecutor, wanted=wanted)
-        return self._session.run(self._load_front(make, list(documents), known, goal, least, kept))
+        request = LoadRequest(
+            layout=PlainLayout(self._engine), fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
+            timeouts=self._timeouts(goal.deadline_s), wanted=wanted, is_partial=True,
+        )  # fmt: skip
+        return self._session.run(self._load_front(list(documents), known, request, least, kept))
 
     async def _load_front(
-        self, make: Callable[..., PageExecutor], documents: list[str], texts: dict[str, Sequence[int]], goal: Goal,
-        least: int | None, kept: KeptRepair | None,
+        self, documents: list[str], texts: dict[str, Sequence[int]], request: LoadRequest, least: int | None,
+        kept: KeptRepair | None,
     ) -> Loaded:  # fmt: skip
-        until = None if goal.deadline_s is None else time.monotonic() + goal.deadline_s
+        deadline_s = request.goal.deadline_s
+        until = None if deadline_s is None else time.monotonic() + deadline_s
         reading = asyncio.create_task(self._read_kept(kept, [len(texts[name]) for name in documents]))
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         with self._warming.paused():
-            async with self._filled(make, documents, 0, goal, texts) as filled:
-                executor = filled.executor
-                await asyncio.to_thread(executor.stop)
-                tokens, level = executor.front(least)
+            async with self._filled(documents, texts, request) as filled:
+                load, work = filled.load, filled.load.work
+                await asyncio.to_thread(work.leave)
+                tokens, level = _front(work, len(documents), least)
                 if not (tokens or self._has_profile):  # one that takes longer than a deadline is read beside the loads
                     self._warming.begin(self._get_profile())
-                if executor.is_finished:
-                    filled.driver.tell(ev.PromptAssembled(executor.number, tokens, 0.0))
-                if kept is not None and (trouble := executor.lay_over(await self._in_time(reading, until))):
+                if load.is_finished:
+                    filled.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
+                if kept is not None and (trouble := _lay_over(work, documents, await self._in_time(reading, until))):
                     tokens = min(tokens, len(texts[documents[0]]))
-                    executor.misses.append(trouble)
+                    work.misses.append(trouble)
                 self._remember()
-                prompt = getattr(executor, "prompt", None)
+                prompt = getattr(work, "prompt", None)
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
-                    return Loaded(None, 0, -1, executor.bytes, tuple(executor.misses))
-                return Loaded(prompt.cache, tokens, level, executor.bytes, tuple(executor.misses))
+                    return Loaded(None, 0, -1, load.bytes, tuple(work.misses))
+                return Loaded(prompt.cache, tokens, level, load.bytes, tuple(work.misses))
 
     def _get_ready(self) -> Iterator[None]:
         """Do what the first load would wait for, and a short deadline would never see the end of."""
@@ -303,9 +214,38 @@ class PageLoader(Loader):
         """Repaired rows, read beside the documents."""
         if kept is None:
             return KeptLookup()
-        driver = self._session.driver(self._new_controller)
         read = partial(self._kept.read, kept, lengths)
         try:
-            return KeptLookup(await driver.look_up(read, self._settings.patience_s))
+            return KeptLookup(await self._session.look_up(read, self._settings.patience_s))
         except KvwireError as error:
             return KeptLookup(None, in_words(error))
+
+
+def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, int]:
+    """How far a prompt is filled from its beginning, and the lowest level of that."""
+    tokens, lowest = 0, inf
+    for index in range(documents):
+        document = work.documents.get(index)
+        if document is None or document.info is None:
+            break
+        needed = min(least or 0, len(document.info.levels) - 1)
+        for chunk in range(document.wanted_chunks):
+            level = work.levels.get(ChunkId(index, chunk, work.number), -1)
+            if level < needed:
+                return tokens, int(min(lowest, 1 << 10)) if tokens else -1
+            lowest = min(lowest, level)
+            start, stop = document.span(chunk)
+            tokens += stop - start
+    return tokens, int(lowest) if tokens else -1
+
+
+def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup) -> str:
+    """Write rows into a prompt that an earlier load repaired and kept; returns why not, in words."""
+    documents = [each for _, each in sorted(work.documents.items()) if each.info is not None]
+    decisions = [Decision(chunk, "fetch", level) for chunk, level in work.levels.items()]
+    if found.kept is None:
+        return f"a kept repair could not be read: {found.trouble}"
+    if len(documents) < len(names) or not found.kept.suits(documents, decisions):
+        return "a kept repair is of other documents than those that came"
+    found.kept.write(work.prompt)
+    return ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire.controller import MAX_KL
 from kvwire.engines.transformers.identity import model_revision
 from kvwire.errors import ArgumentError
-from kvwire.runtime.corpus_settings import CorpusSettings
+from kvwire.runtime.adapters import CorpusSettings
 from kvwire.runtime.settings import LoadSettings, check_max_kl
 from kvwire.store import hash_scheme
 from kvwire.transport import parse_link

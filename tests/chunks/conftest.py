@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvwire.engines.transformers import TransformersEngine
-from kvwire.runtime.chunk_settings import ChunkSettings
+from kvwire.runtime.adapters import ChunkSettings
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore, hash_scheme
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.runtime.adapters import ChunkSettings, heads_of
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
-from kvwire.runtime.chunk_settings import ChunkSettings
-from kvwire.runtime.chunk_shapes import heads_of
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore, Keyring, hash_scheme, open_store
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvwire import KVCache
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.lmcache.layout import ObjectLayout, write_reference
-from kvwire.runtime.chunk_shapes import uniform
+from kvwire.runtime.adapters import uniform
 from kvwire.sglang.pages import ORDERS, check_pool, flat_page, flat_page_reference
 from kvwire.types import CacheMeta, LayerSpec
 

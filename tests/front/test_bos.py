@@ -12,12 +12,12 @@ from kvwire.controller import Goal
 from kvwire.engines.transformers import generate_inputs
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import PLAIN, LinkedPrompt, moved
+from kvwire.runtime.adapters import ChunkSettings
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
-from kvwire.runtime.chunk_settings import ChunkSettings
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.link_check import check_links, prompts_of
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral_text import NEUTRAL_TEXT
+from kvwire.runtime.neutral import NEUTRAL_TEXT
 from kvwire.runtime.opening import link_opened, opened, opening_of, prefill_documents
 from kvwire.runtime.quality import Reference, mean_kl
 from kvwire.runtime.settings import LoadSettings

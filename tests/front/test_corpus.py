@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvwire.codec import decode
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
-from kvwire.runtime.calibration import HELD_OUT, calibration_texts
+from kvwire.runtime.calibrate import HELD_OUT, calibration_texts
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.loader import Loader
@@ -222,7 +222,7 @@ def test_the_curve_is_of_held_out_texts_and_the_profile_says_so(small, monkeypat
         seen.extend(documents)
         return replace(profile, error_to_kl=(1.0, 1.0))
 
-    monkeypatch.setattr("kvwire.runtime.calibration.calibrate_error", spy)
+    monkeypatch.setattr("kvwire.runtime.calibrate.calibrate_error", spy)
     ids = max(small.tokens.values(), key=len)
     texts = [tuple(ids[start : start + 70]) for start in range(0, 70 * (6 if held_out else 5), 70)]
     corpus = Corpus(small.engine, MemoryStore())

@@ -14,12 +14,13 @@ from msgspec import structs
 from kvwire import controller as ctl
 from kvwire.errors import AuthError, FormatVersionError, KvwireError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.documents import Timeouts
+from kvwire.runtime.document import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile
-from kvwire.runtime.finder import profile_in_use
-from kvwire.runtime.headers import HeaderReader
+from kvwire.runtime.find import profile_in_use
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.open import DocumentOpener
 from kvwire.runtime.settings import LoadSettings
+from kvwire.runtime.threads import LOOK_UPS
 from kvwire.store import MemoryStore, UseCounts
 from kvwire.transport import FetchSettings
 
@@ -163,9 +164,12 @@ def test_a_variant_whose_kept_entry_is_out_of_date_is_asked_for_again(corpus, en
 
     async def opened():
         driver = session.driver(loader._new_controller)
-        document = await finder.find(driver, "doc", None, timeouts)
-        async with HeaderReader(session, driver, finder, FetchSettings(), timeouts) as headers:
-            return [each.entry.size for each in await headers.open_all(document)]
+        document = await finder.find("doc", None, timeouts)
+        opener = DocumentOpener(session, driver, finder, FetchSettings(), timeouts)
+        try:
+            return [each.found.entry.size for each in await opener.open_all(document)]
+        finally:
+            await opener.close()
 
     old = variant.find("doc")
     assert session.run(opened()) == [corpus.find("doc").size, old.size]
@@ -277,7 +281,7 @@ def test_look_ups_that_are_left_keep_no_thread(corpus, store, loader_of):
 
     async def asking():
         tasks = [asyncio.create_task(loader.ask_async(["other"], QUESTION)) for _ in range(20)]
-        while store.asked._value < loader._session.threads.store._most:
+        while store.asked._value < LOOK_UPS:
             await asyncio.sleep(0.001)
         for task in tasks:
             task.cancel()

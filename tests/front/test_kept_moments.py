@@ -12,8 +12,8 @@ import torch
 
 from kvwire.codec import fit_profile
 from kvwire.errors import CorruptError, MismatchError
+from kvwire.runtime.calibrate import MomentFile
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.kept_moments import MomentFile
 from kvwire.store import MemoryStore
 from kvwire.types import CacheMeta, KVCache, LayerSpec
 
@@ -147,11 +147,11 @@ def test_a_fit_goes_on_without_a_file_that_cannot_be_written(tmp_path, caplog):
 
 def test_a_corpus_goes_on_and_leaves_no_file(path, small, monkeypatch):
     documents = [Document(name, tuple(ids)) for name, ids in small.tokens.items()]
-    monkeypatch.setattr("kvwire.runtime.calibration.MomentFile", lambda path: Interrupting(path, 1))
+    monkeypatch.setattr("kvwire.runtime.calibrate.MomentFile", lambda path: Interrupting(path, 1))
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(resume=path))
     with pytest.raises(KeyboardInterrupt):
         corpus.calibrate(documents, 16384)
     assert path.exists()
-    monkeypatch.setattr("kvwire.runtime.calibration.MomentFile", MomentFile)
+    monkeypatch.setattr("kvwire.runtime.calibrate.MomentFile", MomentFile)
     assert corpus.calibrate(documents, 16384).data == small.profile.data
     assert list(Path(path.parent).iterdir()) == []

@@ -28,7 +28,7 @@ from kvwire.reuse import (
 )
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.documents import DocumentHandle
+from kvwire.runtime.document import FoundDocument, OpenDocument
 from kvwire.runtime.links import plan_links
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
@@ -402,11 +402,11 @@ def test_soft_tokens_are_compared_with_all_that_names_them(small, names, soft_fi
     entry = corpus.find(names[0])
     info, used = corpus.read_header(entry), soft.name(engine.vocabulary_size)
     for changed in ({}, {"digest": "0" * 64}, {"first": used.first + 1}, {"count": used.count + 1}):
-        document = DocumentHandle(corpus, names[0], entry, None, None)
-        document.use(replace(info, soft_tokens=replace(used, **changed)), None)
+        document = OpenDocument(FoundDocument(corpus, names[0], entry, None, None), None)
+        document = document.with_header(replace(info, soft_tokens=replace(used, **changed)), None)
         expected = pytest.raises(MismatchError, match="encode the document again") if changed else nullcontext()
         with expected:
-            document.check_soft_tokens(used)
+            document.with_soft_tokens(used)
 
 
 def test_layouts_with_tokens_in_caches_are_encoded_alone(small, soft_file):

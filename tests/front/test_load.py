@@ -20,7 +20,7 @@ from kvwire.controller import PrefillCost
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.reuse import link
-from kvwire.runtime import executor
+from kvwire.runtime import load as loads
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
@@ -230,7 +230,7 @@ def test_what_cannot_be_prepared_is_left_to_decoding(small, monkeypatch, caplog)
         raise MemoryError
         yield
 
-    monkeypatch.setattr(executor, "expect", broken)
+    monkeypatch.setattr(loads, "expect", broken)
     answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4), link="20mbit,20ms")
     assert {decision.action for decision in answer.decisions} == {"fetch"}
     assert not answer.misses
@@ -242,7 +242,7 @@ def test_what_cannot_be_prepared_is_left_to_decoding(small, monkeypatch, caplog)
 def test_only_what_decoding_needs_is_prepared(small, monkeypatch, method):
     """Each document once; and CacheGen's levels expect nothing of a text."""
     asked = []
-    monkeypatch.setattr(executor, "expect", lambda _, ids: iter(asked.append(len(ids)) or ()))
+    monkeypatch.setattr(loads, "expect", lambda _, ids: iter(asked.append(len(ids)) or ()))
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(method=method))
     list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
     costs = replace(small.costs, prefill=PrefillCost(60.0, 1.0))

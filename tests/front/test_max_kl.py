@@ -8,8 +8,8 @@ import pytest
 from kvwire import controller as ctl
 from kvwire.errors import ArgumentError
 from kvwire.runtime import loader as loaders
+from kvwire.runtime.answer import floor_trouble
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.expected_kl import floor_trouble
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore

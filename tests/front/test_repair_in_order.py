@@ -331,12 +331,12 @@ def test_link_tokens_whose_job_fails_are_computed_at_the_end(small, five, monkey
 
     compute, calls = layouts.compute_links, []
 
-    def broken(engine, linked, prompt, start=0, stop=None):
+    def broken(engine, linked, laid_out, start=0, stop=None):
         calls.append(stop)
         if len(calls) == 1:
             msg = "out of memory"
             raise RuntimeError(msg)
-        return compute(engine, linked, prompt, start, stop)
+        return compute(engine, linked, laid_out, start, stop)
 
     log, chosen = [], {"layout": LINKS, "policy": Fixed(4)}
     with monkeypatch.context() as patch:

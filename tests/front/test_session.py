@@ -17,9 +17,10 @@ from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.documents import Timeouts
-from kvwire.runtime.executor import Executor, ExecutorSettings
+from kvwire.runtime.document import Timeouts
+from kvwire.runtime.load import Load, LoadRequest
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import DaemonThreads, Threads
 from kvwire.store import open_store
@@ -278,13 +279,14 @@ def test_a_load_that_is_cancelled_twice_leaves_no_blob_open(small, loader_of):
 
     async def twice():
         driver, begun = session.driver(loader._new_controller), []
-        settings = ExecutorSettings(fetch=FetchSettings(), backend="auto", timeouts=Timeouts(1.0, 1.0, 1.0, 1.0))
+        timeouts, layout = Timeouts(1.0, 1.0, 1.0, 1.0), PlainLayout(small.engine)
+        request = LoadRequest(layout=layout, fetch=FetchSettings(), backend="auto", timeouts=timeouts)
 
         async def load():
-            async with Executor(small.engine, [], session, driver, loader._finder, settings) as executor:
-                executor._headers._stack.callback(closed.append, 1)
-                executor._spawn(lingers())
-                begun.append(executor)
+            async with Load(small.engine, [], session, driver, loader._finder, request) as entered:
+                entered._opener._stack.callback(closed.append, 1)
+                entered._spawn(lingers())
+                begun.append(entered)
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(load())

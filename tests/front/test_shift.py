@@ -10,10 +10,17 @@ import torch
 
 from kvwire.errors import CorruptError, MismatchError, NotFoundError
 from kvwire.reuse import LinkShift
-from kvwire.runtime import shift_check
-from kvwire.runtime.link_check import check_links, prompts_of, split_prompts
+from kvwire.runtime import link_check
+from kvwire.runtime.link_check import (
+    LEAST_PROMPTS,
+    check_links,
+    gain_of,
+    learn_shift,
+    prompts_of,
+    shift_figures,
+    split_prompts,
+)
 from kvwire.runtime.link_report import LinkReport
-from kvwire.runtime.shift_check import LEAST_PROMPTS, gain_of, learn_shift, shift_figures
 
 from .test_links import REPORT, texts
 
@@ -74,7 +81,7 @@ def test_too_few_prompts_and_latent_models_teach_nothing(small, monkeypatch):
         msg = "latent"
         raise MismatchError(msg)
 
-    monkeypatch.setattr(shift_check, "ShiftLearner", refused)
+    monkeypatch.setattr(link_check, "ShiftLearner", refused)
     assert learn_shift(small.engine, documents * LEAST_PROMPTS) is None
 
 
@@ -157,8 +164,8 @@ def test_a_store_keeps_a_shift_for_its_model(small):
 def test_the_command_learns_and_keeps_it(run, demo_model, tmp_path, monkeypatch):
     documents, store = demo_model.parent / "documents", tmp_path / "store"
     words = ("check-model", demo_model, "--documents", documents, "--prompts", 2, "--store", f"file://{store}")
-    monkeypatch.setattr(shift_check, "gain_of", lambda _: (0.1, 0.05, 0.15))
-    monkeypatch.setattr(shift_check, "LEAST_PROMPTS", 2)
+    monkeypatch.setattr(link_check, "gain_of", lambda _: (0.1, 0.05, 0.15))
+    monkeypatch.setattr(link_check, "LEAST_PROMPTS", 2)
     code, out, _ = run(*words, "--shift-prompts", 3)
     assert code == 0
     assert "learnt from 3 other prompts" in out
@@ -170,6 +177,6 @@ def test_the_command_learns_and_keeps_it(run, demo_model, tmp_path, monkeypatch)
     code, out, _ = run(*words, "--shift-prompts", 0)
     assert code == 0
     assert "no mean shift was learnt" in out
-    monkeypatch.setattr(shift_check, "gain_of", lambda _: (0.1, -0.05, 0.15))
+    monkeypatch.setattr(link_check, "gain_of", lambda _: (0.1, -0.05, 0.15))
     code, out, _ = run(*words, "--shift-prompts", 3)
     assert "is not kept" in out

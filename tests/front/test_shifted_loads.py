@@ -11,12 +11,12 @@ import torch
 
 from kvwire.controller.policies import Fixed
 from kvwire.reuse import LinkLayout, LinkShift, Module, Schema
+from kvwire.runtime.closing import ShiftReader
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.execute import PromptWorker
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prompt_jobs import PromptWorker
 from kvwire.runtime.settings import LoadSettings
-from kvwire.runtime.shift_reading import ShiftReader
 from kvwire.store import MemoryStore
 
 from .test_links import REPORT, asked
@@ -157,7 +157,7 @@ def test_chunks_that_saw_what_is_before_them_are_spared(small, shift, monkeypatc
             raise RuntimeError(msg)
         extend(jobs, first, last, behind=behind)
         if behind:
-            at, document = jobs.prompt.offset(first.document), jobs._documents[first.document]
+            at, document = jobs.prompt.offset(first.document), jobs.documents[first.document]
             saw.update(range(at + document.span(first.chunk)[0], at + document.span(last.chunk)[1]))
 
     def noted(shift, cache, lengths, stays=()):

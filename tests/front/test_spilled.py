@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvwire.codec import fit_profile
-from kvwire.runtime.spilled import spilled
+from kvwire.runtime.calibrate import spilled
 
 from ..codec.synthetic import MIXED, MIXED_ROPES, make_cache, make_statistics
 

@@ -18,8 +18,8 @@ from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.costs import joins, measure_costs, measure_joined
 from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.execute import PromptWorker
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prompt_jobs import PromptWorker
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.together import recompute_together
 from kvwire.store import MemoryStore
@@ -161,7 +161,7 @@ def test_a_load_that_leaves_in_the_middle_of_a_joined_pass_leaves_the_others_who
 
 def test_an_engine_without_it_is_never_asked(small, lost, texts, monkeypatch):
     watched = Watched(small.engine, monkeypatch)
-    monkeypatch.setattr(type(small.engine), "check_together", Engine.check_together)
+    monkeypatch.setattr(type(small.engine), "can_join", Engine.can_join)
     with Loader(small.engine, lost, costs=COSTS) as loader:
         assert loader.costs.joined is None
         hold_exact(small.engine, texts, PAIRS, ask_all(loader, PAIRS))
@@ -179,7 +179,7 @@ def test_costs_of_joined_passes_are_measured_and_remembered(small, lost, tmp_pat
         loader.ask(["d1"], QUESTION)
     with Loader(small.engine, lost, memory=memory) as again:
         assert again.costs.joined is not None
-    monkeypatch.setattr(type(small.engine), "check_together", Engine.check_together)
+    monkeypatch.setattr(type(small.engine), "can_join", Engine.can_join)
     with Loader(small.engine, lost, memory=memory) as unable:
         assert unable.costs.joined is None
 

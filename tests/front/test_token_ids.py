@@ -74,7 +74,7 @@ def test_arrays_are_appended_and_asked(small):
 
 
 def test_a_document_with_as_many_parts_as_it_can_have_becomes_one_blob(small, monkeypatch):
-    monkeypatch.setattr("kvwire.runtime.growing.MAX_PARTS", 3)
+    monkeypatch.setattr("kvwire.runtime.grow.MAX_PARTS", 3)
     corpus = Corpus(small.engine, MemoryStore())
     corpus.set_profile(small.profile)
     first, *_ = small.tokens.values()

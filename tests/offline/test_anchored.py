@@ -8,7 +8,7 @@ import torch
 from kvwire.engines.transformers import open_engine
 from kvwire.offline import RunOptions, encode_side_by_side, prepare_profile, sample
 from kvwire.reuse import LinkLayout, SoftTokens, anchors, own_tokens, stored_tokens
-from kvwire.runtime import calibration
+from kvwire.runtime import calibrate
 from kvwire.runtime.coding import EXTENTS
 from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import MemoryStore
@@ -32,13 +32,13 @@ def corpus(soft_engine):
 @pytest.fixture
 def computed(monkeypatch):
     """Token ids of every text that a profile is fitted on."""
-    seen, compute = [], calibration.compute_document
+    seen, compute = [], calibrate.compute_document
 
     def watched(engine, ids, coding):
         seen.append(tuple(ids))
         return compute(engine, ids, coding)
 
-    monkeypatch.setattr(calibration, "compute_document", watched)
+    monkeypatch.setattr(calibrate, "compute_document", watched)
     return seen
 
 

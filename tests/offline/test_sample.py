@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvwire.offline import DocumentRef
 from kvwire.offline.sample import SHARE, SMALL, sample, stratified
-from kvwire.runtime.calibration import HELD_OUT
+from kvwire.runtime.calibrate import HELD_OUT
 from kvwire.runtime.coding import CALIBRATION_TOKENS, Document
 
 

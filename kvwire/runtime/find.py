@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
-from kvwire.runtime.documents import CHANGED, DocumentHandle, Timeouts
+from kvwire.runtime.document import CHANGED, FoundDocument, Timeouts
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.session import Session
     from kvwire.store import CatalogEntry
 
@@ -68,20 +68,19 @@ class DocumentFinder:
 
     def __init__(self, session: Session, corpora: Sequence[Corpus], kept_s: float, level: int | None) -> None:
         """Look nothing up yet."""
-        self._corpora, self._kept_s, self._level = corpora, kept_s, level
+        self._session, self._corpora, self._kept_s, self._level = session, corpora, kept_s, level
         self._views = [corpus.over(session.view(corpus.catalog.store)) for corpus in corpora]
         self._kept: dict[tuple[int, str], _Kept] = {}
         self._profiles: dict[tuple[int, str], asyncio.Task[AnyProfile | None]] = {}  # that are being read
 
     async def find(
         self,
-        driver: ControllerDriver,
         document_id: str,
         texts: Mapping[str, Sequence[int]] | None,
         timeouts: Timeouts,
         *,
         anew: bool = False,
-    ) -> DocumentHandle:
+    ) -> FoundDocument:
         """What the first corpus knows of a document, its profile included; its text alone where the catalog fails.
 
         Of the other corpora, one that fails, is late or has another text has no variant. A use is counted in the first
@@ -89,72 +88,68 @@ class DocumentFinder:
         """
         given = (texts or {}).get(document_id)
         text = None if given is None else tuple(given)
-        looking = self._find_first(driver, document_id, text, timeouts, anew=anew)
+        looking = self._find_first(document_id, text, timeouts, anew=anew)
         others = [
-            self._find_in(number, driver, document_id, None, timeouts, timeouts.soon, anew=anew)
+            self._find_in(number, document_id, None, timeouts, timeouts.soon, anew=anew)
             for number in range(1, len(self._corpora))
         ]
         first, found = await gather_optional(looking, others, timeouts)
-        first.variants = tuple(each for each in found if each.token_digest == first.token_digest != "")
-        return first
+        return replace(first, variants=tuple(each for each in found if each.token_digest == first.token_digest != ""))
 
-    async def find_again(
-        self, driver: ControllerDriver, document: DocumentHandle, timeouts: Timeouts
-    ) -> DocumentHandle | None:
+    async def find_again(self, document: FoundDocument, timeouts: Timeouts) -> FoundDocument | None:
         """Ask the catalog anew, where a kept entry led nowhere."""
         if not document.entry_is_kept:
             return None
         number = self._corpora.index(document.corpus)
         again = document.document_id, document.text, timeouts, timeouts.soon
         try:
-            found = await self._find_in(number, driver, *again, anew=True)
+            found = await self._find_in(number, *again, anew=True)
         except UNREADABLE:
             return None
         return None if found.entry == document.entry else found
 
-    def text(self, document: DocumentHandle, entry: CatalogEntry) -> tuple[int, ...]:
+    def text(self, document: FoundDocument, entry: CatalogEntry) -> tuple[int, ...]:
         """Read a document's text from beside its blob; blocks."""
         return self._views[self._corpora.index(document.corpus)].text(entry)
 
     async def _find_first(
-        self, driver: ControllerDriver, document_id: str, text: tuple[int, ...] | None, timeouts: Timeouts, *,
+        self, document_id: str, text: tuple[int, ...] | None, timeouts: Timeouts, *,
         anew: bool,
-    ) -> DocumentHandle:  # fmt: skip
+    ) -> FoundDocument:  # fmt: skip
         try:
             wait_s = timeouts.patience if text is None else timeouts.soon
-            return await self._find_in(0, driver, document_id, text, timeouts, wait_s, anew=anew, is_use=not anew)
+            return await self._find_in(0, document_id, text, timeouts, wait_s, anew=anew, is_use=not anew)
         except UNREADABLE as error:
             if text is None:
                 raise
-            return DocumentHandle(self._corpora[0], document_id, None, None, text, str(error))
+            return FoundDocument(self._corpora[0], document_id, None, None, text, str(error))
 
     async def _find_in(
-        self, number: int, driver: ControllerDriver, document_id: str, text: tuple[int, ...] | None,
+        self, number: int, document_id: str, text: tuple[int, ...] | None,
         timeouts: Timeouts, wait_s: float, *, anew: bool, is_use: bool = False,
-    ) -> DocumentHandle:  # fmt: skip
+    ) -> FoundDocument:  # fmt: skip
         """What a catalog says, with the profile; where something that a kept entry names is gone, asked anew."""
         looking = partial(self._look_up, number, document_id, text, anew=anew, is_use=is_use)
-        found = await driver.look_up(looking, wait_s)
+        kept = None if anew or text is not None or self._corpora[number].uses else self._fresh(number, document_id)
+        is_at_hand = kept is not None and not kept.is_text  # no thread is needed for it
+        found = looking() if is_at_hand else await self._session.look_up(looking, wait_s)
         if found.entry is None or found.profile is not None:
             return found
         try:
-            found.profile = await self._profile(number, driver, found.entry, timeouts.profile)
+            return replace(found, profile=await self._profile(number, found.entry, timeouts.profile))
         except UNREADABLE as error:
             if found.entry_is_kept and isinstance(error, (NotFoundError, CorruptError)):
-                return await self._find_in(number, driver, document_id, text, timeouts, wait_s, anew=True)
-            found.trouble = str(error)
-        return found
+                return await self._find_in(number, document_id, text, timeouts, wait_s, anew=True)
+            return replace(found, trouble=str(error))
 
-    async def _profile(
-        self, number: int, driver: ControllerDriver, entry: CatalogEntry, wait_s: float
-    ) -> AnyProfile | None:
+    async def _profile(self, number: int, entry: CatalogEntry, wait_s: float) -> AnyProfile | None:
         """A document's profile; loads share a reading, which goes on where they leave."""
         if not entry.profile_digest:
             return None
         key = number, entry.profile_digest
         reading = self._profiles.get(key)
         if reading is None:
-            looking = driver.look_up(partial(self._views[number].profile_of, entry, self._level), _PROFILE_S)
+            looking = self._session.look_up(partial(self._views[number].profile_of, entry, self._level), _PROFILE_S)
             reading = self._profiles[key] = asyncio.create_task(looking)
             reading.add_done_callback(partial(self._read, key))
         await asyncio.wait({reading}, timeout=wait_s)
@@ -170,11 +165,11 @@ class DocumentFinder:
 
     def _entry(self, number: int, document_id: str, *, anew: bool) -> tuple[CatalogEntry, bool]:
         """A document's entry, and whether it was kept rather than read."""
-        key, now, corpus = (number, document_id), time.monotonic(), self._corpora[number]
-        kept = self._kept.pop(key, None) if anew else self._kept.get(key)
-        if kept is not None and not anew and now - kept.read_at < self._kept_s and kept.changes == corpus.changes:
-            return kept.entry, True
-        changes = corpus.changes
+        if anew:
+            self._kept.pop((number, document_id), None)
+        elif (kept := self._fresh(number, document_id)) is not None:
+            return kept, True
+        key, now, changes = (number, document_id), time.monotonic(), self._corpora[number].changes
         entry = self._views[number].find(document_id)
         if self._kept_s > 0:
             if len(self._kept) >= _MOST_KEPT:
@@ -182,9 +177,15 @@ class DocumentFinder:
             self._kept[key] = _Kept(entry, now, changes)
         return entry, False
 
+    def _fresh(self, number: int, document_id: str) -> CatalogEntry | None:
+        """A kept entry that may still be used."""
+        kept, changes = self._kept.get((number, document_id)), self._corpora[number].changes
+        is_fresh = kept is not None and time.monotonic() - kept.read_at < self._kept_s and kept.changes == changes
+        return kept.entry if kept is not None and is_fresh else None
+
     def _look_up(
         self, number: int, document_id: str, text: tuple[int, ...] | None, *, anew: bool, is_use: bool = False
-    ) -> DocumentHandle:
+    ) -> FoundDocument:
         """What a catalog says, with the profile where that was read before."""
         corpus, view = self._corpora[number], self._views[number]
         if is_use:
@@ -192,17 +193,16 @@ class DocumentFinder:
         entry, is_kept = self._entry(number, document_id, anew=anew)
         if entry.is_text:
             try:
-                found = DocumentHandle(corpus, document_id, None, None, text or view.text(entry))
+                found = FoundDocument(corpus, document_id, None, None, text or view.text(entry))
             except (NotFoundError, CorruptError):
                 if not is_kept:
                     raise
                 return self._look_up(number, document_id, text, anew=True)
         elif text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
-            found = DocumentHandle(corpus, document_id, None, None, text, CHANGED)
+            found = FoundDocument(corpus, document_id, None, None, text, CHANGED)
         else:
-            found = DocumentHandle(corpus, document_id, entry, view.known_profile(entry), text)
-        found.entry_is_kept = is_kept
-        return found
+            found = FoundDocument(corpus, document_id, entry, view.known_profile(entry), text)
+        return replace(found, entry_is_kept=is_kept)
 
 
 class _Kept(NamedTuple):

@@ -1,17 +1,59 @@
-"""What an adapter of another cache is configured with: a store, a tenant, a model, and the level that it serves."""
+"""Which corpus is opened for an engine that is configured by names and values, such as vLLM and LMCache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import ArgumentError
-from kvwire.runtime.corpus_settings import CorpusSettings
+import torch
+
+from kvwire.errors import ArgumentError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvwire.runtime.corpus import Corpus
+    from kvwire.types import CacheMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSettings:
+    """A store, a tenant and a model, under the names that users give them.
+
+    Attributes:
+        store: Address of the store.
+        model: Name of the model in the store's record, or first digits of its revision; empty where there is one.
+        token: Bearer token of http stores.
+        tenant: Whose documents.
+        salt: The deployment's secret.
+        keys: File of master keys.
+        cache: Folder of a cache before the store.
+        cache_size: Of that folder.
+        memory_size: Of a cache in memory.
+    """
+
+    store: str
+    model: str = ""
+    token: str | None = None
+    tenant: str = "default"
+    salt: str = ""
+    keys: str | None = None
+    cache: str | None = None
+    cache_size: str = "10GB"
+    memory_size: str | None = None
+
+    def open_corpus(self, model: str) -> Corpus:
+        """Open the corpus, without an engine."""
+        from kvwire.runtime.corpus import Corpus
+        from kvwire.store import Keyring
+        from kvwire.store.schemes import open_store
+
+        store = open_store(
+            self.store, token=self.token, cache=self.cache, cache_size=self.cache_size, memory_size=self.memory_size
+        )
+        keyring = Keyring.read(self.keys) if self.keys else None
+        return Corpus.open(store, model=model, tenant=self.tenant, salt=self.salt.encode(), keyring=keyring)
+
 
 LOSSLESS, FINEST = "lossless", "finest"
 _TEXTS = (
@@ -77,3 +119,29 @@ class ChunkSettings(CorpusSettings):
     def corpus(self) -> Corpus:
         """Open the documents' corpus, without an engine."""
         return self.open_corpus(self.model)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def uniform(meta: CacheMeta) -> tuple[int, int]:
+    """Key-value heads and dimension of a model whose layers are all alike."""
+    shapes = {(spec.kv_heads, spec.key_dim, spec.value_dim, spec.kind, spec.value_rope) for spec in meta.layers}
+    plain = [shape for shape in shapes if shape[1] == shape[2] and shape[3:] == ("full", None)]
+    if len(shapes) != 1 or not plain:
+        msg = (
+            f"model {meta.model_id!r} has layers of several kinds, or latent attention: kvwire's adapters serve models "
+            "whose layers all have full attention with keys and values of one shape"
+        )
+        raise MismatchError(msg)
+    return plain[0][:2]
+
+
+def heads_of(kv_heads: int, workers: int, worker: int) -> slice:
+    """The key-value heads of one of several tensor-parallel workers, which share them where there are fewer heads."""
+    if not 0 <= worker < workers or (kv_heads % workers and workers % kv_heads):
+        msg = f"{kv_heads} key-value heads cannot be divided among {workers} workers"
+        raise ArgumentError(msg)
+    each = max(1, kv_heads // workers)
+    first = worker * kv_heads // workers
+    return slice(first, first + each)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.coding import Document, Encoded
-from kvwire.runtime.encoding_steps import Computed, EncodingSteps
+from kvwire.runtime.encode import Computed
 from kvwire.runtime.opening import states_of
 from kvwire.store import check_new_name
 from kvwire.store.catalog_entry import MAX_PART_HEADERS_BYTES, MAX_PARTS
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.codec import AnyProfile
+    from kvwire.runtime.corpus_reader import CorpusReader
+    from kvwire.runtime.encode import Encoder
     from kvwire.store import CatalogEntry
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
@@ -50,8 +52,13 @@ class _Grown:
         return Document(self.name, (*self.token_ids, *self.added))
 
 
-class DocumentGrower(EncodingSteps):
-    """Appends to documents of a corpus; see ``Corpus``, whose methods of the same names call these."""
+class Grower:
+    """Appends to documents of a corpus, for ``Corpus.append`` and ``Corpus.compact``."""
+
+    def __init__(self, corpus: CorpusReader, encoder: Encoder) -> None:
+        """Take the corpus and the steps that encode a document anew."""
+        self._corpus, self._encoder = corpus, encoder
+        self._catalog, self._config, self._coding = corpus.catalog, corpus.config, encoder.coding
 
     def append(
         self,
@@ -165,7 +172,7 @@ class DocumentGrower(EncodingSteps):
                 raise ArgumentError(msg)
         info = self._corpus.read_header(entry)
         self._corpus.check_blob(info, entry)
-        if info.soft_tokens or self.coding.layout.cached_tokens:
+        if info.soft_tokens or self._coding.layout.cached_tokens:
             msg = f"{document_id!r} has a layout's tokens inside its cache, and more cannot follow them: encode it anew"
             raise ArgumentError(msg)
         behind, window = info.opening, self._corpus.window
@@ -184,7 +191,7 @@ class DocumentGrower(EncodingSteps):
         if cache is None:
             from kvwire.runtime.neutral import compute_behind
 
-            engine = self.engine
+            engine = self._encoder.engine
             if behind > info.opening:
                 cache = compute_behind(engine, info.neutral_prefix, ids)
             else:
@@ -196,8 +203,8 @@ class DocumentGrower(EncodingSteps):
         part = replace(part, meta=self._alike(part, info))
         layers = info.prefix_layers
         opening = info.neutral_prefix[: info.opening]
-        hidden = states_of(self.engine, ids, layers, opening)[before:] if layers else None
-        beginning = self.engine.prefill([ids[:1]])[0] if info.can_begin and not before else None
+        hidden = states_of(self._encoder.engine, ids, layers, opening)[before:] if layers else None
+        beginning = self._encoder.engine.prefill([ids[:1]])[0] if info.can_begin and not before else None
         return Computed(part, info.neutral_prefix, hidden, opening=info.opening, beginning=beginning)
 
     def _alike(self, part: KVCache, info: BlobInfo) -> CacheMeta:
@@ -220,10 +227,10 @@ class DocumentGrower(EncodingSteps):
             computed.cache,
             profile,
             Ladder(lossy[0].step, tuple(level.name for level in lossy)) if is_layered else None if lossy else 0,
-            chunk_tokens=self.coding.chunk_tokens,
+            chunk_tokens=self._coding.chunk_tokens,
             lossless=len(lossy) < len(grown.info.levels),
             hidden=computed.hidden,
-            backend=self.coding.backend,
+            backend=self._coding.backend,
             neutral_prefix=computed.neutral_prefix,
             opening=computed.opening,
             prefix=BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name),
@@ -253,9 +260,9 @@ class DocumentGrower(EncodingSteps):
         if len(grown.info.neutral_prefix) > grown.info.opening:
             computed = self._computed(replace(grown, token_ids=(), added=whole.token_ids), cache)
         else:
-            computed = self.compute(whole, profile, cache=cache, neutral_tokens=0)
-        blob, info = self.code(computed, profile)
-        entry = self.write(whole, blob, info, profile, etag=grown.etag)
+            computed = self._encoder.compute(whole, profile, cache=cache, neutral_tokens=0)
+        blob, info = self._encoder.code(computed, profile)
+        entry = self._encoder.write(whole, blob, info, profile, etag=grown.etag)
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
 

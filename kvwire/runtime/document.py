@@ -1,16 +1,16 @@
-"""Documents of a load: one handle for each, from what the catalog says to what decodes it."""
+"""A document of a load: what the catalog says of it, and what was opened of it."""
 
 from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.store.crypto.sealing import PlainBlob
-from kvwire.transport import BlobFetcher, SegmentError
+from kvwire.transport import SegmentError
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -19,40 +19,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile, Backend
+    from kvwire.codec.format.kept import Kept
+    from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry
     from kvwire.store.crypto.sealing import BlobReader
+    from kvwire.transport import BlobFetcher
     from kvwire.types import BlobInfo, KVCache, SegmentInfo, SoftTokensName
 
-T = TypeVar("T")
 CHANGED = "its text has changed since it was encoded; encode it again"
 
 
-@dataclass(eq=False)
-class DocumentHandle:
-    """One document of a load: what the catalog says of it, then its blob's header, then what decodes it.
+@dataclass(frozen=True, eq=False)
+class FoundDocument:
+    """What the catalog says of a document.
 
     Attributes:
         corpus: Where it is looked for.
         document_id: Its name there.
         entry: What the catalog says; None where only its text is known or kept.
-        entry_is_kept: Whether the entry was kept from an earlier load, so that it may be out of date.
         profile: What its blob is decoded with; None where the blob carries its own, or where it could not be read, as
             ``trouble`` says.
-        text: Token ids as they were known before the header; None where they were not.
+        text: Token ids, as far as they are known without its blob.
         trouble: Why the blob cannot be used.
+        entry_is_kept: Whether the entry was kept from an earlier load, so that it may be out of date.
         variants: The same text in further corpora.
-        token_ids: Token ids as far as they are known by now.
-        info: The header; None where it was not read, or where the text stands in for the blob.
-        reader: Reads the blob as it is stored, sealed or plain.
-        fetcher: Fetches the blob's ranges.
-        decoder: Decodes chunks into the prompt; None before ``decode_into``.
-        prefix_layers: Layers that are to be computed before decoding; 0 where the text stands in.
-        wanted_tokens: How many of its first tokens the load is for; None: all.
-        layout: With the anchors that its cache holds in place of its own tokens; None: it holds no anchors.
-        has_unknown_holes: Its cache lacks entries, and nobody knows how to compute one like it.
-        exact: Its lossless level alone is of use.
     """
 
     corpus: Corpus
@@ -62,17 +54,7 @@ class DocumentHandle:
     text: tuple[int, ...] | None
     trouble: str = ""
     entry_is_kept: bool = False
-    variants: tuple[DocumentHandle, ...] = ()
-    token_ids: tuple[int, ...] | None = None
-    info: BlobInfo | None = None
-    reader: BlobReader = field(default_factory=PlainBlob)
-    fetcher: BlobFetcher | None = None
-    decoder: BlobDecoder | None = None
-    prefix_layers: int = 0
-    wanted_tokens: int | None = None
-    layout: LinkLayout | None = None
-    has_unknown_holes: bool = False
-    exact: bool = False
+    variants: tuple[FoundDocument, ...] = ()
 
     @property
     def token_digest(self) -> str:
@@ -88,18 +70,76 @@ class DocumentHandle:
             return self.entry.tokens
         return len(self.text or ())
 
+
+@dataclass(frozen=True, eq=False)
+class OpenDocument:
+    """A document whose header was read, or for which its text stands in.
+
+    Attributes:
+        found: What the catalog says.
+        token_ids: Token ids; None where they are not known.
+        info: The header; None where the text stands in for the blob.
+        reader: Reads the blob as it is stored, sealed or plain.
+        fetcher: Fetches the blob's ranges; None where the blob cannot be used.
+        trouble: Why it cannot.
+        decoder: Decodes chunks into the prompt; None before ``decode_into``.
+        prefix_layers: Layers that are to be computed before decoding; 0 where the text stands in.
+        wanted_tokens: How many of its first tokens the load is for; None: all.
+        layout: With the anchors that its cache holds in place of its own tokens; None: it holds no anchors.
+        has_unknown_holes: Its cache lacks entries, and its text does not tell which.
+        exact: Its lossless level alone is of use.
+    """
+
+    found: FoundDocument
+    token_ids: tuple[int, ...] | None
+    info: BlobInfo | None = None
+    reader: BlobReader = field(default_factory=PlainBlob)
+    fetcher: BlobFetcher | None = None
+    trouble: str = ""
+    decoder: BlobDecoder | None = None
+    prefix_layers: int = 0
+    wanted_tokens: int | None = None
+    layout: LinkLayout | None = None
+    has_unknown_holes: bool = False
+    exact: bool = False
+
+    @property
+    def document_id(self) -> str:
+        """Its name in the catalog."""
+        return self.found.document_id
+
+    @property
+    def token_digest(self) -> str:
+        """Of the document's text; empty where it is not known."""
+        return self.found.token_digest
+
+    @property
+    def tokens(self) -> int:
+        """Length of the document."""
+        return self.found.tokens
+
     @property
     def has_blob(self) -> bool:
         """Whether chunks can be fetched and decoded, after a head start where one is needed."""
         return self.decoder is not None or self.prefix_layers > 0
 
+    def with_header(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> OpenDocument:
+        """With what the header says and what the text is known to be."""
+        profile = self.found.profile
+        is_predicted = token_ids is not None and isinstance(profile, Profile) and profile.hidden_size
+        return replace(self, info=info, token_ids=token_ids, prefix_layers=info.prefix_layers if is_predicted else 0)
+
+    def without_blob(self, trouble: str) -> OpenDocument:
+        """With the text in place of a blob that cannot be used."""
+        return replace(self, trouble=trouble, fetcher=None)
+
     def decode_into(
-        self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool = False
-    ) -> BlobDecoder:
-        """Make what decodes the document into its place in a prompt, and keep it."""
-        self.decoder = BlobDecoder(
+        self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool
+    ) -> OpenDocument:
+        """With what decodes the document into its place in a prompt; see ``BlobDecoder`` for ``rounded``."""
+        decoder = BlobDecoder(
             self.reader.parsed or b"",
-            self.profile,
+            self.found.profile,
             out=out,
             offset=offset,
             hidden=hidden,
@@ -107,33 +147,41 @@ class DocumentHandle:
             begins=offset == 0,
             rounded=rounded,
         )
-        return self.decoder
+        return replace(self, decoder=decoder)
 
-    def fall_back(self, trouble: str) -> None:
-        """Let the text stand in for a blob that cannot be used."""
-        self.trouble, self.fetcher = trouble, None
-
-    def use(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> None:
-        """Take in what the header says and what the text is known to be."""
-        self.info, self.token_ids = info, token_ids
-        profile = self.profile
-        if token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
-            self.prefix_layers = info.prefix_layers
-
-    def check_soft_tokens(self, used: SoftTokensName | None) -> None:
+    def with_soft_tokens(self, used: SoftTokensName | None) -> OpenDocument:
         """Compare the document's soft tokens with the engine's; without them, nothing can be computed."""
         named = self.info.soft_tokens if self.info else None
-        if named is None:
-            return
+        if named is None or used == named:
+            return self
         if used is None:
-            self.token_ids = None
-        elif used != named:
-            ours, theirs = (f"{each.digest[:12]} ({each.count} from id {each.first})" for each in (used, named))
+            return replace(self, token_ids=None)
+        ours, theirs = (f"{each.digest[:12]} ({each.count} from id {each.first})" for each in (used, named))
+        msg = (
+            f"{self.document_id!r} was encoded with the soft tokens {theirs}, in use are {ours}; "
+            "name their file, or encode the document again"
+        )
+        raise MismatchError(msg)
+
+    def with_anchors(self, engine: Engine, asked: LinkLayout | None) -> OpenDocument:
+        """With the layout whose anchors its cache holds, where more is to be computed than tokens in their order."""
+        from kvwire.reuse import stored_tokens  # few documents need it
+
+        ids, kept = self.token_ids, self.decoder.kept if self.decoder else None
+        soft = engine.soft_tokens
+        named = [asked, soft.link_layout if soft else None]
+        layout = next((each for each in named if each is not None and each.anchors), None)
+        if layout is not None and ids is not None:
+            is_of_layout = stored_tokens(layout, ids, engine.vocabulary_size) == ids
+            if is_of_layout and (self.decoder is None or _is_stored(layout, kept, self.tokens)):
+                return replace(self, layout=layout)
+        if asked is not None and asked.anchors and self.decoder is not None and ids is not None:
             msg = (
-                f"{self.document_id!r} was encoded with the soft tokens {theirs}, in use are {ours}; "
-                "name their file, or encode the document again"
+                f"the blob of {self.document_id!r} does not hold the anchors of the layout {asked.name} and nothing "
+                "else; encode it with that layout"
             )
             raise MismatchError(msg)
+        return replace(self, has_unknown_holes=kept is not None)
 
     @property
     def advice(self) -> str:
@@ -146,17 +194,16 @@ class DocumentHandle:
             return f"{self.document_id!r} is pruned in a way that its text does not tell: encode it again"
         return ""
 
-    def joins(self, first: DocumentHandle) -> bool:
-        """Take over another's text, where this has the very same chunks."""
+    def adopt_text(self, first: OpenDocument) -> OpenDocument | None:
+        """With another's text, where this has the very same chunks; None where it has not."""
         info, ids = self.info, first.token_ids
         if info is None or self.token_digest != first.token_digest:
-            return False
+            return None
         if info.tokens != first.tokens or [info.chunk_span(chunk) for chunk in range(info.chunks)] != first.spans:
-            return False
+            return None
         if ids is not None and info.token_ids not in (None, ids):
-            return False
-        self.use(info, ids)
-        return True
+            return None
+        return self.with_header(info, ids)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -171,10 +218,7 @@ class DocumentHandle:
         return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
 
     async def fetch(self, reads: Sequence[SegmentInfo], until: float, parts: dict[int, bytes]) -> str:
-        """Fetch a chunk's segments.
-
-        It ends as soon as all that are of use are in: those below one that is lost.
-        """
+        """Fetch a chunk's segments, until all that are of use are in: those below one that is lost."""
         if self.fetcher is None:
             return "its blob is not open"
         trouble, useful = "", len(reads)
@@ -198,8 +242,12 @@ class DocumentHandle:
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
             made = ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share, exact=self.exact)
-            return self._wanted(made)
-        return self._wanted(ctl.DocumentPlanInput(tuple(stop - start for start, stop in self.spans), (), has_text))
+        else:
+            made = ctl.DocumentPlanInput(tuple(stop - start for start, stop in self.spans), (), has_text)
+        if self.wanted_tokens is None:
+            return made
+        end = max(1, self.wanted_chunks)
+        return replace(made, tokens=made.tokens[:end], fetch_bytes=made.fetch_bytes[:end], errors=made.errors[:end])
 
     @property
     def wanted_chunks(self) -> int:
@@ -207,16 +255,12 @@ class DocumentHandle:
         tokens = self.tokens if self.wanted_tokens is None else min(self.tokens, self.wanted_tokens)
         return sum(start < tokens for start, _ in self.spans)
 
-    def _wanted(self, given: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
-        if self.wanted_tokens is None:
-            return given
-        end = max(1, self.wanted_chunks)
-        parts = given.tokens[:end], given.fetch_bytes[:end]
-        return replace(given, tokens=parts[0], fetch_bytes=parts[1], errors=given.errors[:end])
 
-
-class LengthChangedError(KvwireError):
-    """The catalog names a text of another length than the prompt was laid out for: the load begins anew."""
+def _is_stored(layout: LinkLayout, kept: Kept | None, tokens: int) -> bool:
+    """Whether a cache holds what a layout stores, and nothing else."""
+    stored = layout.cache_stored(tokens)
+    masks = [mask.cpu() for mask in kept or () if mask is not None and mask.numel()]
+    return bool(masks) and stored is not None and all(bool((mask == stored).all()) for mask in masks)
 
 
 def in_words(error: Exception) -> str:
@@ -231,7 +275,7 @@ class Timeouts:
     Attributes:
         soon: Where the document's text is known, or for a header where it may be stored.
         patience: For anything else.
-        extra: Further wait for variants, see ``beside``.
+        extra: Further wait for variants, see ``gather_optional``.
         profile: For a profile, which is read on for later loads; the document's text stands in for it.
     """
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvwire.controller import PrefillCost
 from kvwire.controller import events as ev
 from kvwire.engines.base import PassStoppedError
 from kvwire.errors import ArgumentError, MismatchError, StorageError
-from kvwire.runtime.documents import in_words
+from kvwire.runtime.document import in_words
 from kvwire.runtime.opening import opening_of, states_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvwire.controller import DocumentPlanInput
     from kvwire.engines.base import Engine
     from kvwire.reuse import AttentionSummary, LinkedPrompt
-    from kvwire.runtime.documents import DocumentHandle
+    from kvwire.runtime.document import OpenDocument
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.types import ChunkId, KVCache
 
@@ -33,6 +34,10 @@ Piece = tuple[int, list[bytes], int]
 """A chunk's number, the segments that its level needs, and the level."""
 LOAD_CANCELLED = "nobody waits for it any more"
 """Why a job does nothing."""
+NO_ENGINE = PrefillCost(0.0, 10.0)
+"""What the controller is told of passes where ``Engine.can_recompute`` is false: so many seconds that it lets go of a
+chunk only where the chunk cannot be had. What follows a missing chunk in the prompt is worthless there, and what stands
+before it is not, so that the load goes on."""
 
 
 class PromptWorker:
@@ -48,30 +53,45 @@ class PromptWorker:
         seen: What the question saw when the prompt was looked at; None before, and where it was not.
         look_s: Compute spent on that, in seconds.
         can_look: The engine has not said that its attention is not to be seen.
+        documents: Those that are open, by number.
+        parts: Segments that are here and not given up, by chunk and level.
+        levels: The level that each chunk is decoded to.
+        is_gone: The load is over; jobs do nothing more.
     """
 
     prompt: LinkedPrompt
-    sees_documents: bool = True
-    """Whether text that is computed may see what stands before its document."""
 
     def __init__(
-        self, engine: Engine, documents: Sequence[DocumentHandle], driver: ControllerDriver, backend: Backend,
-        question: Sequence[int],
+        self, engine: Engine, names: Sequence[str], driver: ControllerDriver, backend: Backend,
+        question: Sequence[int], *, sees_documents: bool = True, sees_head: bool = False,
     ) -> None:  # fmt: skip
-        """Take the parts."""
-        self._engine, self._found, self._driver = engine, documents, driver
+        """Take the parts.
+
+        sees_documents: whether text that is computed may see what stands before its document. sees_head: whether the
+        first document's always does.
+        """
+        self._engine, self._names, self._driver = engine, names, driver
         self._backend, self._question = backend, question
+        self._sees_documents, self._sees_head = sees_documents, sees_head
         self.seen: AttentionSummary | None = None
         self.can_look = True
         self.number = -1
-        self._documents: dict[int, DocumentHandle] = {}
-        self._parts: dict[ChunkId, dict[int, bytes]] = {}
-        self._is_gone = False
+        self.documents: dict[int, OpenDocument] = {}
+        self.parts: dict[ChunkId, dict[int, bytes]] = {}
+        self.levels: dict[ChunkId, int] = {}
+        self.is_gone = False
         self._stop = threading.Event()  # of the forward pass that was asked for last
         self._seeing: set[ChunkId] = set()
+        self._at_work, self._changed = 0, threading.Condition()  # threads that write decoded chunks
         self.inputs: dict[int, DocumentPlanInput] = {}
         self.misses: list[str] = []
         self.decode_s = self.recompute_s = self.look_s = 0.0
+
+    def leave(self) -> None:
+        """Let no thread write into the prompt any more; waits for chunks that are being decoded."""
+        with self._changed:
+            self.is_gone = True
+            self._changed.wait_for(lambda: not self._at_work)
 
     def begin_pass(self) -> None:
         """From now on a stop is meant for the next forward pass; one that was asked for before is over."""
@@ -87,26 +107,32 @@ class PromptWorker:
         spans = []
         for chunk in self._seeing:
             at = self.prompt.offset(chunk.document)
-            first, stop = self._documents[chunk.document].span(chunk.chunk)
+            first, stop = self.documents[chunk.document].span(chunk.chunk)
             spans.append((at + first, at + stop))
         return spans
 
-    def _lost(self, chunk: ChunkId, words: str) -> None:
-        self.misses.append(f"{self._found[chunk.document].document_id} chunk {chunk.chunk}: {words}")
+    def lose(self, chunk: ChunkId, words: str) -> None:
+        """Note what went wrong with a chunk."""
+        self.misses.append(f"{self._names[chunk.document]} chunk {chunk.chunk}: {words}")
 
-    def _make_decoder(self, index: int, document: DocumentHandle, hidden: Tensor | None) -> None:
-        """Have a document decoded into its place in the prompt."""
+    def decoding(self, index: int, document: OpenDocument, hidden: Tensor | None = None) -> OpenDocument:
+        """A document with what decodes it into its place in the prompt."""
         part, offset = self.prompt.document(index), self.prompt.offset(index)
-        decoder = document.decode_into(part, offset, hidden, self._backend)
-        if decoder.kept is not None:
-            self.prompt.keep(index, decoder.kept)
+        return document.decode_into(part, offset, hidden, self._backend, rounded=self._engine.can_recompute)
 
-    async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
+    def use(self, index: int, document: OpenDocument) -> None:
+        """Go by an open document from now on."""
+        if document.decoder is not None and document.decoder.kept is not None:
+            self.prompt.keep(index, document.decoder.kept)
+        self.documents[index] = document
+
+    async def decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
+        """Decode chunks whose segments are here."""
         bad: dict[ChunkId, Exception] = {}
         began = seconds = 0.0
         try:
             began, seconds = await self._driver.decode(
-                partial(self._timed, partial(self._decode_here, chunks, levels, bad))
+                partial(self.timed, partial(self._decode_here, chunks, levels, bad))
             )
         except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
             bad = dict.fromkeys(chunks, error)
@@ -117,19 +143,19 @@ class PromptWorker:
             self._driver.tell(ev.DecodeDone(chunks, self._driver.clock() - began))
             return
         for chunk, trouble in bad.items():
-            self._lost(chunk, in_words(trouble))
+            self.lose(chunk, in_words(trouble))
         lost = tuple(chunk for chunk in chunks if chunk in bad)
         self._driver.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
 
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
         """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
-        if self._is_gone:
+        if self.is_gone:
             raise StorageError(LOAD_CANCELLED)
         pieces: dict[int, dict[ChunkId, Piece]] = {}
         for chunk, level in zip(chunks, levels, strict=True):
-            info = self._documents[chunk.document].info
+            info = self.documents[chunk.document].info
             reads = info.reads(chunk.chunk, level) if info else ()
-            piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
+            piece = (chunk.chunk, [self.parts[chunk][each.level] for each in reads], level)
             pieces.setdefault(chunk.document, {})[chunk] = piece
         left = self._left_by_gpu(pieces)
         troubles = self._driver.side_by_side(self._decode_one, left.items())
@@ -138,10 +164,19 @@ class PromptWorker:
     def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
         """Decode a chunk on the processor, or as the only one on a GPU; returns why that cannot be."""
         chunk, piece = what
+        with self._changed:
+            if self.is_gone:
+                return StorageError(LOAD_CANCELLED)
+            self._at_work += 1
         try:
             self._decoder_of(chunk.document).decode_chunk(*piece)
+            self.levels[chunk] = piece[2]
         except Exception as error:  # noqa: BLE001 - the others are not concerned
             return error
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
         return None
 
     def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
@@ -163,39 +198,41 @@ class PromptWorker:
         for pending, mine in given:
             try:
                 pending.wait()
+                self.levels.update((chunk, level) for chunk, (_, _, level) in mine.items())
             except Exception:  # noqa: BLE001 - see above
                 left.update(mine)
         return left
 
     def _decoder_of(self, document: int) -> BlobDecoder:
-        decoder = self._documents[document].decoder
+        decoder = self.documents[document].decoder
         if decoder is None:
             msg = f"document {document} has no decoder yet: its head start comes first"
             raise ArgumentError(msg)
         return decoder
 
-    async def _recompute(self, asked: ev.Recompute) -> None:
-        self._driver.tell(await self.recompute(asked))
-
     async def recompute(self, asked: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:
         """Compute chunks in a pass of their own, in the compute thread."""
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
-        behind = asked.behind and self.sees_documents
+        if not self._engine.can_recompute:  # whoever computes the prompt does these, too
+            document = self.documents[first.document]
+            tokens = document.span(asked.last.chunk)[1] - document.span(first.chunk)[0]
+            return ev.RecomputeDone(chunks, NO_ENGINE.seconds(tokens))
+        behind = asked.behind and self._sees_documents
         failed, blind, began = [first], asked.behind and not behind, self._driver.clock()
         try:
             try:
                 seconds = await self._extend_timed(chunks, failed, behind=behind)
             except Exception as error:
-                if not behind or self._is_gone or isinstance(error, PassStoppedError):
+                if not behind or self.is_gone or isinstance(error, PassStoppedError):
                     raise
                 blind = True
-                self._lost(failed[0], f"computed without the documents before it: {in_words(error)}")
+                self.lose(failed[0], f"computed without the documents before it: {in_words(error)}")
                 seconds = await self._extend_timed(chunks, failed, behind=False)
         except PassStoppedError:
             return ev.RecomputeInterrupted(chunks, self._driver.clock() - began)
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
-            self._lost(failed[0], in_words(error))
+            self.lose(failed[0], in_words(error))
             return ev.RecomputeFailed(failed[0], in_words(error))
         self.note_recomputed(asked, chunks, seconds, blind=blind)
         return ev.RecomputeDone(chunks, seconds, blind)
@@ -211,14 +248,14 @@ class PromptWorker:
     async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:
         """``_extend_all`` in the compute thread; returns its seconds."""
         work = partial(self._extend_all, chunks, failed, behind=behind)
-        return (await self._driver.compute(partial(self._timed, work)))[1]
+        return (await self._driver.compute(partial(self.timed, work)))[1]
 
     def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> None:
         """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
 
         failed: is made to hold the chunk that is being computed. behind: see ``Recompute``.
         """
-        if self._is_gone:
+        if self.is_gone:
             raise StorageError(LOAD_CANCELLED)
         with self._engine.stoppable(self._stop):
             try:
@@ -236,7 +273,7 @@ class PromptWorker:
 
     def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
         """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
-        document = self._documents[first.document]
+        document = self.documents[first.document]
         if document.layout is not None:
             from kvwire.reuse import compute_piece
 
@@ -248,16 +285,12 @@ class PromptWorker:
 
     def can_be_row(self, asked: ev.Recompute) -> bool:
         """Whether chunks can be computed as a row of a joined pass: text with anchors takes several passes."""
-        return self._documents[asked.first.document].layout is None and (self.sees_documents or not asked.behind)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nobody waits for the load any more."""
-        return self._is_gone
+        return self.documents[asked.first.document].layout is None and (self._sees_documents or not asked.behind)
 
     def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
         """What the engine extends to compute chunks anew, in the compute thread."""
-        document = self._documents[first.document]
+        behind = behind or (self._sees_head and not first.document)
+        document = self.documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
         offset, whole = self.prompt.offset(first.document), document.token_ids or ()
         ids = whole[start:stop]
@@ -279,31 +312,33 @@ class PromptWorker:
 
     def write(self, first: ChunkId, piece: KVCache) -> None:
         """Put chunks that were computed into the prompt."""
-        self.prompt.write(first.document, self._documents[first.document].span(first.chunk)[0], piece)
+        self.prompt.write(first.document, self.documents[first.document].span(first.chunk)[0], piece)
 
-    async def _start_head(self, index: int) -> None:
+    async def start_head(self, index: int) -> None:
+        """Compute a document's first layers, behind which it can be decoded."""
         try:
-            _, seconds = await self._driver.compute(partial(self._timed, partial(self._start_here, index)))
+            _, seconds = await self._driver.compute(partial(self.timed, partial(self._start_here, index)))
         except Exception as error:  # noqa: BLE001 - the document can be recomputed
-            self.misses.append(f"{self._found[index].document_id}: {in_words(error)}")
+            self.misses.append(f"{self._names[index]}: {in_words(error)}")
             self._driver.tell(ev.PrefixFailed(self.number, index, in_words(error)))
             return
         self._driver.tell(ev.PrefixComputed(self.number, index, seconds))
 
     def _start_here(self, index: int) -> None:
-        document = self._documents[index]
-        if self._is_gone:
+        document = self.documents[index]
+        if self.is_gone:
             raise StorageError(LOAD_CANCELLED)
         info = document.info
         opening = info.neutral_prefix[: info.opening] if info else None
         hidden = states_of(self._engine, document.token_ids or (), document.prefix_layers, opening)
-        self._make_decoder(index, document, hidden)
+        self.use(index, self.decoding(index, document, hidden))
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Run the question on the prompt, to see what it attends to."""
         attention: tuple[tuple[float, ...], ...] = ()
         seconds = 0.0
         try:
-            _, seconds = await self._driver.compute(partial(self._timed, self._look_here))
+            _, seconds = await self._driver.compute(partial(self.timed, self._look_here))
             attention = self._by_chunk()
         except Exception as error:  # noqa: BLE001 - finer levels then go to all alike
             self.can_look = not isinstance(error, MismatchError)
@@ -312,7 +347,7 @@ class PromptWorker:
         self._driver.tell(ev.Looked(self.number, attention, seconds))
 
     def _look_here(self) -> None:
-        if self._is_gone:
+        if self.is_gone:
             raise StorageError(LOAD_CANCELLED)
         self.seen = self._engine.look(self.prompt.cache, self._question)
 
@@ -324,14 +359,14 @@ class PromptWorker:
         head = len(self.prompt.opening)
         relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # gaps count for nothing
         rows = []
-        for index in range(len(self._found)):
-            document, start = self._documents[index], self.prompt.offset(index)
+        for index in range(len(self._names)):
+            document, start = self.documents[index], self.prompt.offset(index)
             count = len(self.inputs[index].tokens)
             spans = (document.span(chunk) for chunk in range(count))
             rows.append(tuple(float(relative[start + first : start + stop].mean()) for first, stop in spans))
         return tuple(rows)
 
-    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+    def timed(self, work: Callable[[], object]) -> tuple[float, float]:
         """When work began, and the seconds that it took, what it gave a GPU to do included."""
         started = self._driver.clock()
         work()

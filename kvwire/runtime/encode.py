@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.calibration import fit_profile_to, opens, tokens_to_fit_on, tokens_to_take
+from kvwire.runtime.calibrate import (
+    MomentFile,
+    compute_document,
+    fit_profile_to,
+    laid_out,
+    opens,
+    tokens_to_fit_on,
+    tokens_to_take,
+)
 from kvwire.runtime.coding import LEAST_TOKENS, Document, Encoded
-from kvwire.runtime.computing import compute_document, laid_out
-from kvwire.runtime.kept_moments import MomentFile
 from kvwire.runtime.opening import WITHOUT, lacks_opening, opening_of, states_of
 from kvwire.store import ModelRecord
 from kvwire.types import digest_tokens
@@ -57,7 +64,7 @@ class Computed:
     beginning: KVCache | None = None
 
 
-class EncodingSteps:
+class Encoder:
     """What is done with each document of a corpus. One thread at a time may run a step; steps may run side by side.
 
     Attributes:
@@ -142,6 +149,11 @@ class EncodingSteps:
         """The BOS that a document's blob was computed behind, for indexes."""
         info = found.blob or self._corpus.read_header(found.entry)
         return info.neutral_prefix[: info.opening]
+
+    def add_to(self, indexes: Sequence[PrefixIndex], found: Encoded, document: Document) -> None:
+        """Let indexes find a document."""
+        for each in indexes:
+            each.add(found.entry, document.token_ids, is_new=not found.skipped, opening=self.opening(found))
 
     def _put_opening(self, engine: Engine) -> None:
         """Keep the rows of the opening tokens, exact: engines that read prefixes out of the store need them, too."""
@@ -243,6 +255,27 @@ class EncodingSteps:
         )
         blob = self._catalog.seal(plain)
         return blob, self._catalog.blob_reader().read_header(blob)
+
+    def save(self, document: Document, cache: KVCache) -> Encoded:
+        """Code and write a cache that was computed elsewhere."""
+        if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (0, "on"):
+            msg = f"the cache is not that of {document.document_id!r}: give all of its tokens, at positions from 0"
+            raise ArgumentError(msg)
+        if cache.meta.config_digest() != self._config:
+            ours = self._corpus.meta.model_id
+            msg = f"the cache is of model {cache.meta.model_id!r}, the corpus of {ours!r}: name its corpus"
+            raise MismatchError(msg)
+        started, profile = time.perf_counter(), self._corpus.profile()
+        if profile is not None and profile.prefix_layers:
+            msg = "the profile in use is for readers that run the model's first layers: encode with Corpus.encode"
+            raise MismatchError(msg)
+        return self.known(document, profile, computed=True) or self.put(document, Computed(cache), profile, started)
+
+    def put(self, document: Document, computed: Computed, profile: AnyProfile | None, started: float) -> Encoded:
+        """Code and write what was computed of a document."""
+        blob, info = self.code(computed, profile)
+        entry = self.write(document, blob, info, profile)
+        return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def write(
         self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None, etag: str | None = None

@@ -1,0 +1,315 @@
+"""Calibration of a corpus: texts that a profile is fitted on, and texts that its errors are measured on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from kvwire.errors import CorruptError, MismatchError
+from kvwire.reuse import compute_cached, compute_stored, drop_tokens, own_tokens, stored_tokens
+from kvwire.runtime.coding import EXTENTS, LEAST_TOKENS
+from kvwire.runtime.opening import opening_of, prefill_documents, states_of
+from kvwire.runtime.progress import PROGRESS
+from kvwire.runtime.quality import calibrate_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import IO
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile, Ladder, Statistics
+    from kvwire.codec.kinds.requests import Calibrated
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import LinkLayout
+    from kvwire.runtime.coding import Coding, Document
+    from kvwire.types import KVCache
+
+    Moments = Mapping[str, NDArray[np.generic]]
+
+HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
+"""Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
+the fit for that."""
+
+
+class _Texts:
+    """Calibration texts, as the level kinds' ``fit`` asks for them."""
+
+    def __init__(
+        self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], coding: Coding
+    ) -> None:
+        self._engine, self._chosen, self._others, self._coding = engine, chosen, others, coding
+        self.keeper = MomentFile(coding.resume)
+
+    def caches(self) -> list[KVCache]:
+
+        tokens = sum(map(len, self._chosen))
+        PROGRESS.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
+        return spilled(
+            (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
+        )
+
+    def statistics(self, *, tokens: bool) -> Statistics | None:
+        PROGRESS.info("gathering statistics: what attention weighs, and what errors do to answers")
+        found = self._engine.statistics(self._chosen, tokens=tokens)
+        PROGRESS.info("fitting the profile")
+        return found
+
+    def prefix_states(self, layers: int) -> list[Tensor]:
+        return [states_of(self._engine, ids, layers) for ids in self._chosen]
+
+    def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
+        PROGRESS.info("measuring what errors do to answers, level by level")
+        layout = self._coding.layout
+        texts, compute = self._others or self._chosen, None
+        if layout.anchors:  # a document that is cut within a chunk would be none of the layout
+            texts = [own_tokens(layout, ids, self._engine.vocabulary_size) for ids in texts]
+            compute = partial(compute_cached, self._engine, layout)
+        profile = calibrate_error(self._engine, profile, texts, ladder, compute)
+        held_out = int(bool(self._others) and profile.error_to_kl is not None)
+        return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
+
+
+def calibration_texts(
+    documents: Sequence[Document], tokens: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Texts to fit on, up to that many tokens, and others to measure errors on: seen text flatters a profile.
+
+    The others are what comes next, the rest of a text that was cut included. Where that is less than ``HELD_TOKENS``
+    and less than half of what is fitted on, every sixth text is kept out of the fit, if there are that many. Else there
+    are none.
+    """
+    chosen: list[tuple[int, ...]] = []
+    others: list[tuple[int, ...]] = []
+    for document in documents:
+        room = max(0, tokens - sum(map(len, chosen)))
+        if room:
+            chosen.append(document.token_ids[:room])
+        if len(rest := document.token_ids[room:]) >= LEAST_TOKENS and len(others) < HELD_OUT:
+            others.append(rest)
+    if sum(map(len, others)) >= min(HELD_TOKENS, max(LEAST_TOKENS, sum(map(len, chosen)) // 2)):
+        return chosen, others
+    kept = [ids for number, ids in enumerate(chosen) if (number + 1) % EACH_OUT]
+    out = chosen[EACH_OUT - 1 :: EACH_OUT]
+    usable = min(map(len, out), default=0) >= LEAST_TOKENS and sum(map(len, kept)) >= LEAST_TOKENS
+    return (kept, out) if usable else (chosen, [])
+
+
+def texts_to_fit_on(
+    engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """``calibration_texts`` as they are computed: cut between documents' own tokens, with the layout's anchors."""
+    layout, size = coding.layout, engine.vocabulary_size
+    chosen, others = calibration_texts([without_anchors(engine, coding, each) for each in documents], tokens)
+    if layout.anchors:
+        chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
+    return chosen, others
+
+
+def tokens_to_take(coding: Coding, documents: Sequence[Document]) -> int:
+    """How many of documents' tokens a profile is fitted on: see ``Coding.calibration_tokens``."""
+    available = sum(len(document.token_ids) for document in documents)
+    return EXTENTS[coding.calibration] if coding.layout.anchors else coding.calibration_tokens(available)
+
+
+def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Document]) -> int:
+    """On how much text a profile would be fitted, as profiles note it: of documents with anchors what is stored."""
+    most = tokens_to_take(coding, documents)
+    return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, most)[0])
+
+
+def _stored(layout: LinkLayout, texts: Sequence[Sequence[int]]) -> int:
+    """Tokens of texts that a layout keeps."""
+    kept = [(len(ids), layout.cache_stored(len(ids))) for ids in texts]
+    return sum(length if stored is None else int(stored.sum()) for length, stored in kept)
+
+
+def opens(engine: Engine, coding: Coding) -> int:
+    """How many opening tokens, such as BOS, documents are computed behind; those with soft tokens have none."""
+    return len(engine.opening_tokens) if min(coding.layout.cached_tokens, default=0) >= 0 else 0
+
+
+def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
+    """Fit a profile on the first tokens of documents."""
+    layout = coding.layout
+    chosen, others = texts_to_fit_on(engine, coding, documents, tokens)
+    if (left := _stored(layout, chosen)) < LEAST_TOKENS:
+        return None
+    notes: dict[str, str | int] = {}
+    if engine.soft_tokens and min(layout.cached_tokens, default=0) < 0:
+        notes["soft_tokens"] = engine.soft_tokens.digest
+    if layout.anchors:
+        notes["tokens"] = left
+    if opening := opens(engine, coding):
+        notes["opening"] = opening
+    profile = coding.kind.fit(_Texts(engine, chosen, others, coding), coding)
+    if profile is None or not notes:
+        return profile
+    return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | notes))
+
+
+def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
+    """A document as it is computed: with the tokens that the layout puts into its cache, without those to drop."""
+    layout, ids = coding.layout, document.token_ids
+    if coding.drop_tokens:
+        ids = drop_tokens(engine, own_tokens(layout, ids, engine.vocabulary_size), coding.drop_tokens)
+    if layout.cached_tokens:
+        ids = stored_tokens(layout, ids, engine.vocabulary_size)
+    return document if ids == document.token_ids else replace(document, token_ids=ids)
+
+
+def without_anchors(engine: Engine, coding: Coding, document: Document) -> Document:
+    """A document that can be cut anywhere: one that is cut within a chunk of the layout would be none of it."""
+    layout, ids = coding.layout, document.token_ids
+    own = own_tokens(layout, ids, engine.vocabulary_size) if layout.anchors else ids
+    return document if own == ids else replace(document, token_ids=own)
+
+
+def compute_document(
+    engine: Engine, ids: Sequence[int], coding: Coding, neutral: int = 0
+) -> tuple[KVCache, tuple[int, ...]]:
+    """A document's cache behind as many neutral tokens, and all tokens that it was computed behind."""
+    opening = opening_of(engine, ids)
+    if coding.layout.anchors is not None:
+        return compute_stored(engine, coding.layout, ids), ()
+    if neutral:
+        from kvwire.runtime.neutral import compute_behind, neutral_prefix
+
+        prefix = neutral_prefix(engine, ids, neutral)
+        if len(prefix) > len(opening):
+            return compute_behind(engine, prefix, ids), prefix
+    return prefill_documents(engine, [ids])[0], opening
+
+
+_log = logging.getLogger("kvwire.runtime")
+_ALIGNED = 16
+"""Each tensor begins at a multiple of so many bytes of its file."""
+
+
+def spilled(caches: Iterable[KVCache], total: int, folder: Path | None = None) -> list[KVCache]:
+    """Write caches to files as they come and give them back mapped: the system keeps of them what memory has room for.
+
+    The files have no name any more once they are mapped, and go with the caches. A cache for which the disk has no room
+    stays in memory.
+    """
+    from tqdm import tqdm
+
+    bar = tqdm(caches, total=total, unit="text", disable=None, desc="computing", file=sys.stderr, delay=1.0)
+    return [_on_disk(cache, folder) for cache in bar]
+
+
+def _on_disk(cache: KVCache, folder: Path | None) -> KVCache:
+    tensors = [*cache.keys, *cache.values]
+    with (
+        suppress(OSError, RuntimeError),
+        tempfile.NamedTemporaryFile(dir=folder, prefix="kvwire-", delete=False) as file,
+    ):
+        path = Path(file.name)
+        try:
+            mapped = list(_mapped(tensors, file.file, path))
+        finally:
+            with suppress(OSError):  # where a mapped file keeps its name, the system's cleaning takes it
+                path.unlink()
+        return replace(cache, keys=mapped[: len(cache.keys)], values=mapped[len(cache.keys) :])
+    _log.warning("no room for a cache of %d bytes among temporary files; it stays in memory", cache.nbytes)
+    return cache
+
+
+def _mapped(tensors: list[Tensor], file: IO[bytes], path: Path) -> Iterator[Tensor]:
+    """All of them in one file, mapped at their places."""
+    for tensor in tensors:
+        bytes_of = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        file.write(bytes_of.numpy().data)
+        file.write(bytes(-tensor.nbytes % _ALIGNED))
+    file.flush()
+    size = path.stat().st_size
+    whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    at = 0
+    for tensor in tensors:
+        part = whole[at : at + tensor.nbytes].view(tensor.dtype) if tensor.nbytes else tensor.detach().cpu()
+        at += tensor.nbytes + -tensor.nbytes % _ALIGNED
+        yield part.reshape(tensor.shape)
+
+
+_log = logging.getLogger("kvwire.runtime")
+SAVE_S = 60.0
+"""Seconds between two writings of the file: sums of a wide model take gigabytes."""
+_DIGEST = "digest"
+_DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error)
+"""What reading an archive raises where it is none."""
+
+
+class MomentFile:
+    """What ``fit_profile`` tells of its progress, on a terminal, and in a file where one is named."""
+
+    def __init__(self, path: Path | None, save_s: float = SAVE_S) -> None:
+        """Read nothing yet."""
+        self._path, self._save_s = path, save_s
+        self._digest, self._saved_at = "", time.monotonic()
+        self._bar: object = None
+
+    def recall(self, digest: Callable[[], str]) -> Moments | None:
+        """Read the file, where there is one."""
+        if self._path is None:
+            return None
+        self._digest = digest()
+        try:
+            with self._path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                known = {name: file[name] for name in file.files}
+            told = str(known.pop(_DIGEST))
+        except FileNotFoundError:
+            return None
+        except _DAMAGE as error:
+            msg = f"the sums kept in {self._path} are damaged ({error}): delete the file, and the fit begins anew"
+            raise CorruptError(msg) from error
+        if told != self._digest:
+            msg = (
+                f"the sums kept in {self._path} are of another model, of other settings or of other texts: "
+                "name another file, or delete this one"
+            )
+            raise MismatchError(msg)
+        return known
+
+    def keep(self, arrays: Callable[[], Moments], total: int) -> None:
+        """Show that one more cache was summed, and write the file where it is time to."""
+        self._show(total)
+        now = time.monotonic()
+        if self._path is None or now - self._saved_at < self._save_s:
+            return
+        part = self._path.with_name(f"{self._path.name}.part")
+        try:
+            with part.open("wb") as file:
+                np.savez(file, **cast("Any", {_DIGEST: np.array(self._digest), **arrays()}))
+            part.replace(self._path)
+        except OSError as error:
+            _log.warning("what was summed could not be kept in %s (%s): the fit goes on without", self._path, error)
+            part.unlink(missing_ok=True)
+        self._saved_at = time.monotonic()
+
+    def _show(self, total: int) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="text", disable=None, desc="summing", file=sys.stderr, delay=1.0)
+        if isinstance(self._bar, tqdm):
+            self._bar.update(1)
+            if self._bar.n >= total:
+                self._bar.close()
+
+    def done(self) -> None:
+        """Delete the file: the profile is there."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,534 @@
+"""One load: its documents are opened and the controller's instructions carried out, until the prompt is filled.
+
+It decides nothing. Fetching runs on the event loop, the engine in one thread and decoding in the same or in another
+(see ``driver``), so that the link and the processor are busy at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from kvwire.codec import Profile
+from kvwire.codec.prediction.text import expect
+from kvwire.controller import Goal, kl_floor
+from kvwire.controller import events as ev
+from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
+from kvwire.reuse import LinkedPrompt
+from kvwire.runtime.answer import floor_trouble
+from kvwire.runtime.document import in_words
+from kvwire.runtime.execute import LOAD_CANCELLED, PromptWorker
+from kvwire.runtime.links import UNREPAIRED, RepairContext, Repairer, by_token
+from kvwire.runtime.open import DocumentOpener
+from kvwire.runtime.opening import TWICE, WITHOUT, begins_with, lacks_opening
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import Backend
+    from kvwire.controller import DocumentPlanInput
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.document import FoundDocument, OpenDocument, Timeouts
+    from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.find import DocumentFinder
+    from kvwire.runtime.kept import KeptLookup, RepairKeeper
+    from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.prompt import Layout
+    from kvwire.runtime.repair_in_order import RepairInOrder
+    from kvwire.runtime.session import Session
+    from kvwire.transport import FetchSettings
+    from kvwire.types import ChunkId, KVCache
+
+_log = logging.getLogger("kvwire.runtime")
+PATIENCE_S = 30.0
+"""Longest wait of a load for a part of a prompt, where it has no deadline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What is to be loaded, and how, as in ``LoadSettings``.
+
+    Attributes:
+        layout: Where documents stand.
+        fetch: How blobs are fetched.
+        backend: Which kernels decode.
+        timeouts: Longest waits.
+        goal: What the controller is to reach.
+        query_tokens: Length of the question.
+        links: What is done so that documents see each other.
+        question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
+        keeper: Finds what earlier repairs computed; None: they are not kept.
+        room_tokens: To set memory aside for behind the prompt, as far as the model's window goes.
+        exact: Lossless levels alone are of use.
+        max_kl: The greatest KL divergence to expect of levels that are fetched; None: any.
+        has_floor: The goal's floor was asked for, and holds in place of ``max_kl``.
+        wanted: How many tokens of each document's beginning are of use; None: all.
+        is_partial: At the deadline, or where it fails, the load ends with what is there.
+    """
+
+    layout: Layout
+    fetch: FetchSettings
+    backend: Backend
+    timeouts: Timeouts
+    goal: Goal = field(default_factory=Goal)
+    query_tokens: int = 0
+    links: LinkPlan = UNREPAIRED
+    question: Sequence[int] = ()
+    keeper: RepairKeeper | None = None
+    room_tokens: int = 0
+    exact: bool = False
+    max_kl: float | None = None
+    has_floor: bool = False
+    wanted: int | None = None
+    is_partial: bool = False
+
+
+class Load:
+    """One load, from ``run`` to ``Finish``; a context manager that stops what is under way.
+
+    Attributes:
+        work: What is computed for it, with its prompt, which is there from ``run`` on, and complete then.
+        fetched_at: When the last bytes that were used arrived, on the driver's clock.
+        predicted_s: See ``ControllerDriver.predicted_s``.
+        links: What is done so that documents see each other.
+        room: The prompt's cache, and the memory behind it: for the question and its answer.
+        in_order: Rows that were computed beside the link; None: none were.
+        front_s: Compute spent on what stands around documents, in seconds.
+        is_finished: The controller ended the load, with all that can be had.
+    """
+
+    def __init__(
+        self, engine: Engine, found: Sequence[FoundDocument], session: Session, driver: ControllerDriver,
+        finder: DocumentFinder, request: LoadRequest,
+    ) -> None:  # fmt: skip
+        """Take the parts; enter the context to begin."""
+        self._engine, self._found, self._session, self._driver = engine, found, session, driver
+        self._request, self.layout = request, request.layout
+        self.work = PromptWorker(
+            engine, [each.document_id for each in found], driver, request.backend, request.question,
+            sees_documents=self.layout.sees_documents, sees_head=bool(self.layout.head),
+        )  # fmt: skip
+        self.links = request.links
+        self.place = self.layout.place([each.tokens for each in found])
+        self.room: KVCache
+        self._opener = DocumentOpener(session, driver, finder, request.fetch, request.timeouts)
+        self._finding_kept: asyncio.Task[KeptLookup | None] | None = None
+        self._variants: dict[int, list[OpenDocument]] = {}
+        self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expected: set[int] = set()
+        self._linked = 0  # up to which position what stands between documents is computed
+        self.fetched_at = self.front_s = 0.0
+        self.predicted_s: float | None = None
+        self.in_order: RepairInOrder | None = None
+        self.is_finished = False
+
+    async def __aenter__(self) -> Self:
+        """Begin."""
+        self._done: asyncio.Future[ev.Finish | None] = asyncio.get_running_loop().create_future()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave the load and stop everything of it that is under way, but for a job that a thread is at."""
+        self.work.is_gone = True
+        self._driver.leave(self.work.number)
+        self._done.cancel()
+        if self._finding_kept:
+            self._finding_kept.cancel()
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # whoever is cancelled once more leaves no blob open
+            await self._opener.close()
+            self.work.parts.clear()
+
+    async def run(self) -> ev.Finish | None:
+        """Lay out the prompt and fill it; None where a document has another length by now than it was laid out for."""
+        if not self._request.is_partial:
+            return await self._run()
+        deadline_s = self._request.goal.deadline_s
+        limit_s = PATIENCE_S if deadline_s is None else max(0.0, deadline_s)
+        reason = f"ended after {limit_s:.3g} s"
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._run()
+        except (TimeoutError, KvwireError) as error:
+            self.work.misses.append(in_words(error) if isinstance(error, KvwireError) else reason)
+        return ev.Finish(self.work.number, (), reason)
+
+    async def _run(self) -> ev.Finish | None:
+        request, layout, work, place = self._request, self.layout, self.work, self.place
+        goal, count = request.goal, len(self._found)
+        self.links = links = layout.plan_links(self.links, place, work.misses)
+        total = place.length + request.query_tokens
+        if total > self._engine.window:
+            around = "documents, what is put around them" if place.front_tokens or layout.head else "documents"
+            msg = (
+                f"{around} and question are {total} tokens, "
+                f"the model's window is {self._engine.window}; "
+                "name fewer documents"
+            )
+            raise ArgumentError(msg)
+        repair = None
+        if count > 1 or (links.option and links.option.whole):
+            repair = links.option if links.is_able else None
+            spared = links.option is not None and not links.option.least and goal.objective != "quality"
+            if links.trouble and (links.is_able or not spared):
+                work.misses.append(links.trouble)
+            if repair is None or links.report is None:
+                links.check(self.link_warning(0.0))
+        looks, computed = bool(request.question), request.query_tokens + place.front_tokens + len(layout.head)
+        work.number = self._driver.begin(
+            self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks, place.link_tokens)
+        )
+        laid_out = self._spawn(self._lay_out())
+        opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
+        if repair is not None and request.keeper is not None and layout.keeps_repairs:
+            self._finding_kept = asyncio.create_task(self._find_kept(request.keeper, opening))
+        finish = await self._done
+        self.is_finished = finish is not None
+        return finish
+
+    async def _lay_out(self) -> None:
+        """Set memory aside, and compute what stands at the prompt's head."""
+        total, opening = self.place.length, self.layout.opening
+        whole = min(total + self._request.room_tokens, self._engine.window)
+        self.room = await self._driver.compute(partial(self._engine.allocate, whole))
+        self.work.prompt = LinkedPrompt(
+            [each.tokens for each in self._found], self._engine.meta, cache=self.room.slice(0, total),
+            starts=self.place.starts, opening=opening,
+        )  # fmt: skip
+        if opening:
+            await self._driver.compute(self._compute_head)
+
+    def _compute_head(self) -> None:
+        """Compute the prompt's opening tokens, and the system text behind them, in the compute thread."""
+        began = self._driver.clock()
+        (front,) = self._engine.prefill([self.layout.opening])
+        self.work.prompt.write_opening(front)
+        if self.layout.head:
+            self._engine.synchronize()
+            self.front_s += self._driver.clock() - began
+
+    # Documents: opened, and told to the controller.
+
+    async def _open(self, index: int, laid_out: asyncio.Task[None]) -> None:
+        opened = await self._opener.open_all(self._found[index])
+        if not opened:
+            if not self._done.done():
+                self._done.set_result(None)
+            return
+        document, *others = opened
+        soft, request = self._engine.soft_tokens, self._request
+        document = document.with_soft_tokens(soft.name(self._engine.vocabulary_size) if soft else None)
+        await laid_out
+        if document.info and not document.prefix_layers:
+            try:
+                document = self.work.decoding(index, document)
+            except KvwireError as error:
+                if document.token_ids is None:
+                    raise
+                document = document.without_blob(str(error))
+        document = self.layout.check(document)
+        if document.info:
+            self.fetched_at = self._driver.clock()
+        self._tell_opening(index, document)
+        if document.trouble:
+            self.work.misses.append(f"{document.document_id}: {document.trouble}")
+        is_pruned = document.decoder is not None and document.decoder.kept is not None
+        usable = [] if is_pruned else [each for other in others if (each := self._usable(index, other))]
+        asked = [replace(each, exact=request.exact, wanted_tokens=request.wanted) for each in (document, *usable)]
+        self._variants[index] = asked
+        self.work.use(index, asked[0])
+        inputs = tuple(map(self._plan_input, asked))
+        self.work.inputs[index] = inputs[0]
+        if trouble := self._quality_trouble(document, inputs):
+            self.work.misses.append(f"{document.document_id}: {trouble}")
+        self._driver.tell(ev.IndexKnown(self.work.number, index, inputs))
+        if self.predicted_s is None:
+            self.predicted_s = self._driver.predicted_s(self.work.number)
+
+    def _usable(self, index: int, variant: OpenDocument) -> OpenDocument | None:
+        """A variant as it is decoded; a pruned one is another cache. What is wrong with it does not matter."""
+        try:
+            variant.plan_input(1)
+            if not variant.prefix_layers:
+                variant = self.work.decoding(index, variant)
+        except Exception:  # noqa: BLE001 - whatever it is, there are others
+            return None
+        return variant if variant.decoder is None or variant.decoder.kept is None else None
+
+    def _tell_opening(self, index: int, document: OpenDocument) -> None:
+        """Tell of a document that stands less exactly behind the prompt's BOS than it could."""
+        info, ids = document.info, document.token_ids
+        if info and document.layout is None and lacks_opening(self._engine, info, ids):
+            self.work.misses.append(f"{document.document_id!r} was {WITHOUT}")
+        if index == 0 and ids and self.layout.opening and begins_with(ids, self._engine.opening_tokens):
+            self.work.misses.append(f"{document.document_id!r} {TWICE}")
+
+    def _plan_input(self, document: OpenDocument) -> DocumentPlanInput:
+        """What planning is told of a document; a floor or a ceiling that was asked for goes before one by KL."""
+        request, made = self._request, document.plan_input(len(self._engine.meta.layers))
+        if request.max_kl is None or request.has_floor or request.goal.floor or not (document.info and made.has_blob):
+            return made
+        floor, ceiling = kl_floor(document.info, request.max_kl), request.goal.ceiling
+        return replace(made, floor=floor if ceiling is None else min(floor, ceiling))
+
+    def _quality_trouble(self, document: OpenDocument, inputs: Sequence[DocumentPlanInput]) -> str:
+        """Why no level of a document, or not any that may be fetched, is as good as is wanted; empty where one is."""
+        request = self._request
+        if document.info is None:
+            return ""
+        if request.exact:
+            has_any = any(each.has_blob for each in inputs)
+            return "" if has_any else "it has no lossless level; encode it with --lossless"
+        if not document.has_blob or request.max_kl is None:
+            return ""
+        floor = request.goal.floor if request.has_floor or request.goal.floor else None
+        return floor_trouble(document.info, request.max_kl, floor, request.goal.ceiling)
+
+    # What the load knows of its prompt.
+
+    @property
+    def bytes(self) -> int:
+        """Received over the link, headers included."""
+        return self._opener.wire_bytes
+
+    @property
+    def documents(self) -> list[OpenDocument]:
+        """The documents, once all are open."""
+        return [self.work.documents[index] for index in range(len(self._found))]
+
+    @property
+    def texts(self) -> list[tuple[int, ...] | None]:
+        """Token ids of the documents, as far as they are known by now."""
+        return [document.token_ids for document in self.documents]
+
+    @property
+    def takes_shift(self) -> bool:
+        """Whether the mean shift of links was learnt on prompts like this: whole documents, each computed alone."""
+        infos = [document.info for document in self.documents]
+        opening = self._engine.opening_tokens
+        plain = all(info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos)
+        return plain and len(infos) > 1 and self.place.starts is None and self.work.prompt.cache.kept is None
+
+    def link_warning(self, share: float, *, shifted: bool = True) -> str:
+        """Why linked documents make an answer doubtful; a single one is not linked."""
+        return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
+
+    @property
+    def repair_context(self) -> RepairContext:
+        """What is known of the prompt for choosing rows."""
+        moved = self.deviations if "deviation" in self.links.selector.needs else None
+        names = (document.document_id for document in self.documents if document.layout)
+        trouble = next((f"anchors of {name!r} stand for tokens that are not there any more" for name in names), "")
+        head = len(self.layout.opening) if self.layout.head else 0
+        return RepairContext(self.texts, moved, self.work.seen, trouble, self.place.laid_out, head)
+
+    @property
+    def deviations(self) -> Tensor | None:
+        """How far the prompt's tokens move behind other documents; None where a blob does not say so."""
+        infos = [document.info for document in self.documents]
+        return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
+
+    def front_of(self, finish: ev.Finish) -> int:
+        """Tokens from the prompt's beginning on that see all that stands before them, those of its head included."""
+        head = len(self.layout.opening)
+        if not self.layout.head:
+            return finish.front + head if finish.front else 0
+        computed = 0
+        levels = {each.chunk.chunk: each.level for each in finish.decisions if each.chunk.document == 0}
+        for chunk, tokens in enumerate(self.work.inputs[0].tokens):  # a fetched one has not seen the system text
+            if levels.get(chunk, 0) is not None:
+                return head + computed
+            computed += tokens
+        return head + max(computed, finish.front)
+
+    # Repair.
+
+    async def _find_kept(self, keeper: RepairKeeper, opening: Sequence[asyncio.Task[None]]) -> KeptLookup | None:
+        """What earlier repairs computed of these documents, read beside their chunks."""
+        await asyncio.wait(opening)
+        if len(self.work.documents) < len(self._found):
+            return None  # the load fails, or has ended
+        try:
+            find = partial(keeper.find, self.documents, self.layout.opening)
+            return await self._session.look_up(find, self._request.timeouts.patience)
+        except KvwireError as error:
+            return keeper.unread(error)
+
+    async def kept_rows(self, limit_s: float) -> KeptLookup | None:
+        """What earlier repairs computed of these documents."""
+        if self._finding_kept is None:
+            return None
+        await asyncio.wait({self._finding_kept}, timeout=max(0.0, limit_s))
+        return self._finding_kept.result() if self._finding_kept.done() else None
+
+    async def _repair(self, asked: ev.Repair) -> None:
+        """Compute rows of documents that stay as they are."""
+        rows, left, trouble, began = 0, 0, "", self._driver.clock()
+        try:
+            rows, left, seconds = await self._driver.compute(partial(self._repair_here, asked))
+        except Exception as error:  # noqa: BLE001 - rows can be computed at the end, where what is wrong is told
+            trouble, seconds = in_words(error), max(0.0, self._driver.clock() - began)
+        self._driver.tell(ev.RepairDone(self.work.number, asked.documents, rows, left, seconds, trouble))
+
+    def _repair_here(self, asked: ev.Repair) -> tuple[int, int, float]:
+        """How many rows were computed, how many are left, and the seconds; in the compute thread."""
+        began, prompt, starts = self._driver.clock(), self.work.prompt, self.place.starts
+        if self.work.is_gone:
+            raise StorageError(LOAD_CANCELLED)
+        if self.place.link_tokens and starts:
+            rows, seconds = self._compute_between(starts[asked.documents])
+            return rows, sum(self.place.link_tokens[asked.documents :]), seconds
+        if self.in_order is None:
+            repairer, front = Repairer(self._engine), asked.front and asked.front + len(prompt.opening)
+            question = self._request.question
+            self.in_order = repairer.begin(self.links, prompt, self.repair_context, question, asked.share, front)
+        stop_at = sum(prompt.lengths[: asked.documents])
+        rows = self.in_order.run(stop_at, lambda: self.work.is_gone)
+        self._engine.synchronize()
+        return rows, self.in_order.left, self._driver.clock() - began
+
+    def complete(self) -> None:
+        """Compute what is left to compute in the prompt before it is repaired, in the compute thread."""
+        if self.place.starts is not None:
+            self._compute_between(None)
+
+    def _compute_between(self, stop: int | None) -> tuple[int, float]:
+        """Compute what stands between documents, up to a position; how many tokens that were, and the seconds."""
+        began = self._driver.clock()
+        rows = self.layout.compute(self.work.prompt, self.place, self._linked, stop)
+        self._engine.synchronize()
+        self._linked, seconds = self.place.length if stop is None else stop, self._driver.clock() - began
+        if self.place.laid_out is None:
+            self.work.recompute_s += seconds
+        else:
+            self.front_s += seconds
+        return rows, seconds
+
+    # The controller's instructions.
+
+    def fail(self, error: BaseException) -> None:
+        """End the load with an error."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def execute(self, instruction: ev.Instruction) -> None:
+        """Begin what the controller asks for."""
+        match instruction:
+            case ev.Fetch(chunk=chunk):
+                self._choose(chunk.document, instruction.variant)
+                self._expect(chunk.document, instruction.level)
+                self._fetches[chunk] = self._spawn(self._fetch(instruction))
+            case ev.Decode(chunks, levels):
+                self._driver.run(self.work.decode(chunks, levels))
+            case ev.Recompute() | ev.RecomputeTogether() | ev.Look() | ev.Repair():
+                self.work.begin_pass()
+                self._driver.run(self._pass(instruction))
+            case ev.Interrupt():
+                self.work.stop_pass()
+            case ev.ComputePrefix(document=document):
+                self._choose(document, instruction.variant)
+                self._driver.run(self.work.start_head(document))
+            case ev.Cancel(chunk, reason):
+                self._cancel(chunk, reason)
+            case ev.Release(chunk):
+                self.work.parts.pop(chunk, None)
+            case ev.Finish() | ev.Fail() | ev.Refuse():
+                self._end(instruction)
+
+    def _end(self, instruction: ev.Finish | ev.Fail | ev.Refuse) -> None:
+        match instruction:
+            case ev.Finish() if not self._done.done():
+                self._done.set_result(instruction)
+            case ev.Fail(reason=reason):
+                advice = (document.advice for document in self.work.documents.values() if document.advice)
+                self.fail(StorageError("; ".join([reason, *advice][:2])))
+            case ev.Refuse(late_s=late_s):
+                msg = f"there is no room before the deadline; ask again in {late_s:.3f} s, or with a longer deadline"
+                self.fail(OverloadedError(msg, late_s))
+
+    async def _pass(self, instruction: ev.Recompute | ev.RecomputeTogether | ev.Look | ev.Repair) -> None:
+        """What the engine is asked to run."""
+        match instruction:
+            case ev.Recompute():
+                self._driver.tell(await self.work.recompute(instruction))
+            case ev.RecomputeTogether():
+                from kvwire.runtime.together import recompute_together  # few loads need it
+
+                handlers = (self._driver.handler(each.first.load) for each in instruction.passes)
+                loads = [each.work for each in handlers if isinstance(each, Load)]
+                await recompute_together(self._engine, self._driver, instruction, loads)
+            case ev.Look():
+                await self.work.look()
+            case ev.Repair():
+                await self._repair(instruction)
+
+    def _choose(self, index: int, variant: int) -> None:
+        """Go by a document's variant from now on; the controller settles on one before it asks for anything of it."""
+        document = self._variants[index][variant]
+        if document.found is not self.work.documents[index].found:
+            self.work.documents[index] = document
+            self.work.inputs[index] = self._plan_input(document)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Fail with the error of a task that broke: it reports nothing any more, and would be waited for."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
+
+    # The link.
+
+    def _expect(self, index: int, level: int) -> None:
+        """Compute what a document's text lets expect while its first chunks are on their way, rather than after."""
+        document = self.work.documents[index]
+        info, decoder, profile, ids = document.info, document.decoder, document.found.profile, document.token_ids
+        if index in self._expected or info is None or info.levels[level].lossless:
+            return
+        self._expected.add(index)
+        if isinstance(profile, Profile) and ids is not None and decoder is not None and not decoder.on_gpu:
+            self._spawn(self._prepare(expect(profile, ids[: document.wanted_tokens])))
+
+    async def _prepare(self, steps: Iterator[None]) -> None:
+        """Do what decoding would do itself, until the load is over."""
+        try:
+            await self._driver.in_steps(steps, lambda: not self._done.done())
+        except Exception:  # noqa: BLE001 - whatever it is, no load needs it
+            _log.warning("what decoding will need could not be prepared; decoding prepares it itself", exc_info=True)
+
+    async def _fetch(self, asked: ev.Fetch) -> None:
+        chunk, document = asked.chunk, self.work.documents[asked.chunk.document]
+        info = document.info
+        reads = [each for each in info.reads(chunk.chunk, asked.level) if each.level >= asked.first] if info else []
+        parts: dict[int, bytes] = {}
+        trouble = await document.fetch(reads, asked.until, parts)
+        sound = next((at for at, each in enumerate(reads) if each.level not in parts), len(reads))
+        if trouble and not asked.first:
+            self.work.lose(chunk, trouble)
+        if not sound:
+            self._driver.tell(ev.ChunkFailed(chunk, trouble))
+            return
+        self.fetched_at = self._driver.clock()
+        self.work.parts.setdefault(chunk, {}).update((each.level, parts[each.level]) for each in reads[:sound])
+        self._driver.tell(ev.ChunkArrived(chunk, reads[sound - 1].level, trouble))
+
+    def _cancel(self, chunk: ChunkId, reason: str) -> None:
+        task = self._fetches.pop(chunk, None)
+        if task:
+            task.cancel()
+        if chunk not in self.work.parts:
+            self.work.lose(chunk, f"given up: {reason}")
