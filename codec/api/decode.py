@@ -91,7 +91,8 @@ class BlobDecoder:
                 short blob, so a blob's length bounds nothing. Give one where blobs come from strangers.
             begins: Whether nothing stands before the document in its prompt.
             rounded: Whether sums of a float32 output may have bfloat16's precision where the quantiser's step is
-                coarse, which CPUs that multiply bfloat16 do twice as fast; it adds at most a hundredth to the error.
+                coarse and the model large, which CPUs that multiply bfloat16 do twice as fast; it adds at most a
+                hundredth to the error.
         """
         self._header = head if isinstance(head, Header) else parse_header(head, check=check)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)

@@ -36,6 +36,8 @@ _MULTIPLE = 64
 
 _LISTED_COST = 6
 """Adding one value's row takes as long as this many values of a matrix product take: 4 in float32, 8 in bfloat16."""
+_SHORT_SUMS = 3072
+"""Elements of a token: narrower groups, of models with few, take so little time that they are summed in float32."""
 _NO_LIMIT = 2**31 - 1
 
 CosSin = dict[int, tuple["Tensor", "Tensor"]]
@@ -70,7 +72,9 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     if not last:
         factors = _Factors(torch.zeros(state.values.shape[0], 0), group.first_synthesis(0))
     else:
-        in_bfloat16 = all(target.dtype == torch.bfloat16 for target in targets) or (rounded and step >= HALVED_STEP)
+        in_bfloat16 = all(target.dtype == torch.bfloat16 for target in targets) or (
+            rounded and step >= HALVED_STEP and group.width > _SHORT_SUMS
+        )
         factors = _factors(state, columns, group, halved=in_bfloat16 and fast_bfloat16())
     first = 0
     for planes in _strips([target.shape[0] * target.shape[2] for target in targets]):

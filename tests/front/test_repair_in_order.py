@@ -289,7 +289,7 @@ def test_closing_ends_jobs_that_run(small, five, monkeypatch):
 
 def test_a_repair_that_time_runs_out_for_is_cut_and_told(small, five, monkeypatch):
     """Rows beside the link stay; the closing drops those that the deadline has no room for."""
-    monkeypatch.setattr("kvwire.controller.limits.Limits._settle_repair", drop)
+    monkeypatch.setattr("kvwire.controller.repairing.Repairs.settle", drop)
     answer = asked(small, five, deadline_s=20.0, repair="auto", repair_floor=0.05, selector="first", policy=Fixed(4))
     assert answer.repair.beside
     assert answer.repair.is_cut
