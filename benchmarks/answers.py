@@ -333,16 +333,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "answers.json")
     args, began = parser.parse_args(), time.perf_counter()
+    saved = None if args.questions else json.loads(args.out.read_text(encoding="utf-8"))
+    if saved:
+        for name in ("seed", "share", "selector"):
+            setattr(args, name, saved["settings"][name])
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
     profile = fitted(engine, args)
     level = kvwire_level(engine, profile)
     with gzip.open(SHARED / "text" / "qa" / "nq-open-oracle.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [row for row in map(json.loads, lines) if row["answers"]]
     results: dict[str, Any] = {"model": args.name or args.model.name, "default_level": level}
-    if not args.questions:
-        saved = json.loads(args.out.read_text(encoding="utf-8"))
-        results, args.seed = saved["results"], saved["settings"]["seed"]
-        results["answers_commit"] = results.get("answers_commit", saved["machine"]["commit"])
+    if saved:
+        results = saved["results"]
+        results["answers_commit"] = results.get("answers_commit", saved["machine"].get("commit", ""))
     results["first_tokens"] = first_tokens(engine, profile, args, args.share)
     print(results["first_tokens"], flush=True)
     rng, found = random.Random(args.seed), []

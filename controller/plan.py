@@ -1,6 +1,6 @@
 """The controller's own policy: both resources always busy, the least error that is in time, safe against bad estimates.
 
-Model predictive control over uniform levels and meeting points (see ``timeline.py``): sizes are known from the indexes,
+Model predictive control over uniform levels and meeting points (see ``forecast.py``): sizes are known from the indexes,
 so one estimate of the link gives every finishing time. With a deadline it plans with the bandwidth to rely on (as
 RobustMPC does, Yin et al., SIGCOMM 2015), spends what that leaves on single chunks by error removed per byte, and what
 turns out to be left on refinements of chunks that are valid already. Slack is carried forward, since every plan is of

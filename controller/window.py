@@ -51,7 +51,7 @@ class Window:
         return min(most, _PROBES) if self._estimates.bandwidth.is_guess else most
 
     def size(self, *, spare: int = 0) -> tuple[int, float]:
-        """Requests and bytes below which another fetch may be opened, see ``_window_open``."""
+        """Requests and bytes below which another fetch may be opened, see ``is_open``."""
         most, link = self._most_open(), self._link
         horizon = (2 * link.ttfb_s + self._settings.horizon_s) * link.bandwidth_low
         return (most - most // spare, horizon * (1 - 1 / spare)) if spare else (most, horizon)

@@ -56,9 +56,11 @@ def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
 
 def record(fields: object, kind: type[T], what: str, advice: str) -> T:
     """Make a record of parsed JSON; unknown fields are passed over. CorruptError says what is wrong, and the advice."""
+    if isinstance(fields, dict):  # fields have ASCII names; msgspec fails on others that are no UTF-8
+        fields = {name: value for name, value in fields.items() if name.isascii()}
     try:
         return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         msg = f"{what} is damaged ({error}): {advice}"
         raise CorruptError(msg) from error
 

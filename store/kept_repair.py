@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import re
@@ -115,7 +114,7 @@ class KeptRepair(Struct, frozen=True):
         rows = record(fields.get("parts"), list[tuple[str, int, str]], f"{_WHAT}'s parts", _ADVICE)
         try:
             parts = [KeptRows(sha256, size, base64.b64decode(tokens, validate=True)) for sha256, size, tokens in rows]
-        except binascii.Error as error:
+        except ValueError as error:
             msg = f"{_WHAT} is damaged ({error}): {_ADVICE}"
             raise CorruptError(msg) from error
         return record(fields | {"parts": parts}, cls, _WHAT, _ADVICE)

@@ -90,7 +90,7 @@ class BlobDecoder:
             max_bytes: Most bytes to allocate for the output, None for any number: a constant cache of any size is a
                 short blob, so a blob's length bounds nothing. Give one where blobs come from strangers.
             begins: Whether nothing stands before the document in its prompt.
-            rounded: Whether sums of a float32 output may have bfloat16's precision where the quantiser's step is
+            rounded: Whether sums of any output may have bfloat16's precision where the quantiser's step is
                 coarse and the model large, which CPUs that multiply bfloat16 do twice as fast; it adds at most a
                 hundredth to the error.
         """

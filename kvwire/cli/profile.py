@@ -30,7 +30,7 @@ def profile_group() -> None:
 
 @dataclass(frozen=True)
 class _FitOptions:
-    """What ``kvwire fit`` is given."""
+    """What ``kvwire profile fit`` is given."""
 
     model: str = argument(envvar="KVWIRE_MODEL")
     texts: tuple[str, ...] = option(

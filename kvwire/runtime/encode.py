@@ -99,7 +99,7 @@ class Encoder:
         return soft.name(self.engine.vocabulary_size)
 
     def laid_out(self, document: Document) -> Document:
-        """A document as it is computed; see ``computing.laid_out``."""
+        """A document as it is computed; see ``calibrate.laid_out``."""
         return laid_out(self.engine, self.coding, document) if self.coding.lays_out else document
 
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:

@@ -131,8 +131,11 @@ class DocumentFinder:
         """What a catalog says, with the profile; where something that a kept entry names is gone, asked anew."""
         looking = partial(self._look_up, number, document_id, text, anew=anew, is_use=is_use)
         kept = None if anew or text is not None or self._corpora[number].uses else self._fresh(number, document_id)
-        is_at_hand = kept is not None and not kept.is_text  # no thread is needed for it
-        found = looking() if is_at_hand else await self._session.look_up(looking, wait_s)
+        if kept is not None and not kept.is_text:  # no thread is needed for it
+            known = self._views[number].known_profile(kept)
+            found = FoundDocument(self._corpora[number], document_id, kept, known, text, entry_is_kept=True)
+        else:
+            found = await self._session.look_up(looking, wait_s)
         if found.entry is None or found.profile is not None:
             return found
         try:

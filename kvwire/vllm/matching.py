@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import CatalogEntry, KeptRepair, PrefixIndex
+    from kvwire.store import KeptRepair, PrefixIndex
     from kvwire.vllm.requests import Choice
 
     Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
@@ -75,9 +75,11 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
             break
         ids = tuple(prompt[position : position + entry.tokens])
         if digest_tokens(ids) != entry.token_digest:
+            trouble = (
+                f"from token {position} on the prompt is not the text of document {name!r}: send the documents' "
+                "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
+            )
             if position or digest_tokens(prompt[1 : 1 + entry.tokens]) != entry.token_digest:
-                begun, trouble = _begun(corpus, entry, prompt, position)
-                pieces += begun
                 break
             front = _opening_piece(corpus, tuple(prompt[:1]))
             if opening_of(corpus.read_header(entry)) != tuple(prompt[:1]):
@@ -96,21 +98,6 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[:repaired]
     return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None)
-
-
-def _begun(corpus: Corpus, entry: CatalogEntry, prompt: Sequence[int], position: int) -> tuple[list[Piece], str]:
-    """The beginning of a document that the prompt has, and where it parts from the document's text.
-
-    A chat's template may cut a document's last token otherwise where it meets what follows.
-    """
-    text = corpus.text(entry)
-    room = min(len(text), len(prompt) - 1 - position)  # a prompt's last token is computed
-    same = next((n for n in range(room) if text[n] != prompt[position + n]), room)
-    trouble = (
-        f"from token {position + same} on the prompt is not the text of document {entry.document_id!r}: send the "
-        "documents' token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
-    )
-    return [Piece(entry.document_id, text, same)] if same else [], trouble
 
 
 def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:

@@ -140,6 +140,7 @@ def test_json_is_sorted_and_unknown_fields_are_ignored():
     fields = json.loads(entry.to_json())
     assert list(fields) == sorted(fields)
     assert CatalogEntry.from_json(json.dumps(fields | {"of a later version": [1]}).encode()) == entry
+    assert CatalogEntry.from_json(json.dumps(fields | {"\ud83d": 1}).encode()) == entry
 
 
 @pytest.mark.parametrize(
