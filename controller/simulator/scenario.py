@@ -96,7 +96,7 @@ class Scenario:
             msg = "priors are wrong by finite factors above 0; 1: they are right"
             raise ArgumentError(msg)
         if not self.leaves_s > 0:
-            msg = "whoever asks waits for more than 0 s"
+            msg = "a load waits for more than 0 s"
             raise ArgumentError(msg)
         if not self.rate.mean_bytes_s:
             msg = "nothing ever comes over this link in the long run; its mean rate must be above 0"

@@ -78,7 +78,7 @@ class _ServeOptions:
     private_key: Path | None = _file("--private-key", "PEM file of the certificate's key.")
     read_only: bool = _option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
     status: bool = _option(
-        "--status", is_flag=True, help="Show /status, a live page for people, to whoever may see /metrics."
+        "--status", is_flag=True, help="Show /status, a live page for people, to those who may see /metrics."
     )
     spool: Path | None = _option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
     max_upload_bytes: int = _number("--max-upload-bytes", 16 * _GIB, "Of one upload.")

@@ -372,7 +372,7 @@ def _print(asked: _Asked, results: Sequence[_Result]) -> None:
         say("", f"{model} on {machine}, {prompt}: {first.loads} loads over {named}")
         say(_sizes(asked, model))
         if asked.deadline is not None:
-            say(f"deadline {asked.deadline:g} s, which nobody could keep in {first.missed_by_bound} of them")
+            say(f"deadline {asked.deadline:g} s, which could not be kept in {first.missed_by_bound} of them")
         rows = [_HEAD, *(_row(name, figures) for name, figures in found.items())]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
         for row in rows:

@@ -124,8 +124,8 @@ class Coding:
             raise ArgumentError(msg)
         if self.layout.anchors and max(self.layout.anchors.tokens) >= 0:
             msg = (
-                f"the layout {self.layout.name} has anchors that texts may hold, too, so that nobody could tell what "
-                "was stored: encode with soft tokens as anchors, such as the layout anchors:100/25"
+                f"the layout {self.layout.name} has anchors that texts may hold, too, so that what was stored is "
+                "ambiguous: encode with soft tokens as anchors, such as the layout anchors:100/25"
             )
             raise ArgumentError(msg)
         if self.calibration not in EXTENTS:

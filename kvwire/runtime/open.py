@@ -115,14 +115,21 @@ class DocumentOpener:
     ) -> BlobInfo | tuple[int, ...]:
         """The header, checked against the catalog; the text where that is there and the header is late."""
         opening = asyncio.create_task(fetcher.open(deadline=self._give_up_at))
+        ids = document.token_ids
         try:
             await asyncio.wait({opening}, timeout=self._timeouts.soon)
             if not opening.done():
-                ids = document.token_ids
                 ids = await self._text_beside(opening, document.found, entry) if ids is None else ids
                 if not opening.done() and ids is not None:
                     return ids
-            info = await opening
+            try:
+                info = await opening
+            except (NotFoundError, CorruptError):
+                raise
+            except KvwireError:
+                if ids is None or document.token_ids is not None:
+                    raise
+                return ids  # read while the header was late; there may be no time to read them again
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)

@@ -118,6 +118,12 @@ class Database:
             raise StorageError(msg) from error
         return about.st_dev, about.st_ino
 
+    def _is_still(self, identity: _Identity) -> bool:
+        with contextlib.suppress(OSError):
+            about = self._path.stat()
+            return (about.st_dev, about.st_ino) == identity
+        return False
+
     def _refuse_orphan(self) -> None:
         """Raise CorruptError where changes lie without their database: SQLite would put them into a new one."""
         if self._has_log() and not self._path.exists():
@@ -153,7 +159,10 @@ class Database:
         except BaseException:
             connection.close()
             raise
-        idle.append((identity, connection))
+        if self._is_still(identity):
+            idle.append((identity, connection))
+        else:  # the file was replaced meanwhile
+            connection.close()
 
     def _connect(self, how: str) -> sqlite3.Connection:
         name, wait_s = f"{self._path.as_uri()}?{how}", self._wait_s()

@@ -289,8 +289,12 @@ class _Sweep:
         return self._leading_nowhere(old)
 
     def _leading_nowhere(self, keys: Iterable[str]) -> Iterator[str]:
-        """Entries that cannot be read, or of which all that they name is named by no document."""
-        for key, _, names in entries(self._catalog, self._space, keys):
+        """Entries that cannot be read, or of which all that they name is named by no document.
+
+        Keys of an unknown kind are left alone: a later version may have written them.
+        """
+        known = (key for key in keys if (kind := kind_of(key)) is not None and kind.names is not None)
+        for key, _, names in entries(self._catalog, self._space, known):
             try:
                 named = names() or ()
             except CorruptError:

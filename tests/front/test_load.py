@@ -290,8 +290,8 @@ def test_a_pass_that_takes_too_long_is_stopped_and_its_chunks_are_fetched(small,
     monkeypatch.setattr(small.engine, "stoppable", noted)
     monkeypatch.setattr(small.engine, "extend", stuck)
     log = []
-    settings = LoadSettings(bandwidth_prior=2.5e5, record=log.append)
-    answer = _ask(small, small.corpus(), link="2mbit,1ms", settings=settings, deadline_s=4.0)
+    settings = LoadSettings(bandwidth_prior=1e5, record=log.append)
+    answer = _ask(small, small.corpus(), link="800kbit,1ms", settings=settings, deadline_s=10.0)
     assert held == [True]
     ended = [entry.event for entry in log if isinstance(entry.event, ev.RecomputeInterrupted)]
     assert ended

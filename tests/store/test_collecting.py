@@ -77,6 +77,17 @@ def test_what_documents_name_stays_and_the_rest_goes(store, catalog):
     assert collect(store) == Collected()
 
 
+def test_a_derived_entry_of_an_unknown_kind_stops_nothing_and_stays(store, catalog):
+    put(catalog)
+    space = catalog.keys(CONFIG)
+    stray = f"{space.catalog}prefix/stray.json"
+    store.put(stray, b"{}")
+    store.put(space.blob("a" * 64), b"garbage")
+    store.age(2 * DAY)
+    assert collect(store).blobs == 1
+    assert store.get(stray) == b"{}"
+
+
 def test_what_is_young_or_of_unknown_age_stays(store, catalog):
     space = catalog.keys(CONFIG)
     for name in ("a", "b"):

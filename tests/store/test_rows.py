@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.store.backends.folder.rows import FILE_NAME
+from kvwire.store.files.sqlite import Database
 
 ROOT = "v1/tenant/config/"
 ENTRY = f"{ROOT}catalog/doc/aa/entry.json"
@@ -195,6 +197,24 @@ def test_a_replaced_database_is_noticed(store, tmp_path):
     assert store.get(ENTRY) == b"of now"
     (tmp_path / "copy" / FILE_NAME).replace(store.root / FILE_NAME)
     assert store.get(ENTRY) == b"of the backup"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_connections_lent_while_the_database_is_replaced_are_closed(tmp_path):
+    path, moved = tmp_path / "rows.sqlite", tmp_path / "old.sqlite"
+    known = {"version": 1, "durable": False, "advice": "try again"}
+    with closing(Database(path, "CREATE TABLE t (a INT) STRICT", **known)) as database:
+        database.write(lambda _: None)
+
+        def replaced(connection):
+            database.read(lambda inner: inner.execute("SELECT 1").fetchall(), None)
+            path.rename(moved)
+            database.write(lambda _: None)
+            return connection.execute("SELECT 1").fetchall()
+
+        database.read(replaced, None)
+        database.read(lambda _: None, None)
+        assert not [file for file in Path("/proc/self/fd").iterdir() if os.path.realpath(file).startswith(str(moved))]
 
 
 @pytest.mark.parametrize(
