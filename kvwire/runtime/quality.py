@@ -36,7 +36,7 @@ _QUANTILE = 0.6
 """Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
 _OTHER_TEXT = 1.4
 """What the interval's upper end is raised by: text of another kind than the calibration's may have twice the divergence
-and more (benchmarks/predicted_kl.py, benchmarks/real_model.py)."""
+and more (benchmarks/real_model.py)."""
 _WITHIN = (0.1, 0.9)
 """Quantiles of the points that the interval tells."""
 _SLOPES = (0.5, 2.0)
