@@ -19,13 +19,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.engines.transformers import open_engine
+from kvwire.engines.vllm.requests import PARAMS, entries_of, salt_of
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.kept import RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore
 from kvwire.vllm import Choice, request_body
-from kvwire.vllm.requests import PARAMS, entries_of, salt_of
 
 from ..http_servers import serving
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm

@@ -13,14 +13,16 @@ from kvwire.runtime.adapters import CorpusSettings
 from kvwire.runtime.settings import LoadSettings, check_max_kl
 from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
-from kvwire.vllm.loading import PageLoader
+
+from .loading import PageLoader
 
 if TYPE_CHECKING:
     import torch
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.transport import LinkSettings
-    from kvwire.vllm.saving import SaveMode
+
+    from .saving import SaveMode
 
 _TEXTS = (
     "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",

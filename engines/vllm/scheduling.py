@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.vllm.matching import match_documents, match_prefix
-from kvwire.vllm.requests import PARAMS, Choice
+
+from .matching import match_documents, match_prefix
+from .requests import PARAMS, Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair
-    from kvwire.vllm.matching import Matched, Piece
+
+    from .matching import Matched, Piece
 
 _LOOK_UPS = 8
 """Threads that ask the catalog; more requests wait for these."""

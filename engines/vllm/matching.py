@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.store.prefix.index import after_opening, opening_of
 from kvwire.types import digest_tokens
-from kvwire.vllm.requests import entries_of, kept_of, profile_in_use, salt_of
+
+from .requests import entries_of, kept_of, profile_in_use, salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair, PrefixIndex
-    from kvwire.vllm.requests import Choice
+
+    from .requests import Choice
 
     Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
 

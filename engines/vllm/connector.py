@@ -13,17 +13,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvwire.engines.vllm import PackedPages, StridedPages
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.store import hash_scheme
-from kvwire.vllm.counting import Counts
-from kvwire.vllm.events import StoredEvents, stored_event
-from kvwire.vllm.metrics import TransferCounts, TransferMetrics
-from kvwire.vllm.opening import ConnectorSettings
-from kvwire.vllm.requests import PARAMS
-from kvwire.vllm.saving import PageSave, Saver, Saving
-from kvwire.vllm.scheduling import ConnectorScheduler, PageLoad
-from kvwire.vllm.working import ConnectorWorker
+
+from .counting import Counts
+from .events import StoredEvents, stored_event
+from .metrics import TransferCounts, TransferMetrics
+from .opening import ConnectorSettings
+from .pages import PackedPages, StridedPages
+from .requests import PARAMS
+from .saving import PageSave, Saver, Saving
+from .scheduling import ConnectorScheduler, PageLoad
+from .working import ConnectorWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvwire.engines.vllm import Pages
-    from kvwire.vllm.shards import Shards
+    from .pages import Pages
+    from .shards import Shards
 
 _IDLE_S = 1e-3
 """Longest wait of a step that computes nothing: vLLM then does no more than ask whether loads have ended."""
@@ -311,7 +312,7 @@ def _rank(workers: int) -> int:
 def _shards() -> Shards:
     from vllm.distributed import get_tp_group
 
-    from kvwire.vllm.shards import Shards
+    from .shards import Shards
 
     return Shards(get_tp_group().ranks)
 

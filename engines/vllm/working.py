@@ -9,21 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvwire.engines.vllm import probe, slots_of
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.reuse.assemble import moved
-from kvwire.vllm.counting import Counts
-from kvwire.vllm.loading import Loaded
+
+from .counting import Counts
+from .loading import Loaded
+from .pages import probe, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from kvwire.engines.vllm import Pages
     from kvwire.types import CacheMeta, KVCache
-    from kvwire.vllm.loading import PageLoader
-    from kvwire.vllm.scheduling import PageLoad
+
+    from .loading import PageLoader
+    from .pages import Pages
+    from .scheduling import PageLoad
 
 _AT_ONCE = 32
 """Loads under way at a time; the rest waits, and its deadlines run."""
