@@ -53,6 +53,8 @@ class Halves:
             written = self.working.collect()
             ended |= written.requests
             bad |= written.bad_blocks
+            for each in written.outcomes:
+                self.scheduling.loaded(*each)
         return bad, blocks, self.scheduling.end(name)["kvwire"], promised
 
     def pages(self, blocks, start, stop):

@@ -60,11 +60,14 @@ def test_linked_documents_are_those_of_transformers_and_stay_apart(place):
     assert distance(before, exact) <= 1e-5
     ((first, tokens, told, cached),) = place.ask(body)
     assert distance(first, linked) <= CLOSE < distance(first, exact)
-    assert cached == told["promised_tokens"] == 748
-    ((again, same, told, _),) = place.ask(body)
+    assert cached == told["promised_tokens"] == told["loaded_tokens"] == 748
+    assert (told["lost_tokens"], told["level"]) == (0, 2)
+    assert told["bytes"] > 0
+    ((again, same, told, again_cached),) = place.ask(body)
     assert same == tokens
     assert distance(again, linked) <= CLOSE
     assert told.get("promised_tokens", 0) < place.block  # the rest is in vLLM's own memory
+    assert again_cached == 748
     for salt in (None, "a third"):
         ((after, *_),) = place.ask(plain | {"cache_salt": salt})
         assert distance(after, exact) <= 1e-5
@@ -152,7 +155,7 @@ def test_a_missing_document_costs_what_follows_it(place):
     salt = salt_of(choice, place.corpus.catalog.tenant, place.corpus.meta.config_digest(), entries)
     body = {"prompt": prompt, "cache_salt": salt, "kv_transfer_params": {PARAMS: choice.params()}}
     ((first, _, told, _),) = place.ask(body)
-    assert "'absent' has no blob" in told["trouble"]
+    assert "'absent' is not in the catalog" in told["trouble"]
     assert told["promised_tokens"] == LENGTHS["b"]
     assert distance(first, place.expected(prompt, place.linked("b", 1))) <= CLOSE
 
