@@ -37,8 +37,8 @@ def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: 
     The salt names tenant, model, documents (of prefixes, the profile), level, deadline, objective and repaired rows: no
     other request shares what vLLM keeps of it. Without the right one, vLLM computes all, and its answer tells the salt.
     """
+    from kvwire.engines.vllm.requests import Choice, request_body, request_salt
     from kvwire.runtime.corpus import Corpus
-    from kvwire.vllm.requests import Choice, request_body, request_salt
 
     chosen = {name: given[name] for name in ("level", "deadline_s", "objective", "repair") if given[name] is not None}
     names = [*given["docs"], *given["more_docs"]]

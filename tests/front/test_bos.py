@@ -10,6 +10,9 @@ import torch
 
 from kvwire.controller import Goal
 from kvwire.engines.transformers import generate_inputs
+from kvwire.engines.vllm.loading import PageLoader
+from kvwire.engines.vllm.matching import match_documents, match_prefix
+from kvwire.engines.vllm.requests import Choice, request_body
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import PLAIN, LinkedPrompt, moved
 from kvwire.runtime.adapters import ChunkSettings
@@ -23,9 +26,6 @@ from kvwire.runtime.quality import Reference, mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.store.upkeep.indexing import index_documents
-from kvwire.vllm.loading import PageLoader
-from kvwire.vllm.matching import match_documents, match_prefix
-from kvwire.vllm.requests import Choice, request_body
 
 from ..engines.families import cache_error
 

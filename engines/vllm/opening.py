@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +15,36 @@ from kvwire.runtime.adapters import CorpusSettings
 from kvwire.runtime.settings import LoadSettings, check_max_kl
 from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
-from kvwire.vllm.loading import PageLoader
+
+from .loading import PageLoader
 
 if TYPE_CHECKING:
     import torch
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.transport import LinkSettings
-    from kvwire.vllm.saving import SaveMode
+
+    from .saving import SaveMode
 
 _TEXTS = (
     "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",
 )  # fmt: skip
+_LONGEST_S = 86400.0
+_OLDEST, _TESTED = (0, 32), (0, 32)
+"""Versions of vLLM: the first whose connectors can do what this one does, and the last that it was tested inside."""
+_LOG = logging.getLogger("kvwire.vllm")
 _SAVE = ("off", "asked", "all", "named")
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that is too old, and warn of one that is newer than those tested."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else _TESTED  # a build from source may have no number
+    if found < _OLDEST:
+        msg = f"this is vLLM {version}, the connector needs {_OLDEST[0]}.{_OLDEST[1]} or later: pip install -U vllm"
+        raise ArgumentError(msg)
+    if found > _TESTED:
+        _LOG.warning("this is vLLM %s, kvwire was tested inside %d.%d", version, *_TESTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +54,8 @@ class ConnectorSettings(CorpusSettings):
     Attributes:
         link: An emulated link, such as ``50mbit,20ms``, for measurements.
         patience_s: Longest wait for the catalog.
+        load_s: Longest load without a deadline.
+        pause_s: How long a store that failed three times in a row is left alone; 0: it is always asked.
         max_kl: See ``LoadSettings``; null: any level. A request that names a level gets that.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
         save: Which prompts are kept that vLLM computes; see ``Saving``.
@@ -42,6 +63,8 @@ class ConnectorSettings(CorpusSettings):
 
     link: str | None = None
     patience_s: float = 5.0
+    load_s: float = 30.0
+    pause_s: float = 10.0
     max_kl: float | None = MAX_KL
     index: str = "kvwire"
     save: SaveMode = "off"
@@ -56,10 +79,11 @@ class ConnectorSettings(CorpusSettings):
         if wrong := [name for name in _TEXTS if extra.get(name) is not None and not isinstance(extra[name], str)]:
             msg = f"kv_connector_extra_config: {wrong[0]} is a text"
             raise ArgumentError(msg)
-        patience = extra.get("patience_s", 5.0)
-        if type(patience) not in (int, float) or not patience > 0:
-            msg = "kv_connector_extra_config: patience_s is a number of seconds above 0"
-            raise ArgumentError(msg)
+        for name, least in (("patience_s", 1e-3), ("load_s", 1e-3), ("pause_s", 0)):
+            seconds = extra.get(name, 1.0)
+            if type(seconds) not in (int, float) or not least <= seconds <= _LONGEST_S:
+                msg = f"kv_connector_extra_config: {name} is a number of seconds {'above' if least else 'from'} 0"
+                raise ArgumentError(msg)
         if extra.get("save", "off") not in _SAVE:
             msg = f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}"
             raise ArgumentError(msg)
@@ -79,5 +103,5 @@ class ConnectorSettings(CorpusSettings):
     def loader(self, corpus: Corpus, dtype: torch.dtype) -> PageLoader:
         """What loads documents."""
         link: LinkSettings | None = parse_link(self.link) if self.link else None
-        settings = LoadSettings(open_s=self.patience_s, max_kl=self.max_kl)
+        settings = LoadSettings(open_s=self.patience_s, patience_s=self.load_s, max_kl=self.max_kl)
         return PageLoader(corpus, dtype, link=link, settings=settings)

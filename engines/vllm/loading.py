@@ -145,6 +145,7 @@ class PageLoader(Loader):
         # Silence is waited out: nothing here can be computed meanwhile.
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
         self._has_profile = False
+        self.token_s = 0.0  # what computing a token costs the model, once that is known
         self._warming.begin(self._get_ready())
 
     def load(
@@ -158,9 +159,16 @@ class PageLoader(Loader):
     ) -> Loaded:
         """Load documents, as far as they come in time."""
         known = dict(zip(documents, texts, strict=True))
+        total, limit_s = min(sum(map(len, texts)), wanted or 1 << 40), self._settings.patience_s
+
+        def grace_s(work: PromptWorker) -> float:
+            return self.token_s * (total - _front(work, len(documents), least)[0])
+
+        worth_s = None if goal.deadline_s is None else goal.deadline_s + self.token_s * total
         request = LoadRequest(
             layout=PlainLayout(self._engine), fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
-            timeouts=self._timeouts(goal.deadline_s), wanted=wanted, is_partial=True,
+            timeouts=self._timeouts(worth_s), wanted=wanted, is_partial=True,
+            limit_s=limit_s, grace_s=grace_s,
         )  # fmt: skip
         return self._session.run(self._load_front(list(documents), known, request, least, kept))
 

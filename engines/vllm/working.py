@@ -9,25 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvwire.engines.vllm import probe, slots_of
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.reuse.assemble import moved
-from kvwire.vllm.counting import Counts
-from kvwire.vllm.loading import Loaded
+
+from .counting import Counts
+from .loading import Loaded
+from .outcomes import LoadOutcome
+from .pages import probe, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from kvwire.engines.vllm import Pages
     from kvwire.types import CacheMeta, KVCache
-    from kvwire.vllm.loading import PageLoader
-    from kvwire.vllm.scheduling import PageLoad
+
+    from .loading import PageLoader
+    from .pages import Pages
+    from .scheduling import PageLoad
 
 _AT_ONCE = 32
 """Loads under way at a time; the rest waits, and its deadlines run."""
 _TAILS = 512
+_MEASURED_TOKENS = 64
+"""Steps of fewer tokens cost what a step costs, not what its tokens do."""
+_LEARN = 0.2
 _LOG = logging.getLogger("kvwire.vllm")
 
 
@@ -38,10 +44,12 @@ class Written:
     Attributes:
         requests: Whose loads have ended.
         bad_blocks: Blocks of these that hold nothing of use.
+        outcomes: Of each load.
     """
 
     requests: frozenset[str]
     bad_blocks: frozenset[int]
+    outcomes: tuple[tuple[str, LoadOutcome], ...] = ()
 
 
 class ConnectorWorker:
@@ -81,7 +89,7 @@ class ConnectorWorker:
         """Write what has come into its pages; to be called between two steps of the model."""
         with self._lock:
             done, self._done = self._done, []
-        requests, bad = set(), set()
+        requests, bad, outcomes = set(), set(), []
         for load, loaded in done:
             there = min(max(loaded.tokens, load.start), load.stop) if loaded.cache is not None else load.start
             self._counts.add(
@@ -94,8 +102,24 @@ class ConnectorWorker:
             except Exception as error:  # noqa: BLE001 - the other loads of the batch would be waited for, for ever
                 _LOG.warning("request %s: %s: %s", load.request_id, type(error).__name__, error)
                 bad |= set(load.blocks)
+                there = load.start
+            trouble = "; ".join(loaded.troubles) if there < load.stop else ""
+            outcomes.append(
+                (
+                    load.request_id,
+                    LoadOutcome(
+                        load.number, there - load.start, load.stop - there, loaded.level, loaded.bytes, trouble
+                    ),
+                )
+            )
             requests.add(load.request_id)
-        return Written(frozenset(requests), frozenset(bad))
+        return Written(frozenset(requests), frozenset(bad), tuple(outcomes))
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """Learn from a step of the model what a token costs that a load loses."""
+        if tokens >= _MEASURED_TOKENS:
+            known = self._loader.token_s
+            self._loader.token_s = seconds / tokens if not known else known + _LEARN * (seconds / tokens - known)
 
     def close(self) -> None:
         """End loads that are under way."""
@@ -117,6 +141,8 @@ class ConnectorWorker:
 
     def _loaded(self, load: PageLoad) -> Loaded:
         """Documents at their place in the prompt: the cache begins at ``load.position``."""
+        if not load.documents:  # a request that is to fail
+            return Loaded(None, load.position)
         goal = load.choice.goal(load.left_s)
         wanted = load.stop - load.position if load.choice.prefix else None
         loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted, load.kept)

@@ -9,7 +9,7 @@ from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvwire.vllm.counting import COUNTED
+from .counting import COUNTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

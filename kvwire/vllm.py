@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.vllm.connector import KvwireConnector
-    from kvwire.vllm.requests import Choice, request_body, request_salt
+    from kvwire.engines.vllm.connector import KvwireConnector
+    from kvwire.engines.vllm.extension import SavingWorker
+    from kvwire.engines.vllm.requests import Choice, request_body, request_salt
 
 __all__ = [
     "Choice",
     "KvwireConnector",
+    "SavingWorker",
     "request_body",
     "request_salt",
 ]
@@ -22,7 +24,8 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.vllm.connector": ("KvwireConnector",),
-        "kvwire.vllm.requests": ("Choice", "request_body", "request_salt"),
+        "kvwire.engines.vllm.connector": ("KvwireConnector",),
+        "kvwire.engines.vllm.extension": ("SavingWorker",),
+        "kvwire.engines.vllm.requests": ("Choice", "request_body", "request_salt"),
     },
 )

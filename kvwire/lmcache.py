@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.lmcache.adapter import KvwireL2Adapter
+    from kvwire.engines.lmcache.adapter import KvwireL2Adapter
 
 __all__ = ["KvwireL2Adapter"]
 
-__getattr__ = lazy(__name__, {"kvwire.lmcache.adapter": ("KvwireL2Adapter",)})
+__getattr__ = lazy(__name__, {"kvwire.engines.lmcache.adapter": ("KvwireL2Adapter",)})

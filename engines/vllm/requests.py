@@ -196,6 +196,14 @@ def kept_of(corpus: Corpus, choice: Choice, entries: Sequence[CatalogEntry | Non
     return kept if kept is not None and kept.level >= (choice.level or 0) else None
 
 
+def missing_level(entry: CatalogEntry, level: int | None) -> str:
+    """Why a document cannot be loaded at a level, in words; empty where it can."""
+    if level is None or entry.is_text or level < len(entry.levels):
+        return ""
+    there = ", ".join(f"{number} ({name})" for number, (name, _) in enumerate(entry.levels))
+    return f"document {entry.document_id!r} has no level {level}, but {there}: ask for one of these"
+
+
 def request_salt(corpus: Corpus, choice: Choice) -> str:
     """The salt of a request for documents of a corpus.
 
@@ -208,8 +216,11 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
 
     Raises:
         NotFoundError: A document is not in the catalog, or a repair is asked for and none is kept.
+        ArgumentError: A document has no such level.
     """
     entries = [corpus.find(name) for name in choice.documents]
+    if missing := next(filter(None, (missing_level(entry, choice.level) for entry in entries)), ""):
+        raise ArgumentError(missing)
     profile = profile_in_use(corpus) if choice.prefix else ""
     kept = kept_of(corpus, choice, entries)
     if choice.repair and kept is None:

@@ -13,8 +13,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.runtime.adapters import ChunkSettings, heads_of, uniform
 from kvwire.runtime.chunk_reader import ChunkReader
-from kvwire.sglang.pages import check_pool, flat_page
 from kvwire.store.prefix.schemes import SCHEMES
+
+from .pages import check_pool, flat_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolTransfer
     from torch import Tensor
 
-    from kvwire.sglang.pages import HostPool
+    from .pages import HostPool
 
 SETTINGS = "kvwire"
 """Name of the settings in ``--hicache-storage-backend-extra-config``."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.sglang.storage import KvwireStorage
+    from kvwire.engines.sglang.storage import KvwireStorage
 
 __all__ = ["KvwireStorage"]
 
-__getattr__ = lazy(__name__, {"kvwire.sglang.storage": ("KvwireStorage",)})
+__getattr__ = lazy(__name__, {"kvwire.engines.sglang.storage": ("KvwireStorage",)})

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from kvwire.engines.vllm import slots_of
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.coding import Document
 from kvwire.types import digest_tokens
-from kvwire.vllm.counting import Counts
-from kvwire.vllm.requests import SALTED
+
+from .counting import Counts
+from .pages import slots_of
+from .requests import SALTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.engines.vllm import Pages
     from kvwire.runtime.coding import Encoded
     from kvwire.runtime.corpus import Corpus
     from kvwire.types import KVCache
-    from kvwire.vllm.shards import Shards
+
+    from .pages import Pages
+    from .shards import Shards
 
 SaveMode: TypeAlias = Literal["off", "asked", "all", "named"]
 SAVED = "saved/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,20 +11,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.version import __version__ as vllm_version
 
-from kvwire.engines.vllm import PackedPages, StridedPages
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.store import hash_scheme
-from kvwire.vllm.counting import Counts
-from kvwire.vllm.events import StoredEvents, stored_event
-from kvwire.vllm.metrics import TransferCounts, TransferMetrics
-from kvwire.vllm.opening import ConnectorSettings
-from kvwire.vllm.requests import PARAMS
-from kvwire.vllm.saving import PageSave, Saver, Saving
-from kvwire.vllm.scheduling import ConnectorScheduler, PageLoad
-from kvwire.vllm.working import ConnectorWorker
+
+from .counting import Counts
+from .events import StoredEvents, stored_event
+from .metrics import TransferCounts, TransferMetrics
+from .opening import ConnectorSettings, check_version
+from .pages import PackedPages, StridedPages
+from .requests import PARAMS
+from .saving import PageSave, Saver, Saving
+from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
+from .working import ConnectorWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,8 +45,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvwire.engines.vllm import Pages
-    from kvwire.vllm.shards import Shards
+    from .outcomes import LoadOutcome
+    from .pages import Pages
+    from .shards import Shards
 
 _IDLE_S = 1e-3
 """Longest wait of a step that computes nothing: vLLM then does no more than ask whether loads have ended."""
@@ -55,12 +60,23 @@ class ConnectorMetadata(KVConnectorMetadata):
     Attributes:
         loads: What they begin to load.
         saves: What they copy.
-        is_idle: The step computes no token.
+        tokens: Computed in this step.
     """
 
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
-    is_idle: bool = False
+    tokens: int = 0
+
+
+@dataclass
+class LoadOutcomes(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler of loads that have ended."""
+
+    loads: list[tuple[str, LoadOutcome]]
+
+    def aggregate(self, other: LoadOutcomes) -> LoadOutcomes:
+        """Those of both."""
+        return LoadOutcomes(self.loads + other.loads)
 
 
 class KvwireConnector(KVConnectorBase_V1):
@@ -78,6 +94,7 @@ class KvwireConnector(KVConnectorBase_V1):
             ArgumentError: A setting is wrong, or one of vLLM's that documents need is another.
             NotFoundError: The store has no record of the model.
         """
+        check_version(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         names = ("decode_context_parallel_size", "prefill_context_parallel_size")
@@ -93,7 +110,8 @@ class KvwireConnector(KVConnectorBase_V1):
         self._working: ConnectorWorker | None = None
         self._saver: Saver | None = None
         self._bad: set[int] = set()
-        self._is_idle = False
+        self._step_tokens, self._step_began = 0, 0.0
+        self._outcomes: list[tuple[str, LoadOutcome]] = []
         self._events: list[KVCacheEvent] = []
         self._counts = Counts()
         self._workers = parallel.tensor_parallel_size
@@ -101,8 +119,9 @@ class KvwireConnector(KVConnectorBase_V1):
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
             self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
             self._scheduling = ConnectorScheduler(
-                self._corpus, patience_s=settings.patience_s, index=settings.index, least_tokens=block
-            )
+                self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
+                is_strict=transfer.kv_load_failure_policy == "fail", index=settings.index, least_tokens=block,
+            )  # fmt: skip
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
             self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config))
         else:
@@ -135,6 +154,8 @@ class KvwireConnector(KVConnectorBase_V1):
             return
         trouble = _other_rows(request) or self._changed
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
+        if names_documents(request.cache_salt) and (choice is None or trouble):  # they are not loaded
+            _keep_apart(request, apart(request.cache_salt or "", prompt))
         asks = choice.save if choice is not None else False
         self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
 
@@ -142,6 +163,9 @@ class KvwireConnector(KVConnectorBase_V1):
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
         self._saving.had(request.request_id, num_computed_tokens)
         promised = self.scheduling.promised(request.request_id, num_computed_tokens, request.num_preemptions)
+        if promised is not None and (salt := self.scheduling.other_salt(request.request_id)):
+            _keep_apart(request, salt)
+            return None, False  # vLLM looks for blocks under this salt, and asks again
         return promised, bool(promised)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -152,8 +176,8 @@ class KvwireConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
-        is_idle = not scheduler_output.total_num_scheduled_tokens
-        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), is_idle)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
@@ -166,7 +190,10 @@ class KvwireConnector(KVConnectorBase_V1):
         return why == "", told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what workers tell of the store."""
+        """Take in what workers tell of loads and of the store."""
+        if isinstance(ended := connector_output.kv_connector_worker_meta, LoadOutcomes):
+            for request_id, outcome in ended.loads:
+                self.scheduling.loaded(request_id, outcome)
         if isinstance(told := connector_output.kv_cache_events, StoredEvents):
             self._events += told.get_all_events()
 
@@ -189,12 +216,17 @@ class KvwireConnector(KVConnectorBase_V1):
         """What became of documents that were saved under names; see ``Saver.outcomes``."""
         return self._saver.outcomes() if self._saver is not None else {"under_way": 0, "done": []}
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step_began = time.perf_counter()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         """Begin the loads of this step, in threads."""
         del forward_context, kwargs
         meta = self._get_connector_metadata()
         if isinstance(meta, ConnectorMetadata):
-            self._is_idle = meta.is_idle
+            self._step_tokens = meta.tokens
             self.working.start(meta.loads)
             if self._saver is not None:
                 self._saver.start(meta.saves)
@@ -202,12 +234,19 @@ class KvwireConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
-        if self._is_idle:
+        self.working.note_step(self._step_tokens, time.perf_counter() - self._step_began)
+        if not self._step_tokens:
             self.working.wait(_IDLE_S)
         written = self.working.collect()
+        self._outcomes += written.outcomes
         self._bad |= written.bad_blocks
         copied = self._saver.copied() if self._saver is not None else set()
         return copied or None, set(written.requests) or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What became of loads since the last step."""
+        outcomes, self._outcomes = self._outcomes, []
+        return LoadOutcomes(outcomes) if outcomes else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM must compute."""
@@ -274,7 +313,15 @@ def _other_rows(request: Request) -> str:
         return "it has an adapter of its own (LoRA): documents and prefixes are of the model without one"
     if request.mm_features or request.prompt_embeds is not None:
         return "its prompt is more than token ids: documents and prefixes are of token ids alone"
+    if request.skip_reading_prefix_cache or getattr(request.sampling_params, "prompt_logprobs", None) is not None:
+        return "vLLM computes every token for prompt_logprobs, and loads nothing: leave them out"
     return ""
+
+
+def _keep_apart(request: Request, salt: str) -> None:
+    """Have vLLM keep what it computes of a request under a salt of its own."""
+    request.cache_salt, request.block_hashes = salt, []
+    request.update_block_hashes()
 
 
 def _other_model(model: ModelConfig) -> str:
@@ -286,8 +333,8 @@ def _other_model(model: ModelConfig) -> str:
 def _check(policy: str, groups: int, stages: int, contexts: int = 1) -> None:
     """Refuse what documents cannot be loaded under."""
     wrong = ""
-    if policy != "recompute":
-        wrong = 'set "kv_load_failure_policy": "recompute": what does not come in time is computed, not an error'
+    if policy not in ("recompute", "fail"):
+        wrong = 'set "kv_load_failure_policy" to "recompute", or to "fail": requests without their documents then fail'
     elif groups > 1:
         wrong = (
             "the model's pages are in several groups, which kvwire does not load into yet: serve it without documents"
@@ -311,7 +358,7 @@ def _rank(workers: int) -> int:
 def _shards() -> Shards:
     from vllm.distributed import get_tp_group
 
-    from kvwire.vllm.shards import Shards
+    from .shards import Shards
 
     return Shards(get_tp_group().ranks)
 

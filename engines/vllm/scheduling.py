@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,18 +10,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.vllm.matching import match_documents, match_prefix
-from kvwire.vllm.requests import PARAMS, Choice
+
+from .matching import match_documents, match_prefix
+from .outcomes import LoadOutcome, RequestOutcome
+from .requests import PARAMS, SALTED, Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair
-    from kvwire.vllm.matching import Matched, Piece
+
+    from .matching import Matched, Piece
 
 _LOOK_UPS = 8
 """Threads that ask the catalog; more requests wait for these."""
+_FAILURES = 3
+"""So many failures in a row pause the store: one may be an object's, three are the store's."""
 _LOG = logging.getLogger("kvwire.vllm")
 
 
@@ -40,6 +46,7 @@ class PageLoad:
         salt: Names mode and quality, and in documents mode all that their cache depends on.
         left_s: Seconds until the deadline; None: there is none.
         kept: Repaired rows to be laid over the documents, which then are all that it names; None: none.
+        number: Of the load, among the request's.
     """
 
     request_id: str
@@ -53,6 +60,7 @@ class PageLoad:
     salt: str
     left_s: float | None
     kept: KeptRepair | None = None
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -69,6 +77,13 @@ class _Asked:
     computed: int = 0
     loads: int = 0
     told: dict[str, Any] = field(default_factory=dict)
+    outcome: RequestOutcome = field(default_factory=RequestOutcome)
+    is_other_text: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Something kept the request from what it asked for."""
+        return "refused" in self.told or "trouble" in self.told
 
 
 class ConnectorScheduler:
@@ -79,12 +94,20 @@ class ConnectorScheduler:
         corpus: Corpus,
         *,
         patience_s: float = 5.0,
+        pause_s: float = 10.0,
+        is_strict: bool = False,
         index: str = "kvwire",
         least_tokens: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask nothing yet."""
+        """Ask nothing yet.
+
+        pause_s: how long a store that failed several times in a row is left alone. is_strict: requests that do not get
+        what they ask for fail.
+        """
         self._corpus, self._patience_s, self._clock = corpus, patience_s, clock
+        self._pause_s, self._is_strict = pause_s, is_strict
+        self._failures, self._paused_until = 0, 0.0
         self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
         self._asked: dict[str, _Asked] = {}
@@ -107,6 +130,7 @@ class ConnectorScheduler:
         except ArgumentError as error:
             self._refuse(request_id, asked, str(error))
             return None
+        trouble = trouble or (self._paused() if asked.choice.mode else "")
         if trouble:
             asked.told["trouble"] = trouble
         elif asked.choice.mode == "documents":
@@ -131,6 +155,8 @@ class ConnectorScheduler:
         if asked.loads > preemptions:
             return 0
         asked.computed = computed
+        if self._is_strict and asked.fails:  # a load that brings nothing: vLLM fails the request for it
+            return max(len(asked.prompt) - 1 - computed, 0)
         tokens = sum(piece.tokens for piece in asked.pieces) - computed
         least = self._least_tokens if asked.choice and asked.choice.prefix else 1
         return tokens if tokens >= least else 0
@@ -138,19 +164,19 @@ class ConnectorScheduler:
     def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
         """Note where tokens go that were promised."""
         asked = self._asked.get(request_id)
-        if asked is None or not tokens or not asked.pieces or asked.choice is None:
+        if asked is None or not tokens:
             return
+        choice, pieces = asked.choice or Choice(), () if self._is_strict and asked.fails else asked.pieces or ()
         start, first, position = asked.computed, 0, 0
-        while asked.kept is None and position + asked.pieces[first].tokens <= start:
-            position += asked.pieces[first].tokens
+        while pieces and asked.kept is None and position + pieces[first].tokens <= start:
+            position += pieces[first].tokens
             first += 1
-        pieces = asked.pieces[first:]
-        deadline_s = asked.choice.deadline_s
+        pieces, deadline_s = pieces[first:], choice.deadline_s
         left_s = None if deadline_s is None else deadline_s - (self._clock() - asked.arrived)
         load = PageLoad(
-            request_id, asked.choice, tuple(piece.document_id for piece in pieces),
+            request_id, choice, tuple(piece.document_id for piece in pieces),
             tuple(piece.token_ids for piece in pieces), position, start, start + tokens, tuple(blocks), asked.salt,
-            left_s, asked.kept,
+            left_s, asked.kept, asked.loads,
         )  # fmt: skip
         self._loads.append(load)
         asked.loads += 1
@@ -161,21 +187,61 @@ class ConnectorScheduler:
         loads, self._loads = self._loads, []
         return loads
 
+    def loaded(self, request_id: str, outcome: LoadOutcome) -> None:
+        """Take in what became of a load."""
+        if outcome.lost and not (outcome.loaded or outcome.bytes):
+            self._failed()
+        elif outcome.bytes:
+            self._failures = 0
+        if asked := self._asked.get(request_id):
+            asked.outcome.add(outcome)
+
+    def other_salt(self, request_id: str) -> str | None:
+        """The salt of a request whose rows must not stand under the one that it sent; None: it may.
+
+        A salt names documents. What is computed for another text, or without them, would answer later requests.
+        """
+        asked = self._asked.get(request_id)
+        if asked is None or not asked.is_other_text:
+            return None
+        asked.is_other_text = False
+        return apart(asked.salt, asked.prompt)
+
     def end(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None
-        trouble, promised = asked.told.get("trouble"), asked.told.get("promised_tokens", 0)
-        if trouble:  # streams carry no parameters back: the log is where their clients' operators find it
-            _LOG.warning("request %s: %d tokens were promised: %s", request_id, promised, trouble)
+        told = asked.told = asked.outcome.told() | asked.told
+        words = (
+            f"{told.get('loaded_tokens', 0)} of {told.get('promised_tokens', 0)} promised tokens were loaded"
+            f" at level {told.get('level', '-')}, {told.get('bytes', 0)} bytes"
+        )  # streams carry no parameters back: the log tells their clients' operators
+        if trouble := told.get("trouble"):
+            _LOG.warning("request %s: %s: %s", request_id, words, trouble)
         else:
-            _LOG.info("request %s: %d tokens were promised", request_id, promised)
-        return {PARAMS: asked.told}
+            _LOG.info("request %s: %s", request_id, words)
+        return {PARAMS: told}
 
     def close(self) -> None:
         """End the look-ups."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _failed(self) -> None:
+        self._failures += 1
+        if self._failures == _FAILURES:
+            _LOG.warning("the store failed %d times in a row: it is asked once in %g s", _FAILURES, self._pause_s)
+        if self._failures >= _FAILURES:
+            self._paused_until = self._clock() + self._pause_s
+
+    def _paused(self) -> str:
+        """Why the store is not asked, in words; after a pause one request asks it."""
+        if self._failures < _FAILURES or not self._pause_s:
+            return ""
+        if self._clock() >= self._paused_until:
+            self._paused_until = self._clock() + self._pause_s
+            return ""
+        return f"the store failed {self._failures} times in a row; it is asked once in {self._pause_s:g} s"
 
     def _is_answered(self, asked: _Asked) -> bool:
         is_late = self._clock() - asked.arrived > self._patience_s
@@ -187,14 +253,21 @@ class ConnectorScheduler:
             return ()
         if not asked.looking.done():
             asked.looking.cancel()
+            self._failed()
             asked.told["trouble"] = f"the catalog did not answer within {self._patience_s:g} s"
             return ()
         try:
             matched = asked.looking.result()
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would end with it
+            self._failed()
             asked.told["trouble"] = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
             return ()
+        self._failures = 0
         asked.told["cache_salt"] = matched.salt
+        asked.is_other_text = matched.is_other_text and asked.salt == matched.salt
+        if matched.refused:
+            self._refuse(request_id, asked, matched.refused)
+            return ()
         if asked.salt != matched.salt:
             missing = f"{matched.trouble}. " if matched.trouble and not matched.pieces else ""
             self._refuse(
@@ -213,3 +286,13 @@ class ConnectorScheduler:
         """Have a request computed, and its answer say why: vLLM gives a connector no way to refuse it."""
         asked.told["refused"] = why
         _LOG.warning("request %s is served without documents: %s", request_id, why)
+
+
+def apart(salt: str, prompt: Sequence[int]) -> str:
+    """A salt for what is computed of this prompt alone, where the request's own names documents."""
+    return f"{salt}-other-{hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]}"
+
+
+def names_documents(salt: str | None) -> bool:
+    """Whether a salt is one of kvwire's for linked documents."""
+    return (salt or "").startswith(f"{SALTED}documents-") and "-other-" not in (salt or "")

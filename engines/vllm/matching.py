@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.store.prefix.index import after_opening, opening_of
 from kvwire.types import digest_tokens
-from kvwire.vllm.requests import entries_of, kept_of, profile_in_use, salt_of
+
+from .requests import entries_of, kept_of, missing_level, profile_in_use, salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair, PrefixIndex
-    from kvwire.vllm.requests import Choice
+
+    from .requests import Choice
 
     Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
 
@@ -53,12 +55,16 @@ class Matched:
         pieces: From the prompt's first token on, one after the other; all but the last are whole documents.
         trouble: Why it is not more, in words; empty where nothing went wrong.
         kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
+        is_other_text: The prompt is not the text of the documents that the salt names.
+        refused: Why the request cannot be served as asked, in words.
     """
 
     salt: str
     pieces: tuple[Piece, ...]
     trouble: str = ""
     kept: KeptRepair | None = None
+    is_other_text: bool = False
+    refused: str = ""
 
 
 def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
@@ -66,8 +72,11 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
     entries = entries_of(corpus, choice)
     kept = kept_of(corpus, choice, entries)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
+    missing = next(filter(None, (missing_level(entry, choice.level) for entry in entries if entry)), "")
+    if missing:
+        return Matched(salt, (), refused=missing)
     pieces: list[Piece] = []
-    position, trouble = 0, ""
+    position, trouble, is_other = 0, "", False
     for name, entry in zip(choice.documents, entries, strict=True):
         if entry is None or entry.is_text:
             where = "is not in the catalog" if entry is None else "is stored as text alone"
@@ -80,6 +89,7 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
                 "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
             )
             if position or digest_tokens(prompt[1 : 1 + entry.tokens]) != entry.token_digest:
+                is_other = True
                 break
             front = _opening_piece(corpus, tuple(prompt[:1]))
             if opening_of(corpus.read_header(entry)) != tuple(prompt[:1]):
@@ -97,7 +107,7 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
     if choice.repair and len(pieces) > repaired:
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[:repaired]
-    return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None)
+    return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None, is_other)
 
 
 def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:
@@ -112,6 +122,8 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
     if hit is not None and hit.info.prefix_layers:
         troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
         hit = None
+    if hit is not None and (missing := missing_level(hit.document, choice.level)):
+        return Matched(salt, (), refused=missing)
     tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
     if hit is None or not tokens:
         return Matched(salt, (), "; ".join(troubles))

@@ -18,10 +18,11 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvwire.errors import KvwireError
-from kvwire.lmcache.layout import ObjectLayout
 from kvwire.runtime.adapters import ChunkSettings, uniform
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.store.prefix.schemes import SCHEMES
+
+from .layout import ObjectLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
