@@ -29,7 +29,7 @@ from .tiny_engine import VOCABULARY, TinyEngine
 
 COSTS = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-5))
 QUESTION = [1, 2, 3]
-SOON_S = 10.0
+SOON_S = 30.0
 """What waits for a read that hangs takes longer."""
 
 
@@ -254,8 +254,8 @@ def test_a_header_and_a_text_that_hang_are_waited_for_until_the_deadline(corpus,
 def test_a_profile_that_hangs_costs_half_a_deadline_and_is_read_on_for_later_loads(corpus, engine, store, loader_of):
     loader = loader_of(Corpus(engine, store))
     store.shut = ".kvp"
-    answer = loader.ask(["doc"], QUESTION, deadline_s=1)
-    assert "its profile did not come within 0.5 s" in troubles(answer.misses)[0]
+    answer = loader.ask(["doc"], QUESTION, deadline_s=2)
+    assert any("its profile did not come within 1 s" in miss for miss in answer.misses)
     assert {decision.action for decision in answer.decisions} == {"recompute"}
     store.shut = "-"  # who asks anew is answered; who asked before still waits
     reading = next(iter(loader._finder._profiles.values()))
