@@ -27,8 +27,7 @@ from tqdm import tqdm
 import kvwire
 from kvwire import KVCache, TransformersEngine
 from kvwire.reuse import RepairInput, repair_prompt, selector_of
-from kvwire.runtime.neutral import ALL, compute_behind, neutral_prefix
-from kvwire.runtime.opening import link_opened
+from kvwire.runtime.prefill import ALL, compute_behind, link_opened, neutral_prefix
 
 MODELS = ("ebook-llama-14m", "qwen3-8m")
 COUNTS = (128, 256, 512, ALL)

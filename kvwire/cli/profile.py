@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +17,13 @@ from kvwire.cli.progress import stages
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
-from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from kvwire.offline import ProfileCheck, ProfileSummary
     from kvwire.runtime.coding import Extent
+
+
+_progress = logging.getLogger("kvwire.progress")
 
 
 @click.group("profile")
@@ -59,7 +62,7 @@ def fit(options: _FitOptions) -> None:
     coding = Coding(options.method, options.prefix_layers, calibration=options.calibration, resume=options.resume)
     refs = find_documents(options.texts)
     with stages():
-        PROGRESS.info("opening %s", options.model)
+        _progress.info("opening %s", options.model)
         engine = open_engine(options.model, options.device, options.dtype)
         profile = fit_profile_file(engine, refs, coding)
     part = out.with_name(f"{out.name}.part")

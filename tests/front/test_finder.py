@@ -16,9 +16,8 @@ from kvwire.errors import AuthError, FormatVersionError, KvwireError, StorageErr
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.document import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile
-from kvwire.runtime.find import profile_in_use
+from kvwire.runtime.find import DocumentOpener, profile_in_use
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.open import DocumentOpener
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import LOOK_UPS
 from kvwire.store import MemoryStore, UseCounts
@@ -290,6 +289,24 @@ def test_look_ups_that_are_left_keep_no_thread(corpus, store, loader_of):
             return await loader.ask_async(["doc"], QUESTION)
 
     assert not troubles(asyncio.run(asking()).misses)
+
+
+def test_look_ups_on_a_hung_disk_leave_threads_for_other_work(corpus, loader_of):
+    session, over, begun = loader_of(corpus)._session, threading.Event(), []
+
+    def hangs():
+        begun.append(1)
+        assert over.wait(60)
+
+    async def looking():
+        return await asyncio.gather(*(session.look_up(hangs, 0.1) for _ in range(20)), return_exceptions=True)
+
+    for _ in range(4):
+        assert {type(each) for each in session.run(looking())} == {StorageError}
+    assert len(begun) == 2 * LOOK_UPS
+    assert session.threads.blocking.submit(lambda: 1).result(SOON_S) == 1
+    over.set()
+    assert session.run(session.look_up(lambda: 2, SOON_S)) == 2
 
 
 def newer_profile(corpus):

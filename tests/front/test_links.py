@@ -365,7 +365,18 @@ def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path, brief):
     store = f"file://{tmp_path}/store"
     documents = demo_model.parent / "documents"
     picture = tmp_path / "links.png"
-    words = ("check-model", demo_model, "--documents", documents, "--prompts", 2, "--store", store, "--shift-prompts", 0)
+    words = (
+        "check-model",
+        demo_model,
+        "--documents",
+        documents,
+        "--prompts",
+        2,
+        "--store",
+        store,
+        "--shift-prompts",
+        0,
+    )
     code, out, _ = run(*words, "--picture", picture, "--json")
     assert code == 0
     said = json.loads(out)

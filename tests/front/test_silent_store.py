@@ -6,7 +6,6 @@ from contextlib import closing
 import pytest
 
 from kvwire.runtime import loader
-from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore, copy_store
 from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault
 
