@@ -37,7 +37,7 @@ import kvwire
 from kvwire.runtime.coding import Coding as Settings
 from kvwire.runtime.coding import Document
 from kvwire.runtime.corpus import Corpus
-from kvwire.runtime.opening import link_opened, prefill_documents
+from kvwire.runtime.prefill import link_opened, prefill_documents
 from kvwire.runtime.quality import mean_kl
 from kvwire.store import MemoryStore
 

@@ -21,9 +21,9 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.answer import floor_trouble
 from kvwire.runtime.document import in_words
 from kvwire.runtime.execute import LOAD_CANCELLED, PromptWorker
+from kvwire.runtime.find import DocumentOpener
 from kvwire.runtime.links import UNREPAIRED, RepairContext, Repairer, by_token
-from kvwire.runtime.open import DocumentOpener
-from kvwire.runtime.opening import TWICE, WITHOUT, begins_with, lacks_opening
+from kvwire.runtime.prefill import TWICE, WITHOUT, begins_with, lacks_opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.kept import KeptLookup, RepairKeeper
-    from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.links import LinkPlan, RepairInOrder
     from kvwire.runtime.prompt import Layout
-    from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId, KVCache

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from kvwire.codec import ERROR_NOTE, decode, encode, inspect
-from kvwire.runtime.neutral import compute_documents
-from kvwire.runtime.opening import link_opened, opening_of, prefill_documents, states_of
+from kvwire.runtime.prefill import compute_documents, link_opened, opening_of, prefill_documents, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

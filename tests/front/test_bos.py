@@ -20,8 +20,7 @@ from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.link_check import check_links, prompts_of
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import NEUTRAL_TEXT
-from kvwire.runtime.opening import link_opened, opened, opening_of, prefill_documents
+from kvwire.runtime.prefill import NEUTRAL_TEXT, link_opened, opened, opening_of, prefill_documents
 from kvwire.runtime.quality import Reference, mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore

@@ -1,8 +1,9 @@
-"""Documents computed behind a neutral prefix, which is dropped: short texts that tell of no other document.
+"""How documents are computed: behind a BOS, behind neutral text, and measured behind other documents.
 
-A document alone has its first tokens see nothing, which they never do behind others, and gathers attention there of its
-own (a sink). Behind some other documents, whatever these say, its rows are nearer to those that it has in a prompt. Its
-cache still depends on the document alone.
+A model that was trained behind a BOS gathers attention there, and a document computed without one has its own first
+tokens take that part. Behind a BOS, which is dropped, it stands in prompts that begin with one as it was computed.
+Behind some other text, whatever it says, its rows are nearer to those that it has in a prompt; its cache still depends
+on the document alone.
 """
 
 from __future__ import annotations
@@ -10,17 +11,98 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from kvwire.errors import ArgumentError
-from kvwire.reuse import link
-from kvwire.runtime.opening import opening_of
+from kvwire.reuse import link, measure_deviation
+from kvwire.types import BlockDeviation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding
-    from kvwire.types import KVCache
+    from kvwire.types import BlobInfo, KVCache
+
+
+WITHOUT = (
+    "encoded without the BOS that its tokenizer puts in front of whole texts, and linked less exactly for it: encode "
+    "it again"
+)
+
+
+TWICE = (
+    "begins with a BOS of its own, behind the prompt's: the answer is a little off; encode the text without, by "
+    "engine.tokenize or add_special_tokens=False"
+)
+
+
+def begins_with(token_ids: Sequence[int], opening: Sequence[int]) -> bool:
+    """Whether a text begins with opening tokens of its own."""
+    return bool(opening) and tuple(token_ids[: len(opening)]) == tuple(opening)
+
+
+def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that a document is computed behind, and that are dropped from its cache."""
+    opening = engine.opening_tokens
+    if (
+        not opening
+        or not token_ids
+        or tuple(token_ids[: len(opening)]) == opening
+        or len(opening) + len(token_ids) > engine.window
+    ):
+        return ()
+    is_soft = min(token_ids) < 0 or max(token_ids) >= engine.vocabulary_size
+    return () if is_soft else opening
+
+
+def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+    """Compute documents, each alone behind the opening tokens."""
+    openings = [opening_of(engine, ids) for ids in documents]
+    caches = engine.prefill(
+        [(*opening, *ids) if opening else ids for opening, ids in zip(openings, documents, strict=True)]
+    )
+    return [
+        cache.slice(len(opening), cache.tokens) if opening else cache
+        for opening, cache in zip(openings, caches, strict=True)
+    ]
+
+
+def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Sequence[int] | None = None) -> Tensor:
+    """``Engine.prefix_states`` of a document, computed behind the opening tokens."""
+    opening = opening_of(engine, token_ids) if opening is None else opening
+    if not opening:
+        return engine.prefix_states(token_ids, layers)
+    return engine.prefix_states([*opening, *token_ids], layers)[len(opening) :]
+
+
+def opened(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's text with the opening tokens in front, which are never there twice."""
+    opening = engine.opening_tokens
+    return tuple(token_ids) if tuple(token_ids[: len(opening)]) == opening else (*opening, *token_ids)
+
+
+def link_opened(engine: Engine, caches: Sequence[KVCache], head: Sequence[int] = ()) -> KVCache:
+    """Link documents behind the opening tokens."""
+    head = head or engine.opening_tokens
+    front = engine.prefill([head]) if head else []
+    linked = link([*front, *caches])
+    if not front and caches[0].meta.offset and caches[0].token_ids:
+        (first,) = engine.prefill([caches[0].token_ids[:1]])  # it was computed behind something, and begins this prompt
+        for whole, token in zip((*linked.keys, *linked.values), (*first.keys, *first.values), strict=True):
+            whole[:, :1] = token
+    return linked
+
+
+def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
+    """Whether a blob was computed without the opening tokens that its document would be computed behind now."""
+    if info.opening or info.soft_tokens or not engine.opening_tokens:
+        return False
+    return token_ids is None or bool(opening_of(engine, token_ids))
+
 
 ALL = 1 << 20
 """Of the neutral text as many tokens as it has."""
@@ -120,3 +202,41 @@ def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None
         (prefix,) = engine.prefill([neutral])
         known = _computed[engine] = (tuple(neutral), prefix)
     return known[1] if before is None else link([known[1], before])
+
+
+BLOCK = 16
+"""Tokens that share a byte; a byte for each token chooses no better (see benchmarks/reuse.py)."""
+NEIGHBOURS, NEIGHBOUR_TOKENS = 2, 128
+"""Documents that stand before the one that is measured, in turn, and tokens of each."""
+
+
+class Neighbours:
+    """Beginnings of a corpus's documents, to stand before others."""
+
+    def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+        """Keep the texts; each is computed once, when it is first needed."""
+        self._engine = engine
+        self._texts = list(dict.fromkeys(tuple(text[:NEIGHBOUR_TOKENS]) for text in texts))[: NEIGHBOURS + 1]
+        self._caches: dict[tuple[int, ...], KVCache] = {}
+
+    def measure(self, cache: KVCache, token_ids: Sequence[int]) -> BlockDeviation:
+        """Put neighbours before a document and see how far its keys and values move.
+
+        What would stand beyond the model's window is taken not to move: little does, so far into a document.
+        """
+        own = tuple(token_ids[:NEIGHBOUR_TOKENS])
+        others = [text for text in self._texts if text != own][:NEIGHBOURS] or [tuple(token_ids[-NEIGHBOUR_TOKENS:])]
+        found = torch.zeros(-(-cache.tokens // BLOCK) * BLOCK)
+        for text in others:
+            window = self._engine.window - len(self._engine.opening_tokens)
+            seen = max(1, min(cache.tokens, window - len(text)))
+            before = self._cache(text[: window - seen])
+            moved = measure_deviation(self._engine, cache.slice(0, seen), token_ids[:seen], before)
+            found[:seen] += moved / len(others)
+        found[cache.tokens :] = found[cache.tokens - 1]
+        return BlockDeviation.of(found.view(-1, BLOCK).mean(1).tolist(), BLOCK)
+
+    def _cache(self, text: tuple[int, ...]) -> KVCache:
+        if text not in self._caches:
+            (self._caches[text],) = self._engine.prefill([opened(self._engine, text)])
+        return self._caches[text]
