@@ -5,8 +5,8 @@ import re
 import pytest
 
 from kvwire.store import FolderStore
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault
 
+from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
 from ..http_servers import serving
 
 NEVER = ProxyFault(FaultKind.SILENT)
