@@ -5,10 +5,9 @@ from contextlib import closing
 
 import pytest
 
-from kvwire.runtime import loader
 from kvwire.store import FolderStore, copy_store
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault
 
+from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
 from ..http_servers import serving
 
 NEVER = ProxyFault(FaultKind.SILENT)
