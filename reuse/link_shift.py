@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvwire.codec import positions_off, positions_on, rows_on
+from kvwire.codec import positions_off, rows_on
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.types import SHIFT_MAGIC, KVCache
@@ -220,28 +220,6 @@ class LinkShift:
                 wide = ours.index_select(1, at).to(torch.promote_types(ours.dtype, torch.float32))
                 ours.index_copy_(1, at, (wide + theirs).to(ours.dtype))
         return len(rows)
-
-    def apply_reference(self, cache: KVCache, lengths: Sequence[int], stays: Iterable[tuple[int, int]] = ()) -> int:
-        """``apply``, token by token: the position is taken off, the shift added and the position put back."""
-        self._check_prompt(cache, lengths)
-        spans, total, start = list(stays), 0, 0
-        for document, count in enumerate(lengths):
-            for token in range(count):
-                at = start + token
-                if not document or token >= self.tokens or any(first <= at < stop for first, stop in spans):
-                    continue
-                stretch = max(index for index, bound in enumerate(self.bounds) if bound <= token)
-                off = positions_off(cache.slice(at, at + 1))
-                for ours, shift in zip((*off.keys, *off.values), (*self.keys, *self.values), strict=True):
-                    if ours.numel():
-                        ours[:, 0] += shift[stretch].to(ours.device, ours.dtype)
-                on = positions_on(off, at)
-                for ours, theirs in zip((*cache.keys, *cache.values), (*on.keys, *on.values), strict=True):
-                    if ours.numel():
-                        ours[:, at : at + 1] = theirs
-                total += 1
-            start += count
-        return total
 
     def _rows(self, cache: KVCache, lengths: Sequence[int], stays: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Tokens of a prompt that are shifted, ascending, and the stretch of its document that each lies in."""

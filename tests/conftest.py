@@ -20,25 +20,34 @@ SLOW = (
     "codec/test_round_trips.py",
     "controller/simulator/test_scenario.py",
     "test_set_up.py",
+    "front/test_links.py",
     "controller/test_overload.py",
     "controller/test_insurance.py",
     "controller/test_look.py",
-    "controller/test_timeline.py",
+    "vllm/test_saving.py",
+    "store/test_collecting.py",
     "front/test_kills.py",
     "codec/attacks/test_fuzz.py",
-    "front/test_links.py",
     "front/test_cli.py",
+    "engines/test_generate_inputs.py",
+    "controller/test_timeline.py",
     "codec/test_mutations.py",
     "codec/test_device_decode.py",
+    "codec/test_sinks.py",
     "controller/test_sharing.py",
+    "engines/test_opening.py",
+    "engines/test_identity.py",
+    "front/test_silent_store.py",
+    "front/test_bos.py",
+    "store/test_s3_store.py",
     "front/test_session.py",
+    "controller/test_repair_in_order.py",
+    "store/test_partition.py",
     "benchmarks/test_gpu_benchmark.py",
-    "engines/test_generate_inputs.py",
     "transport/test_fault_matrix.py",
     "front/test_weight.py",
     "transport/test_soak.py",
     "codec/test_lossless.py",
-    "engines/test_opening.py",
     "engines/test_round_trips.py",
     "engines/test_gradients.py",
     "codec/test_device_encode.py",
@@ -73,6 +82,8 @@ EXHAUSTIVE = (
     "front/test_repair_in_order.py",
     "front/test_weight.py",
     "real/",
+    "test_exploring.py",
+    "test_extras.py",
     "test_packaging.py",
     "test_set_up.py",
     "training/",
@@ -96,9 +107,19 @@ def pytest_configure(config: pytest.Config) -> None:
             msg = f"KVWIRE_EXPLORE is a seed, a whole number from 0; got {seed!r}"
             raise pytest.UsageError(msg)
         config.option.hypothesis_seed = seed
+    _begin_elsewhere(config)
     settings.register_profile("kvwire", max_examples=50, deadline=None, derandomize=not seed, database=None)
     settings.load_profile("kvwire")
     _one_thread_each()
+
+
+def _begin_elsewhere(config: pytest.Config) -> None:
+    """Let each worker collect from another folder on: what one has compiled, the others find, also in a new clone."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and worker.isdecimal():
+        places = sorted(str(path) for path in (ROOT / "tests").glob("[a-z]*") if path.is_dir() or path.match("test_*"))
+        first = int(worker) * len(places) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        config.args[:] = places[first:] + places[:first]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -126,9 +147,9 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first, all else as it was; mark those that only ``make test-all`` runs."""
+    """Slow files first, all else by name; mark those that only ``make test-all`` runs."""
     rank = {ROOT / "tests" / name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
+    items.sort(key=lambda item: (rank.get(item.path, len(SLOW)), item.path))
     for item in items:
         name = item.path.as_posix().removeprefix(f"{(ROOT / 'tests').as_posix()}/")
         callspec = getattr(item, "callspec", None)

@@ -99,11 +99,6 @@ class Features:
             raise ArgumentError(msg)
 
     @property
-    def of_tokens(self) -> int:
-        """How many features come from the token."""
-        return 0 if self.table is None else self.table.shape[1]
-
-    @property
     def of_hidden(self) -> int:
         """How many come from hidden states."""
         return 0 if self._hidden is None else self._hidden[0].shape[1]

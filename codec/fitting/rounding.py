@@ -120,14 +120,3 @@ def round_with_feedback(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Te
             entries[:, column] = (wanted / step).round()
             errors[:, column] = entries[:, column] * step - matrix[:, column]
     return entries
-
-
-def round_with_feedback_naive(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Tensor) -> Tensor:
-    """Round as ``round_with_feedback`` does: its readable twin."""
-    entries = torch.zeros_like(matrix)
-    for column in reversed(range(matrix.shape[1])):
-        steps = rows[:, None] * columns
-        errors = (entries * steps - matrix)[:, column + 1 :]
-        wanted = matrix[:, column] - errors @ lower[column + 1 :, column]
-        entries[:, column] = (wanted / steps[:, column]).round()
-    return entries

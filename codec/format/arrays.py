@@ -283,3 +283,11 @@ def _sections(raw: list[list[Any]], listed: Listed, start: int, size: int) -> tu
         msg = "arrays or bytes are left over"
         raise ValueError(msg)
     return tuple(out)
+
+
+def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
+    """A copy in native order; raises ValueError where the array is of another type."""
+    if array.dtype.str[1:] not in kinds:
+        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
+        raise ValueError(msg)
+    return array.astype(array.dtype.newbyteorder("="))

@@ -6,7 +6,7 @@ Headers come from anyone: sizes are compared with what the input can pay for bef
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
@@ -49,10 +49,13 @@ from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from kvwire.types import BlobPrefix, BlockDeviation, SoftTokensName
 
+Found = TypeVar("Found")
 _DIGEST_CHARACTERS = 64
 _MAX_LAYERS = 1 << 20
 _MAX_OFFSET = 1 << 31
@@ -158,17 +161,22 @@ def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
         raise CorruptError(msg) from error
 
 
-def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
-    """Token ids that the document was computed behind; there exactly where the flag says so."""
+def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str) -> Found:
+    """Read an entry of the metadata that is there exactly where the flag says so."""
     try:
-        neutral = neutral_from_json(metadata.get("neutral_prefix"))
+        found = read()
     except ValueError as error:
         msg = f"the blob is damaged: {error}; fetch it again"
         raise CorruptError(msg) from error
-    if bool(neutral) != bool(fields.flags & NEUTRAL):
-        msg = "the blob's flags and its metadata disagree on a neutral prefix; fetch it again"
+    if bool(found) != bool(fields.flags & flag):
+        msg = f"the blob's flags and its metadata disagree on {what}; fetch it again"
         raise CorruptError(msg)
-    return neutral
+    return found
+
+
+def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
+    """Token ids that the document was computed behind."""
+    return _flagged(lambda: neutral_from_json(metadata.get("neutral_prefix")), fields, NEUTRAL, "a neutral prefix")
 
 
 def _opening(metadata: dict[str, Any]) -> int:
@@ -181,19 +189,17 @@ def _opening(metadata: dict[str, Any]) -> int:
 
 
 def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
-    """Which soft tokens the document has; named exactly where the flag says so, and no other ids lie beyond them."""
-    raw, soft = metadata.get("soft_tokens"), None
-    if raw is not None:
+    """Which soft tokens the document has; no other ids lie beyond them."""
+    raw = metadata.get("soft_tokens")
+
+    def read() -> SoftTokensName | None:
+        if raw is None:
+            return None
         from kvwire.codec.format.soft import soft_from_json  # few documents have any
 
-        try:
-            soft = soft_from_json(raw)
-        except ValueError as error:
-            msg = f"the blob is damaged: {error}; fetch it again"
-            raise CorruptError(msg) from error
-    if (soft is not None) != bool(fields.flags & SOFT):
-        msg = "the blob's flags and its metadata disagree on soft tokens; fetch it again"
-        raise CorruptError(msg)
+        return soft_from_json(raw)
+
+    soft = _flagged(read, fields, SOFT, "soft tokens")
     if soft is not None and (token_ids is None or max(token_ids) >= soft.first + soft.count):
         msg = "the blob's token ids lie beyond its soft tokens; fetch it again"
         raise CorruptError(msg)
@@ -201,31 +207,13 @@ def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...
 
 
 def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
-    """What a part of a document stands behind; there exactly where the flag says so."""
-    try:
-        prefix = prefix_from_json(metadata.get("prefix"))
-    except ValueError as error:
-        msg = f"the blob is damaged: {error}; fetch it again"
-        raise CorruptError(msg) from error
-    if (prefix is not None) != bool(fields.flags & PART):
-        msg = "the blob's flags and its metadata disagree on what it is a part of; fetch it again"
-        raise CorruptError(msg)
-    return prefix
+    """What a part of a document stands behind."""
+    return _flagged(lambda: prefix_from_json(metadata.get("prefix")), fields, PART, "what it is a part of")
 
 
 def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
-    """Places of attention sinks and the bytes that each takes; there exactly where the flag says so.
-
-    What they are written over are layered levels of a cache that lacks nothing.
-    """
-    try:
-        sinks = sinks_from_json(metadata.get("sinks"), fields.tokens)
-    except ValueError as error:
-        msg = f"the blob is damaged: {error}; fetch it again"
-        raise CorruptError(msg) from error
-    if bool(sinks) != bool(fields.flags & SINKS):
-        msg = "the blob's flags and its metadata disagree on attention sinks; fetch it again"
-        raise CorruptError(msg)
+    """Places of attention sinks and the bytes of each: they are written over layered levels of whole caches."""
+    sinks = _flagged(lambda: sinks_from_json(metadata.get("sinks"), fields.tokens), fields, SINKS, "attention sinks")
     if sinks and metadata.get("kept_bytes"):
         msg = "the blob has attention sinks, and entries that were pruned, which no writer does; fetch it again"
         raise CorruptError(msg)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvwire.codec.entropy.range_coder import sound
-from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.arrays import pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
 from kvwire.codec.format.limits import MAX_LEVELS
 from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
@@ -177,9 +177,9 @@ class CacheGenProfile:
                 str(head["model_revision"]),
                 layers_from_json(head["layers"]),
                 tuple(_level(*row) for row in head["levels"]),
-                _typed(arrays["units"], "f4"),
-                _typed(arrays["anchors"], "u2"),
-                _typed(arrays["deltas"], "u2"),
+                typed(arrays["units"], "f4"),
+                typed(arrays["anchors"], "u2"),
+                typed(arrays["deltas"], "u2"),
                 dict(head["notes"]),
                 error_to_kl_from_json(head.get("error_to_kl")),
             )
@@ -205,14 +205,6 @@ def _level(name: object, factor: object) -> tuple[str, float]:
         msg = f"level {name!r}"
         raise ValueError(msg)
     return name, float(factor)  # type: ignore[arg-type] # a number, as was just seen
-
-
-def _typed(array: NDArray[np.generic], kind: str) -> Any:  # noqa: ANN401 - an array of that kind
-    """A copy in native order; raises ValueError where the array is of another type."""
-    if array.dtype.str[1:] != kind:
-        msg = f"an array is of type {array.dtype}, not {kind}"
-        raise ValueError(msg)
-    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _check(profile: CacheGenProfile) -> None:

@@ -106,18 +106,6 @@ def expect(profile: Profile, token_ids: Sequence[int] | NDArray[np.int64]) -> It
                 yield
 
 
-def expected_naive(text: TextPredictor, group: int, start: int, stop: int) -> Tensor:
-    """Predict as ``TextPredictor.expected`` does, up to bfloat16 rounding: its readable twin."""
-    chosen = text.profile.groups[group]
-    out = torch.from_numpy(chosen.mean).repeat(stop - start, 1)
-    parts = []
-    if text.token_ids is not None and text.profile.table is not None:
-        parts.append(torch.from_numpy(text.profile.table[text.token_ids[start:stop]]).float())
-    if text.hidden is not None:
-        parts.append(text.hidden[start:stop])
-    return out if chosen.predictor is None else out + torch.cat(parts, 1) @ chosen.predictor.float()
-
-
 def _known_ids(table: NDArray[np.int8], tokens: int, token_ids: tuple[int, ...] | None) -> NDArray[np.int64]:
     if token_ids is None or len(token_ids) != tokens:
         msg = "the profile predicts caches from their text: pass a cache with token_ids, or fit a profile without them"

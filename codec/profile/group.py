@@ -75,15 +75,6 @@ def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
     return ((numbers >> 1) ^ -(numbers & 1)).view(np.int16)
 
 
-def values_naive(matrix: QuantisedMatrix) -> torch.Tensor:
-    """Compute ``QuantisedMatrix.values`` entry by entry: its readable twin."""
-    rows = [
-        [np.float32(entry) * row * column for entry, column in zip(line, matrix.column_steps, strict=True)]
-        for line, row in zip(matrix.entries, matrix.row_steps, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.float32).reshape(matrix.entries.shape).bfloat16()
-
-
 @dataclass(frozen=True, eq=False)
 class Factor:
     """The metric of one plane by its Cholesky factors: entry times step of its row, below and on each diagonal.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvwire._forks import reentrant_lock_of_process
-from kvwire.codec.format.arrays import describe, read_listed
+from kvwire.codec.format.arrays import describe, read_listed, typed
 from kvwire.codec.planes import plane_width
 from kvwire.codec.profile.group import Group, QuantisedMatrix
 from kvwire.codec.profile.profile import MAGIC, Profile, has_sound_metric, has_sound_outline
@@ -29,7 +29,6 @@ from kvwire.codec.profile.stored import (
     predictor_of,
     sink_of,
     steps_of,
-    typed,
 )
 from kvwire.errors import CorruptError
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.entropy.tables import Tables
-from kvwire.codec.format.arrays import describe, pack_arrays, unpack_arrays
+from kvwire.codec.format.arrays import describe, pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
 from kvwire.codec.format.metadata_json import (
     check_model,
@@ -27,7 +27,7 @@ from kvwire.codec.format.metadata_json import (
 )
 from kvwire.codec.planes import plane_width, planes_of
 from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
-from kvwire.codec.profile.stored import arrays_of, group_of, typed
+from kvwire.codec.profile.stored import arrays_of, group_of
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -199,19 +199,7 @@ class Profile:
 
     @classmethod
     def of_arrays(cls, head: dict[str, Any], arrays: Arrays, make_group: MakeGroup) -> Self:
-        """Make a profile of what its file holds.
-
-        Args:
-            head: The file's.
-            arrays: The file's: all that do not belong to groups at least.
-            make_group: Makes a group of its number, its description and the layers.
-
-        Returns:
-            The profile. All but its groups' own arrays is checked.
-
-        Raises:
-            CorruptError: What the file holds is no profile.
-        """
+        """Make a profile of what its file holds; all but its groups' own arrays is checked."""
         try:
             layers = layers_from_json(head["layers"])
             groups = tuple(make_group(index, raw, layers=layers) for index, raw in enumerate(head["groups"]))

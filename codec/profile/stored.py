@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvwire.codec.format.arrays import typed
 from kvwire.codec.planes import SIDES
 from kvwire.codec.profile.group import (
     MOST_PIECES,
@@ -109,14 +110,6 @@ def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
     """View a tensor's bits."""
     bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
     return bits
-
-
-def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
-    """Check an array's type."""
-    if array.dtype.str[1:] not in kinds:
-        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
-        raise ValueError(msg)
-    return array.astype(array.dtype.newbyteorder("="))
 
 
 def group_of(index: int, raw: Any, arrays: Arrays, *, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON

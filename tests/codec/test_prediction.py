@@ -16,7 +16,7 @@ from kvwire.codec import BlobDecoder, KVCache, Profile, decode, encode, fit_prof
 from kvwire.codec.fitting.fit import identity_profile
 from kvwire.codec.fitting.moments import Features, MomentSums
 from kvwire.codec.prediction import text as text_module
-from kvwire.codec.prediction.text import TextPredictor, expect, expect_all, expected_naive
+from kvwire.codec.prediction.text import TextPredictor, expect, expect_all
 from kvwire.codec.profile import profile as profile_module
 from kvwire.codec.profile.expectations import Expectations
 from kvwire.codec.transform.analysis import gather_planes
@@ -24,6 +24,7 @@ from kvwire.codec.transform.quantiser import Ladder
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
 
 from . import surgery as cut
+from .naive import expected_naive
 from .synthetic import GQA, VOCABULARY, make_cache, make_hidden, make_statistics
 from .write_golden import with_hidden
 

@@ -14,11 +14,11 @@ from kvwire.codec import Profile, encode, fit_profile, inspect
 from kvwire.codec.fitting.rounding import (
     factor_of,
     round_with_feedback,
-    round_with_feedback_naive,
 )
-from kvwire.codec.profile.group import LARGEST, QuantisedMatrix, values_naive
+from kvwire.codec.profile.group import LARGEST, QuantisedMatrix
 
 from . import surgery as cut
+from .naive import round_with_feedback_naive, values_naive
 from .synthetic import make_cache, make_statistics, stored_plainly
 
 
