@@ -8,7 +8,7 @@ import os
 import time
 from contextlib import suppress
 from email.utils import formatdate
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Protocol, cast
 from urllib.parse import parse_qs
@@ -80,7 +80,7 @@ class Objects:
             raise RefusedError(416, "the range lies beyond the object", headers)
         headers["Cache-Control"] = self._content_caching if digest else "no-cache"
         if modified:
-            headers["Last-Modified"] = formatdate(modified, usegmt=True)
+            headers["Last-Modified"] = _http_date(int(modified))
         if chosen.status == 304:  # noqa: PLR2004
             return web.Response(status=304, headers=headers)
         if chosen.status == 206:  # noqa: PLR2004
@@ -216,6 +216,12 @@ class Objects:
             if transport.is_closing():
                 raise ConnectionResetError(_GONE) from None
             return sent + os.sendfile(transport.get_extra_info("socket").fileno(), file.fileno(), start, count)
+
+
+@lru_cache(1024)
+def _http_date(seconds: int) -> str:
+    """A time in a header; remembered, as an object's ranges are asked for one after the other."""
+    return formatdate(seconds, usegmt=True)
 
 
 def _tell(exchange: Exchange, error: Exception) -> None:
