@@ -10,15 +10,12 @@ if TYPE_CHECKING:
     from kvwire.store.backends.memory import MemoryStore
     from kvwire.store.backends.s3 import S3Settings, S3Store
     from kvwire.store.base import (
-        Addressed,
         Data,
-        HttpAddress,
         Listed,
         ObjectReader,
         ObjectStat,
         Snapshots,
         Store,
-        check_after,
         clamp_range,
         open_object,
     )
@@ -27,10 +24,10 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.uses import UseCounts, UseFile
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
-    from kvwire.store.http_ranges import range_header, range_told
+    from kvwire.store.http_clients import Addressed, HttpAddress, range_header, range_told
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
-    from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
+    from kvwire.store.keys import KeySpace, check_after, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
     from kvwire.store.partition import Part
@@ -118,15 +115,12 @@ __getattr__ = lazy(
         "kvwire.store.backends.memory": ("MemoryStore",),
         "kvwire.store.backends.s3": ("S3Settings", "S3Store"),
         "kvwire.store.base": (
-            "Addressed",
             "Data",
-            "HttpAddress",
             "Listed",
             "ObjectReader",
             "ObjectStat",
             "Snapshots",
             "Store",
-            "check_after",
             "clamp_range",
             "open_object",
         ),
@@ -135,9 +129,16 @@ __getattr__ = lazy(
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
         "kvwire.store.catalog_entry": ("CatalogEntry",),
         "kvwire.store.crypto.keyring": ("Keyring",),
-        "kvwire.store.http_ranges": ("range_header", "range_told"),
+        "kvwire.store.http_clients": ("Addressed", "HttpAddress", "range_header", "range_told"),
         "kvwire.store.key_kinds": ("KeyKind", "ObjectRef", "content_digest", "kind_of", "text_digest"),
-        "kvwire.store.keys": ("KeySpace", "check_key", "check_new_name", "is_catalog_key", "tenant_hash"),
+        "kvwire.store.keys": (
+            "KeySpace",
+            "check_after",
+            "check_key",
+            "check_new_name",
+            "is_catalog_key",
+            "tenant_hash",
+        ),
         "kvwire.store.listing": ("read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),

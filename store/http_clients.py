@@ -1,12 +1,14 @@
-"""What every client that asks a server over HTTP agrees on: whom it trusts, which proxy it takes, where it is led."""
+"""What every client that asks a server over HTTP agrees on: addresses, trust, proxies, redirects and byte ranges."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import ssl
 from base64 import b64encode
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -26,6 +28,7 @@ _READS = ("GET", "HEAD")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KEEP_METHOD = (307, 308)  # the others may turn a PUT into a GET
 _PORTS = {"http": 80, "https": 443}
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
 def client_tls(cafile: str | None = None) -> ssl.SSLContext:
@@ -62,6 +65,48 @@ class Proxy:
 
     url: str
     headers: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class HttpAddress:
+    """Where one object can be read over HTTP, in ranges.
+
+    Attributes:
+        url: Used as it is; may hold a signature, so it never goes into logs or messages.
+        headers: To send along, likewise secret.
+        expires_at: Unix seconds.
+        tls: Whom to trust; None for the system's certificates.
+        proxy: None: the server is asked directly.
+        redirects: Whether they are followed; not where a signature is good for one server only.
+    """
+
+    url: str = field(repr=False)
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    expires_at: float = math.inf
+    tls: ssl.SSLContext | None = None
+    proxy: Proxy | None = None
+    redirects: bool = True
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """A store whose objects can be read over plain HTTP, which is how transfers prefer it."""
+
+    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:
+        """Address of one object, the same for all ranges.
+
+        Args:
+            key: The object.
+            renew: Ask for a fresh one, since the last was refused. The store asks the server itself, which finds out
+                why.
+
+        Returns:
+            The address, with the headers to send along.
+
+        Raises:
+            KvwireError: Told to renew, what the store's own request fails with.
+        """
+        ...
 
 
 def proxy_for(url: str) -> Proxy | None:
@@ -124,3 +169,53 @@ def too_many_redirects(where: str) -> StorageError:
 
 def _port(parts: SplitResult) -> int:
     return parts.port or _PORTS[parts.scheme]
+
+
+ContentRange = tuple[int, int, int | None]
+"""Start, end (exclusive) and the object's size, None where that is unknown."""
+
+
+def range_header(start: int, end: int | None) -> str:
+    """The Range header of a request.
+
+    Args:
+        start: First byte.
+        end: The byte after the last; None: to the end.
+
+    Returns:
+        The header's value.
+    """
+    return f"bytes={start}-{'' if end is None else end - 1}"
+
+
+def content_range(field: str | None) -> ContentRange | None:
+    """Read a Content-Range header."""
+    match = _CONTENT_RANGE.fullmatch(field or "")
+    if match is None:
+        return None
+    start, end = int(match[1]), int(match[2]) + 1
+    size = None if match[3] == "*" else int(match[3])
+    if start >= end or (size is not None and end > size):
+        return None
+    return start, end, size
+
+
+def range_told(field: str | None, start: int, end: int | None) -> ContentRange | None:
+    """Read the Content-Range of an answer, and compare it with what was asked for.
+
+    An answer to an open range that does not tell the object's size is taken as it is: nothing shows where it was cut.
+
+    Args:
+        field: The header's value; None where it is missing.
+        start: First byte asked for.
+        end: The byte after the last asked for; None: to the end.
+
+    Returns:
+        What it tells; None where that is not the range asked for, cut at the object's end and no sooner.
+    """
+    told = content_range(field)
+    if told is None:
+        return None
+    first, stop, size = told
+    wanted = min((limit for limit in (end, size) if limit is not None), default=stop)
+    return told if (first, stop) == (start, wanted) else None

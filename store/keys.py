@@ -59,6 +59,25 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+def check_after(prefix: str, after: str) -> tuple[str, str]:
+    """Check where a listing starts.
+
+    Args:
+        prefix: What the keys start with.
+        after: A key, or empty.
+
+    Returns:
+        Both, unchanged.
+
+    Raises:
+        ArgumentError: No key could start with ``prefix``, or ``after`` is no key.
+    """
+    check_prefix(prefix)
+    if after:
+        check_key(after)
+    return prefix, after
+
+
 def is_catalog_key(key: str) -> bool:
     """Whether a key is of an object that says what belongs to what: small, many, and replaced.
 

@@ -74,7 +74,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"schema_json.py"},
     ],
     "store": [
-        {"http_clients.py", "http_ranges.py", "keys.py"},
+        {"http_clients.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
         {"kept_repair.py", "model_record.py", "pointers.py", "prefix_entry.py"},
         {"content_checks.py"},

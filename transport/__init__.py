@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kvwire.transport.sources.base import (
         ByteSource,
         LinkedSource,
-        Patience,
         ReadTimeouts,
         Sink,
         StoreSource,
@@ -64,7 +63,6 @@ __all__ = [
     "LinkSettings",
     "LinkedSource",
     "ObjectServer",
-    "Patience",
     "Range",
     "RateSchedule",
     "ReadTimeouts",
@@ -130,7 +128,6 @@ __getattr__ = lazy(
         "kvwire.transport.sources.base": (
             "ByteSource",
             "LinkedSource",
-            "Patience",
             "ReadTimeouts",
             "Sink",
             "StoreSource",

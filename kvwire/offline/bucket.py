@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvwire.store import range_header
 from kvwire.store.backends.s3.address import S3Address, S3Settings
 from kvwire.store.backends.s3.client import S3Client
 from kvwire.store.backends.s3.requests import read_answer
-from kvwire.store.http_ranges import range_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvwire._forks import lock_of_process
 from kvwire.errors import NotFoundError
-from kvwire.store.base import Listed, ObjectStat, Store, check_after
-from kvwire.store.keys import check_key
+from kvwire.store.base import Listed, ObjectStat, Store
+from kvwire.store.keys import check_after, check_key
 from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.store.cache.cache import Cached, DiskHit, Fetch, Hit, RangeCache, Wait
-    from kvwire.store.cache.disk_tier import StoredFile
-    from kvwire.store.cache.extents import Extent, InflightRead
+    from kvwire.store.cache.cache import Cached, Fetch, RangeCache, Wait
+    from kvwire.store.cache.reading import TierReading
     from kvwire.store.cache.settings import (
         Counters,
         PrefetchCounters,
@@ -22,16 +21,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Cached",
     "Counters",
-    "DiskHit",
-    "Extent",
     "Fetch",
-    "Hit",
-    "InflightRead",
     "PrefetchCounters",
     "RangeCache",
     "RemoteCounters",
-    "StoredFile",
     "TierCounters",
+    "TierReading",
     "TierSettings",
     "TieredStore",
     "UploadCounters",
@@ -44,9 +39,8 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.store.cache.cache": ("Cached", "DiskHit", "Fetch", "Hit", "RangeCache", "Wait"),
-        "kvwire.store.cache.disk_tier": ("StoredFile",),
-        "kvwire.store.cache.extents": ("Extent", "InflightRead"),
+        "kvwire.store.cache.cache": ("Cached", "Fetch", "RangeCache", "Wait"),
+        "kvwire.store.cache.reading": ("TierReading",),
         "kvwire.store.cache.settings": (
             "Counters",
             "PrefetchCounters",

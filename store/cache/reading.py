@@ -1,135 +1,226 @@
-"""How threads read through the tiers: what is wanted now, and hints of what will be."""
+"""Reading through the tiers, the same for threads and event loops: only how they wait differs. And hints."""
 
 from __future__ import annotations
 
+import time
 from concurrent import futures
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvwire.errors import KvwireError, StorageError
+from kvwire.store.base import clamp_range
 from kvwire.store.cache.cache import DiskHit, Fetch, Hit, RangeCache, Wait
 from kvwire.store.cache.local import Worker
 from kvwire.store.cache.settings import PrefetchCounters
 
 if TYPE_CHECKING:
-    from kvwire.store.base import Store
-    from kvwire.store.cache.cache import RangeCache
-    from kvwire.store.cache.extents import InflightRead
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from kvwire.store.base import Data, Store
+    from kvwire.store.cache.disk_tier import StoredFile
+    from kvwire.store.cache.extents import Extent, InflightRead
     from kvwire.store.cache.settings import TierSettings
 
+    Waiting: TypeAlias = Callable[[futures.Future[Any], float], Awaitable[object]]
+    Sink: TypeAlias = Callable[[Data], None]
 
-@dataclass(frozen=True)
-class RemoteObject:
-    """One object of the store below the tiers.
+_LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
 
-    Attributes:
-        store: That store.
-        key: The object.
-    """
 
-    store: Store
-    key: str
+class Origin(Protocol):
+    """One object below the tiers."""
 
-    def get(self, start: int, end: int) -> bytes:
-        """Read a range."""
-        return self.store.get(self.key, start, end)
+    @property
+    def url(self) -> str:
+        """Where it is, for people."""
+        ...
 
-    def size(self) -> int:
-        """The length, as the store states it."""
-        return self.store.stat(self.key).size
+    @property
+    def size(self) -> int | None:
+        """Its length, once a read has told it."""
+        ...
+
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give bytes, clamped at the object's end."""
+        ...
 
 
 class TierReading:
-    """One read of one object."""
+    """One read of one object; waiting: how it waits for a future, so many seconds at most.
 
-    def __init__(self, cache: RangeCache, name: bytes, remote: RemoteObject) -> None:
-        """Prepare."""
-        self._cache = cache
-        self._name = name
-        self._remote = remote
-        self._failures = 0
+    A reader that is cancelled in the middle of a request leaves what came, and one of those who waited asks for the
+    rest. An owner that is asked for bytes that it is fetching already asks a second time, which hedges a slow request.
+    """
 
-    def read(self, start: int, end: int | None) -> bytes:
-        """Read a range."""
-        pieces: list[memoryview] = []
-        position = start
+    def __init__(
+        self,
+        cache: RangeCache,
+        name: bytes,
+        origin: Origin,
+        waiting: Waiting,
+        sink: Sink,
+        *,
+        owner: object = None,
+        on_local: Callable[[int], None] | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Prepare. on_local: told of bytes that a tier had. whole: nothing comes before all of a request is there."""
+        self._cache, self._name, self._origin = cache, name, origin
+        self._wait_for, self._sink, self._on_local = waiting, sink, on_local
+        self._owner = self if owner is None else owner
+        self._whole = whole
+        self._position = 0
+        self._end: int | None = None
+        self._failures = 0  # of requests that it waited for
+
+    async def read(self, start: int, end: int | None) -> None:
+        """Give a range, each byte from the nearest tier that has it, as they arrive."""
+        clamp_range(start, end, 0)
+        self._position, self._end = start, end
         while True:
-            match self._cache.step(self._name, position, end, self, whole=True):
+            match self._cache.step(self._name, self._position, end, self._owner, whole=self._whole):
                 case None:
-                    if end is not None and position < end and self._cache.doubt(self._name):
-                        continue
-                    break
+                    if self._is_done or end is None or not self._cache.doubt(self._name):
+                        return
                 case Hit(data):
-                    piece = data
+                    self._give(data, is_local=True)
                 case DiskHit(extent):
-                    piece = memoryview(self._cache.load(self._name, extent) or b"")[position - extent.start :]
+                    await self._load(extent)
+                case Wait(flight) if flight.owner is self._owner:
+                    await self._hedge(flight)
                 case Wait(flight):
-                    piece = self._awaited(flight, position)
+                    await self._follow(flight)
                 case Fetch(flight):
-                    piece = memoryview(lead(self._cache, flight, self._remote))
-                    if not piece:  # the object ends here
-                        break
-            piece = piece if end is None else piece[: end - position]
-            pieces.append(piece)
-            position += len(piece)
-        return _joined(pieces)
+                    await self.lead(flight)
+                    if self._position < flight.end:  # the object ends here
+                        return
 
-    def _awaited(self, flight: InflightRead, position: int) -> memoryview:
-        wait_for(self._cache, flight)
-        data = next(flight.since(position), memoryview(b""))
-        if not data and flight.error is not None:
+    @property
+    def _is_done(self) -> bool:
+        return self._end is not None and self._position >= self._end
+
+    def _give(self, data: Data, *, is_local: bool = False) -> None:
+        if self._end is not None and len(data) > self._end - self._position:
+            data = memoryview(data)[: max(0, self._end - self._position)]
+        if data:
+            self._position += len(data)
+            if is_local and self._on_local is not None:
+                self._on_local(len(data))
+            self._sink(data)
+
+    async def _load(self, extent: Extent[StoredFile]) -> None:
+        """Give bytes from the disk; none where it is too slow or damaged."""
+        loading = self._cache.loading(self._name, extent)
+        await self._wait_for(loading, self._cache.stall_s)
+        if not loading.done():
+            self._cache.skip_disk()
+        elif (data := loading.result()) is not None:
+            self._give(memoryview(data)[self._position - extent.start :], is_local=True)
+
+    async def lead(self, flight: InflightRead) -> None:
+        """Fetch for all who wait, and land the flight whatever happens."""
+
+        def take(data: Data) -> None:
+            if flight.position + len(data) > flight.end:
+                msg = f"{self._origin.url}: more bytes came than were asked for; the ranges of that store are broken"
+                raise StorageError(msg)
+            flight.feed(data)
+            self._give(data)
+
+        try:
+            await self._origin.read(flight.start, flight.end, take)
+            size = self._origin.size
+            if size is not None and flight.position < min(size, flight.end):
+                msg = f"{self._origin.url}: fewer bytes came than the object has; try again"
+                raise StorageError(msg)  # noqa: TRY301 - the flight fails with it
+        except BaseException as error:
+            self._cache.fail(flight, error)
+            is_empty = isinstance(error, KvwireError) and flight.position == flight.start
+            if is_empty and self._cache.believe(self._name, flight.start):
+                return  # as the disk remembers, the object ends here
+            raise
+        self._cache.finish(flight, size)
+
+    async def _follow(self, flight: InflightRead) -> None:
+        """Pass on what another reader fetches."""
+        began, seen, seen_at = self._position, flight.position, time.monotonic()
+        is_over = False
+        while not (is_over or self._is_done):
+            await self._wait_for(flight.done, min(_LOOK_S, flight.limit_s))
+            is_over = flight.done.done()  # before the bytes are looked at: all of them are there then
+            for data in flight.since(self._position):
+                self._give(data)
+            if flight.position > seen:
+                seen, seen_at = flight.position, time.monotonic()
+            elif not is_over and time.monotonic() - seen_at >= flight.limit_s:
+                self._cache.leave(flight)
+                break
+        if self._position == began and flight.error is not None:
             self._failures += 1
             if error := flight.verdict(self._failures):
                 raise error
-        return data
+
+    async def _hedge(self, flight: InflightRead) -> None:
+        """Fetch what this owner is fetching already, and keep whatever comes first."""
+        pieces: list[Data] = []
+        start, end = self._position, flight.end if self._end is None else min(self._end, flight.end)
+
+        def take(data: Data) -> None:
+            pieces.append(data)
+            self._give(data)
+
+        try:
+            await self._origin.read(start, end, take)
+        finally:  # also where the other request was faster, and this one is cancelled
+            data = b"".join(pieces)
+            self._cache.fetched(len(data))
+            if data and not flight.stale:
+                self._cache.keep(self._name, start, data[: end - start], self._origin.size)
+        if not data:  # the object ends here, as the other request is about to tell
+            await self._follow(flight)
 
 
-def lead(cache: RangeCache, flight: InflightRead, remote: RemoteObject) -> bytes:
-    """Fetch a flight's range in one call, and land it whatever happens."""
-    size = None
+class BlockingOrigin:
+    """One object of a store, read in the thread that asks."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        """Name it."""
+        self._store, self._key = store, key
+        self.url = f"{key} in {store.url}"
+        self.size: int | None = None
+
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give a range; the store is asked for the length where less came."""
+        data = self._store.get(self._key, start, end)
+        if data:
+            sink(data)
+        if end is not None and len(data) < end - start:
+            self.size = self._store.stat(self._key).size
+
+
+async def _block(future: futures.Future[Any], seconds: float) -> None:
+    futures.wait([future], seconds)
+
+
+def _run(reading: Coroutine[Any, Any, None]) -> None:
+    """Run what waits by blocking: it never gives up control in between, so it needs no event loop."""
     try:
-        data = _checked(remote.get(flight.start, flight.end), flight)
-        flight.feed(data)
-        if flight.position < flight.end:
-            size = remote.size()
-            _check_end(flight.position, min(size, flight.end))
-    except BaseException as error:
-        cache.fail(flight, error)
-        is_empty = isinstance(error, KvwireError) and flight.position == flight.start
-        if is_empty and cache.believe(flight.name, flight.start):
-            return b""
-        raise
-    cache.finish(flight, size)
-    return data
+        reading.send(None)
+    except StopIteration:
+        return
+    reading.close()
+    msg = "a blocking read waited for an event loop"
+    raise RuntimeError(msg)
 
 
-def _check_end(position: int, end: int) -> None:
-    if position < end:
-        msg = f"the remote store gave {end - position} bytes less than the object has: try again"
-        raise StorageError(msg)
-
-
-def _checked(data: bytes, flight: InflightRead) -> bytes:
-    if len(data) > flight.end - flight.start:
-        msg = "the remote store gave more bytes than it was asked for: its ranges are broken"
-        raise StorageError(msg)
-    return data
-
-
-def wait_for(cache: RangeCache, flight: InflightRead) -> None:
-    """Block until a flight is over, or give it up where nothing comes any more."""
-    while not flight.done.done():
-        position = flight.position
-        futures.wait([flight.done], flight.limit_s)
-        if not flight.done.done() and flight.position == position:
-            cache.leave(flight)
-
-
-def _joined(pieces: list[memoryview]) -> bytes:
-    """The pieces as one; without a copy where they are one whole ``bytes`` already."""
-    if len(pieces) == 1 and isinstance(whole := pieces[0].obj, bytes) and len(whole) == len(pieces[0]):
-        return whole
+def read_blocking(cache: RangeCache, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> bytes:
+    """Read a range through the tiers in this thread; without a copy where it is one whole ``bytes`` already."""
+    pieces: list[Data] = []
+    _run(TierReading(cache, name, origin, _block, pieces.append, whole=True).read(start, end))
+    if len(pieces) == 1:
+        whole = pieces[0].obj if isinstance(pieces[0], memoryview) else pieces[0]
+        if isinstance(whole, bytes) and len(whole) == len(pieces[0]):
+            return whole
     return b"".join(pieces)
 
 
@@ -151,13 +242,13 @@ class Prefetcher:
         self._closed = False
         self._counters = PrefetchCounters()
 
-    def hint(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
+    def hint(self, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> None:
         """Queue a range; dropped where too many wait already."""
         if self._worker.queued >= self._settings.prefetch_hints:
             self._counters.dropped += 1
             return
         self._counters.taken += 1
-        self._worker.submit(partial(self._walk, name, remote, start, end))
+        self._worker.submit(partial(self._walk, name, origin, start, end))
 
     def counted(self) -> PrefetchCounters:
         """The counters."""
@@ -172,18 +263,18 @@ class Prefetcher:
         self._closed = True
         self._worker.close(self._settings.close_s)
 
-    def _walk(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
+    def _walk(self, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> None:
         position: int | None = start
         try:
             while position is not None and not self._closed:
                 if not self._cache.wait_for_quiet(_PATIENCE_S):
                     self._counters.dropped += 1
                     return
-                position = self._next(name, remote, position, end)
+                position = self._next(name, origin, position, end)
         except KvwireError:
             return  # whoever reads the bytes will hear of it
 
-    def _next(self, name: bytes, remote: RemoteObject, position: int, end: int | None) -> int | None:
+    def _next(self, name: bytes, origin: BlockingOrigin, position: int, end: int | None) -> int | None:
         """See to the next piece; returns where it ends, None at the end of all."""
         match self._cache.step(name, position, end, self, whole=True, background=True):
             case None:
@@ -195,5 +286,5 @@ class Prefetcher:
             case Wait(flight):
                 return flight.end
             case Fetch(flight):
-                fetched = lead(self._cache, flight, remote)
-                return flight.end if len(fetched) == flight.end - flight.start else None
+                _run(TierReading(self._cache, name, origin, _block, lambda _: None).lead(flight))
+                return flight.end if flight.position == flight.end else None

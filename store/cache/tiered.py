@@ -18,7 +18,7 @@ from kvwire.store.cache.cache import MemoryTier, RangeCache
 from kvwire.store.cache.disk_tier import DiskTier
 from kvwire.store.cache.local import unlocked_folders
 from kvwire.store.cache.pending import PendingFolder
-from kvwire.store.cache.reading import Prefetcher, RemoteObject, TierReading
+from kvwire.store.cache.reading import BlockingOrigin, Prefetcher, read_blocking
 from kvwire.store.cache.settings import TierSettings
 from kvwire.store.cache.write_back import WriteBackStore
 from kvwire.store.key_kinds import content_digest
@@ -170,7 +170,7 @@ class TieredStore(Store):
         """
         clamp_range(start, end, 0)
         if (name := self.name(key)) is not None:
-            self._prefetcher.hint(name, RemoteObject(self._remote, key), start, end)
+            self._prefetcher.hint(name, BlockingOrigin(self._remote, key), start, end)
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
         """Forget cached bytes of a range, because they were found wrong; the next read asks the remote."""
@@ -217,8 +217,7 @@ class TieredStore(Store):
         self._remote.close()
 
     def _read(self, name: bytes, key: str, start: int, end: int | None) -> bytes:
-        clamp_range(start, end, 0)
-        return TierReading(self.cache, name, RemoteObject(self._remote, key)).read(start, end)
+        return read_blocking(self.cache, name, BlockingOrigin(self._remote, key), start, end)
 
     def _forget(self, key: str) -> None:
         if (name := self.name(key)) is not None:

@@ -375,11 +375,7 @@ class _Sweep:
     def _still_garbage(self, batch: list[Listed]) -> list[Listed]:
         """Those that were not written again, and that nothing marked meanwhile names."""
         times = read_ahead(self._store, [one.key for one in batch], self._modified)
-        found = []
-        for one, (key, modified) in zip(batch, times, strict=True):
-            if self._is_garbage(key, modified()):
-                found.append(one)
-        return found
+        return [one for one, (key, modified) in zip(batch, times, strict=True) if self._is_garbage(key, modified())]
 
     def _modified(self, key: str) -> float:
         try:

@@ -3,7 +3,7 @@
 import pytest
 
 from kvwire.store import range_header, range_told
-from kvwire.store.http_ranges import content_range
+from kvwire.store.http_clients import content_range
 
 
 @pytest.mark.parametrize(

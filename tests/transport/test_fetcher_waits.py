@@ -19,6 +19,7 @@ from kvwire.transport import (
     FetchedSegment,
     HttpSource,
     LinkMeter,
+    ReadTimeouts,
     StoreSource,
     WantedRange,
     split,
@@ -44,10 +45,8 @@ async def test_a_request_that_hangs_gets_a_second_one(blob, misbehaving, fetcher
             return {"silent": True}
         return None
 
-    started = time.monotonic()
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settled(fake)) as fetcher:
         await fetched(fetcher, blob)
-    assert time.monotonic() - started < 4  # patience is 5 s
     assert (fetcher.counts.hedges, fetcher.counts.hedges_won) == (1, 1)
     assert sum(start == hung[0] for start, _ in server.requests) == 2
 
@@ -137,11 +136,12 @@ def test_overdue_is_many_times_the_usual_and_a_least_time_and_hedges_have_a_budg
 
 async def test_what_misses_the_deadline_is_given_as_late(blob, misbehaving, fetcher_for, fake):
     plan = lambda number, *_: {"after": 12_000, "stall": True} if number else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
+    patient = replace(fake.FAST, patience=ReadTimeouts(60, 60))
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=patient) as fetcher:
         info = await fetcher.open()
         started = time.monotonic()
-        good, bad = await outcome(fetcher, behind_the_head(info), deadline=started + 0.3)
-        assert 0.3 <= time.monotonic() - started < 3
+        good, bad = await outcome(fetcher, behind_the_head(info), deadline=started + 0.5)
+        assert 0.5 <= time.monotonic() - started < 20  # the server is silent for 30 s
     assert good  # what came in time stays good
     check_all(blob, good)
     assert bad
@@ -348,12 +348,13 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
     assert isinstance(next(iter(good.values())), FetchedSegment)
 
 
-async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for):
-    async with misbehaving(blob, lambda *_: {"after": 10, "stall": True}) as server, fetcher_for(server.url) as fetcher:
+async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for, fake):
+    patient, plan = replace(fake.FAST, patience=ReadTimeouts(60, 60)), lambda *_: {"after": 10, "stall": True}
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=patient) as fetcher:
         started = time.monotonic()
         with pytest.raises(DeadlineError, match="no header by the deadline"):
             await fetcher.open(deadline=started + 0.2)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20
 
 
 async def test_a_wrong_head_is_not_trusted_again(store, fetcher_for, fake):

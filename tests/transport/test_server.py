@@ -157,6 +157,13 @@ async def test_other_methods_are_not_offered(url, client, store, method):
     assert store.get(BLOB) == DATA
 
 
+@pytest.mark.parametrize("expect", ["100-continue", "anything"])
+async def test_a_target_that_is_no_path_is_refused_as_any_other_whatever_it_expects(url, expect):
+    answer = await raw(url, "OPTIONS * HTTP/1.1", f"Expect: {expect}")
+    assert answer.startswith(b"HTTP/1.1 405 ")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["status"] == 405
+
+
 async def test_dates(url, client, store):
     async with client.get(f"{url}/{BLOB}") as response:
         date = response.headers["Last-Modified"]

@@ -10,6 +10,7 @@ import re
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvwire.store.backends.http.store import check_token
@@ -172,6 +173,7 @@ class RateLimiter:
         return len(self._buckets)
 
 
+@lru_cache(256)  # each request names its host
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address.
 

@@ -1,4 +1,8 @@
-"""The web application over one store: which request goes where, under which limits, and what is told of it."""
+"""The server over one store: which request goes where, under which limits, and what is told of it.
+
+It stands on aiohttp's ``web.Server``: a router would cost each request more than the few paths here are worth, and
+aiohttp's application answers ``Expect`` before any limit is looked at.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +48,13 @@ if TYPE_CHECKING:
     from .connections import Connection
     from .exchange import Rights
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 access_log = logging.getLogger("kvwire.access")
 _log = logging.getLogger(__name__)
 _REFRESH_S = 1.0
 _READS = ("GET", "HEAD")
 _METHODS = (*_READS, "PUT", "DELETE")
-_PROBES = ("/healthz", "/readyz")
 
 
 class ObjectServer:
@@ -88,7 +91,10 @@ class ObjectServer:
         self._objects = Objects(self._storage, settings, guarded=self._access.guarded)
         self._uploads = Uploads(self._storage, settings, self._metrics)
         self._status = StatusPage(store, self._metrics) if settings.status else None
-        self._pages = ("/metrics", "/status") if settings.status else ("/metrics",)
+        self._probes: dict[str, Handler] = {"/healthz": self._health, "/readyz": self._ready}
+        self._pages: dict[str, Handler] = {"/metrics": self._metrics_page}
+        if self._status is not None:
+            self._pages["/status"] = self._status_page
         self._connections: Connections | None = None
 
     @property
@@ -113,10 +119,8 @@ class ObjectServer:
     @asynccontextmanager
     async def connections(self, most: int) -> AsyncIterator[Connections]:
         """Admit connections, ``most`` at a time, and drain them at the end. Stop listening before."""
-        runner = web.AppRunner(self._application(), shutdown_timeout=1.0)
-        await runner.setup()
-        assert runner.server is not None  # noqa: S101 - it has been set up
-        connections = self._connections = Connections(runner.server, self._settings, self._metrics, most)
+        server = web.Server(self._answer)
+        connections = self._connections = Connections(server, self._settings, self._metrics, most)
         housekeeping = asyncio.create_task(self._housekeeping(connections))
         try:
             yield connections
@@ -125,26 +129,10 @@ class ObjectServer:
             housekeeping.cancel()
             with suppress(asyncio.CancelledError):
                 await housekeeping
-            await runner.cleanup()
+            await server.shutdown(1.0)
             await asyncio.to_thread(self._storage.close)
 
-    def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._observed])
-        handlers: dict[str, Handler] = {
-            "/{key:(?s:.+)}": self._object,
-            "/": self._listing,
-            "/healthz": self._health,
-            "/readyz": self._ready,
-            "/metrics": self._metrics_page,
-        }
-        if self._status is not None:
-            handlers["/status"] = self._status_page
-        for path, handler in handlers.items():
-            application.router.add_route("*", path, handler, expect_handler=_expect_nothing)
-        return application
-
-    @web.middleware
-    async def _observed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Give a request its id, count and log it, and answer where it is refused or fails."""
         exchange = request[EXCHANGE] = Exchange.of(request)
         connection = cast("Connection", request.protocol)
@@ -154,7 +142,7 @@ class ObjectServer:
         try:
             try:
                 self._admit(request, exchange, connection)
-                response = await handler(request)
+                response = await self._handler(request.path)(request)
             except Exception as error:  # noqa: BLE001 - whatever it is, the client learns a status and nothing else
                 response = self._refused(request, exchange, error)
             if not response.prepared:
@@ -167,7 +155,16 @@ class ObjectServer:
             self._end(request, exchange, status)
             connection.end()
 
-    def _refused(self, request: web.Request, exchange: Exchange, error: Exception) -> web.Response:
+    def _handler(self, path: str) -> Handler:
+        if found := self._probes.get(path) or self._pages.get(path):
+            return found
+        if path == "/":
+            return self._listing
+        if path.startswith("/"):
+            return self._object
+        raise not_found()  # a target that is no path, as in OPTIONS *
+
+    def _refused(self, request: web.BaseRequest, exchange: Exchange, error: Exception) -> web.Response:
         refusal = refusal_of(error, exchange.request_id)
         exchange.store_failed = refusal.reason == "store"
         response = answer_of(refusal, exchange.request_id)
@@ -175,13 +172,13 @@ class ObjectServer:
             response.force_close()
         return response
 
-    def _admit(self, request: web.Request, exchange: Exchange, connection: Connection) -> None:
+    def _admit(self, request: web.BaseRequest, exchange: Exchange, connection: Connection) -> None:
         """Refuse what is over a limit or without rights. Whether the server is alive is always answered."""
         path, method = request.path, request.method
         if path != "/healthz" and connection.is_spare:
             self._metrics.connections_refused.inc()
             raise RefusedError(503, TOO_MANY, RETRY)
-        if path in _PROBES:
+        if path in self._probes:
             _check_method(method, _READS)
             return
         if self._metrics.in_flight > self._settings.max_requests:
@@ -195,7 +192,7 @@ class ObjectServer:
             self._take(rights.client)
             _check_method(method, _METHODS)
 
-    def _rights(self, request: web.Request) -> Rights:
+    def _rights(self, request: web.BaseRequest) -> Rights:
         address = request.remote or "unknown"
         self._slow_down(self._rates.look(f"address {address}"))  # before anything is compared: guessing shall take long
         try:
@@ -204,7 +201,7 @@ class ObjectServer:
             self._take(f"address {address}")
             raise
 
-    def _check_page(self, request: web.Request) -> None:
+    def _check_page(self, request: web.BaseRequest) -> None:
         address = request.remote or "unknown"
         self._slow_down(self._rates.look(f"address {address}"))
         if not self._access.may_see_metrics(request.headers):
@@ -222,7 +219,7 @@ class ObjectServer:
                 429, "too many requests: slow down", {"Retry-After": str(math.ceil(wait_s))}, reason="rate"
             )
 
-    async def _object(self, request: web.Request) -> web.StreamResponse:
+    async def _object(self, request: web.BaseRequest) -> web.StreamResponse:
         method, key, rights = request.method, check_key(request.path[1:]), _rights_of(request)
         if not rights.sees(key):
             raise not_found()
@@ -234,7 +231,7 @@ class ObjectServer:
             return await self._uploads.put(request, key, rights.client)
         return await self._objects.delete(request, key)
 
-    async def _listing(self, request: web.Request) -> web.StreamResponse:
+    async def _listing(self, request: web.BaseRequest) -> web.StreamResponse:
         rights, query = _rights_of(request), request.query_string.split("&")
         if rights.key is not None or not any(part.partition("=")[0] == "list" for part in query):
             raise not_found()
@@ -242,24 +239,24 @@ class ObjectServer:
             raise RefusedError(405, "a listing can only be read", {"Allow": "GET"})
         return await self._objects.listing(request, rights)
 
-    async def _health(self, _request: web.Request) -> web.StreamResponse:
+    async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(text="ok\n")
 
-    async def _ready(self, request: web.Request) -> web.StreamResponse:
+    async def _ready(self, request: web.BaseRequest) -> web.StreamResponse:
         if _draining(self._connections):
             raise RefusedError(503, "the server is stopping", RETRY)
         await self._storage.check_ready(request[EXCHANGE].request_id)
         return web.Response(text="ready\n")
 
-    async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
+    async def _metrics_page(self, _request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _status_page(self, _request: web.Request) -> web.StreamResponse:
+    async def _status_page(self, _request: web.BaseRequest) -> web.StreamResponse:
         headers = {"Content-Security-Policy": POLICY, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
         text = self._status.render() if self._status else ""
         return web.Response(text=text, content_type="text/html", headers=headers)
 
-    def _end(self, request: web.Request, exchange: Exchange, status: int) -> None:
+    def _end(self, request: web.BaseRequest, exchange: Exchange, status: int) -> None:
         now = time.perf_counter()
         seconds = now - exchange.started
         metrics = self._metrics
@@ -294,16 +291,12 @@ class ObjectServer:
                 _log.exception("the status page could not be kept up")
 
 
-async def _expect_nothing(_request: web.Request) -> None:
-    """An upload says 100 Continue itself, once it is sure to be taken."""
-
-
 def _check_method(method: str, allowed: tuple[str, ...]) -> None:
     if method not in allowed:
         raise RefusedError(405, "no such method", {"Allow": ", ".join(allowed)})
 
 
-def _rights_of(request: web.Request) -> Rights:
+def _rights_of(request: web.BaseRequest) -> Rights:
     rights = request[EXCHANGE].rights
     assert rights is not None  # noqa: S101 - the middleware looked
     return rights

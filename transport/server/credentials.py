@@ -12,7 +12,6 @@ owner may read it. A signature is an HMAC over method, path, expiry and key id.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import logging
@@ -22,10 +21,13 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from kvwire._json import strict_json
+import msgspec
+from msgspec import Meta, Struct
+
+from kvwire._json import Sha256, strict_json
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import check_key, tenant_hash
 
@@ -38,11 +40,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MAX_BYTES = 64 << 20
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_Namespace = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _TOKEN_BYTES = 32
 _FAR_FUTURE = 1e12
-_FIELDS = frozenset({"tenant", "namespace", "token_sha256", "write", "expires"})
 PARAMETERS = frozenset({"kid", "exp", "sig"})
 SIGNED_METHODS = ("GET", "PUT", "DELETE")
 MIN_SECRET_BYTES = 32
@@ -173,45 +173,39 @@ def new_token() -> tuple[str, str]:
     return token, hashlib.sha256(token.encode()).hexdigest()
 
 
-def namespace_prefix(namespace: object) -> str:
-    """What all keys of a namespace start with."""
-    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
-        msg = "a namespace is 32 lower-case hexadecimal digits (kvwire.store.tenant_hash)"
-        raise ArgumentError(msg)
-    return f"v1/{namespace}/"
+class _TokenFields(Struct, forbid_unknown_fields=True):
+    token_sha256: Sha256
+    tenant: Annotated[str, Meta(min_length=1)] | None = None
+    namespace: _Namespace | None = None
+    write: bool = False
+    expires: Annotated[float, Meta(ge=0, lt=_FAR_FUTURE)] | None = None
+
+
+class _KeyFields(Struct, forbid_unknown_fields=True):
+    secret: str
+    namespace: _Namespace | None = None
+
+
+def _convert(fields: Any, kind: type[_T], what: str) -> _T:  # noqa: ANN401 - JSON
+    """Make a record of JSON; nothing is passed over."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    except UnicodeEncodeError:
+        problem = "a field's name is no proper text"
+    msg = f"{what}: {problem}: docs/serving.md tells the fields"
+    raise ArgumentError(msg)
 
 
 def _entry(fields: Any, number: int) -> _Entry:  # noqa: ANN401 - JSON
-    try:
-        return _checked(fields)
-    except ArgumentError as error:
-        msg = f"entry {number}: {error}"
-        raise ArgumentError(msg) from None
-
-
-def _checked(fields: Any) -> _Entry:  # noqa: ANN401 - JSON
-    if not isinstance(fields, dict) or not fields.keys() <= _FIELDS:
-        msg = f"an entry is an object with the names {', '.join(sorted(_FIELDS))} and no others"
+    told = _convert(fields, _TokenFields, f"entry {number}")
+    if (told.tenant is None) == (told.namespace is None):
+        msg = f"entry {number}: give either the tenant's name or its namespace"
         raise ArgumentError(msg)
-    if ("tenant" in fields) == ("namespace" in fields):
-        msg = "give either the tenant's name or its namespace"
-        raise ArgumentError(msg)
-    digest, write, expires = fields.get("token_sha256"), fields.get("write", False), fields.get("expires")
-    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        msg = "token_sha256 is 64 lower-case hexadecimal digits"
-        raise ArgumentError(msg)
-    if not isinstance(write, bool):
-        msg = "write is true or false"
-        raise ArgumentError(msg)
-    if expires is not None and (type(expires) not in (int, float) or not 0 <= expires < _FAR_FUTURE):
-        msg = "expires is a number of Unix seconds"
-        raise ArgumentError(msg)
-    if "tenant" in fields and not isinstance(fields["tenant"], str):
-        msg = "a tenant's name is text"
-        raise ArgumentError(msg)
-    namespace = tenant_hash(fields["tenant"]) if "tenant" in fields else fields["namespace"]
-    rights = Rights(f"token {digest}", namespace_prefix(namespace), write=write)
-    return _Entry(bytes.fromhex(digest), rights, math.inf if expires is None else float(expires))
+    namespace = told.namespace if told.tenant is None else tenant_hash(told.tenant)
+    rights = Rights(f"token {told.token_sha256}", f"v1/{namespace}/", write=told.write)
+    return _Entry(bytes.fromhex(told.token_sha256), rights, math.inf if told.expires is None else told.expires)
 
 
 @dataclass(frozen=True)
@@ -363,14 +357,11 @@ def _check_secret(secret: bytes) -> bytes:
 
 
 def _signing_key(name: str, fields: Any) -> SigningKey:  # noqa: ANN401 - JSON
-    if not isinstance(fields, dict) or not fields.keys() <= {"secret", "namespace"} or "secret" not in fields:
-        msg = f"signing key {name}: an object with the names secret and, where wanted, namespace"
-        raise ArgumentError(msg)
+    told = _convert(fields, _KeyFields, f"signing key {name}")
     try:
-        secret = _check_secret(base64.b64decode(fields["secret"], validate=True))
-        prefix = namespace_prefix(fields["namespace"]) if "namespace" in fields else ""
-    except (TypeError, ValueError, binascii.Error) as error:
+        secret = _check_secret(base64.b64decode(told.secret, validate=True))
+    except ValueError as error:
         problem = error if isinstance(error, ArgumentError) else "the secret is not base64"
         msg = f"signing key {name}: {problem}"
         raise ArgumentError(msg) from None
-    return SigningKey(secret, prefix)
+    return SigningKey(secret, f"v1/{told.namespace}/" if told.namespace else "")

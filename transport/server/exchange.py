@@ -133,7 +133,7 @@ def refusal_of(error: Exception, request_id: str) -> RefusedError:  # noqa: PLR0
         return error
     if isinstance(error, ArgumentError):
         return RefusedError(400, "not a key of this store")
-    if isinstance(error, NotFoundError | web.HTTPNotFound):  # the second: a target that is no path, as in OPTIONS *
+    if isinstance(error, NotFoundError):
         return not_found()
     if isinstance(error, ConflictError):
         return RefusedError(409, "another object lies where this one has to go: use another key", reason="conflict")

@@ -8,7 +8,7 @@ import os
 import time
 from contextlib import suppress
 from email.utils import formatdate
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Protocol, cast
 from urllib.parse import parse_qs
@@ -57,7 +57,7 @@ class Objects:
         self._settings = settings
         self._content_caching = f"{'private' if guarded else 'public'}, max-age=31536000, immutable"
 
-    async def get(self, request: web.Request, key: str) -> web.StreamResponse:
+    async def get(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         """Answer GET and HEAD."""
         store = self._storage.store
         open_it = partial(open_object, store, key)
@@ -67,7 +67,7 @@ class Objects:
         finally:
             reader.close()
 
-    async def _answer(self, request: web.Request, key: str, reader: ObjectReader) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, key: str, reader: ObjectReader) -> web.StreamResponse:
         digest = content_digest(key)
         etag = digest or str(await self._storage.start(lambda: reader.etag))
         modified = float(getattr(reader, "modified", 0.0))
@@ -80,7 +80,7 @@ class Objects:
             raise RefusedError(416, "the range lies beyond the object", headers)
         headers["Cache-Control"] = self._content_caching if digest else "no-cache"
         if modified:
-            headers["Last-Modified"] = formatdate(modified, usegmt=True)
+            headers["Last-Modified"] = _http_date(int(modified))
         if chosen.status == 304:  # noqa: PLR2004
             return web.Response(status=304, headers=headers)
         if chosen.status == 206:  # noqa: PLR2004
@@ -92,7 +92,7 @@ class Objects:
             await self._send(request, response, reader, chosen.start, chosen.end)
         return response
 
-    async def delete(self, request: web.Request, key: str) -> web.StreamResponse:
+    async def delete(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         """Answer DELETE."""
         storage = self._storage
         async with storage.lock(key):
@@ -100,7 +100,7 @@ class Objects:
             await storage.finish(lambda: storage.store.delete(key))
         return web.Response(status=204)
 
-    async def listing(self, request: web.Request, rights: Rights) -> web.StreamResponse:
+    async def listing(self, request: web.BaseRequest, rights: Rights) -> web.StreamResponse:
         """Answer a listing: one page of what the rights let see."""
         try:
             fields = parse_qs(request.query_string, keep_blank_values=True, max_num_fields=16)
@@ -126,7 +126,7 @@ class Objects:
         return list(islice(self._storage.store.scan(prefix, after), limit))
 
     async def _send(
-        self, request: web.Request, response: web.StreamResponse, reader: ObjectReader, start: int, end: int
+        self, request: web.BaseRequest, response: web.StreamResponse, reader: ObjectReader, start: int, end: int
     ) -> None:
         """Send headers and bytes. What fails before the headers is raised; later, the connection is broken off."""
         exchange = request[EXCHANGE]
@@ -184,7 +184,9 @@ class Objects:
             raise StorageError(msg)
         return piece
 
-    async def _send_file(self, request: web.Request, exchange: Exchange, file: _OpenFile, start: int, end: int) -> None:
+    async def _send_file(
+        self, request: web.BaseRequest, exchange: Exchange, file: _OpenFile, start: int, end: int
+    ) -> None:
         while start < end:
             count = min(end - start, _FILE_PIECE)
             if _is_cold(file, start, count):
@@ -196,7 +198,7 @@ class Objects:
             start += sent
             exchange.sent_bytes += sent
 
-    async def _send_from(self, request: web.Request, file: _OpenFile, start: int, count: int) -> int:
+    async def _send_from(self, request: web.BaseRequest, file: _OpenFile, start: int, count: int) -> int:
         """Send without waiting what the socket takes at once, and only the rest through the event loop."""
         transport = request.transport
         if transport is None or transport.is_closing():
@@ -218,6 +220,12 @@ class Objects:
             return sent + os.sendfile(transport.get_extra_info("socket").fileno(), file.fileno(), start, count)
 
 
+@lru_cache(1024)
+def _http_date(seconds: int) -> str:
+    """A time in a header; remembered, as an object's ranges are asked for one after the other."""
+    return formatdate(seconds, usegmt=True)
+
+
 def _tell(exchange: Exchange, error: Exception) -> None:
     """Log why an answer was broken off; a client that leaves is not worth an operator's look."""
     if isinstance(error, ConnectionError):
@@ -228,7 +236,7 @@ def _tell(exchange: Exchange, error: Exception) -> None:
     _log.log(level, "request %s: the answer was broken off: %s", exchange.request_id, words)
 
 
-def _takes_files(request: web.Request) -> bool:
+def _takes_files(request: web.BaseRequest) -> bool:
     transport = request.transport
     plain = transport is not None and transport.get_extra_info("sslcontext") is None
     return plain and isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)

@@ -130,7 +130,7 @@ class Uploads:
         self._metrics = metrics
         self._budget = SpoolBudget(settings.max_spool_bytes, settings.max_upload_bytes, metrics)
 
-    async def put(self, request: web.Request, key: str, client: str) -> web.StreamResponse:
+    async def put(self, request: web.BaseRequest, key: str, client: str) -> web.StreamResponse:
         """Write one object, or refuse it and leave nothing."""
         try:
             etag = await self._put(request, key, client)
@@ -141,7 +141,7 @@ class Uploads:
         self._metrics.uploads_accepted.inc()
         return web.Response(status=201, headers={"ETag": f'"{etag}"'} if etag else None)
 
-    async def _put(self, request: web.Request, key: str, client: str) -> str:
+    async def _put(self, request: web.BaseRequest, key: str, client: str) -> str:
         storage, digest, fields = self._storage, content_digest(key), conditions(request)
         limit = max_bytes(key, self._settings.max_upload_bytes)
         if limit is None:
@@ -162,7 +162,7 @@ class Uploads:
             folder.mkdir(parents=True, exist_ok=True)
         return Spool(folder)
 
-    async def _receive(self, request: web.Request, spool: Spool, take: Callable[[int], None], length: int) -> None:
+    async def _receive(self, request: web.BaseRequest, spool: Spool, take: Callable[[int], None], length: int) -> None:
         exchange = request[EXCHANGE]
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -177,7 +177,7 @@ class Uploads:
             raise RefusedError(400, "the body's length is not the Content-Length", reason="length")
 
     async def _pieces(
-        self, request: web.Request, exchange: Exchange, spool: Spool, take: Callable[[int], None]
+        self, request: web.BaseRequest, exchange: Exchange, spool: Spool, take: Callable[[int], None]
     ) -> None:
         batch: list[bytes] = []
         held = 0

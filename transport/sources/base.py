@@ -98,10 +98,6 @@ class ReadTimeouts:
         return StalledError(f"{what}: nothing came for {limit_s:g} s; try again or check the server and the network")
 
 
-Patience = ReadTimeouts
-"""The name of ``ReadTimeouts`` before 0.2."""
-
-
 class StoreSource(ByteSource):
     """Reads an object of any store in worker threads; the version is held from the first read on."""
 

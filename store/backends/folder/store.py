@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store.backends.folder.files import ObjectFiles
 from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows
-from kvwire.store.base import ObjectStat, Store, check_after, clamp_range, merged
+from kvwire.store.base import ObjectStat, Store, clamp_range, merged
 from kvwire.store.files.os_errors import reading, writing
 from kvwire.store.files.reader import EtagCache, FileReader
 from kvwire.store.files.reserve import Reserve
 from kvwire.store.key_kinds import check_place, content_digest, kind_of
-from kvwire.store.keys import check_key, is_catalog_key
+from kvwire.store.keys import check_after, check_key, is_catalog_key
 
 if TYPE_CHECKING:
     import os

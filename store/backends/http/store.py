@@ -17,10 +17,10 @@ from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings, Reply
 from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, is_hidden, page, refusal
 from kvwire.store.backends.http.semantics import strong_etag
-from kvwire.store.base import HttpAddress, ObjectStat, Store, check_after, clamp_range, holds
-from kvwire.store.http_ranges import content_range, range_header, range_told
+from kvwire.store.base import ObjectStat, Store, clamp_range, holds
+from kvwire.store.http_clients import HttpAddress, content_range, range_header, range_told
 from kvwire.store.key_kinds import check_place
-from kvwire.store.keys import check_key
+from kvwire.store.keys import check_after, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,8 +24,7 @@ from botocore.loaders import JSONFileLoader
 from kvwire._forks import OwnProcess, lock_of_process
 from kvwire.errors import ArgumentError, AuthError, KvwireError
 from kvwire.store.backends.s3.errors import s3_errors
-from kvwire.store.base import HttpAddress
-from kvwire.store.http_clients import client_tls, proxy_for
+from kvwire.store.http_clients import HttpAddress, client_tls, proxy_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

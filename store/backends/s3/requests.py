@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.store.backends.s3.errors import NoSuchUploadError, code_of, error_of, plain_code, status_of
 from kvwire.store.base import Listed
-from kvwire.store.http_ranges import range_told
+from kvwire.store.http_clients import range_told
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:

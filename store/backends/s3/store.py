@@ -31,10 +31,10 @@ from kvwire.store.backends.s3.requests import (
     strong_tag,
     upload_in_parts,
 )
-from kvwire.store.base import ObjectStat, Store, check_after, clamp_range, holds
-from kvwire.store.http_ranges import range_header
+from kvwire.store.base import ObjectStat, Store, clamp_range, holds
+from kvwire.store.http_clients import range_header
 from kvwire.store.key_kinds import check_place, content_digest
-from kvwire.store.keys import check_key
+from kvwire.store.keys import check_after, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from kvwire.errors import KvwireError
     from kvwire.store.backends.s3.requests import Params
-    from kvwire.store.base import Data, HttpAddress, Listed
+    from kvwire.store.base import Data, Listed
+    from kvwire.store.http_clients import HttpAddress
 
 _log = logging.getLogger(__name__)
 _UNSATISFIABLE = 416
