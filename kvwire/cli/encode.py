@@ -13,7 +13,6 @@ import click
 
 from kvwire.cli.encode_output import EncodeOutput
 from kvwire.cli.engines import open_engine
-from kvwire.cli.failures import leave
 from kvwire.cli.inputs import read_file
 from kvwire.cli.options import (
     BACKEND,
@@ -36,7 +35,7 @@ from kvwire.cli.options import (
     option,
     use_file,
 )
-from kvwire.cli.progress import stages
+from kvwire.cli.say import leave, stages
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import ArgumentError, KvwireError
 
@@ -155,7 +154,7 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     from kvwire.runtime.corpus import Corpus
 
     engine = open_engine(options.model, options.device, options.dtype)
-    from kvwire.cli.layouts import use_layout
+    from kvwire.cli.engines import use_layout
 
     layout = use_layout(engine, options.links, options.soft_tokens)
     coding = Coding(

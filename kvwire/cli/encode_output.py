@@ -7,9 +7,8 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from kvwire.cli.failures import error_as_data
 from kvwire.cli.printing import LevelTotals, describe
-from kvwire.cli.say import say
+from kvwire.cli.say import error_as_data, say
 from kvwire.errors import PartialError
 
 if TYPE_CHECKING:
