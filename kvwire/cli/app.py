@@ -75,9 +75,7 @@ COMMANDS = {
     "append": LazyCommand("kvwire.cli.append", "append", "Append text to a document, encoding the new tokens alone."),
     "ask": LazyCommand("kvwire.cli.ask", "ask", "Answer a question over documents of a store."),
     "check-model": LazyCommand(
-        "kvwire.cli.check_model",
-        "check_model",
-        "Measure what links lose with a model, and what repair gives.",
+        "kvwire.cli.check_model", "check_model", "Measure what links lose with a model, and what repair gives."
     ),
     "demo": LazyCommand("kvwire.cli.demo", "demo", "Compare text, raw caches and kvwire on your documents."),
     "encode": LazyCommand("kvwire.cli.encode", "encode", "Encode documents into a store, here or on many machines."),

@@ -247,11 +247,7 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
                 question = engine.tokenize(options.question, place="last", trust="frame")
             asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
             answer = asking(
-                question,
-                deadline_s=options.deadline,
-                objective=options.objective,
-                tokens=options.tokens,
-                texts=known,
+                question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
             )
             return (list(schema.names) if schema else names), answer
 

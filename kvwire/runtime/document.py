@@ -23,11 +23,20 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.settings import LoadSettings
     from kvwire.store import CatalogEntry
     from kvwire.store.crypto.sealing import BlobReader
     from kvwire.transport import BlobFetcher
     from kvwire.types import BlobInfo, KVCache, SegmentInfo, SoftTokensName
 
+_OPEN_SHARE = 0.25
+"""Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
+_OPEN_LEAST_S = 0.1
+_PROFILE_SHARE = 0.5
+"""Share of a deadline that a profile may take, likewise."""
+LEAST_PATIENCE_S = 2.0
+"""What only the store can tell is waited for until the deadline, and so long at least: a connection over a slow link
+takes a second, and then the answer is late, but there is one."""
 CHANGED = "its text has changed since it was encoded; encode it again"
 
 
@@ -283,3 +292,12 @@ class Timeouts:
     patience: float
     extra: float
     profile: float
+
+    @classmethod
+    def of(cls, chosen: LoadSettings, deadline_s: float | None, extra: float) -> Timeouts:
+        """How long a load waits for what it must know, from its beginning."""
+        if deadline_s is None:
+            return cls(chosen.open_s, chosen.patience_s, extra, chosen.patience_s)
+        soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))
+        patience = min(chosen.patience_s, max(deadline_s, LEAST_PATIENCE_S))
+        return cls(min(chosen.open_s, soon), patience, extra, min(patience, profile))
