@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile
 from kvwire.errors import KvwireError, MismatchError
+from kvwire.runtime.prefill import TWICE, WITHOUT, begins_with, lacks_opening
 from kvwire.store.crypto.sealing import PlainBlob
 from kvwire.transport import SegmentError
 from kvwire.types import digest_tokens
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.settings import LoadSettings
     from kvwire.store import CatalogEntry
     from kvwire.store.crypto.sealing import BlobReader
     from kvwire.transport import BlobFetcher
@@ -272,6 +272,16 @@ def _is_stored(layout: LinkLayout, kept: Kept | None, tokens: int) -> bool:
     return bool(masks) and stored is not None and all(bool((mask == stored).all()) for mask in masks)
 
 
+def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[int]) -> list[str]:
+    """What stands less exactly behind the prompt's BOS than it could. opening: what it begins the prompt behind."""
+    told, info, ids = [], document.info, document.token_ids
+    if info and document.layout is None and lacks_opening(engine, info, ids):
+        told.append(f"{document.document_id!r} was {WITHOUT}")
+    if ids and opening and begins_with(ids, engine.opening_tokens):
+        told.append(f"{document.document_id!r} {TWICE}")
+    return told
+
+
 def in_words(error: Exception) -> str:
     """What went wrong, with the kind of error where it is not one of this package."""
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
@@ -294,10 +304,10 @@ class Timeouts:
     profile: float
 
     @classmethod
-    def of(cls, chosen: LoadSettings, deadline_s: float | None, extra: float) -> Timeouts:
-        """How long a load waits for what it must know, from its beginning."""
+    def of(cls, open_s: float, patience_s: float, deadline_s: float | None, extra: float) -> Timeouts:
+        """How long a load with these settings waits for what it must know, from its beginning."""
         if deadline_s is None:
-            return cls(chosen.open_s, chosen.patience_s, extra, chosen.patience_s)
+            return cls(open_s, patience_s, extra, patience_s)
         soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))
-        patience = min(chosen.patience_s, max(deadline_s, LEAST_PATIENCE_S))
-        return cls(min(chosen.open_s, soon), patience, extra, min(patience, profile))
+        patience = min(patience_s, max(deadline_s, LEAST_PATIENCE_S))
+        return cls(min(open_s, soon), patience, extra, min(patience, profile))

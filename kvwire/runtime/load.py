@@ -17,11 +17,10 @@ from kvwire.codec.prediction.text import expect
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime.document import in_words
+from kvwire.runtime.document import in_words, opening_troubles
 from kvwire.runtime.execute import LOAD_CANCELLED, PromptWorker
 from kvwire.runtime.find import DocumentOpener
 from kvwire.runtime.links import RepairContext, Repairer, by_token
-from kvwire.runtime.prefill import opening_troubles
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.kept import KeptLookup, RepairKeeper
     from kvwire.runtime.links import RepairInOrder
+    from kvwire.runtime.request import LoadRequest
     from kvwire.runtime.session import Session
-    from kvwire.runtime.settings import LoadRequest
     from kvwire.types import ChunkId, KVCache
 
 _log = logging.getLogger("kvwire.runtime")

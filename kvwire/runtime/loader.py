@@ -24,10 +24,10 @@ from kvwire.runtime.estimates_file import EstimatesFile, keys_of
 from kvwire.runtime.find import DocumentFinder, all_of, profile_in_use
 from kvwire.runtime.load import Load
 from kvwire.runtime.prompt import LinksLayout, PlainLayout, SchemaLayout
+from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.session import Session
-from kvwire.runtime.settings import LoadRequest, LoadSettings, controls_of, planned, read_plan
-from kvwire.runtime.threads import Threads
-from kvwire.runtime.warming import Warming
+from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
+from kvwire.runtime.threads import Threads, Warming
 from kvwire.transport import EmulatedLink, LinkSettings
 from kvwire.types.cache import plain_token_ids
 
@@ -360,7 +360,7 @@ class Loader:
         """How long a load waits for what it must know, from its beginning."""
         with self._lock:
             extra = self._estimates.ttfb.value
-        return Timeouts.of(self._settings, deadline_s, extra)
+        return Timeouts.of(self._settings.open_s, self._settings.patience_s, deadline_s, extra)
 
     def _new_controller(self) -> ctl.Controller:
         chosen = self._settings

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding
-    from kvwire.runtime.document import OpenDocument
     from kvwire.types import BlobInfo, KVCache
 
 
@@ -96,16 +95,6 @@ def link_opened(engine: Engine, caches: Sequence[KVCache], head: Sequence[int] =
         for whole, token in zip((*linked.keys, *linked.values), (*first.keys, *first.values), strict=True):
             whole[:, :1] = token
     return linked
-
-
-def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[int]) -> list[str]:
-    """What stands less exactly behind the prompt's BOS than it could. opening: what it begins the prompt behind."""
-    told, info, ids = [], document.info, document.token_ids
-    if info and document.layout is None and lacks_opening(engine, info, ids):
-        told.append(f"{document.document_id!r} was {WITHOUT}")
-    if ids and opening and begins_with(ids, engine.opening_tokens):
-        told.append(f"{document.document_id!r} {TWICE}")
-    return told
 
 
 def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:

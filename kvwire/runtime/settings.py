@@ -1,4 +1,4 @@
-"""How prompts are loaded, and what one load is asked for."""
+"""How prompts are loaded."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.runtime.answer import floor_trouble
-from kvwire.runtime.links import AUTO, UNREPAIRED, check_repair, plan_links
+from kvwire.runtime.links import AUTO, check_repair, plan_links
 from kvwire.runtime.threads import usual_threads
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvwire.codec import AnyProfile, Backend
-    from kvwire.controller import DocumentPlanInput, LogEntry, OnLate, Policy
+    from kvwire.controller import LogEntry, OnLate, Policy
     from kvwire.reuse import LinkLayout
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.document import OpenDocument, Timeouts
-    from kvwire.runtime.kept import RepairKeeper
     from kvwire.runtime.link_report import LinkReport
     from kvwire.runtime.links import LinkPlan, RepairMode
-    from kvwire.runtime.prompt import Layout
 
 _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
 
@@ -124,65 +120,6 @@ class LoadSettings:
             msg = "an exact load takes lossless levels alone: leave out the floor and the ceiling"
             raise ArgumentError(msg)
         check_repair(self.repair, self.repair_floor, self.selector, self.link_bound)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadRequest:
-    """What is to be loaded, and how, as in ``LoadSettings``.
-
-    Attributes:
-        layout: Where documents stand.
-        fetch: How blobs are fetched.
-        backend: Which kernels decode.
-        timeouts: Longest waits.
-        goal: What the controller is to reach.
-        query_tokens: Length of the question.
-        links: What is done so that documents see each other.
-        question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
-        keeper: Finds what earlier repairs computed; None: they are not kept.
-        room_tokens: To set memory aside for behind the prompt, as far as the model's window goes.
-        exact: Lossless levels alone are of use.
-        max_kl: The greatest KL divergence to expect of levels that are fetched; None: any.
-        has_floor: The goal's floor was asked for, and holds in place of ``max_kl``.
-        wanted: How many tokens of each document's beginning are of use; None: all.
-        is_partial: At the deadline, or where it fails, the load ends with what is there.
-    """
-
-    layout: Layout
-    fetch: FetchSettings
-    backend: Backend
-    timeouts: Timeouts
-    goal: ctl.Goal = field(default_factory=ctl.Goal)
-    query_tokens: int = 0
-    links: LinkPlan = UNREPAIRED
-    question: Sequence[int] = ()
-    keeper: RepairKeeper | None = None
-    room_tokens: int = 0
-    exact: bool = False
-    max_kl: float | None = None
-    has_floor: bool = False
-    wanted: int | None = None
-    is_partial: bool = False
-
-    def plan_input(self, document: OpenDocument, layers: int) -> DocumentPlanInput:
-        """What planning is told of a document; a floor or a ceiling that was asked for goes before one by KL."""
-        made = document.plan_input(layers)
-        if self.max_kl is None or self.has_floor or self.goal.floor or not (document.info and made.has_blob):
-            return made
-        floor, ceiling = ctl.kl_floor(document.info, self.max_kl), self.goal.ceiling
-        return replace(made, floor=floor if ceiling is None else min(floor, ceiling))
-
-    def quality_trouble(self, document: OpenDocument, inputs: Sequence[DocumentPlanInput]) -> str:
-        """Why no level of a document, or not any that may be fetched, is as good as is wanted; empty where one is."""
-        if document.info is None:
-            return ""
-        if self.exact:
-            has_any = any(each.has_blob for each in inputs)
-            return "" if has_any else "it has no lossless level; encode it with --lossless"
-        if not document.has_blob or self.max_kl is None:
-            return ""
-        floor = self.goal.floor if self.has_floor or self.goal.floor else None
-        return floor_trouble(document.info, self.max_kl, floor, self.goal.ceiling)
 
 
 def check_max_kl(max_kl: object) -> None:

@@ -24,7 +24,8 @@ from kvwire.runtime.find import profile_in_use
 from kvwire.runtime.kept import KeptLookup, RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.prompt import PlainLayout
-from kvwire.runtime.settings import LoadRequest, LoadSettings
+from kvwire.runtime.request import LoadRequest
+from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:

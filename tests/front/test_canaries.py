@@ -392,7 +392,7 @@ def refused_uploads(place):
 
 
 def partly_encoded(place):
-    from kvwire.cli.encode_output import EncodeOutput
+    from kvwire.cli.encode import EncodeOutput
     from kvwire.offline import encode_side_by_side, find_documents
 
     (place.folder / "mixed").mkdir()

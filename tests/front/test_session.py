@@ -21,7 +21,8 @@ from kvwire.runtime.document import Timeouts
 from kvwire.runtime.load import Load
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.prompt import PlainLayout
-from kvwire.runtime.settings import LoadRequest, LoadSettings
+from kvwire.runtime.request import LoadRequest
+from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import DaemonThreads, Threads
 from kvwire.store import open_store
 from kvwire.store.testing import CountingStore
