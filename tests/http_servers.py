@@ -25,7 +25,7 @@ def serving(store, **options):
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield urls[0]
     finally:

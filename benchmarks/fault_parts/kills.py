@@ -316,7 +316,7 @@ class Killer:
 
 def write_back(engine: Engine, texts: Path, tiers: Callable[[], Any], *, force: bool) -> None:
     """What ``kvwire encode`` does, through a tier that answers once a write is safe on the local disk."""
-    from kvwire.cli.encode_output import print_row
+    from kvwire.cli.encode import print_row
     from kvwire.offline.manifest import Row
     from kvwire.offline.steps import told
     from kvwire.runtime.corpus import Corpus

@@ -22,9 +22,9 @@ from kvwire.runtime.document import in_words
 from kvwire.runtime.execute import NO_ENGINE, PromptWorker
 from kvwire.runtime.find import profile_in_use
 from kvwire.runtime.kept import KeptLookup, RepairKeeper
-from kvwire.runtime.load import LoadRequest
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.prompt import PlainLayout
+from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
 

@@ -7,14 +7,6 @@ from kvwire._lazy import lazy
 if TYPE_CHECKING:
     from kvwire.cli.app import cli, main
 
-__all__ = [
-    "cli",
-    "main",
-]
+__all__ = ["cli", "main"]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.cli.app": ("cli", "main"),
-    },
-)
+__getattr__ = lazy(__name__, {"kvwire.cli.app": ("cli", "main")})

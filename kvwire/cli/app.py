@@ -10,29 +10,77 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from io import StringIO
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvwire._version import __version__
-from kvwire.cli.failures import error_as_data, leave
-from kvwire.cli.lazy_group import LazyCommand, LazyGroup
-from kvwire.cli.say import prepare_output, say, say_text
+from kvwire.cli.say import error_as_data, leave, prepare_output, say, say_text
 from kvwire.errors import KvwireError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """Where a command is.
+
+    Attributes:
+        module: To import.
+        attribute: The command's name in that module.
+        help: One line for the list of commands.
+    """
+
+    module: str
+    attribute: str
+    help: str
+
+    def load(self) -> click.Command:
+        """Import the command."""
+        command = getattr(import_module(self.module), self.attribute)
+        if not isinstance(command, click.Command):
+            msg = f"{self.module}.{self.attribute} is no click command"
+            raise TypeError(msg)
+        return command
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are in a table; ``--help`` lists them without importing any."""
+
+    def __init__(self, *args: Any, table: Mapping[str, LazyCommand], **settings: Any) -> None:  # noqa: ANN401
+        """Keep the table."""
+        super().__init__(*args, **settings)
+        self._table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Names in the order of the alphabet."""
+        return sorted(self._table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
+        """Import a command."""
+        found = self._table.get(cmd_name)
+        return None if found is None else found.load()
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._table[name].help) for name in self.list_commands(ctx)])
+
 
 COMMANDS = {
     "append": LazyCommand("kvwire.cli.append", "append", "Append text to a document, encoding the new tokens alone."),
     "ask": LazyCommand("kvwire.cli.ask", "ask", "Answer a question over documents of a store."),
     "check-model": LazyCommand(
-        "kvwire.cli.check_model",
-        "check_model",
-        "Measure what links lose with a model, and what repair gives.",
+        "kvwire.cli.check_model", "check_model", "Measure what links lose with a model, and what repair gives."
     ),
     "demo": LazyCommand("kvwire.cli.demo", "demo", "Compare text, raw caches and kvwire on your documents."),
     "encode": LazyCommand("kvwire.cli.encode", "encode", "Encode documents into a store, here or on many machines."),
     "inspect": LazyCommand("kvwire.cli.inspect_blob", "inspect", "Show what a blob holds: a file, or a document."),
-    "key": LazyCommand("kvwire.cli.key", "key", "Make a master key for --keys."),
+    "key": LazyCommand("kvwire.cli.serve", "key", "Make a master key for --keys."),
     "plan": LazyCommand("kvwire.cli.plan", "plan", "Tell what a load would do, why, and what else there is."),
     "profile": LazyCommand(
         "kvwire.cli.profile", "profile_group", "Fit a profile once, look at it, and see when a new one pays."

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from kvwire.cli.engines import open_engine
-from kvwire.cli.failures import leave
 from kvwire.cli.options import (
     BACKEND,
     DEVICE,
@@ -35,7 +34,7 @@ from kvwire.cli.options import (
     use_file,
 )
 from kvwire.cli.printing import print_answer
-from kvwire.cli.progress import stages
+from kvwire.cli.say import leave, stages
 from kvwire.errors import ArgumentError, DeadlineError, NotFoundError
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ def _laid_out(settings: LoadSettings, engine: Engine, options: _AskOptions) -> L
     asked = "" if options.chat else options.system
     if not (options.links or options.soft_tokens or asked):
         return settings
-    from kvwire.cli.layouts import use_layout
+    from kvwire.cli.engines import use_layout
 
     if options.schema:
         msg = "modules of a schema stand where it has them: leave out --links, --soft-tokens and --system"
@@ -248,11 +247,7 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
                 question = engine.tokenize(options.question, place="last", trust="frame")
             asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
             answer = asking(
-                question,
-                deadline_s=options.deadline,
-                objective=options.objective,
-                tokens=options.tokens,
-                texts=known,
+                question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
             )
             return (list(schema.names) if schema else names), answer
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.engines import open_engine
-from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import JSON, command, option
-from kvwire.cli.say import say, say_text
+from kvwire.cli.say import error_as_data, leave, say, say_text
 from kvwire.errors import KvwireError, NotFoundError
 
 if TYPE_CHECKING:

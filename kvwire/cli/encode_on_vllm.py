@@ -59,8 +59,7 @@ def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
     """Open the store for a model that runs elsewhere; also called in actors."""
     from kvwire.cli.engines import open_tokenizer
     from kvwire.offline.reading import ReadingEngine
-    from kvwire.runtime.corpus import Coding, Corpus
-    from kvwire.runtime.models import find_model
+    from kvwire.runtime.corpus import Coding, Corpus, find_model
 
     store = place.open_lasting()
     record = find_model(place.catalog(store), model_name(model))

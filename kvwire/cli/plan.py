@@ -6,11 +6,10 @@ import sys
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
-from kvwire.cli.failures import leave
 from kvwire.cli.options import command, repair_of
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
-from kvwire.cli.say import say
+from kvwire.cli.say import leave, say
 from kvwire.errors import ArgumentError, DeadlineError
 
 if TYPE_CHECKING:

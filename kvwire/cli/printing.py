@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvwire.cli.failures import error_as_data
-from kvwire.cli.say import say, say_text
+from kvwire.cli.say import error_as_data, say, say_text
 from kvwire.codec import DEFAULT_METHOD, error_of_method
 
 if TYPE_CHECKING:

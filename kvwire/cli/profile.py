@@ -13,8 +13,7 @@ import click
 from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file
 from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME, argument, command, option
-from kvwire.cli.progress import stages
-from kvwire.cli.say import say
+from kvwire.cli.say import say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, command, flag, option
-from kvwire.cli.progress import progress
-from kvwire.cli.say import say
+from kvwire.cli.say import progress, say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 
 if TYPE_CHECKING:

@@ -1,14 +1,25 @@
-"""Where the command line prints: every line for people goes through ``say``, so that no name on it forges anything."""
+"""What commands say: lines for people, errors, and the progress of what takes long.
+
+Every line for people goes through ``say``, so that no name on it forges anything.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
+from contextlib import contextmanager
 from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvwire._printable import PrintableLines, printable, printable_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvwire.errors import KvwireError
 
 
 def say(*lines: str, err: bool = False) -> None:
@@ -28,3 +39,57 @@ def prepare_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableLines())
+
+
+def error_as_data(error: KvwireError | None) -> dict[str, Any]:
+    """An error as plain data; nothing for None."""
+    return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
+
+
+def leave(error: KvwireError) -> NoReturn:
+    """Print an error and exit."""
+    say(f"kvwire: {error}", err=True)
+    sys.exit(error.exit_code)
+
+
+PROGRESS = logging.getLogger("kvwire.progress")
+"""Stages of what commands do, a line each at INFO; nothing is printed outside ``stages``."""
+
+
+@contextmanager
+def progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
+    """Progress on stderr, where that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
+        yield lambda count: (bar.update(count), None)[1]
+
+
+class _Lines(logging.Handler):
+    """Prints stages on stderr, each with the seconds since the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            say(f"[{time.monotonic() - self._began:.0f} s] {record.getMessage()}", err=True)
+
+
+@contextmanager
+def stages(*, is_told: bool = True) -> Iterator[None]:
+    """Tell on stderr, in a line each, which stages of work begin inside."""
+    if not is_told:
+        yield
+        return
+    handler, level = _Lines(), PROGRESS.level
+    PROGRESS.addHandler(handler)
+    PROGRESS.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        PROGRESS.removeHandler(handler)
+        PROGRESS.setLevel(level)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     Command = Callable[..., None]
 
+
 _GIB = 1 << 30
 _FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 _SPARE_FILES = 256  # of the store, the logs and Python itself
@@ -260,3 +261,11 @@ def token(options: _TokenOptions) -> None:
         say(json.dumps({"token": made, "entry": entry}))
     else:
         say(made, json.dumps(entry))
+
+
+@click.command("key")
+def key() -> None:
+    """Make a master key for --keys; put it at the top of the file, which only you may read."""
+    from kvwire.store import Keyring
+
+    say(Keyring.new_line())

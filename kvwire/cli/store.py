@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import to_builtins
 
-from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import INDEX, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.printing import describe, print_levels
-from kvwire.cli.progress import progress
-from kvwire.cli.say import say
+from kvwire.cli.say import error_as_data, leave, progress, say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.offline.manifest import Status
     from kvwire.offline.refs import DocumentRef
+    from kvwire.runtime.coding import Computed
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.encode import Computed
     from kvwire.types import BlobInfo, KVCache
 
 _log = logging.getLogger("kvwire.offline")

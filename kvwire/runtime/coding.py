@@ -13,10 +13,12 @@ from kvwire.types.cache import plain_token_ids
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor
+
     from kvwire.codec import Backend, LevelKind
     from kvwire.reuse import LinkLayout
     from kvwire.store import CatalogEntry
-    from kvwire.types import BlobInfo
+    from kvwire.types import BlobInfo, BlockDeviation, KVCache
 
 
 CALIBRATION_TOKENS, QUICK_TOKENS = 16384, 2048
@@ -67,6 +69,27 @@ class Encoded:
             msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
             raise ArgumentError(msg)
         return self.blob
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the model made of a document.
+
+    Attributes:
+        cache: Of the whole document, positions on and from 0.
+        neutral_prefix: Tokens that it was computed behind.
+        hidden: States of the prefix layers, where the profile has some.
+        deviation: How far tokens move behind others, where that was measured.
+        opening: How many of ``neutral_prefix``, the first ones, are the engine's opening tokens.
+        beginning: The first token alone, for prompts that begin with the document; None where none does.
+    """
+
+    cache: KVCache
+    neutral_prefix: tuple[int, ...] = ()
+    hidden: Tensor | None = None
+    deviation: BlockDeviation | None = None
+    opening: int = 0
+    beginning: KVCache | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile
 from kvwire.errors import KvwireError, MismatchError
+from kvwire.runtime.prefill import TWICE, WITHOUT, begins_with, lacks_opening
 from kvwire.store.crypto.sealing import PlainBlob
 from kvwire.transport import SegmentError
 from kvwire.types import digest_tokens
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from kvwire.transport import BlobFetcher
     from kvwire.types import BlobInfo, KVCache, SegmentInfo, SoftTokensName
 
+_OPEN_SHARE = 0.25
+"""Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
+_OPEN_LEAST_S = 0.1
+_PROFILE_SHARE = 0.5
+"""Share of a deadline that a profile may take, likewise."""
+LEAST_PATIENCE_S = 2.0
+"""What only the store can tell is waited for until the deadline, and so long at least: a connection over a slow link
+takes a second, and then the answer is late, but there is one."""
 CHANGED = "its text has changed since it was encoded; encode it again"
 
 
@@ -263,6 +272,16 @@ def _is_stored(layout: LinkLayout, kept: Kept | None, tokens: int) -> bool:
     return bool(masks) and stored is not None and all(bool((mask == stored).all()) for mask in masks)
 
 
+def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[int]) -> list[str]:
+    """What stands less exactly behind the prompt's BOS than it could. opening: what it begins the prompt behind."""
+    told, info, ids = [], document.info, document.token_ids
+    if info and document.layout is None and lacks_opening(engine, info, ids):
+        told.append(f"{document.document_id!r} was {WITHOUT}")
+    if ids and opening and begins_with(ids, engine.opening_tokens):
+        told.append(f"{document.document_id!r} {TWICE}")
+    return told
+
+
 def in_words(error: Exception) -> str:
     """What went wrong, with the kind of error where it is not one of this package."""
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
@@ -283,3 +302,12 @@ class Timeouts:
     patience: float
     extra: float
     profile: float
+
+    @classmethod
+    def of(cls, open_s: float, patience_s: float, deadline_s: float | None, extra: float) -> Timeouts:
+        """How long a load with these settings waits for what it must know, from its beginning."""
+        if deadline_s is None:
+            return cls(open_s, patience_s, extra, patience_s)
+        soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))
+        patience = min(patience_s, max(deadline_s, LEAST_PATIENCE_S))
+        return cls(min(open_s, soon), patience, extra, min(patience, profile))

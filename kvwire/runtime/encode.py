@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
@@ -18,50 +18,34 @@ from kvwire.runtime.calibrate import (
     tokens_to_fit_on,
     tokens_to_take,
 )
-from kvwire.runtime.coding import LEAST_TOKENS, Document, Encoded
-from kvwire.runtime.prefill import WITHOUT, lacks_opening, opening_of, states_of
+from kvwire.runtime.coding import LEAST_TOKENS, Computed, Document, Encoded
+from kvwire.runtime.prefill import (
+    WITHOUT,
+    Neighbours,
+    lacks_opening,
+    neutral_prefix,
+    neutral_tokens,
+    opening_of,
+    states_of,
+)
 from kvwire.store import ModelRecord
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus_reader import CorpusReader
-    from kvwire.runtime.prefill import Neighbours
     from kvwire.store import CatalogEntry, PrefixIndex
-    from kvwire.types import BlobInfo, BlockDeviation, KVCache, SoftTokensName
+    from kvwire.types import BlobInfo, KVCache, SoftTokensName
 
 OPENING = "bos-"
 """How the document is called that holds the rows of the opening tokens; the tokens follow."""
 _log = logging.getLogger("kvwire.encode")
 ENOUGH_TOKENS = 4096
 """A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What the model made of a document.
-
-    Attributes:
-        cache: Of the whole document, positions on and from 0.
-        neutral_prefix: Tokens that it was computed behind.
-        hidden: States of the prefix layers, where the profile has some.
-        deviation: How far tokens move behind others, where that was measured.
-        opening: How many of ``neutral_prefix``, the first ones, are the engine's opening tokens.
-        beginning: The first token alone, for prompts that begin with the document; None where none does.
-    """
-
-    cache: KVCache
-    neutral_prefix: tuple[int, ...] = ()
-    hidden: Tensor | None = None
-    deviation: BlockDeviation | None = None
-    opening: int = 0
-    beginning: KVCache | None = None
 
 
 class Encoder:
@@ -169,8 +153,6 @@ class Encoder:
         """What measures deviations, where they are wanted."""
         if not self.coding.deviation:
             return None
-        from kvwire.runtime.prefill import Neighbours  # nothing else needs it
-
         return Neighbours(self.engine, [each.token_ids for each in documents])
 
     def is_due(self, document_id: str, encode_after: int) -> bool:
@@ -383,14 +365,10 @@ class Encoder:
         return self.coding.is_prefill and not self._neutral(profile)
 
     def _neutral(self, profile: AnyProfile | None) -> int:
-        from kvwire.runtime.prefill import neutral_tokens
-
         return neutral_tokens(self.coding, profile)
 
     def _is_behind(self, info: BlobInfo, token_ids: Sequence[int], profile: AnyProfile | None) -> bool:
         """Whether a blob was computed behind what encoding would give it; alone is enough where nothing was asked."""
-        from kvwire.runtime.prefill import neutral_prefix
-
         count = self._neutral(profile)
         if len(info.neutral_prefix) == info.opening:
             return not count or self.coding.neutral_prefix is None

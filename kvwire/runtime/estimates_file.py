@@ -28,6 +28,10 @@ from kvwire.errors import ArgumentError, CorruptError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from kvwire.codec import Backend
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.corpus import Corpus
+
     Entries = dict[str, dict[str, object]]
 
 _log = logging.getLogger(__name__)
@@ -310,3 +314,19 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def keys_of(engine: Engine, corpus: Corpus, emulated: str, backend: Backend, beside: int) -> tuple[str, str]:
+    """Names of the link and the engine in the file of estimates. beside: chunks that are decoded at a time."""
+    import torch  # commands that ask no engine need none
+
+    from kvwire._version import __version__
+
+    device = engine.device_name or f"{processor()} {os.cpu_count()}"
+    meta, dtype = engine.meta, str(engine.dtype).removeprefix("torch.")
+    kernels = "" if backend == "auto" else backend
+    versions = f"torch {torch.__version__} kvwire {__version__}"
+    named = engine_key(
+        meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions, beside
+    )
+    return link_key(corpus.catalog.store.url, emulated), named

@@ -65,6 +65,18 @@ async def gather_optional(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """What comes of works side by side; with the first error, which is raised as it is, the others are stopped."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+    else:
+        return [task.result() for task in tasks]
+    raise first
+
+
 class DocumentFinder:
     """Looks documents up in their catalogs, over the session's link; what was found of late is not asked for again.
 
@@ -80,12 +92,7 @@ class DocumentFinder:
         self._profiles: dict[tuple[int, str], asyncio.Task[AnyProfile | None]] = {}  # that are being read
 
     async def find(
-        self,
-        document_id: str,
-        texts: Mapping[str, Sequence[int]] | None,
-        timeouts: Timeouts,
-        *,
-        anew: bool = False,
+        self, document_id: str, texts: Mapping[str, Sequence[int]] | None, timeouts: Timeouts, *, anew: bool = False
     ) -> FoundDocument:
         """What the first corpus knows of a document, its profile included; its text alone where the catalog fails.
 

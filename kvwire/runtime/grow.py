@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.coding import Document, Encoded
-from kvwire.runtime.encode import Computed
+from kvwire.runtime.coding import Computed, Document, Encoded
 from kvwire.runtime.prefill import states_of
 from kvwire.store import check_new_name
 from kvwire.store.catalog_entry import MAX_PART_HEADERS_BYTES, MAX_PARTS

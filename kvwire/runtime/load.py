@@ -8,87 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvwire.codec import Profile
 from kvwire.codec.prediction.text import expect
-from kvwire.controller import Goal, kl_floor
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime.answer import floor_trouble
-from kvwire.runtime.document import in_words
+from kvwire.runtime.document import in_words, opening_troubles
 from kvwire.runtime.execute import LOAD_CANCELLED, PromptWorker
 from kvwire.runtime.find import DocumentOpener
-from kvwire.runtime.links import UNREPAIRED, RepairContext, Repairer, by_token
-from kvwire.runtime.prefill import TWICE, WITHOUT, begins_with, lacks_opening
+from kvwire.runtime.links import RepairContext, Repairer, by_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
     from torch import Tensor
 
-    from kvwire.codec import Backend
-    from kvwire.controller import DocumentPlanInput
+    from kvwire.controller import RepairOption
     from kvwire.engines.base import Engine
-    from kvwire.runtime.document import FoundDocument, OpenDocument, Timeouts
+    from kvwire.runtime.document import FoundDocument, OpenDocument
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.kept import KeptLookup, RepairKeeper
-    from kvwire.runtime.links import LinkPlan, RepairInOrder
-    from kvwire.runtime.prompt import Layout
+    from kvwire.runtime.links import RepairInOrder
+    from kvwire.runtime.request import LoadRequest
     from kvwire.runtime.session import Session
-    from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId, KVCache
 
 _log = logging.getLogger("kvwire.runtime")
 _GRACE_STEP_S = 0.05
 """How often a late load asks whether waiting still costs less than computing what is missing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadRequest:
-    """What is to be loaded, and how, as in ``LoadSettings``.
-
-    Attributes:
-        layout: Where documents stand.
-        fetch: How blobs are fetched.
-        backend: Which kernels decode.
-        timeouts: Longest waits.
-        goal: What the controller is to reach.
-        query_tokens: Length of the question.
-        links: What is done so that documents see each other.
-        question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
-        keeper: Finds what earlier repairs computed; None: they are not kept.
-        room_tokens: To set memory aside for behind the prompt, as far as the model's window goes.
-        exact: Lossless levels alone are of use.
-        max_kl: The greatest KL divergence to expect of levels that are fetched; None: any.
-        has_floor: The goal's floor was asked for, and holds in place of ``max_kl``.
-        wanted: How many tokens of each document's beginning are of use; None: all.
-        is_partial: At the deadline, or where it fails, the load ends with what is there.
-        limit_s: Longest partial load without a deadline.
-        grace_s: Seconds that a partial load goes on behind its deadline at most, asked again while it does.
-    """
-
-    layout: Layout
-    fetch: FetchSettings
-    backend: Backend
-    timeouts: Timeouts
-    goal: Goal = field(default_factory=Goal)
-    query_tokens: int = 0
-    links: LinkPlan = UNREPAIRED
-    question: Sequence[int] = ()
-    keeper: RepairKeeper | None = None
-    room_tokens: int = 0
-    exact: bool = False
-    max_kl: float | None = None
-    has_floor: bool = False
-    wanted: int | None = None
-    is_partial: bool = False
-    limit_s: float = 30.0
-    grace_s: Callable[[PromptWorker], float] = field(default=lambda _: 0.0)
 
 
 class Load:
@@ -173,29 +125,14 @@ class Load:
         return ev.Finish(self.work.number, (), reason)
 
     async def _run(self) -> ev.Finish | None:
-        request, layout, work, place = self._request, self.layout, self.work, self.place
-        goal, count = request.goal, len(self._found)
-        self.links = links = layout.plan_links(self.links, place, work.misses)
-        total = place.length + request.query_tokens
-        if total > self._engine.window:
-            around = "documents, what is put around them" if place.front_tokens or layout.head else "documents"
-            msg = (
-                f"{around} and question are {total} tokens, "
-                f"the model's window is {self._engine.window}; "
-                "name fewer documents"
-            )
-            raise ArgumentError(msg)
-        repair = None
-        if count > 1 or (links.option and links.option.whole):
-            repair = links.option if links.is_able else None
-            spared = links.option is not None and not links.option.least and goal.objective != "quality"
-            if links.trouble and (links.is_able or not spared):
-                work.misses.append(links.trouble)
-            if repair is None or links.report is None:
-                links.check(self.link_warning(0.0))
+        request, layout, place, count = self._request, self.layout, self.place, len(self._found)
+        self.links = layout.plan_links(self.links, place, self.work.misses)
+        self._check_fits()
+        repair = self._repair_option()
         looks, computed = bool(request.question), request.query_tokens + place.front_tokens + len(layout.head)
-        work.number = self._driver.begin(
-            self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks, place.link_tokens)
+        self.work.number = self._driver.begin(
+            self,
+            lambda number: ev.LoadRequested(number, count, computed, request.goal, repair, looks, place.link_tokens),
         )
         laid_out = self._spawn(self._lay_out())
         opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
@@ -204,6 +141,31 @@ class Load:
         finish = await self._done
         self.is_finished = finish is not None
         return finish
+
+    def _check_fits(self) -> None:
+        """Refuse a prompt that is longer than the model's window."""
+        total = self.place.length + self._request.query_tokens
+        if total > self._engine.window:
+            is_more = self.place.front_tokens or self.layout.head
+            around = "documents, what is put around them" if is_more else "documents"
+            msg = (
+                f"{around} and question are {total} tokens, the model's window is {self._engine.window}; name fewer "
+                "documents"
+            )
+            raise ArgumentError(msg)
+
+    def _repair_option(self) -> RepairOption | None:
+        """How the controller may repair the prompt; why it may not is told, or refused."""
+        links = self.links
+        if len(self._found) == 1 and not (links.option and links.option.whole):
+            return None
+        repair = links.option if links.is_able else None
+        spared = links.option is not None and not links.option.least and self._request.goal.objective != "quality"
+        if links.trouble and (links.is_able or not spared):
+            self.work.misses.append(links.trouble)
+        if repair is None or links.report is None:
+            links.check(self.link_warning(0.0))
+        return repair
 
     async def _lay_out(self) -> None:
         """Set memory aside, and compute what stands at the prompt's head."""
@@ -248,7 +210,8 @@ class Load:
         document = self.layout.check(document)
         if document.info:
             self.fetched_at = self._driver.clock()
-        self._tell_opening(index, document)
+        begins = self.layout.opening if index == 0 else ()
+        self.work.misses += opening_troubles(self._engine, document, begins)
         if document.trouble:
             self.work.misses.append(f"{document.document_id}: {document.trouble}")
         is_pruned = document.decoder is not None and document.decoder.kept is not None
@@ -259,9 +222,10 @@ class Load:
         ]
         self._variants[index] = asked
         self.work.use(index, asked[0])
-        inputs = tuple(map(self._plan_input, asked))
+        layers = len(self._engine.meta.layers)
+        inputs = tuple(request.plan_input(each, layers) for each in asked)
         self.work.inputs[index] = inputs[0]
-        if trouble := self._quality_trouble(document, inputs):
+        if trouble := request.quality_trouble(document, inputs):
             self.work.misses.append(f"{document.document_id}: {trouble}")
         self._driver.tell(ev.IndexKnown(self.work.number, index, inputs))
         if self.predicted_s is None:
@@ -276,35 +240,6 @@ class Load:
         except Exception:  # noqa: BLE001 - whatever it is, there are others
             return None
         return variant if variant.decoder is None or variant.decoder.kept is None else None
-
-    def _tell_opening(self, index: int, document: OpenDocument) -> None:
-        """Tell of a document that stands less exactly behind the prompt's BOS than it could."""
-        info, ids = document.info, document.token_ids
-        if info and document.layout is None and lacks_opening(self._engine, info, ids):
-            self.work.misses.append(f"{document.document_id!r} was {WITHOUT}")
-        if index == 0 and ids and self.layout.opening and begins_with(ids, self._engine.opening_tokens):
-            self.work.misses.append(f"{document.document_id!r} {TWICE}")
-
-    def _plan_input(self, document: OpenDocument) -> DocumentPlanInput:
-        """What planning is told of a document; a floor or a ceiling that was asked for goes before one by KL."""
-        request, made = self._request, document.plan_input(len(self._engine.meta.layers))
-        if request.max_kl is None or request.has_floor or request.goal.floor or not (document.info and made.has_blob):
-            return made
-        floor, ceiling = kl_floor(document.info, request.max_kl), request.goal.ceiling
-        return replace(made, floor=floor if ceiling is None else min(floor, ceiling))
-
-    def _quality_trouble(self, document: OpenDocument, inputs: Sequence[DocumentPlanInput]) -> str:
-        """Why no level of a document, or not any that may be fetched, is as good as is wanted; empty where one is."""
-        request = self._request
-        if document.info is None:
-            return ""
-        if request.exact:
-            has_any = any(each.has_blob for each in inputs)
-            return "" if has_any else "it has no lossless level; encode it with --lossless"
-        if not document.has_blob or request.max_kl is None:
-            return ""
-        floor = request.goal.floor if request.has_floor or request.goal.floor else None
-        return floor_trouble(document.info, request.max_kl, floor, request.goal.ceiling)
 
     # What the load knows of its prompt.
 
@@ -489,7 +424,7 @@ class Load:
         document = self._variants[index][variant]
         if document.found is not self.work.documents[index].found:
             self.work.documents[index] = document
-            self.work.inputs[index] = self._plan_input(document)
+            self.work.inputs[index] = self._request.plan_input(document, len(self._engine.meta.layers))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 import weakref
@@ -13,33 +12,29 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
-import torch
-
 from kvwire import controller as ctl
-from kvwire._version import __version__
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.runtime.answer import Asked, ChatAsked
 from kvwire.runtime.closing import AnswerStage, CompletedLoad
 from kvwire.runtime.costs import joins, measure_costs, warm_up
-from kvwire.runtime.document import Timeouts
-from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
-from kvwire.runtime.find import DocumentFinder, profile_in_use
-from kvwire.runtime.load import Load, LoadRequest
+from kvwire.runtime.document import LEAST_PATIENCE_S, Timeouts
+from kvwire.runtime.estimates_file import EstimatesFile, keys_of
+from kvwire.runtime.find import DocumentFinder, all_of, profile_in_use
+from kvwire.runtime.load import Load
 from kvwire.runtime.prompt import LinksLayout, PlainLayout, SchemaLayout
+from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
-from kvwire.runtime.threads import Threads
-from kvwire.runtime.warming import Warming
+from kvwire.runtime.threads import Threads, Warming
 from kvwire.transport import EmulatedLink, LinkSettings
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from concurrent.futures import Future
 
-    from kvwire.codec import Backend
     from kvwire.controller import Objective
     from kvwire.engines.base import Engine
     from kvwire.reuse import SchemaPrompt
@@ -50,14 +45,6 @@ if TYPE_CHECKING:
     from kvwire.types import Chat
 
 T = TypeVar("T")
-_OPEN_SHARE = 0.25
-"""Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
-_OPEN_LEAST_S = 0.1
-_PROFILE_SHARE = 0.5
-"""Share of a deadline that a profile may take, likewise."""
-_LEAST_PATIENCE_S = 2.0
-"""What only the store can tell is waited for until the deadline, and so long at least: a connection over a slow link
-takes a second, and then the answer is late, but there is one."""
 _ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
 _WRITING_S = 6.0  # estimates wait for a lock for five seconds
 
@@ -110,7 +97,7 @@ class Loader:
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
         self._beside = min(self._controls.decode_threads, self._controls.decode_batch)
         emulated_name = str(link) if link and lasting else ""
-        self._keys = _keys(engine, corpus, emulated_name, chosen.backend, self._beside)
+        self._keys = keys_of(engine, corpus, emulated_name, chosen.backend, self._beside)
         self._writing: Future[None] | None = None
         self._has_measured_costs = costs is None  # by now, or by who wrote them down
         emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
@@ -345,7 +332,7 @@ class Loader:
         for anew in (False, True):
             finding = [self._finder.find(name, texts, timeouts, anew=anew) for name in documents]
             try:
-                found = await _all_of(finding)
+                found = await all_of(finding)
             except BaseException:
                 planning.cancel()
                 raise
@@ -353,7 +340,7 @@ class Loader:
             self._closer.begin(links, len(found))
             asked_s = time.monotonic() - started
             if deadline_s is not None:
-                timeouts = replace(timeouts, patience=max(timeouts.patience - asked_s, _LEAST_PATIENCE_S / 2))
+                timeouts = replace(timeouts, patience=max(timeouts.patience - asked_s, LEAST_PATIENCE_S / 2))
             left_s = None if deadline_s is None else deadline_s - asked_s
             request = replace(
                 request, timeouts=timeouts, links=links, goal=replace(request.goal, deadline_s=left_s),
@@ -371,14 +358,9 @@ class Loader:
 
     def _timeouts(self, deadline_s: float | None) -> Timeouts:
         """How long a load waits for what it must know, from its beginning."""
-        chosen = self._settings
         with self._lock:
             extra = self._estimates.ttfb.value
-        if deadline_s is None:
-            return Timeouts(chosen.open_s, chosen.patience_s, extra, chosen.patience_s)
-        soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))
-        patience = min(chosen.patience_s, max(deadline_s, _LEAST_PATIENCE_S))
-        return Timeouts(min(chosen.open_s, soon), patience, extra, min(patience, profile))
+        return Timeouts.of(self._settings.open_s, self._settings.patience_s, deadline_s, extra)
 
     def _new_controller(self) -> ctl.Controller:
         chosen = self._settings
@@ -417,30 +399,6 @@ class Loader:
             link, engine = self._keys
             known = engine if self._has_measured_costs else None
             self._writing = self._session.threads.blocking.submit(self._memory.remember, link, known, self.estimates)
-
-
-async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """What comes of works side by side; with the first error, which is raised as it is, the others are stopped."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-    else:
-        return [task.result() for task in tasks]
-    raise first
-
-
-def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend, beside: int) -> tuple[str, str]:
-    """Names of the link and the engine in the file of estimates. beside: chunks that are decoded at a time."""
-    device = engine.device_name or f"{processor()} {os.cpu_count()}"
-    meta, dtype = engine.meta, str(engine.dtype).removeprefix("torch.")
-    kernels = "" if backend == "auto" else backend
-    versions = f"torch {torch.__version__} kvwire {__version__}"
-    named = engine_key(
-        meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions, beside
-    )
-    return link_key(corpus.catalog.store.url, emulated), named
 
 
 def _end(session: Session, warming: Warming) -> None:

@@ -27,7 +27,7 @@ import torch
 
 from kvwire import errors
 from kvwire.cli.app import main
-from kvwire.cli.failures import error_as_data
+from kvwire.cli.say import error_as_data
 from kvwire.codec import decode, encode, inspect, positions_on
 from kvwire.errors import KvwireError
 from kvwire.runtime.corpus import Corpus, Document
@@ -392,7 +392,7 @@ def refused_uploads(place):
 
 
 def partly_encoded(place):
-    from kvwire.cli.encode_output import EncodeOutput
+    from kvwire.cli.encode import EncodeOutput
     from kvwire.offline import encode_side_by_side, find_documents
 
     (place.folder / "mixed").mkdir()

@@ -279,14 +279,16 @@ def test_chunks_that_wait_are_decoded_together_and_bad_ones_are_named(
 
 def test_a_processor_decodes_several_chunks_side_by_side(small, question, references, monkeypatch):
     order, decode_chunk = tuple(small.tokens), BlobDecoder.decode_chunk
-    lock, running, most = threading.Lock(), 0, 0
+    lock, overlapped, running, most = threading.Lock(), threading.Event(), 0, 0
 
     def counted(self, *args):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.05)
+        if most == 2:
+            overlapped.set()
+        overlapped.wait(2)  # for another one, where several are decoded
         decode_chunk(self, *args)
         with lock:
             running -= 1

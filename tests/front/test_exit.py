@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import time
 import torch
-from kvwire.runtime.warming import Warming
+from kvwire.runtime.threads import Warming
 
 begun = []
 

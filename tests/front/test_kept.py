@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from kvwire import controller as ctl
+from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError
 from kvwire.runtime import loader as loaders
 from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -236,17 +239,30 @@ def test_all_rows_are_kept_too(small):
     assert mean_kl(first.logits[None], second.logits[None]) < 1e-3
 
 
-def test_documents_from_text_are_kept_with_the_rows_behind_them(small):
+def test_documents_from_text_are_kept_with_the_rows_behind_them(small, monkeypatch):
     corpus = encoded(small, coding=Coding(neutral_prefix=0))
     blob = corpus.find("d1").blob_key
     stored = bytes(corpus.catalog.store.get(blob))
-    corpus.catalog.store.delete(blob)
-    first = asked(small, corpus)
+    store, decoded = corpus.catalog.store, threading.Event()
+    store.delete(blob)
+    snapshot = store.snapshot
+
+    def late(key):
+        assert not key.endswith(".kvt") or decoded.wait(60)
+        return snapshot(key)
+
+    def record(entry):
+        if isinstance(entry.event, ev.DecodeDone) and entry.event.chunks[0].document == 0:
+            decoded.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "snapshot", late)
+        first = asked(small, corpus, record=record)
     assert first.front == 300  # the second one was computed from text, and saw the first
     whole = {len(each.documents): each.count for each in kept_of(corpus).values()}
     assert whole[2] == 150
     assert whole[4] == 150 + len(first.repair.rows)
-    corpus.catalog.store.put(blob, stored)
+    store.put(blob, stored)
     second = asked(small, corpus)
     assert second.front == 150
     assert second.repair.kept == whole[4]

@@ -27,8 +27,9 @@ from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store import MemoryStore
 from kvwire.store.schemes import open_store
-from kvwire.transport import FetchSettings, HttpStore, ReadTimeouts, parse_link, serve
+from kvwire.transport import FetchSettings, HttpStore, ReadTimeouts, parse_link
 
+from ..http_servers import serving
 from .answers import troubles
 
 if TYPE_CHECKING:
@@ -50,28 +51,6 @@ def _names(small):
 @pytest.fixture(scope="module")
 def reference(small):
     return Reference.of(small.engine, list(small.tokens.values()), small.engine.tokenize(QUESTION), 8)
-
-
-@contextmanager
-def serving(store) -> Iterator[str]:
-    """The real server, in a thread with a loop of its own."""
-    ready, done, urls = threading.Event(), threading.Event(), []
-
-    async def run() -> None:
-        async with serve(store) as url:
-            urls.append(url)
-            ready.set()
-            while not done.is_set():
-                await asyncio.sleep(0.01)
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield urls[0]
-    finally:
-        done.set()
-        thread.join()
 
 
 async def _pass_on(
@@ -119,7 +98,7 @@ def dying(url: str, after_bytes: int) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield f"http://127.0.0.1:{ports[0]}"
     finally:

@@ -74,14 +74,15 @@ def test_costs_that_were_measured_beforehand_are_kept_though_no_load_measured_an
     assert Estimates.of_state(known.state, None, MB, 0.02).costs() == COSTS
 
 
-def test_the_oldest_entries_go(path):
+def test_the_oldest_entries_go(path, monkeypatch):
+    monkeypatch.setattr("kvwire.runtime.estimates_file._MOST_ENTRIES", 8)
     now = [0.0]
     file = EstimatesFile(path, lambda: now[0])
-    for index in range(140):
+    for index in range(20):
         now[0] += 1
         file.remember(f"link-{index}", f"engine-{index}", estimates(engine=False))
     kept = json.loads(path.read_text())["link"]
-    assert len(kept) == 128
+    assert len(kept) == 8
     assert "link-11" not in kept
     assert "link-12" in kept
 

@@ -192,8 +192,7 @@ def test_pictures_are_svg_in_the_pages_colours(sideways):
 
 
 @pytest.mark.parametrize(
-    ("megabits", "words"),
-    [(1, "1 Mbit/s"), (1000, "1 Gbit/s"), (10000, "10 Gbit/s"), (21.5443, "21.5 Mbit/s")],
+    ("megabits", "words"), [(1, "1 Mbit/s"), (1000, "1 Gbit/s"), (10000, "10 Gbit/s"), (21.5443, "21.5 Mbit/s")]
 )
 def test_bandwidths_in_words(megabits, words):
     assert in_bits(megabits) == words

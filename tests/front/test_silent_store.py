@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from kvwire.runtime import loader
+from kvwire.runtime import document, loader
 from kvwire.store import FolderStore, copy_store
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
@@ -41,7 +41,7 @@ def asked(run, demo_model, small, stored, monkeypatch):
 
 @pytest.mark.parametrize("pattern", [".", "/catalog/doc/"], ids=["everything", "entries"])
 def test_a_catalog_that_hangs_is_told_by_the_deadline(asked, monkeypatch, pattern):
-    monkeypatch.setattr(loader, "_LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(document, "LEAST_PATIENCE_S", 0.0)
     code, _, err = asked(pattern, 0.6)
     assert (code, err.count("the store did not answer within 0.6 s; check it and the network")) == (7, 1)
 

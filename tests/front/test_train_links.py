@@ -121,11 +121,7 @@ def test_links_are_trained_with_the_model_and_serve(run, data, demo_model, tmp_p
         ({"passages": ["a"], "question": "q"}, (), "line 1: no answer to learn"),
         ({"passages": ["a"] * 5, "question": "q", "answer": "a"}, (), "link tokens for 4 documents, the prompt has 5"),
         ({"passages": ["a " * 90], "question": "q", "answer": "a"}, ("--most-tokens", 50), "are more than 50"),
-        (
-            {"passages": ["a"], "question": "q", "answer": "a"},
-            ("--frozen", "--layout", "plain"),
-            "has no soft tokens",
-        ),
+        ({"passages": ["a"], "question": "q", "answer": "a"}, ("--frozen", "--layout", "plain"), "has no soft tokens"),
         ({"passages": ["a"], "question": "q", "answer": "a"}, ("--layout", "knots:5"), "there is no layout"),
         ({"passages": ["a"], "question": "q", "answer": "a"}, ("--method", "anchors"), "has no anchors to train"),
         ({"passages": ["a"], "question": "q", "answer": "a"}, ("--resume",), "leave --resume out"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kvwire.runtime.warming import Warming
+from kvwire.runtime.threads import Warming
 
 LONG_S = 10.0
 

@@ -18,8 +18,7 @@ from kvwire.offline.on_vllm import Reader, Teller, _check_room, _ids, _most_engi
 from kvwire.offline.reading import ReadingEngine
 from kvwire.offline.vllm_stage import OUTCOME, Outcomes, telling
 from kvwire.runtime.coding import Coding, Document
-from kvwire.runtime.corpus import Corpus
-from kvwire.runtime.models import find_model
+from kvwire.runtime.corpus import Corpus, find_model
 from kvwire.store import FolderStore
 
 from .test_pipeline import untimed
