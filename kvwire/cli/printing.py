@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.failures import error_as_data
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.errors import KvwireError
-    from kvwire.runtime.answer import Answer
+    from kvwire.runtime.answer import Answer, Reuse
     from kvwire.types import BlobInfo
 
 
@@ -121,6 +122,8 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         if field != "front_s" or answer.computed
     )  # fmt: skip
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    for line in _reused(answer.reused):
+        say(line)
     if answer.computed:
         say(f"{answer.computed} tokens around the documents computed before the question")
     if answer.shifted:
@@ -169,9 +172,19 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
             {"document": name, "expected_kl": kl} for name, kl in zip(names, answer.document_kl, strict=True)
         ],
         "repair": repair, "link_warning": answer.link_warning,
-        "computed_tokens": answer.computed,
+        "computed_tokens": answer.computed, **({"reused": asdict(answer.reused)} if answer.reused else {}),
         "shifted_tokens": answer.shifted, **{name: getattr(answer.timing, name) for name in parts},
     }  # fmt: skip
+
+
+def _reused(reused: Reuse | None) -> Iterator[str]:
+    """Where a prompt's tokens came from, and what became of it."""
+    if reused is None:
+        return
+    where = f"from {reused.document}" if reused.document else "from the store, which has nothing that begins so"
+    yield f"{reused.loaded} tokens of the prompt {where}, {reused.computed} computed"
+    if reused.saved:
+        yield f"kept as {reused.saved}"
 
 
 def _expected_kl(names: Sequence[str], answer: Answer) -> Iterator[str]:
