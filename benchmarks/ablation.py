@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from measure import add_common_options, calibration, default_texts, one_thread, summary, table, windows, write_json
-from versus_cachegen import CONTINUATION, Exact, compare, predictions
+from quality import CONTINUATION, Exact, compare, predictions
 
 import kvwire
 from kvwire.codec import Ladder

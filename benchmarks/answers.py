@@ -41,7 +41,7 @@ from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import compute_documents
+from kvwire.runtime.prefill import compute_documents
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, open_store
 from kvwire.transport import LinkSettings

@@ -12,22 +12,32 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from cachegen import encode_size_and_reconstruct
 from measure import SHARED, add_common_options, table, windows_in, write_json
-from rate_distortion import NOVEL, QUESTIONS, bits_at, curve, question_windows, summarise
+from quality import (
+    CONTINUATION,
+    NOVEL,
+    QUESTIONS,
+    Exact,
+    bits_at,
+    compare,
+    curve,
+    predictions,
+    question_windows,
+    summarise,
+)
 from rivals import kvtc
-from rivals.codecs import KVTC, RELEASED, Coding
 from tqdm import tqdm
-from versus_cachegen import CONTINUATION, Exact, compare, predictions
 
 import kvwire
 from kvwire.runtime.coding import Coding as Settings
 from kvwire.runtime.coding import Document
 from kvwire.runtime.corpus import Corpus
-from kvwire.runtime.opening import link_opened, prefill_documents
+from kvwire.runtime.prefill import link_opened, prefill_documents
 from kvwire.runtime.quality import mean_kl
 from kvwire.store import MemoryStore
 
@@ -41,6 +51,17 @@ KLS = (0.05, 0.02, 0.005, 0.001)
 BUDGETS = (0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 LINKED_READ = 128
 OWN, ENCYCLOPAEDIA = "kvwire", "encyclopaedia"
+KVTC, RELEASED = "KVTC-like", "CacheGen, 256, as released"
+
+
+@dataclass(frozen=True)
+class Coding:
+    """One codec's work on one cache. family: the curve that the codec is a point of."""
+
+    codec: str
+    family: str
+    size: int
+    cache: KVCache
 
 
 def options() -> argparse.Namespace:
@@ -169,7 +190,7 @@ def measure_window(
     for coding in codings(cache, profile, sides):
         point = compare(engine, exact, coding.cache, coding.codec, 8 * coding.size / elements)
         predicted = told.get(coding.codec.removeprefix(f"{OWN} ")) if coding.family == OWN else None
-        yield {**point.__dict__, "family": coding.family, "attention_error": 0.0, "predicted": predicted}
+        yield {**point.__dict__, "family": coding.family, "predicted": predicted}
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from reuse_parts.prompts import DOCUMENTS, JUDGED, LENGTH, QUESTION, TOKENS, dra
 from tqdm import tqdm
 
 import kvwire
-from kvwire.runtime.neighbours import Neighbours
+from kvwire.runtime.prefill import Neighbours
 
 MODELS = ("ebook-llama-14m", "qwen3-8m")
 

@@ -42,15 +42,10 @@ from kvwire.transport import (
     open_session,
     open_source,
 )
-from kvwire.transport.testing import (
-    FaultKind,
-    FaultProxy,
-    ProxyFault,
-    at_random,
-    build_blob,
-    read_blob_head,
-    serving,
-)
+from kvwire.transport.testing import build_blob, read_blob_head, serving
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

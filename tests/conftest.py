@@ -79,7 +79,7 @@ EXHAUSTIVE = (
     "transport/test_fault_matrix.py",
     "transport/test_soak.py",
 )
-"""Files, and folders, that ``make test-all`` alone runs."""
+"""Files, and folders, that ``make test-all`` alone runs, like cases with ``triton``, whose interpreter is slow."""
 
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in a hook of the same name
@@ -130,7 +130,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {ROOT / "tests" / name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
     for item in items:
-        if item.path.as_posix().removeprefix(f"{(ROOT / 'tests').as_posix()}/").startswith(EXHAUSTIVE):
+        name = item.path.as_posix().removeprefix(f"{(ROOT / 'tests').as_posix()}/")
+        callspec = getattr(item, "callspec", None)
+        if name.startswith(EXHAUSTIVE) or (callspec and "triton" in callspec.params.values()):
             item.add_marker("exhaustive")
 
 

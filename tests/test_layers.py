@@ -65,7 +65,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"base.py"}, {"calibration.py"}, {"transformers", "vllm"}],
+    "engines": [{"base.py"}, {"calibration.py"}, {"transformers"}],
     "reuse": [
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},
@@ -95,11 +95,13 @@ SHELVES: dict[str, list[set[str]]] = {
         {"_forks.py", "_html.py", "_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
-        {"comparison", "lmcache", "offline", "report", "sglang", "training", "vllm"},
-        {"cli"},
+        {"comparison", "engines.lmcache", "engines.sglang", "engines.vllm", "offline", "report", "training"},
+        {"cli", "lmcache.py", "sglang.py", "vllm.py"},
         {"__main__.py"},
     ],
 }
+ADAPTERS = {"engines.lmcache", "engines.sglang", "engines.vllm"}
+"""In the folder of engines, on the floor of what runs loads: another process has the model, these load for it."""
 ROOMS = sorted(name for name, floor in FLOORS.items() if 0 < floor < FLOORS[DOOR])
 BESIDE = ("benchmarks", "demo", "tests")  # folders beside the rooms: they import kvwire, nothing imports them
 
@@ -131,6 +133,8 @@ def room_of(module: str) -> str | None:
     top, *rest = module.split(".")
     if top != DOOR:
         return None
+    if ".".join(rest[:2]) in ADAPTERS:
+        return DOOR
     return rest[0] if rest and rest[0] in FLOORS else DOOR
 
 
@@ -228,6 +232,8 @@ def place_of(module: str) -> tuple[str, str]:
     """Room of a module, and its sub-folder or file there; empty for the room's own ``__init__``."""
     room = room_of(module) or DOOR
     rest = module.split(".")[1:] if room == DOOR or FLOORS[room] == 0 else module.split(".")[2:]
+    if ".".join(rest[:2]) in ADAPTERS:
+        return room, ".".join(rest[:2])
     if FLOORS[room] == 0:
         room = DOOR
     return room, "" if rest == ["__init__"] else rest[0] if len(rest) > 1 else f"{rest[0]}.py"
@@ -306,7 +312,7 @@ def test_sub_folders_import_lower_shelves_alone() -> None:
     report(sorted(faults))
 
 
-OPENERS = ("kvwire.__init__", "kvwire.cli.", "kvwire.training.", "kvwire.vllm.opening")
+OPENERS = ("kvwire.__init__", "kvwire.cli.", "kvwire.training.", "kvwire.engines.vllm.opening")
 """Modules that may name the engine of one library: the public names, what opens one or tells its model, training."""
 
 

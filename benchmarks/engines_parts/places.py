@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire import Corpus, TransformersEngine
-    from kvwire.vllm.loading import PageLoader
+    from kvwire.engines.vllm.loading import PageLoader
 
 QUESTION = 24
 """Tokens of a question."""
@@ -62,9 +62,9 @@ def start(stack: ExitStack, args: argparse.Namespace) -> tuple[list[Prompt], Pla
     import torch
 
     from kvwire import open_engine
+    from kvwire.engines.vllm.loading import PageLoader
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import FolderStore, open_store
-    from kvwire.vllm.loading import PageLoader
 
     torch.set_num_threads(1)
     folder = Path(stack.enter_context(TemporaryDirectory()))

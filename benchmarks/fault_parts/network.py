@@ -12,11 +12,13 @@ import base64
 import hashlib
 import json
 import math
+import sys
 import time
 from collections import deque
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvwire.errors import KvwireError
@@ -34,19 +36,21 @@ from kvwire.transport import (
     open_source,
     sign_url,
 )
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, nth, serving
 from kvwire.transport.testing import build_blob as build
 from kvwire.transport.testing import read_blob_head as read_header
+from kvwire.transport.testing import serving
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from fault_proxy import FaultKind, FaultProxy, ProxyFault, ProxyRequest, nth
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from pathlib import Path
 
     from kvwire.store import Store
     from kvwire.transport import ByteSource
     from kvwire.transport.sources.http import Addresses
-    from kvwire.transport.testing.faults import FaultPlan
 
+    FaultPlan = Callable[[ProxyRequest], ProxyFault | None]
     Run = Callable[["Bench"], Awaitable["Row"]]
 
 RIGHT = "right bytes"

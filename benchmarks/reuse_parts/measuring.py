@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvwire import KVCache, Profile, TransformersEngine
     from kvwire.reuse import Selector
     from kvwire.reuse.repair.selectors.base import Chosen
-    from kvwire.runtime.neighbours import Neighbours
+    from kvwire.runtime.prefill import Neighbours
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.3)
 MAIN = (0.05, 0.15)

@@ -35,8 +35,8 @@ BITS = {
 }
 """Bits for each element by level of SmolLM2-135M-Instruct: means over a novel, an encyclopaedia and question sets,
 1,024-token contexts (benchmarks/results/real_model.json). With one and two layers that the reader computes: the share
-that a 12-layer model of web text left of its bits. CacheGen's bits hardly depend on the model (2.5 for SmolLM2 by
-cachegen_steps.json, 2.6 for the demonstration's), so they stay, as do errors: equal steps leave about equal errors."""
+that a 12-layer model of web text left of its bits. CacheGen's bits hardly depend on the model (2.5 for SmolLM2,
+2.6 for the demonstration's), so they stay, as do errors: equal steps leave about equal errors."""
 KL = (6.2e-2, 1.17e-2, 1.92e-3, 2.95e-4, 7.04e-5)
 """The KL divergences of the levels of ``kvwire``, in nats, of the same model and texts."""
 _SOURCES = {

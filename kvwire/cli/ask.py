@@ -300,6 +300,7 @@ def _check_prompt(options: AskOptions) -> None:
     if not options.question and not options.prompt:
         msg = "there is no question: give --question"
         raise ArgumentError(msg)
+    unused: dict[str, object]
     if options.docs:
         unused = {"--save": options.save}
     else:

@@ -61,7 +61,7 @@ def check_model(options: _CheckOptions) -> None:
 
     from kvwire.runtime.corpus import Coding, Corpus
     from kvwire.runtime.link_check import check_links, learn_shift
-    from kvwire.runtime.neutral import neutral_tokens
+    from kvwire.runtime.prefill import neutral_tokens
 
     engine = open_engine(options.model, options.device, options.dtype)
     prompts, learning = _prompts(engine, options)
@@ -138,7 +138,7 @@ def _answered(engine: Engine, prompt: CheckPrompt) -> CheckPrompt:
     """With the model's own answer from a full prefill, where none is given."""
     from dataclasses import replace
 
-    from kvwire.runtime.opening import opened
+    from kvwire.runtime.prefill import opened
 
     (past_cache,) = engine.prefill([opened(engine, [*prompt.text, *prompt.question])])
     start = past_cache.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,6 @@ from kvwire.cli.options import (
 from kvwire.cli.progress import stages
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from kvwire.offline import DocumentRef, RunOptions
     from kvwire.runtime.coding import Extent
     from kvwire.runtime.corpus import Corpus
+
+
+_progress = logging.getLogger("kvwire.progress")
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,10 @@ def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentR
     from kvwire.offline import encode_side_by_side, prepare_profile
 
     what = _what(options)
-    PROGRESS.info("opening %s", options.model)
+    _progress.info("opening %s", options.model)
     corpus = open_corpus(place, options)
     profile = prepare_profile(corpus, refs, what)
-    PROGRESS.info("encoding %d documents", len(refs))
+    _progress.info("encoding %d documents", len(refs))
     with closing(encode_side_by_side(corpus, refs, profile, what)) as works:
         output.take((work.row, work.encoded) for work in works)
 

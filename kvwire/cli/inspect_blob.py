@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from kvwire.cli.engines import model_name, open_engine
-from kvwire.cli.options import JSON, StoreOptions, store_options, takes
+from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, option
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD
@@ -22,17 +21,23 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
 
-@click.command()
-@click.argument("blob")
-@click.option(
-    "--model", envvar="KVWIRE_MODEL", help="Whose document BLOB is: folder or name; needed where the store has several."
-)
-@store_options
-@takes(JSON)
-def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool) -> None:
+@dataclass(frozen=True)
+class _InspectOptions:
+    """What ``kvwire inspect`` is given."""
+
+    blob: str = argument()
+    model: str | None = option(
+        "Whose document BLOB is: folder or name; needed where the store has several.", envvar="KVWIRE_MODEL"
+    )
+    place: StoreOptions = STORE
+    as_json: bool = JSON
+
+
+@command(_InspectOptions)
+def inspect(options: _InspectOptions) -> None:
     """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
-    info = _info(blob, model, place)
-    if as_json:
+    info = _info(options.blob, options.model, options.place)
+    if options.as_json:
         say(json.dumps(describe(info)))
         return
     say(f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (header {info.header_bytes:,})")

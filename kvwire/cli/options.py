@@ -50,11 +50,6 @@ def flag(text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 - like
     return option(text, *names, is_flag=True, **settings)
 
 
-def takes(parameter: Any) -> Callable[[Command], Command]:  # noqa: ANN401 - of ``option`` or ``argument``
-    """A decorator that gives a command a parameter that several have."""
-    return cast("Parameter", parameter)
-
-
 def argument(**settings: Any) -> Any:  # noqa: ANN401 - likewise
     """An argument, called as its field, as ``click.argument`` takes it."""
     return Parameter(click.argument, (), settings)
@@ -263,16 +258,6 @@ _STORE: dict[str, Parameter] = {
 }
 STORE: Any = object()
 """The default of a field that takes ``StoreOptions``, as ``command`` fills it."""
-
-
-def store_options(command: Command) -> Command:
-    """Give a command the options of a store; it gets them as one ``StoreOptions``, called ``place``."""
-
-    @functools.wraps(command)
-    def collected(**given: Any) -> None:  # noqa: ANN401 - click's values
-        command(place=_place(given), **given)
-
-    return _with(_STORE, collected)
 
 
 def _place(given: dict[str, Any]) -> StoreOptions:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from kvwire.cli.failures import leave
-from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, StoreOptions, repair_of, store_options, takes
+from kvwire.cli.options import command, repair_of
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.cli.say import say
@@ -21,44 +19,8 @@ if TYPE_CHECKING:
 _MANY = 16  # documents
 
 
-@click.command("plan")
-@click.option("--docs", multiple=True, help="Ids of documents of the store, or .kvw files, in the prompt's order.")
-@click.argument("more_docs", nargs=-1)
-@click.option("--context", metavar="TOKENS", help="Instead of --docs: a prompt of so many tokens, such as 32k.")
-@click.option(
-    "--documents", default=1, show_default=True, type=click.IntRange(1, 128), help="Of which --context is made."
-)
-@click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, whose costs are remembered or measured.")
-@takes(DEVICE)
-@takes(DTYPE)
-@click.option("--machine", help="Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
-@click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
-@click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
-@click.option("--workers", type=click.Choice(["1", "2"]), help="2: decoding and recomputing run side by side.")
-@click.option("--config", default="", metavar="PREFIX", help="Without --model: configuration, as in kvwire store.")
-@click.option("--link", help="1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
-@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), help="Seconds to the first token.")
-@click.option(
-    "--objective",
-    type=click.Choice(["earliest", "quality", "cheapest"]),
-    help="By default the best quality within the deadline, without one the earliest first token.",
-)
-@click.option("--exact", is_flag=True, help="Lossless levels alone, and texts where there is none; as ask has it.")
-@takes(MAX_KL)
-@takes(FLOOR)
-@click.option(
-    "--question-tokens", default=32, show_default=True, type=click.IntRange(1, 1 << 20), help="Length of the question."
-)
-@takes(REPAIR)
-@click.option(
-    "--price",
-    metavar="PRICES",
-    help="Also in money, such as gpu_hour=1.79,gb_month=0.023,egress=0.09.",
-)
-@click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
-@store_options
-@takes(JSON)
-def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click's values
+@command(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """Tell what a load would do, why, when its first token would come, and what else there is.
 
     Documents: --docs A B C of a store, .kvw files, or made up ones of --context tokens with sizes as measured. Costs:
@@ -68,12 +30,12 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
     from kvwire.whatif.plan import plan_load
     from kvwire.whatif.price import Prices, price_plan
 
-    options = PlanOptions(**given)
-    options.check(store_named=place.store is not None)
+    options.check()
+    place = options.place
     prices = None if options.price is None else Prices.parse(options.price)
     without = place.store is None and not options.needs_store
     with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
-        sources = Sources(options, place, store)
+        sources = Sources(options, store)
         prompt, estimates, settings = sources.prompt(), sources.estimates(), sources.settings()
     if sys.stderr.isatty() and len(prompt.inputs) > _MANY:
         say(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)

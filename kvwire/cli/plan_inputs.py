@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import click
+
 from kvwire._json import json_object
 from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, STORE, StoreOptions, argument, flag, option
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from kvwire.cli.options import StoreOptions
     from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.base import Engine
@@ -32,57 +34,39 @@ _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of ``kvwire plan``, but for those of the store.
+    """What ``kvwire plan`` is given."""
 
-    Attributes:
-        docs: Ids of documents, or files.
-        more_docs: Likewise.
-        context: Tokens of a made up prompt.
-        documents: Of which that is made.
-        model: Folder of the model.
-        device: Where it runs.
-        dtype: In which it runs.
-        machine: Name of a machine, in place of a model.
-        shape: Name of a model's shape.
-        estimates: File of estimates, in place of a model.
-        workers: 1 or 2, as text.
-        config: Prefix of a model configuration.
-        link: Bandwidth and round trip, as text.
-        deadline: Seconds.
-        objective: Of the goal; None: by the deadline.
-        exact: Lossless levels alone.
-        max_kl: Greatest KL divergence to expect of levels, in nats; None: any.
-        floor: Lowest level, in place of ``max_kl``; None: as that says.
-        question_tokens: Length of the question.
-        repair: Rows that are computed anew, as text.
-        price: What an engine, storing and egress cost, as text; None: money is not counted.
-        compare: Also work out alternatives.
-        as_json: Print JSON.
-    """
-
-    docs: tuple[str, ...]
-    more_docs: tuple[str, ...]
-    context: str | None
-    documents: int
-    model: str | None
-    device: str
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    machine: str | None
-    shape: str | None
-    estimates: str | None
-    workers: str | None
-    config: str
-    link: str | None
-    deadline: float | None
-    objective: Objective | None
-    exact: bool
-    max_kl: float | None
-    floor: int | None
-    question_tokens: int
-    repair: str
-    price: str | None
-    compare: bool
-    as_json: bool
+    docs: tuple[str, ...] = option(
+        "Ids of documents of the store, or .kvw files, in the prompt's order.", multiple=True
+    )
+    more_docs: tuple[str, ...] = argument(nargs=-1)
+    context: str | None = option("Instead of --docs: a prompt of so many tokens, such as 32k.", metavar="TOKENS")
+    documents: int = option("Of which --context is made.", default=1, show_default=True, type=click.IntRange(1, 128))
+    model: str | None = option("Folder of the model, whose costs are remembered or measured.", envvar="KVWIRE_MODEL")
+    device: str = DEVICE
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = DTYPE
+    machine: str | None = option("Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
+    shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
+    estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
+    workers: str | None = option("2: decoding and recomputing run side by side.", type=click.Choice(["1", "2"]))
+    config: str = option("Without --model: configuration, as in kvwire store.", default="", metavar="PREFIX")
+    link: str | None = option("1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
+    deadline: float | None = option("Seconds to the first token.", type=click.FloatRange(min=0, min_open=True))
+    objective: Objective | None = option(
+        "By default the best quality within the deadline, without one the earliest first token.",
+        type=click.Choice(["earliest", "quality", "cheapest"]),
+    )
+    exact: bool = flag("Lossless levels alone, and texts where there is none; as ask has it.")
+    max_kl: float | None = MAX_KL
+    floor: int | None = FLOOR
+    question_tokens: int = option(
+        "Length of the question.", default=32, show_default=True, type=click.IntRange(1, 1 << 20)
+    )
+    repair: str = REPAIR
+    price: str | None = option("Also in money, such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES")
+    compare: bool = option("Also work out alternatives and break-even points.", "--compare/--no-compare", default=True)
+    place: StoreOptions = STORE
+    as_json: bool = JSON
 
     @classmethod
     def of_document(cls, name: str, config: str, **given: Any) -> Self:  # noqa: ANN401 - options' values
@@ -93,11 +77,11 @@ class PlanOptions:
             "docs": (name,), "more_docs": (), "context": None, "documents": 1, "model": None, "device": "cpu",
             "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None, "config": config,
             "link": None, "deadline": None, "objective": None, "exact": False, "max_kl": MAX_KL, "floor": None,
-            "question_tokens": 32, "repair": "none", "price": None, "compare": True, "as_json": False,
+            "question_tokens": 32, "repair": "none", "price": None, "compare": True, "place": None, "as_json": False,
         }  # fmt: skip
         return cls(**usual | given)
 
-    def check(self, *, store_named: bool) -> None:
+    def check(self) -> None:
         """Refuse options that do not go together, and files that are none."""
         wrong = ""
         if self.context is None and not self.names:
@@ -115,7 +99,7 @@ class PlanOptions:
         if wrong:
             raise ArgumentError(wrong)
         for name in self.names:
-            looks_like_file = name.endswith(_BLOB) or (os.sep in name and not store_named)
+            looks_like_file = name.endswith(_BLOB) or (os.sep in name and self.place.store is None)
             if looks_like_file and not _is_file(name):
                 msg = f"{name} is not a {_BLOB} file; check the path, or name a document's id and its --store"
                 raise NotFoundError(msg)
@@ -177,17 +161,17 @@ class Prompt:
 class Sources:
     """Where documents and costs come from. With an engine there is a corpus, otherwise costs are modelled."""
 
-    def __init__(self, options: PlanOptions, place: StoreOptions, store: Store | None) -> None:
+    def __init__(self, options: PlanOptions, store: Store | None) -> None:
         """Open the model where its costs are wanted."""
         from kvwire.runtime.corpus import Corpus
         from kvwire.store import MemoryStore
 
-        self._options, self._place, self._store = options, place, store
+        self._options, self._store = options, store
         self._engine: Engine | None = None
         self._corpus: Corpus | None = None
         if not options.is_modelled:
             self._engine = open_engine(options.model or "", options.device, options.dtype)
-            self._corpus = Corpus(self._engine, store or MemoryStore(), **place.whose())
+            self._corpus = Corpus(self._engine, store or MemoryStore(), **options.place.whose())
 
     # Documents.
 
@@ -242,7 +226,7 @@ class Sources:
             msg = f"{name} is no {_BLOB} file; to look it up as a document's id name --store"
             raise NotFoundError(msg)
         else:
-            catalog = self._corpus.catalog if self._corpus else self._place.catalog(self._store)
+            catalog = self._corpus.catalog if self._corpus else self._options.place.catalog(self._store)
             entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
             if entry.is_text:
                 return entry.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +12,18 @@ import click
 
 from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file
-from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME, argument, command, option, takes
+from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME, argument, command, option
 from kvwire.cli.progress import stages
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
-from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from kvwire.offline import ProfileCheck, ProfileSummary
     from kvwire.runtime.coding import Extent
+
+
+_progress = logging.getLogger("kvwire.progress")
 
 
 @click.group("profile")
@@ -59,7 +62,7 @@ def fit(options: _FitOptions) -> None:
     coding = Coding(options.method, options.prefix_layers, calibration=options.calibration, resume=options.resume)
     refs = find_documents(options.texts)
     with stages():
-        PROGRESS.info("opening %s", options.model)
+        _progress.info("opening %s", options.model)
         engine = open_engine(options.model, options.device, options.dtype)
         profile = fit_profile_file(engine, refs, coding)
     part = out.with_name(f"{out.name}.part")
@@ -73,21 +76,28 @@ def fit(options: _FitOptions) -> None:
     _print_summary(summarise(profile), as_json=options.as_json)
 
 
-@profile_group.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@takes(JSON)
-def show(file: Path, *, as_json: bool) -> None:
+@dataclass(frozen=True)
+class _ShowOptions:
+    """What ``kvwire profile show`` is given."""
+
+    file: Path = argument(type=click.Path(path_type=Path))
+    as_json: bool = JSON
+
+
+@command(_ShowOptions, group=profile_group)
+def show(options: _ShowOptions) -> None:
     """Show what FILE, a .kvp, is: its model, what it was fitted on, and what its levels are expected to lose."""
     from kvwire.codec import read_profile
     from kvwire.offline import summarise
 
+    file = options.file
     data = read_file(file, "name a .kvp file, as kvwire profile fit writes them")
     try:
         profile = read_profile(data)
     except (CorruptError, FormatVersionError) as error:
         msg = f"{file}: {error}"
         raise type(error)(msg) from error
-    _print_summary(summarise(profile), as_json=as_json)
+    _print_summary(summarise(profile), as_json=options.as_json)
 
 
 def _print_summary(found: ProfileSummary, *, as_json: bool) -> None:
@@ -104,19 +114,25 @@ def _print_summary(found: ProfileSummary, *, as_json: bool) -> None:
         say(f"{level.name:>10}  error about {level.error:.2g}  {kl}")
 
 
-@profile_group.command()
-@click.argument("manifest", metavar="MANIFEST")
-@click.option("--level", help="Name of the level that is looked at; without it, the middle one.")
-@takes(JSON)
-def check(manifest: str, level: str | None, *, as_json: bool) -> None:
+@dataclass(frozen=True)
+class _CheckOptions:
+    """What ``kvwire profile check`` is given."""
+
+    manifest: str = argument(metavar="MANIFEST")
+    level: str | None = option("Name of the level that is looked at; without it, the middle one.")
+    as_json: bool = JSON
+
+
+@command(_CheckOptions, group=profile_group)
+def check(options: _CheckOptions) -> None:
     """Tell from a manifest's measured errors whether a new profile would pay, and what encoding again costs.
 
     MANIFEST is what kvwire encode --manifest wrote. No model and no store is needed.
     """
     from kvwire.offline import check_profile, read_manifest
 
-    found = check_profile(read_manifest(manifest), level)
-    if as_json:
+    found = check_profile(read_manifest(options.manifest), options.level)
+    if options.as_json:
         say(json.dumps(asdict(found)))
         return
     _print(found)

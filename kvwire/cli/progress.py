@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvwire.cli.say import say
-from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+PROGRESS = logging.getLogger("kvwire.progress")
+"""Stages of what commands do, a line each at INFO; nothing is printed outside ``stages``."""
 
 
 @contextmanager

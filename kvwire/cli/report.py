@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options, takes
+from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, command, flag, option
 from kvwire.cli.progress import progress
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
@@ -27,27 +28,30 @@ _RTT = "2ms"
 _QUESTION = 32
 
 
-@click.command("report")
-@click.option("--out", default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
-@click.option("--all-tenants", is_flag=True, help="Every tenant of the store, not only --tenant.")
-@click.option("--sample", default=16, show_default=True, type=click.IntRange(0, 1024), help="Headers that are read.")
-@click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, for the time to the first token.")
-@takes(DEVICE)
-@takes(DTYPE)
-@click.option("--machine", help="Instead of --model: a machine by name, such as h100; needs --shape.")
-@click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
-@click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
-@store_options
-@takes(JSON)
-def report(
-    *,
-    out: str,
-    all_tenants: bool,
-    sample: int,
-    place: StoreOptions,
-    as_json: bool,
-    **costs: Any,  # noqa: ANN401 - click's values
-) -> None:
+@dataclass(frozen=True)
+class _ReportOptions:
+    """What ``kvwire report`` is given."""
+
+    out: str = option("Where the page goes.", default="report.html", show_default=True, metavar="FILE")
+    all_tenants: bool = flag("Every tenant of the store, not only --tenant.")
+    sample: int = option("Headers that are read.", default=16, show_default=True, type=click.IntRange(0, 1024))
+    model: str | None = option("Folder of the model, for the time to the first token.", envvar="KVWIRE_MODEL")
+    device: str = DEVICE
+    dtype: str = DTYPE
+    machine: str | None = option("Instead of --model: a machine by name, such as h100; needs --shape.")
+    shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
+    estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
+    place: StoreOptions = STORE
+    as_json: bool = JSON
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What tells costs, as ``PlanOptions`` takes it."""
+        return {name: getattr(self, name) for name in ("model", "device", "dtype", "machine", "shape", "estimates")}
+
+
+@command(_ReportOptions)
+def report(options: _ReportOptions) -> None:
     """Write a page of what a store holds: documents, bytes by level, rate and distortion, ages, what is damaged.
 
     With the costs of a model or a machine also when first tokens come. Nothing is changed. Of blobs, no more than
@@ -56,8 +60,9 @@ def report(
     from kvwire.report import survey
 
     _check_pictures()
-    wanted = any(costs[name] for name in ("model", "machine", "shape", "estimates"))
-    if bool(costs["machine"]) != bool(costs["shape"]):
+    out, place = options.out, options.place
+    wanted = options.model or options.machine or options.shape or options.estimates
+    if bool(options.machine) != bool(options.shape):
         msg = "--machine and --shape go together: a machine's costs depend on the model's shape"
         raise ArgumentError(msg)
     page = Path(out)
@@ -66,11 +71,11 @@ def report(
         raise NotFoundError(msg)
     with closing(place.open_lasting(exists=True)) as store:
         with progress("looking at", "obj") as tell:
-            tenant = None if all_tenants else place.catalog(store).tenant
-            found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=sample, on_progress=tell)
-        first = _first_tokens(found, place, store, costs) if wanted else None
+            tenant = None if options.all_tenants else place.catalog(store).tenant
+            found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=options.sample, on_progress=tell)
+        first = _first_tokens(found, store, options) if wanted else None
     _write(page, found, first)
-    if as_json:
+    if options.as_json:
         say(json.dumps(_as_data(found, first) | {"page": out}))
     else:
         documents = sum(each.documents for each in found.configs)
@@ -80,7 +85,7 @@ def report(
         raise CorruptError(msg)
 
 
-def _first_tokens(found: Survey, place: StoreOptions, store: Store, costs: dict[str, Any]) -> FirstTokens:
+def _first_tokens(found: Survey, store: Store, asked: _ReportOptions) -> FirstTokens:
     """Of the sampled document of middle length that the costs are for."""
     from kvwire.cli.plan_inputs import PlanOptions, Sources
     from kvwire.controller import Goal
@@ -88,18 +93,18 @@ def _first_tokens(found: Survey, place: StoreOptions, store: Store, costs: dict[
     from kvwire.whatif.situation import PlanScenario
 
     for each in found.configs:
-        if each.sample and each.tenant == place.catalog(store).tenant:
+        if each.sample and each.tenant == asked.place.catalog(store).tenant:
             name, config = list(each.sample)[len(each.sample) // 2], each.config
             break
     else:
         msg = f"there is no document with a blob in {found.store} to tell first tokens of: leave the costs out"
         raise NotFoundError(msg)
-    options = PlanOptions.of_document(name, config, link=f"1gbit,{_RTT}", question_tokens=_QUESTION, **costs)
-    sources = Sources(options, place, store)
+    given = {"link": f"1gbit,{_RTT}", "question_tokens": _QUESTION, "place": asked.place} | asked.costs
+    sources = Sources(PlanOptions.of_document(name, config, **given), store)
     prompt = sources.prompt()
     documents = tuple((given,) for given in prompt.inputs)
     situation = PlanScenario(documents, sources.estimates(), Goal(), sources.settings(), _QUESTION, prompt.details)
-    engine = " with ".join(filter(None, (costs["machine"], costs["shape"]))) or costs["model"] or costs["estimates"]
+    engine = " with ".join(filter(None, (asked.machine, asked.shape))) or asked.model or asked.estimates or ""
     with progress("simulating", "link") as tell:
         return first_tokens(prompt.names, situation, engine, on_progress=tell)
 

@@ -4,59 +4,68 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
 from kvwire.cli.engines import model_name, open_tokenizer
-from kvwire.cli.options import JSON, StoreOptions, store_options, takes
+from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
 
-@click.command()
-@click.option("--docs", multiple=True, help="Ids of documents of the store, in the prompt's order.")
-@click.argument("more_docs", nargs=-1)
-@click.option("--computed", multiple=True, help="Documents behind those, for vLLM to compute; with --question.")
-@click.option("--prefix", is_flag=True, help="Instead of documents: the longest prefix that the store's index knows.")
-@click.option("--save", is_flag=True, help="Have vLLM keep what it computes of the prompt; changes no salt.")
-@click.option("--repair", type=click.Choice(["kept"]), help="Lay over them what ask --keep-repairs computed and kept.")
-@click.option("--level", type=click.IntRange(0), help="Quality level of all chunks.")
-@click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds to load for.")
-@click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]))
-@click.option("--question", help="Print the body of a whole request that ends with this; needs --model as a folder.")
-@click.option("--served-name", help="The model's name in that body; by default --model.")
-@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="In that body.")
-@click.option("--model", envvar="KVWIRE_MODEL", help="Folder or name; needed where the store has several models.")
-@store_options
-@takes(JSON)
-def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: ANN401 - click's values
+@dataclass(frozen=True)
+class _SaltOptions:
+    """What ``kvwire salt`` is given."""
+
+    docs: tuple[str, ...] = option("Ids of documents of the store, in the prompt's order.", multiple=True)
+    more_docs: tuple[str, ...] = argument(nargs=-1)
+    computed: tuple[str, ...] = option("Documents behind those, for vLLM to compute; with --question.", multiple=True)
+    prefix: bool = flag("Instead of documents: the longest prefix that the store's index knows.")
+    save: bool = flag("Have vLLM keep what it computes of the prompt; changes no salt.")
+    repair: str | None = option("Lay over them what ask --keep-repairs computed and kept.", type=click.Choice(["kept"]))
+    level: int | None = option("Quality level of all chunks.", type=click.IntRange(0))
+    deadline_s: float | None = option(
+        "Seconds to load for.", "--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True)
+    )
+    objective: str | None = option(type=click.Choice(["earliest", "quality", "cheapest"]))
+    question: str | None = option("Print the body of a whole request that ends with this; needs --model as a folder.")
+    served_name: str | None = option("The model's name in that body; by default --model.")
+    max_tokens: int = option("In that body.", default=64, show_default=True, type=click.IntRange(1))
+    model: str | None = option("Folder or name; needed where the store has several models.", envvar="KVWIRE_MODEL")
+    place: StoreOptions = STORE
+    as_json: bool = JSON
+
+
+@command(_SaltOptions)
+def salt(options: _SaltOptions) -> None:
     """Print the cache_salt that a request to vLLM needs, or with --question the body of the request.
 
     The salt names tenant, model, documents (of prefixes, the profile), level, deadline, objective and repaired rows: no
     other request shares what vLLM keeps of it. Without the right one, vLLM computes all, and its answer tells the salt.
     """
+    from kvwire.engines.vllm.requests import Choice, request_body, request_salt
     from kvwire.runtime.corpus import Corpus
-    from kvwire.vllm.requests import Choice, request_body, request_salt
 
-    chosen = {name: given[name] for name in ("level", "deadline_s", "objective", "repair") if given[name] is not None}
-    names = [*given["docs"], *given["more_docs"]]
-    flags = {name: True for name in ("prefix", "save") if given[name]}
+    named = {name: getattr(options, name) for name in ("level", "deadline_s", "objective", "repair")}
+    chosen = {name: value for name, value in named.items() if value is not None}
+    names = [*options.docs, *options.more_docs]
+    flags = {name: True for name in ("prefix", "save") if getattr(options, name)}
     choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)
     if not choice.mode:
         msg = "name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt"
         raise ArgumentError(msg)
-    model = given["model"] or ""
+    model, place = options.model or "", options.place
     with closing(place.open_lasting(exists=True)) as store:
         corpus = Corpus.open(store, model=model_name(model), **place.whose())
-        if given["question"] is None:
+        if options.question is None:
             value = request_salt(corpus, choice)
-            say(json.dumps({"cache_salt": value}) if as_json else value)
+            say(json.dumps({"cache_salt": value}) if options.as_json else value)
             return
         if not model or not Path(model).expanduser().is_dir():
             msg = "--question is read with the model's tokenizer: give --model FOLDER"
             raise ArgumentError(msg)
-        question = open_tokenizer(model)(given["question"], "last", "frame")
-        more = {"model": given["served_name"] or model, "max_tokens": given["max_tokens"], "temperature": 0}
-        say(json.dumps(request_body(corpus, choice, question, computed=given["computed"], **more)))
+        question = open_tokenizer(model)(options.question, "last", "frame")
+        more = {"model": options.served_name or model, "max_tokens": options.max_tokens, "temperature": 0}
+        say(json.dumps(request_body(corpus, choice, question, computed=options.computed, **more)))

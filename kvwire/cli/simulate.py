@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
-from kvwire.cli.options import FLOOR, MAX_KL, repair_of
+from kvwire.cli.options import FLOOR, JSON, MAX_KL, command, flag, option, repair_of
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
@@ -26,94 +26,92 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator import Model, Scenario, Scored, Summary
     from kvwire.controller.simulator.scenario import Variants
 
-    Command = Callable[..., None]
-
 _MOST_TOKENS = 1 << 23
 _SPREAD_S = 60.0  # loads on a link that repeats begin anywhere in its first so many seconds
 _MOST_LOADS = 20_000  # for each policy, so that they fit into memory
 _NAMED = 4  # links in the heading of a table
 _FIRST_S = 5.0  # leaves time for the earlier load
 
-_OPTIONS = (
-    click.option("--model", "models", multiple=True, default=["llama-3.1-8b"], show_default=True, help="Named shapes."),
-    click.option("--machine", "machines", multiple=True, default=["h100"], show_default=True,
-                 help="One for all models, or one for each."),
-    click.option("--context", "contexts", metavar="TOKENS", help="Lengths of prompts, such as 4k,32k.  [default: 8k]"),
-    click.option("--documents", type=click.IntRange(1, 10_000), help="Of a prompt, equally long.  [default: 4]"),
-    click.option("--method", "methods", multiple=True, default=["kvwire"], show_default=True,
-                 help="Whose measured segment sizes; several: blobs of each lie in the store, and the best is taken."),
-    click.option("--blob", "blobs", multiple=True, metavar="FILE", help="Take real documents instead: .kvw files."),
-    click.option("--link", "links", multiple=True, metavar="RATE",
-                 help="Steady: 1gbit, or 1gbit,5ms with a round trip."),
-    click.option("--trace", "traces", multiple=True, metavar="FILE", help="Recorded: .json, or lines of s and Mbit/s."),
-    click.option("--mean", metavar="RATE", help="Scale recorded links to this mean."),
-    click.option("--stretch", type=float, help="Stretch recorded links in time; below 1: faster.  [default: 1]"),
-    click.option("--made", "made", multiple=True, metavar="FORMULA",
-                 help="ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB."),
-    click.option("--outage", "outages", multiple=True, metavar="START,LENGTH", help="On every link, in seconds."),
-    click.option("--rtt", "rtt_s", default=0.002, show_default=True, type=click.FloatRange(0, 60), metavar="SECONDS",
-                 help="Round trip, where the link names none."),
-    click.option("--deadline", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="To the first token."),
-    click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]),
-                 help="Default: quality with a deadline, earliest without."),
-    MAX_KL,
-    FLOOR,
-    click.option("--repair", default="none", show_default=True, metavar="none|auto|all|SHARE",
-                 help="Rows computed anew so that documents see each other; see kvwire ask."),
-    click.option("--policy", "policies", multiple=True,
-                 help="adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw, "
-                 "cacheblend. [default: all]"),
-    click.option("--loads", default=1, show_default=True, type=click.IntRange(1, 10_000), help="One after another."),
-    click.option("--together", default=1, show_default=True, type=click.IntRange(1, 1000),
-                 help="Loads that share link and machine each time."),
-    click.option("--every", "every_s", default=0.1, show_default=True, type=click.FloatRange(0, 3600),
-                 metavar="SECONDS", help="Between loads that come together."),
-    click.option("--trouble", default="", metavar="NAME=VALUE,...",
-                 help="Chances of fetches: fail, stall (for stall_s), corrupt; noise: sigma of compute times."),
-    click.option("--patience", "patience_s", default=600.0, show_default=True, metavar="SECONDS",
-                 type=click.FloatRange(0, 86400, min_open=True), help="After which a load counts as failed."),
-    click.option("--cold", is_flag=True, help="No earlier load has taught the estimates."),
-    click.option("--prior", default="", metavar="NAME=FACTOR,...",
-                 help="Priors are wrong by factors, bandwidth=2,prefill=0.5; implies --cold."),
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31)),
-    click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON and pictures."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout."),
-)  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What the options say; see their help."""
+    """What ``kvwire simulate`` is given."""
 
-    models: tuple[str, ...]
-    machines: tuple[str, ...]
-    contexts: str | None
-    documents: int | None
-    methods: tuple[str, ...]
-    blobs: tuple[str, ...]
-    links: tuple[str, ...]
-    traces: tuple[str, ...]
-    mean: str | None
-    stretch: float | None
-    made: tuple[str, ...]
-    outages: tuple[str, ...]
-    rtt_s: float
-    deadline: float | None
-    objective: Objective | None
-    max_kl: float | None
-    floor: int | None
-    repair: str
-    policies: tuple[str, ...]
-    loads: int
-    together: int
-    every_s: float
-    trouble: str
-    patience_s: float
-    cold: bool
-    prior: str
-    seed: int
-    out: Path | None
-    as_json: bool
+    models: tuple[str, ...] = option(
+        "Named shapes.", "--model", "models", multiple=True, default=["llama-3.1-8b"], show_default=True
+    )
+    machines: tuple[str, ...] = option(
+        "One for all models, or one for each.", "--machine", "machines", multiple=True, default=["h100"],
+        show_default=True,
+    )  # fmt: skip
+    contexts: str | None = option(
+        "Lengths of prompts, such as 4k,32k.  [default: 8k]", "--context", "contexts", metavar="TOKENS"
+    )
+    documents: int | None = option("Of a prompt, equally long.  [default: 4]", type=click.IntRange(1, 10_000))
+    methods: tuple[str, ...] = option(
+        "Whose measured segment sizes; several: blobs of each lie in the store, and the best is taken.",
+        "--method", "methods", multiple=True, default=["kvwire"], show_default=True,
+    )  # fmt: skip
+    blobs: tuple[str, ...] = option(
+        "Take real documents instead: .kvw files.", "--blob", "blobs", multiple=True, metavar="FILE"
+    )
+    links: tuple[str, ...] = option(
+        "Steady: 1gbit, or 1gbit,5ms with a round trip.", "--link", "links", multiple=True, metavar="RATE"
+    )
+    traces: tuple[str, ...] = option(
+        "Recorded: .json, or lines of s and Mbit/s.", "--trace", "traces", multiple=True, metavar="FILE"
+    )
+    mean: str | None = option("Scale recorded links to this mean.", metavar="RATE")
+    stretch: float | None = option("Stretch recorded links in time; below 1: faster.  [default: 1]", type=float)
+    made: tuple[str, ...] = option(
+        "ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB.",
+        multiple=True, metavar="FORMULA",
+    )  # fmt: skip
+    outages: tuple[str, ...] = option(
+        "On every link, in seconds.", "--outage", "outages", multiple=True, metavar="START,LENGTH"
+    )
+    rtt_s: float = option(
+        "Round trip, where the link names none.", "--rtt", "rtt_s", default=0.002, show_default=True,
+        type=click.FloatRange(0, 60), metavar="SECONDS",
+    )  # fmt: skip
+    deadline: float | None = option("To the first token.", type=click.FloatRange(0, min_open=True), metavar="SECONDS")
+    objective: Objective | None = option(
+        "Default: quality with a deadline, earliest without.", type=click.Choice(["earliest", "quality", "cheapest"])
+    )
+    max_kl: float | None = MAX_KL
+    floor: int | None = FLOOR
+    repair: str = option(
+        "Rows computed anew so that documents see each other; see kvwire ask.",
+        default="none", show_default=True, metavar="none|auto|all|SHARE",
+    )  # fmt: skip
+    policies: tuple[str, ...] = option(
+        "adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw, cacheblend. "
+        "[default: all]",
+        "--policy", "policies", multiple=True,
+    )  # fmt: skip
+    loads: int = option("One after another.", default=1, show_default=True, type=click.IntRange(1, 10_000))
+    together: int = option(
+        "Loads that share link and machine each time.", default=1, show_default=True, type=click.IntRange(1, 1000)
+    )
+    every_s: float = option(
+        "Between loads that come together.", "--every", "every_s", default=0.1, show_default=True,
+        type=click.FloatRange(0, 3600), metavar="SECONDS",
+    )  # fmt: skip
+    trouble: str = option(
+        "Chances of fetches: fail, stall (for stall_s), corrupt; noise: sigma of compute times.",
+        default="", metavar="NAME=VALUE,...",
+    )  # fmt: skip
+    patience_s: float = option(
+        "After which a load counts as failed.", "--patience", "patience_s", default=600.0, show_default=True,
+        metavar="SECONDS", type=click.FloatRange(0, 86400, min_open=True),
+    )  # fmt: skip
+    cold: bool = flag("No earlier load has taught the estimates.")
+    prior: str = option(
+        "Priors are wrong by factors, bandwidth=2,prefill=0.5; implies --cold.", default="", metavar="NAME=FACTOR,..."
+    )
+    seed: int = option(default=0, show_default=True, type=click.IntRange(0, 2**31))
+    out: Path | None = option("Folder for JSON and pictures.", type=click.Path(file_okay=False, path_type=Path))
+    as_json: bool = JSON
 
 
 @dataclass(frozen=True)
@@ -133,22 +131,14 @@ class _Result:
     scored: tuple[Scored, ...]
 
 
-def _with_options(command: Command) -> Command:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-@click.command()
-@_with_options
-def simulate(**given: Any) -> None:  # noqa: ANN401 - click's values
+@command(_Asked)
+def simulate(asked: _Asked) -> None:
     """Simulate loads: the real controller on a modelled link and machine. docs/simulator.md says what is modelled.
 
     kvwire simulate --link 1gbit --context 32k --documents 8 --deadline 0.5 --policy adaptive --policy text
     """
     from tqdm import tqdm
 
-    asked = _Asked(**given)
     if asked.out:
         _check_pictures()
     cases = list(tqdm(_cases(asked), unit="load", disable=None, desc="drawing", file=sys.stderr, delay=1.0))

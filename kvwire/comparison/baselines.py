@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvwire.reuse import moved
-from kvwire.runtime.opening import link_opened, prefill_documents
+from kvwire.runtime.prefill import link_opened, prefill_documents
 from kvwire.transport import EmulatedLink, open_session, open_source, read_object
 from kvwire.types import KVCache
 

@@ -26,7 +26,7 @@ from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.costs import measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import neutral_tokens
+from kvwire.runtime.prefill import neutral_tokens
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.text_files import problem_with, token_ids

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.runtime.opening import prefill_documents
+from kvwire.runtime.prefill import prefill_documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

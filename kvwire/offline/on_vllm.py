@@ -86,7 +86,7 @@ class VllmSettings:
         return {
             **spread, "dtype": self.dtype, "skip_tokenizer_init": True, **self.engine_args,
             "tensor_parallel_size": self.tensor_parallel, "enable_prefix_caching": False,
-            "kv_transfer_config": transfer, "worker_extension_cls": "kvwire.vllm.extension.SavingWorker",
+            "kv_transfer_config": transfer, "worker_extension_cls": "kvwire.vllm.SavingWorker",
         }  # fmt: skip
 
     def bundle(self, cpus: float) -> dict[str, float]:

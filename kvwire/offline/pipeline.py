@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
 from queue import Full, Queue
@@ -12,7 +13,6 @@ from kvwire.offline.sample import sample
 from kvwire.offline.steps import DocumentSteps, RunOptions
 from kvwire.runtime.calibrate import without_anchors
 from kvwire.runtime.coding import EXTENTS
-from kvwire.runtime.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Document
     from kvwire.runtime.corpus import Corpus
 
+_progress = logging.getLogger("kvwire.progress")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -58,7 +59,7 @@ def prepare_profile(
         return document and without_anchors(encoder.engine, encoder.coding, document)  # a sample cuts documents
 
     def texts() -> list[Document]:
-        PROGRESS.info("reading texts to fit a profile on, of %d documents", len(refs))
+        _progress.info("reading texts to fit a profile on, of %d documents", len(refs))
         return sample(refs, read, EXTENTS[encoder.coding.calibration])
 
     given = read_profile(chosen.profile) if chosen.profile else None

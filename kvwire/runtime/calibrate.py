@@ -20,8 +20,7 @@ import torch
 from kvwire.errors import CorruptError, MismatchError
 from kvwire.reuse import compute_cached, compute_stored, drop_tokens, own_tokens, stored_tokens
 from kvwire.runtime.coding import EXTENTS, LEAST_TOKENS
-from kvwire.runtime.opening import opening_of, prefill_documents, states_of
-from kvwire.runtime.progress import PROGRESS
+from kvwire.runtime.prefill import opening_of, prefill_documents, states_of
 from kvwire.runtime.quality import calibrate_error
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     Moments = Mapping[str, NDArray[np.generic]]
 
+_progress = logging.getLogger("kvwire.progress")
 HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
 """Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
 the fit for that."""
@@ -57,22 +57,22 @@ class _Texts:
     def caches(self) -> list[KVCache]:
 
         tokens = sum(map(len, self._chosen))
-        PROGRESS.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
+        _progress.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
         return spilled(
             (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
         )
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
-        PROGRESS.info("gathering statistics: what attention weighs, and what errors do to answers")
+        _progress.info("gathering statistics: what attention weighs, and what errors do to answers")
         found = self._engine.statistics(self._chosen, tokens=tokens)
-        PROGRESS.info("fitting the profile")
+        _progress.info("fitting the profile")
         return found
 
     def prefix_states(self, layers: int) -> list[Tensor]:
         return [states_of(self._engine, ids, layers) for ids in self._chosen]
 
     def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
-        PROGRESS.info("measuring what errors do to answers, level by level")
+        _progress.info("measuring what errors do to answers, level by level")
         layout = self._coding.layout
         texts, compute = self._others or self._chosen, None
         if layout.anchors:  # a document that is cut within a chunk would be none of the layout
@@ -186,7 +186,7 @@ def compute_document(
     if coding.layout.anchors is not None:
         return compute_stored(engine, coding.layout, ids), ()
     if neutral:
-        from kvwire.runtime.neutral import compute_behind, neutral_prefix
+        from kvwire.runtime.prefill import compute_behind, neutral_prefix
 
         prefix = neutral_prefix(engine, ids, neutral)
         if len(prefix) > len(opening):

@@ -16,7 +16,6 @@ from kvwire.codec.workers import stay_on_one_core
 from kvwire.controller import CostModel, PrefillCost, fit_decode, fit_joined, fit_prefill
 from kvwire.errors import MismatchError
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime.progress import PROGRESS
 from kvwire.runtime.threads import usual_threads
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
+_progress = logging.getLogger("kvwire.progress")
 _log = logging.getLogger(__name__)
 BUDGET_S = 1.0
 """Seconds that measuring takes, about: the start of a process waits for it."""
@@ -85,7 +85,7 @@ def measure_costs(
     costs = CostModel(prefill, fit_decode(samples), link_s_per_token=link_s, joined=joined)
     taken, chunk = time.perf_counter() - started, max(_CHUNKS)
     rate = chunk / max(costs.prefill.seconds(chunk), 1e-9)
-    PROGRESS.info("measured this engine in %.1f s: about %.0f tokens of prefill a second", taken, rate)
+    _progress.info("measured this engine in %.1f s: about %.0f tokens of prefill a second", taken, rate)
     return costs
 
 

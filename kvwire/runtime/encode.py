@@ -19,7 +19,7 @@ from kvwire.runtime.calibrate import (
     tokens_to_take,
 )
 from kvwire.runtime.coding import LEAST_TOKENS, Document, Encoded
-from kvwire.runtime.opening import WITHOUT, lacks_opening, opening_of, states_of
+from kvwire.runtime.prefill import WITHOUT, lacks_opening, opening_of, states_of
 from kvwire.store import ModelRecord
 from kvwire.types import digest_tokens
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus_reader import CorpusReader
-    from kvwire.runtime.neighbours import Neighbours
+    from kvwire.runtime.prefill import Neighbours
     from kvwire.store import CatalogEntry, PrefixIndex
     from kvwire.types import BlobInfo, BlockDeviation, KVCache, SoftTokensName
 
@@ -170,7 +170,7 @@ class Encoder:
         """What measures deviations, where they are wanted."""
         if not self.coding.deviation:
             return None
-        from kvwire.runtime.neighbours import Neighbours  # nothing else needs it
+        from kvwire.runtime.prefill import Neighbours  # nothing else needs it
 
         return Neighbours(self.engine, [each.token_ids for each in documents])
 
@@ -387,13 +387,13 @@ class Encoder:
         return self.coding.is_prefill and not self._neutral(profile)
 
     def _neutral(self, profile: AnyProfile | None) -> int:
-        from kvwire.runtime.neutral import neutral_tokens
+        from kvwire.runtime.prefill import neutral_tokens
 
         return neutral_tokens(self.coding, profile)
 
     def _is_behind(self, info: BlobInfo, token_ids: Sequence[int], profile: AnyProfile | None) -> bool:
         """Whether a blob was computed behind what encoding would give it; alone is enough where nothing was asked."""
-        from kvwire.runtime.neutral import neutral_prefix
+        from kvwire.runtime.prefill import neutral_prefix
 
         count = self._neutral(profile)
         if len(info.neutral_prefix) == info.opening:

@@ -15,7 +15,7 @@ from kvwire.controller import events as ev
 from kvwire.engines.base import PassStoppedError
 from kvwire.errors import ArgumentError, MismatchError, StorageError
 from kvwire.runtime.document import in_words
-from kvwire.runtime.opening import opening_of, states_of
+from kvwire.runtime.prefill import opening_of, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -305,7 +305,7 @@ class PromptWorker:
             if offset == len(self._engine.opening_tokens):  # behind BOS alone
                 neutral = neutral[: len(self._engine.opening_tokens)]
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
-            from kvwire.runtime.neutral import behind as behind_neutral
+            from kvwire.runtime.prefill import behind as behind_neutral
 
             seen = behind_neutral(self._engine, neutral, seen, more=len(ids))
         return seen, ids, offset

@@ -17,7 +17,7 @@ from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.coding import Document, Encoded
 from kvwire.runtime.encode import Computed
-from kvwire.runtime.opening import states_of
+from kvwire.runtime.prefill import states_of
 from kvwire.store import check_new_name
 from kvwire.store.catalog_entry import MAX_PART_HEADERS_BYTES, MAX_PARTS
 from kvwire.types import BlobPrefix, digest_tokens
@@ -191,7 +191,7 @@ class Grower:
         before, ids, info = len(grown.token_ids), grown.whole.token_ids, grown.info
         behind = len(info.neutral_prefix)
         if cache is None:
-            from kvwire.runtime.neutral import compute_behind
+            from kvwire.runtime.prefill import compute_behind
 
             engine = self._encoder.engine
             if behind > info.opening:

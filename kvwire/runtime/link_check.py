@@ -14,8 +14,7 @@ from kvwire.codec import Profile, decode, encode, inspect
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, ShiftLearner, block_mask, link, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, GAIN_SHARE, LinkReport
-from kvwire.runtime.neutral import compute_documents
-from kvwire.runtime.opening import link_opened, prefill_documents, states_of
+from kvwire.runtime.prefill import compute_documents, link_opened, prefill_documents, states_of
 from kvwire.runtime.quality import mean_kl
 
 if TYPE_CHECKING:

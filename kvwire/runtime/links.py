@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +12,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
 from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
+from kvwire.reuse.repair.repairing import BLOCK_ROWS
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import AttentionSummary, LinkedPrompt, PromptLayout, Repaired, Selector
     from kvwire.runtime.link_report import LinkReport
-    from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.types import BlockDeviation
+
 
 RepairMode = Literal["none", "auto", "all"]
 UNMEASURED_SHARE = 0.15
@@ -281,8 +283,6 @@ class Repairer:
         front: int,
     ) -> RepairInOrder:  # fmt: skip
         """Choose rows that are computed document by document."""
-        from kvwire.runtime.repair_in_order import RepairInOrder
-
         if not _may(told, prompt):
             raise MismatchError(told.trouble or "the text of a document is not known")
         given = self._input(prompt, told, question, front)
@@ -313,3 +313,66 @@ class Repairer:
         if plan.is_wanted:
             raise MismatchError(words)
         return None, words
+
+
+class RepairInOrder:
+    """What jobs of a load have computed of the rows that its selector chose.
+
+    A job sees nothing of the documents behind its own, which may be half decoded by then. Each row sees all that stands
+    before it as it stays, so that jobs in the prompt's order come to what all rows at once would.
+
+    Attributes:
+        share: Of the prompt's rows, those that were chosen.
+        rows: int64, those that are computed, ascending.
+        seconds: That computing them took.
+        select_s: That choosing all of them took.
+    """
+
+    def __init__(self, given: RepairInput, selector: Selector, share: float, count: int) -> None:
+        """Choose the rows."""
+        started = time.perf_counter()
+        self._given, self._chosen = given, selector.choose(given, count).rows
+        self.select_s, self.seconds, self.share = time.perf_counter() - started, 0.0, share
+        self.rows = self._chosen[:0]
+
+    @property
+    def left(self) -> int:
+        """How many of the rows are not computed yet."""
+        return len(self._chosen) - len(self.rows)
+
+    def run(self, stop_at: int, is_gone: Callable[[], bool]) -> int:
+        """Compute the rows before a place of the prompt, but for those that were."""
+        began, given, before = time.perf_counter(), self._given, len(self.rows)
+        mine = self._chosen[(self._chosen < stop_at) & ~torch.isin(self._chosen, self.rows)]
+        seen, ids = given.cache.slice(0, stop_at), given.token_ids[:stop_at]
+        for start in range(0, len(mine), BLOCK_ROWS):
+            if is_gone():
+                break
+            block = given.engine.update_rows(seen, ids, mine[start : start + BLOCK_ROWS])
+            self.rows = torch.cat((self.rows, block)).sort().values
+        self.seconds += time.perf_counter() - began
+        return len(self.rows) - before
+
+    def computed(self) -> Tensor:
+        """Tell which rows are done, as ``repair_prompt`` wants it of those that were restored."""
+        return self.rows
+
+    def joined(self, after: Repaired | None, selector: Selector, share: float) -> Repaired | None:
+        """What jobs and the closing have computed together."""
+        from kvwire.reuse import Repaired
+
+        given = self._given
+        layers, asked = len(given.cache.meta.layers), len(given.question)
+        if after is None:
+            after = Repaired(
+                self.rows[:0], selector.name, selector.cost(given.cache.tokens, 0, asked, layers), 0.0, 0.0
+            )
+        rows = torch.cat((self.rows, after.rows)).sort().values
+        if not len(rows):
+            return None
+        is_cut = after.is_cut or (share < self.share and len(rows) < len(self._chosen))
+        return replace(
+            after, rows=rows, cost=selector.cost(given.cache.tokens, len(rows), asked, layers),
+            select_s=after.select_s + self.select_s, compute_s=after.compute_s + self.seconds,
+            is_cut=is_cut, kept=0, beside=len(self.rows),
+        )  # fmt: skip

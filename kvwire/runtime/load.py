@@ -21,12 +21,12 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.answer import floor_trouble
 from kvwire.runtime.document import in_words
 from kvwire.runtime.execute import LOAD_CANCELLED, PromptWorker
+from kvwire.runtime.find import DocumentOpener
 from kvwire.runtime.links import UNREPAIRED, RepairContext, Repairer, by_token
-from kvwire.runtime.open import DocumentOpener
-from kvwire.runtime.opening import TWICE, WITHOUT, begins_with, lacks_opening
+from kvwire.runtime.prefill import TWICE, WITHOUT, begins_with, lacks_opening
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from torch import Tensor
 
@@ -37,16 +37,15 @@ if TYPE_CHECKING:
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.kept import KeptLookup, RepairKeeper
-    from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.links import LinkPlan, RepairInOrder
     from kvwire.runtime.prompt import Layout
-    from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId, KVCache
 
 _log = logging.getLogger("kvwire.runtime")
-PATIENCE_S = 30.0
-"""Longest wait of a load for a part of a prompt, where it has no deadline."""
+_GRACE_STEP_S = 0.05
+"""How often a late load asks whether waiting still costs less than computing what is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,8 @@ class LoadRequest:
         has_floor: The goal's floor was asked for, and holds in place of ``max_kl``.
         wanted: How many tokens of each document's beginning are of use; None: all.
         is_partial: At the deadline, or where it fails, the load ends with what is there.
+        limit_s: Longest partial load without a deadline.
+        grace_s: Seconds that a partial load goes on behind its deadline at most, asked again while it does.
     """
 
     layout: Layout
@@ -86,6 +87,8 @@ class LoadRequest:
     has_floor: bool = False
     wanted: int | None = None
     is_partial: bool = False
+    limit_s: float = 30.0
+    grace_s: Callable[[PromptWorker], float] = field(default=lambda _: 0.0)
 
 
 class Load:
@@ -152,14 +155,21 @@ class Load:
         """Lay out the prompt and fill it; None where a document has another length by now than it was laid out for."""
         if not self._request.is_partial:
             return await self._run()
-        deadline_s = self._request.goal.deadline_s
-        limit_s = PATIENCE_S if deadline_s is None else max(0.0, deadline_s)
-        reason = f"ended after {limit_s:.3g} s"
+        deadline_s, began = self._request.goal.deadline_s, self._driver.clock()
+        limit_s = self._request.limit_s if deadline_s is None else max(0.0, deadline_s)
+        running = asyncio.ensure_future(self._run())
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._run()
-        except (TimeoutError, KvwireError) as error:
-            self.work.misses.append(in_words(error) if isinstance(error, KvwireError) else reason)
+            await asyncio.wait({running}, timeout=limit_s)
+            while not running.done() and self._driver.clock() - began < limit_s + self._request.grace_s(self.work):
+                await asyncio.wait({running}, timeout=_GRACE_STEP_S)
+            if running.done():
+                return running.result()
+            reason = f"ended after {self._driver.clock() - began:.3g} s"
+        except KvwireError as error:
+            reason = in_words(error)
+        finally:
+            running.cancel()
+        self.work.misses.append(reason)
         return ev.Finish(self.work.number, (), reason)
 
     async def _run(self) -> ev.Finish | None:
@@ -237,7 +247,10 @@ class Load:
             self.work.misses.append(f"{document.document_id}: {document.trouble}")
         is_pruned = document.decoder is not None and document.decoder.kept is not None
         usable = [] if is_pruned else [each for other in others if (each := self._usable(index, other))]
-        asked = [replace(each, exact=request.exact, wanted_tokens=request.wanted) for each in (document, *usable)]
+        asked = [
+            replace(each, exact=request.exact or _is_lossless(each, request.goal), wanted_tokens=request.wanted)
+            for each in (document, *usable)
+        ]
         self._variants[index] = asked
         self.work.use(index, asked[0])
         inputs = tuple(map(self._plan_input, asked))
@@ -548,3 +561,9 @@ class Load:
             task.cancel()
         if chunk not in self.work.parts:
             self.work.lose(chunk, f"given up: {reason}")
+
+
+def _is_lossless(document: OpenDocument, goal: Goal) -> bool:
+    """Whether the one level that is asked for is the document's lossless one, which plans have only by itself."""
+    level, levels = goal.floor, document.info.levels if document.info else ()
+    return level == goal.ceiling and level < len(levels) and levels[level].lossless

@@ -27,7 +27,7 @@ from kvwire.runtime.document import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.find import DocumentFinder, profile_in_use
 from kvwire.runtime.load import Load, LoadRequest
-from kvwire.runtime.prompt import PlainLayout
+from kvwire.runtime.prompt import LinksLayout, PlainLayout, SchemaLayout
 from kvwire.runtime.prompted import Keep, Prompter
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
@@ -410,7 +410,6 @@ class Loader:
         if schema is None and layout is None:
             return PlainLayout(engine, asked.system), asked.question, texts
         from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
-        from kvwire.runtime.layouts import LinksLayout, SchemaLayout
 
         if schema is not None:
             return SchemaLayout(engine, schema), asked.question, texts

@@ -18,7 +18,7 @@ from kvwire.errors import ArgumentError, ConflictError, KvwireError
 from kvwire.runtime.answer import Reuse
 from kvwire.runtime.document import FoundDocument, in_words
 from kvwire.runtime.find import UNREADABLE
-from kvwire.runtime.opening import opened
+from kvwire.runtime.prefill import opened
 from kvwire.runtime.saving import Rows, Saver
 from kvwire.store import check_new_name
 from kvwire.types import KVCache

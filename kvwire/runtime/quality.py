@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from kvwire.codec import ERROR_NOTE, decode, encode, inspect
-from kvwire.runtime.neutral import compute_documents
-from kvwire.runtime.opening import link_opened, opening_of, prefill_documents, states_of
+from kvwire.runtime.prefill import compute_documents, link_opened, opening_of, prefill_documents, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ _QUANTILE = 0.6
 """Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
 _OTHER_TEXT = 1.4
 """What the interval's upper end is raised by: text of another kind than the calibration's may have twice the divergence
-and more (benchmarks/predicted_kl.py, benchmarks/real_model.py)."""
+and more (benchmarks/real_model.py)."""
 _WITHIN = (0.1, 0.9)
 """Quantiles of the points that the interval tells."""
 _SLOPES = (0.5, 2.0)

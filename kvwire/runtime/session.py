@@ -63,6 +63,7 @@ class Session:
         self._http: aiohttp.ClientSession | None = None
         self._driver: ControllerDriver | None = None
         self._looking = asyncio.Semaphore(LOOK_UPS)
+        self._look_up_threads = asyncio.Semaphore(2 * LOOK_UPS)
 
     def run(self, work: Coroutine[None, None, T]) -> T:
         """Run work on the session's loop and wait for it; to be called from any other thread."""
@@ -178,11 +179,22 @@ class Session:
                 await source.close()
 
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run work that reads a store. Whoever is cancelled or waits too long leaves no thread waiting behind."""
+        """Run work that reads a store. A caller that leaves cancels what the work waits for on the loop.
+
+        Threads that a hung disk blocks after their callers left are bounded, too: some stay for reads of blobs.
+        """
         loop, looking = asyncio.get_running_loop(), LookUp(work)
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._look_up_threads.release)
+
         try:
             async with asyncio.timeout(limit_s), self._looking:
-                return await loop.run_in_executor(self.threads.blocking, looking)
+                await self._look_up_threads.acquire()
+                running = self.threads.blocking.submit(looking)
+                running.add_done_callback(ended)
+                return await asyncio.wrap_future(running)
         except TimeoutError as error:
             if isinstance(error, KvwireError):
                 raise

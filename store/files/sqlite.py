@@ -7,9 +7,11 @@ connection crosses a fork, and none outlives a replacement of the file.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sqlite3
+import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire._forks import in_child
@@ -62,6 +64,7 @@ class Database:
         self._busy_s = busy_s
         self._idle: list[tuple[_Identity, sqlite3.Connection]] = []  # a list's pop and append are atomic
         in_child(self, Database._leave_to_parent)
+        atexit.register(_merge_at_exit, weakref.ref(self))
 
     def read(self, query: Callable[[sqlite3.Connection], T], absent: T) -> T:
         """Ask a question."""
@@ -146,7 +149,7 @@ class Database:
         """A connection that nobody uses, or a new one; after an error nobody knows what state it is in.
 
         No finalizer closes what is idle: an exit that a signal asks for would be lost in it. SQLite closes what is
-        forgotten.
+        forgotten, and ``_merge_at_exit`` what a thread holds that never ends.
         """
         idle = self._idle  # what comes back after a fork, or after ``close``, is not used again
         connection = _taken(idle, identity) or connect()
@@ -244,6 +247,13 @@ class Database:
 
     def _translated(self, verb: str) -> contextlib.AbstractContextManager[None]:
         return sqlite_checks.translated(self._path, verb, advice=self._advice, wait_s=self._wait_s())
+
+
+def _merge_at_exit(database: weakref.ref[Database]) -> None:
+    """Close what is idle: the last connection to close puts the log's changes into the file."""
+    if (left := database()) is not None:
+        with contextlib.suppress(sqlite3.Error):
+            left.close()
 
 
 def _taken(idle: list[tuple[_Identity, sqlite3.Connection]], identity: _Identity) -> sqlite3.Connection | None:

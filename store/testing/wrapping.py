@@ -27,8 +27,7 @@ class Request:
 class StoreWrapper(Store):
     """Hands every call on to ``inner``; ``snapshot`` and ``http_address`` are there where the inner store has them.
 
-    A subclass overrides ``_do``. Bytes read over an HTTP address do not come through the wrapper:
-    ``kvwire.transport.testing.FaultProxy`` is for those.
+    A subclass overrides ``_do``. Bytes read over an HTTP address do not come through the wrapper.
     """
 
     def __init__(self, inner: Store) -> None:

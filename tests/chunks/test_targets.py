@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire import KVCache
+from kvwire.engines.lmcache.layout import ObjectLayout, write_reference
+from kvwire.engines.sglang.pages import ORDERS, check_pool, flat_page, flat_page_reference
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.lmcache.layout import ObjectLayout, write_reference
 from kvwire.runtime.adapters import uniform
-from kvwire.sglang.pages import ORDERS, check_pool, flat_page, flat_page_reference
 from kvwire.types import CacheMeta, LayerSpec
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.controller.forecast import Timeline, prefill_s, unfetched_s
@@ -28,7 +28,6 @@ TARGETS = np.arange(LEVELS)
 
 
 @given(plan_requests())
-@settings(max_examples=300, deadline=None)
 def test_every_candidate_ends_when_playing_it_through_ends(request):
     timeline = Timeline(request, TARGETS, request.bandwidth)
     for row, levels in enumerate(timeline.levels):
@@ -55,7 +54,6 @@ def passes(chunks, most):
 
 
 @given(plan_requests(), st.data())
-@settings(max_examples=200, deadline=None)
 def test_chunks_together_take_what_their_passes_take(request, data):
     kept = np.array(data.draw(st.lists(st.booleans(), min_size=request.chunks.count, max_size=request.chunks.count)))
     chunks = request.chunks
@@ -80,7 +78,6 @@ def without_forced(request):
 
 
 @given(plan_requests(), st.booleans(), st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_the_short_cut_gives_what_the_long_way_gives(request, insured, alike):
     request = without_forced(request) if alike else request
     coarse = np.ones(request.chunks.count, np.bool_) if insured else None
@@ -95,7 +92,6 @@ def test_the_short_cut_gives_what_the_long_way_gives(request, insured, alike):
 
 
 @given(plan_requests(), st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_fetching_nothing_more_ends_as_in_the_timeline(request, alike):
     request = without_forced(request) if alike else request
     whole = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth)
@@ -103,7 +99,6 @@ def test_fetching_nothing_more_ends_as_in_the_timeline(request, alike):
 
 
 @given(plan_requests())
-@settings(max_examples=100, deadline=None)
 def test_totals_are_those_of_the_chunks_that_are_fetched(request):
     timeline = Timeline(request, TARGETS, request.bandwidth)
     chunks = request.chunks

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
-from kvwire.runtime import encode, loader
+from kvwire.runtime import encode, link_check, loader
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import MemoryStore
 
@@ -155,3 +155,12 @@ def small(engine: TransformersEngine, documents: dict[str, str]) -> Small:
     assert profile is not None
     costs = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-5))
     return Small(engine, documents, tokens, profile, costs)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of few tokens, and few ways to repair them: commands are tried, not models."""
+    monkeypatch.setattr(link_check, "PIECES", 3)
+    monkeypatch.setattr(link_check, "PIECE_TOKENS", 48)
+    monkeypatch.setattr(link_check, "SELECTORS", ("attention", "first"))
+    monkeypatch.setattr(link_check, "_LEVEL_PROMPTS", 1)

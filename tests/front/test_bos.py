@@ -10,6 +10,9 @@ import torch
 
 from kvwire.controller import Goal
 from kvwire.engines.transformers import generate_inputs
+from kvwire.engines.vllm.loading import PageLoader
+from kvwire.engines.vllm.matching import match_documents, match_prefix
+from kvwire.engines.vllm.requests import Choice, request_body
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import PLAIN, LinkedPrompt, moved
 from kvwire.runtime.adapters import ChunkSettings
@@ -17,15 +20,11 @@ from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.link_check import check_links, prompts_of
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import NEUTRAL_TEXT
-from kvwire.runtime.opening import link_opened, opened, opening_of, prefill_documents
+from kvwire.runtime.prefill import NEUTRAL_TEXT, link_opened, opened, opening_of, prefill_documents
 from kvwire.runtime.quality import Reference, mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.store.upkeep.indexing import index_documents
-from kvwire.vllm.loading import PageLoader
-from kvwire.vllm.matching import match_documents, match_prefix
-from kvwire.vllm.requests import Choice, request_body
 
 from ..engines.families import cache_error
 

@@ -18,7 +18,7 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import NEUTRAL_TEXT
+from kvwire.runtime.prefill import NEUTRAL_TEXT
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, Keyring, MemoryStore, collect, copy_store, rebuild, verify_store

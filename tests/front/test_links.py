@@ -361,11 +361,22 @@ def test_texts_that_are_too_short_are_refused():
     assert [len(prompt.rest) for prompt in shortened([whole, replace(whole, question=())], 16)] == [3]
 
 
-def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path):
+def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path, brief):
     store = f"file://{tmp_path}/store"
     documents = demo_model.parent / "documents"
     picture = tmp_path / "links.png"
-    words = ("check-model", demo_model, "--documents", documents, "--prompts", 2, "--store", store)
+    words = (
+        "check-model",
+        demo_model,
+        "--documents",
+        documents,
+        "--prompts",
+        2,
+        "--store",
+        store,
+        "--shift-prompts",
+        0,
+    )
     code, out, _ = run(*words, "--picture", picture, "--json")
     assert code == 0
     said = json.loads(out)
@@ -390,7 +401,7 @@ def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path):
     assert run(*asked, "--repair", "0.2", "--selector", "cacheblend")[0] == 0
 
 
-def test_questions_of_ones_own(run, demo_model, tmp_path):
+def test_questions_of_ones_own(run, demo_model, tmp_path, brief):
     documents = demo_model.parent / "documents"
     names = sorted(path.stem for path in documents.glob("*.txt"))[:2]
     questions = tmp_path / "questions.json"

@@ -408,7 +408,7 @@ def test_a_silent_server_does_not_hold_a_load_up(small, reference):
         with pytest.raises(StorageError, match="nothing came"):
             _ask(small, remote, settings=LoadSettings(fetch=FetchSettings(retries=0, patience=ReadTimeouts(0.3, 0.3))))
         answer = _ask(
-            small, remote, settings=LoadSettings(open_s=30.0, repair="none"), deadline_s=1.0, texts=small.tokens
+            small, remote, settings=LoadSettings(open_s=30.0, repair="none"), deadline_s=4.0, texts=small.tokens
         )
     assert len(answer.misses) == len(small.tokens)
     assert answer.timing.fetch_s == 0
@@ -419,9 +419,9 @@ def test_a_stored_text_stands_in_for_a_head_that_is_late(small, reference):
     corpus = small.corpus()
     with serving(corpus.catalog.store) as sound, silent() as url:
         remote = Corpus(small.engine, _split(sound, url))
-        answer = _ask(small, remote, settings=LoadSettings(open_s=30.0, repair="none"), deadline_s=1.0)
+        answer = _ask(small, remote, settings=LoadSettings(open_s=30.0, repair="none"), deadline_s=2.0)
     assert len(answer.misses) == len(small.tokens)
-    assert all("no header within 0.25 s" in miss for miss in answer.misses)
+    assert all("no header within 0.5 s" in miss for miss in answer.misses)
     assert {d.action for d in answer.decisions} == {"recompute"}
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
 

@@ -262,7 +262,7 @@ def test_salt_names_repaired_rows_that_are_kept(run, small, tmp_path):
         assert code == 3
         assert "--floor 1 --repair 0.15 --keep-repairs" in err
         chosen = LoadSettings(repair=0.15, quality_floor=1, keep_repairs=True)
-        with Loader(small.engine, Corpus(small.engine, store), settings=chosen) as loader:
+        with Loader(small.engine, Corpus(small.engine, store), costs=small.costs, settings=chosen) as loader:
             assert loader.ask(names, small.engine.tokenize("Who rang?")).repair
     code, salt, err = run(*words)
     assert (code, err) == (0, "")

@@ -12,7 +12,7 @@ from kvwire.errors import ArgumentError
 from kvwire.reuse import moved
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import ALL, NEUTRAL_TEXT, compute_behind, neutral_prefix, neutral_tokens
+from kvwire.runtime.prefill import ALL, NEUTRAL_TEXT, compute_behind, neutral_prefix, neutral_tokens
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 

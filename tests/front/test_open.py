@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.errors import StorageError
 from kvwire.runtime.document import FoundDocument, OpenDocument, Timeouts
-from kvwire.runtime.open import DocumentOpener
+from kvwire.runtime.find import DocumentOpener
 from kvwire.types import digest_tokens
 
 IDS = tuple(range(10))

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvwire import reuse
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Adaptive, Fixed
 from kvwire.reuse import LinkLayout, RepairInput, link, repair_prompt, rows_for, selector_of
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.links import plan_links
+from kvwire.runtime.links import RepairInOrder, plan_links
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.repair_in_order import RepairInOrder
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.transport import LinkSettings
@@ -217,7 +217,7 @@ def test_a_job_that_fails_is_done_at_the_end(small, five, monkeypatch):
 
     log, chosen = [], {"repair": 0.3, "selector": "first", "policy": Fixed(4)}
     with monkeypatch.context() as patch:
-        patch.setattr("kvwire.runtime.repair_in_order.RepairInOrder.run", broken)
+        patch.setattr("kvwire.runtime.links.RepairInOrder.run", broken)
         answer = asked(small, five, log=log, **chosen)
     assert [entry.event.trouble for entry in log if isinstance(entry.event, ev.RepairDone)] == [
         "RuntimeError: out of memory"
@@ -327,9 +327,7 @@ def test_link_tokens_are_computed_while_later_documents_come(small, five):
 
 
 def test_link_tokens_whose_job_fails_are_computed_at_the_end(small, five, monkeypatch):
-    from kvwire.runtime import layouts
-
-    compute, calls = layouts.compute_links, []
+    compute, calls = reuse.compute_links, []
 
     def broken(engine, linked, laid_out, start=0, stop=None):
         calls.append(stop)
@@ -340,7 +338,7 @@ def test_link_tokens_whose_job_fails_are_computed_at_the_end(small, five, monkey
 
     log, chosen = [], {"layout": LINKS, "policy": Fixed(4)}
     with monkeypatch.context() as patch:
-        patch.setattr(layouts, "compute_links", broken)
+        patch.setattr(reuse, "compute_links", broken)
         answer = asked(small, five, log=log, **chosen)
     assert len(jobs_of(log)) == 1
     assert calls[1:] == [None]

@@ -161,7 +161,7 @@ def test_a_store_keeps_a_shift_for_its_model(small):
         corpus.link_shift(other.digest)
 
 
-def test_the_command_learns_and_keeps_it(run, demo_model, tmp_path, monkeypatch):
+def test_the_command_learns_and_keeps_it(run, demo_model, tmp_path, monkeypatch, brief):
     documents, store = demo_model.parent / "documents", tmp_path / "store"
     words = ("check-model", demo_model, "--documents", documents, "--prompts", 2, "--store", f"file://{store}")
     monkeypatch.setattr(link_check, "gain_of", lambda _: (0.1, 0.05, 0.15))

@@ -1,63 +1,66 @@
 """``kvwire ask --deadline`` over a real server of which some requests, or all, are never answered."""
 
 import re
+from contextlib import closing
 
 import pytest
 
-from kvwire.store import FolderStore
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault
+from kvwire.store import FolderStore, copy_store
 
+from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
 from ..http_servers import serving
 
 NEVER = ProxyFault(FaultKind.SILENT)
 
 
+@pytest.fixture(scope="module")
+def stored(small, tmp_path_factory):
+    with closing(FolderStore(tmp_path_factory.mktemp("silent") / "store")) as store:
+        copy_store(small.corpus().catalog.store, store)
+        yield store
+
+
 @pytest.fixture
-def asked(run, demo_model, documents, tmp_path, monkeypatch):
+def asked(run, demo_model, small, stored, monkeypatch):
     """Asks a question before a deadline, where requests for paths of a pattern hang."""
-    monkeypatch.setenv("KVWIRE_ESTIMATES", str(tmp_path / "estimates.json"))
-    name = next(iter(documents))
-    path, store = demo_model.parent / "documents" / f"{name}.txt", f"file://{tmp_path}/store"
+    monkeypatch.setattr(loader, "measure_costs", lambda *_: small.costs)
+    name = next(iter(small.texts))
     options = ("--model", demo_model, "--question", "It was plain", "--tokens", 2, "--docs", name)
-    assert run("encode", path, "--model", demo_model, "--store", store)[0] == 0
-    assert run("ask", *options, "--store", store)[0] == 0  # costs are known from here on
 
     def ask(pattern, deadline_s, *more):
         with (
-            serving(FolderStore(tmp_path / "store")) as url,
+            serving(stored) as url,
             FaultProxy(url, lambda request: NEVER if re.search(pattern, request.path) else None) as proxy,
         ):
             return run("ask", *options, "--store", proxy.url, "--deadline", deadline_s, *more)
 
-    ask.texts = path
+    ask.texts = demo_model.parent / "documents" / f"{name}.txt"
     return ask
 
 
 @pytest.mark.parametrize("pattern", [".", "/catalog/doc/"], ids=["everything", "entries"])
-def test_a_catalog_that_hangs_is_told_by_the_deadline(asked, pattern):
-    code, _, err = asked(pattern, 2.5)
-    assert (code, err.count("the store did not answer within 2.5 s; check it and the network")) == (7, 1)
+def test_a_catalog_that_hangs_is_told_by_the_deadline(asked, monkeypatch, pattern):
+    monkeypatch.setattr(loader, "_LEAST_PATIENCE_S", 0.0)
+    code, _, err = asked(pattern, 0.6)
+    assert (code, err.count("the store did not answer within 0.6 s; check it and the network")) == (7, 1)
 
 
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("/catalog/profile", ""),
-        ("/profiles/", "its profile did not come within 5 s"),
-        (r"\.kvw$", "no header within 2.5 s"),
-        (r"\.kvt$", ""),
-        ("/catalog/model", ""),
-        ("link", ""),
+        ("/profiles/", "its profile did not come within 1.5 s"),
+        (r"\.kvw$", "no header within 0.75 s"),
+        ("/catalog/profile|\\.kvt$|/catalog/model|link", ""),
     ],
-    ids=["profile in use", "profile", "blob", "text", "model record", "links"],
+    ids=["profile", "blob", "profile in use, text, model record and links"],
 )
 def test_what_a_text_stands_in_for_is_done_without(asked, pattern, told):
-    code, out, err = asked(pattern, 10)
+    code, out, err = asked(pattern, 3)
     assert (code, told in err) == (0, True)
     assert "first token after" in out
 
 
 def test_a_text_that_is_at_hand_is_computed_where_all_hangs(asked):
-    code, out, err = asked(".", 10, "--texts", asked.texts)
-    assert (code, "the store did not answer within 2.5 s" in err) == (0, True)
+    code, out, err = asked(".", 3, "--texts", asked.texts)
+    assert (code, "the store did not answer within 0.75 s" in err) == (0, True)
     assert "recompute" in out

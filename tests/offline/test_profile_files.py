@@ -17,8 +17,7 @@ from kvwire.offline import RunOptions, prepare_profile, read_manifest, summarise
 from kvwire.runtime import costs
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
-from kvwire.runtime.opening import prefill_documents
-from kvwire.runtime.progress import PROGRESS
+from kvwire.runtime.prefill import prefill_documents
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import MemoryStore
 
@@ -102,8 +101,9 @@ def test_stages_are_told_as_they_begin_and_only_while_a_command_runs(run, model,
     told = [line.partition("] ")[2] for line in err.splitlines() if line.startswith("[")]
     begins = ["opening", "reading", "computing", "gathering", "fitting", "measuring", "encoding"]
     assert (code, [line.split()[0] for line in told]) == (0, begins)
-    assert PROGRESS.handlers == []
-    assert PROGRESS.level == logging.NOTSET
+    progress = logging.getLogger("kvwire.progress")
+    assert progress.handlers == []
+    assert progress.level == logging.NOTSET
 
 
 @pytest.mark.parametrize(

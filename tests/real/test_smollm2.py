@@ -14,8 +14,7 @@ from kvwire.codec import decode, encode
 from kvwire.engines.transformers import open_engine
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.neutral import compute_documents
-from kvwire.runtime.opening import link_opened
+from kvwire.runtime.prefill import compute_documents, link_opened
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.text_files import read_texts

@@ -18,8 +18,8 @@ from kvwire.store import Catalog, FolderStore, KeySpace, MemoryStore, S3Settings
 from kvwire.store.backends.s3 import requests
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault
 
+from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
 from ..http_servers import serving
 from ..s3_servers import S3Server
 

@@ -342,6 +342,18 @@ def test_an_unmerged_log_without_its_database_is_never_put_into_a_new_one(store)
     assert not log.exists()
 
 
+def test_a_process_that_ends_while_a_thread_holds_the_store_merges_its_log(store):
+    code = (
+        "import sys, threading; from kvwire.store import FolderStore\n"
+        "def work():\n"
+        " s = FolderStore(sys.argv[1]); s.put(sys.argv[2], b'entry'); written.set(); threading.Event().wait()\n"
+        "written = threading.Event(); threading.Thread(target=work, daemon=True).start(); written.wait()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(store.root), ENTRY], check=True)
+    assert not (store.root / f"{FILE_NAME}-wal").exists()
+    assert store.get(ENTRY) == b"entry"
+
+
 @pytest.mark.parametrize("table", [f"({_SAME})", f"({_SAME}) WITHOUT ROWID"])
 def test_databases_of_this_version_open_whichever_way_their_table_was_declared(store, table):
     store.root.mkdir()

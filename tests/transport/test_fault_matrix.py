@@ -11,7 +11,6 @@ import pytest
 
 from kvwire.store import S3Store, open_tiers
 from kvwire.transport import HttpStore, open_session, open_source
-from kvwire.transport.testing import FaultKind, ProxyFault, nth
 
 from ..s3_servers import free_port, ministack
 
@@ -36,6 +35,8 @@ from fault_parts.network import (  # noqa: E402
     S3_SETTINGS,
     WHENS,
     WRONG,
+    FaultKind,
+    ProxyFault,
     Row,
     all_gets,
     all_ranges,
@@ -44,6 +45,7 @@ from fault_parts.network import (  # noqa: E402
     fetched,
     http_benches,
     in_turns,
+    nth,
     presigned_addresses,
     renewed_address,
     s3_benches,

@@ -8,7 +8,9 @@ import pytest
 from kvwire.errors import NotFoundError, StorageError
 from kvwire.store import MemoryStore
 from kvwire.transport import HttpStore, HttpStoreSettings
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, first, serving
+from kvwire.transport.testing import serving
+
+from ..fault_proxy import FaultKind, FaultProxy, ProxyFault, first
 
 QUICK = HttpStoreSettings(stall_s=5, backoff_s=0.01)
 KEY = "v1/" + "ab" * 16 + "/" + "cd" * 8 + "/" + "a" * 2 + "/" + "aa" * 32 + ".kvw"

@@ -6,11 +6,11 @@ import time
 
 import torch
 
-from kvwire.engines.vllm import StridedPages, slots_of
+from kvwire.engines.vllm.loading import PageLoader
+from kvwire.engines.vllm.pages import StridedPages, slots_of
+from kvwire.engines.vllm.scheduling import ConnectorScheduler
+from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.vllm import Choice, request_body
-from kvwire.vllm.loading import PageLoader
-from kvwire.vllm.scheduling import ConnectorScheduler
-from kvwire.vllm.working import ConnectorWorker
 
 BLOCK = 16
 QUESTION = [3, 4, 5]
@@ -53,6 +53,8 @@ class Halves:
             written = self.working.collect()
             ended |= written.requests
             bad |= written.bad_blocks
+            for each in written.outcomes:
+                self.scheduling.loaded(*each)
         return bad, blocks, self.scheduling.end(name)["kvwire"], promised
 
     def pages(self, blocks, start, stop):

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
+from kvwire.engines.vllm.requests import PARAMS
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.vllm import Choice, request_body
-from kvwire.vllm.requests import PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

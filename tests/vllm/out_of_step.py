@@ -7,8 +7,8 @@ import sys
 
 import torch
 
+from kvwire.engines.vllm.shards import Shards
 from kvwire.errors import KvwireError
-from kvwire.vllm.shards import Shards
 
 
 class Unreadable:

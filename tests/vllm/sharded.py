@@ -9,11 +9,11 @@ from contextlib import closing
 
 import torch
 
-from kvwire.engines.vllm import StridedPages
+from kvwire.engines.vllm.pages import StridedPages
+from kvwire.engines.vllm.saving import PageSave, Saver
+from kvwire.engines.vllm.shards import Shards
 from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore
-from kvwire.vllm.saving import PageSave, Saver
-from kvwire.vllm.shards import Shards
 
 
 def pages_of(corpus: Corpus, block: int, first: int = 0, heads: int | None = None) -> StridedPages:

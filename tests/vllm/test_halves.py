@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from kvwire.controller import Goal
-from kvwire.engines.vllm import StridedPages
+from kvwire.engines.vllm import loading
+from kvwire.engines.vllm.counting import Counts
+from kvwire.engines.vllm.loading import CacheOnlyEngine, PageLoader
+from kvwire.engines.vllm.opening import ConnectorSettings
+from kvwire.engines.vllm.pages import StridedPages
+from kvwire.engines.vllm.scheduling import ConnectorScheduler
+from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 from kvwire.reuse import kvlink, link
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.settings import LoadSettings
 from kvwire.transport import LinkSettings
-from kvwire.vllm import Choice, loading, request_body
-from kvwire.vllm.counting import Counts
-from kvwire.vllm.loading import CacheOnlyEngine, PageLoader
-from kvwire.vllm.opening import ConnectorSettings
-from kvwire.vllm.scheduling import ConnectorScheduler
-from kvwire.vllm.working import ConnectorWorker
+from kvwire.vllm import Choice, request_body
 
 from .halves import BLOCK, QUESTION, Halves, check, damage
 

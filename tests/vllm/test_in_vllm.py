@@ -19,13 +19,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.engines.transformers import open_engine
+from kvwire.engines.vllm.requests import PARAMS, entries_of, salt_of
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.kept import RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore
 from kvwire.vllm import Choice, request_body
-from kvwire.vllm.requests import PARAMS, entries_of, salt_of
 
 from ..http_servers import serving
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm
@@ -60,11 +60,14 @@ def test_linked_documents_are_those_of_transformers_and_stay_apart(place):
     assert distance(before, exact) <= 1e-5
     ((first, tokens, told, cached),) = place.ask(body)
     assert distance(first, linked) <= CLOSE < distance(first, exact)
-    assert cached == told["promised_tokens"] == 748
-    ((again, same, told, _),) = place.ask(body)
+    assert cached == told["promised_tokens"] == told["loaded_tokens"] == 748
+    assert (told["lost_tokens"], told["level"]) == (0, 2)
+    assert told["bytes"] > 0
+    ((again, same, told, again_cached),) = place.ask(body)
     assert same == tokens
     assert distance(again, linked) <= CLOSE
     assert told.get("promised_tokens", 0) < place.block  # the rest is in vLLM's own memory
+    assert again_cached == 748
     for salt in (None, "a third"):
         ((after, *_),) = place.ask(plain | {"cache_salt": salt})
         assert distance(after, exact) <= 1e-5
@@ -152,7 +155,7 @@ def test_a_missing_document_costs_what_follows_it(place):
     salt = salt_of(choice, place.corpus.catalog.tenant, place.corpus.meta.config_digest(), entries)
     body = {"prompt": prompt, "cache_salt": salt, "kv_transfer_params": {PARAMS: choice.params()}}
     ((first, _, told, _),) = place.ask(body)
-    assert "'absent' has no blob" in told["trouble"]
+    assert "'absent' is not in the catalog" in told["trouble"]
     assert told["promised_tokens"] == LENGTHS["b"]
     assert distance(first, place.expected(prompt, place.linked("b", 1))) <= CLOSE
 

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
 from kvwire.engines.transformers import open_engine
+from kvwire.engines.vllm.requests import PARAMS
 from kvwire.store import FolderStore
-from kvwire.vllm.requests import PARAMS
 
 from .inside import CLOSE, Place, distance, encoded, save_model, serving_llm
 
@@ -63,7 +63,7 @@ def test_bfloat16_is_within_its_own_noise(served):
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers take a processor each")
 def test_two_workers_load_and_save_their_own_heads(served, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # on a machine of one node, vLLM wants to be told
-    extension = "kvwire.vllm.extension.SavingWorker"
+    extension = "kvwire.vllm.SavingWorker"
     place = served({"save": "named"}, tensor_parallel_size=2, worker_extension_cls=extension)
     for names, level in (("abc", 2), ("cb", 0)):
         body = place.body(names, level)
@@ -95,7 +95,7 @@ def test_a_request_with_an_adapter_gets_no_documents():
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-    from kvwire.vllm.connector import _other_rows
+    from kvwire.engines.vllm.connector import _other_rows
 
     plain, adapted = (
         Request("a", [1, 2], SamplingParams(), None, lora_request=adapter)

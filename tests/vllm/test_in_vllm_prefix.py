@@ -23,11 +23,11 @@ from vllm.inputs import TokensPrompt
 
 from kvwire import encode
 from kvwire.engines.transformers import open_engine
+from kvwire.engines.vllm.counting import COUNTED
+from kvwire.engines.vllm.saving import SAVED
 from kvwire.runtime.corpus import Document
 from kvwire.store import S3Store
 from kvwire.vllm import Choice, request_body
-from kvwire.vllm.counting import COUNTED
-from kvwire.vllm.saving import SAVED
 
 from ..s3_servers import ministack
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm

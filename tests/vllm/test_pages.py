@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.engines.vllm import PackedPages, StridedPages, learn_order, probe, slots_of, write_reference
+from kvwire.engines.vllm.pages import PackedPages, StridedPages, learn_order, probe, slots_of, write_reference
+from kvwire.engines.vllm.working import check_layers
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import CacheMeta, LayerSpec
-from kvwire.vllm.working import check_layers
 
 ORDERS = {
     "LBHNC": (0, 1, 2, 3), "LBNHC": (0, 1, 3, 2), "LHBNC": (0, 2, 1, 3),

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvwire.engines.vllm.loading import PageLoader
+from kvwire.engines.vllm.opening import ConnectorSettings
+from kvwire.engines.vllm.requests import profile_in_use, salt_of
+from kvwire.engines.vllm.scheduling import ConnectorScheduler
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import index_documents
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, request_body, request_salt
-from kvwire.vllm.loading import PageLoader
-from kvwire.vllm.opening import ConnectorSettings
-from kvwire.vllm.requests import profile_in_use, salt_of
-from kvwire.vllm.scheduling import ConnectorScheduler
 
 from .halves import BLOCK, Halves, check, damage
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvwire.engines.vllm.requests import entries_of, salt_of
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore, open_store
 from kvwire.vllm import Choice, request_body, request_salt
-from kvwire.vllm.requests import entries_of, salt_of
 
 from ..http_servers import serving
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvwire.engines.vllm import StridedPages, slots_of
+from kvwire.engines.vllm import saving as module
+from kvwire.engines.vllm.loading import PageLoader
+from kvwire.engines.vllm.pages import StridedPages, slots_of
+from kvwire.engines.vllm.saving import SAVED, PageSave, Saver, Saving
+from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document, Encoded
 from kvwire.store import MemoryStore
 from kvwire.vllm import Choice, request_body
-from kvwire.vllm import saving as module
-from kvwire.vllm.loading import PageLoader
-from kvwire.vllm.saving import SAVED, PageSave, Saver, Saving
-from kvwire.vllm.working import ConnectorWorker
 
 from .halves import BLOCK, Halves, check
 from .sharded import pages_of

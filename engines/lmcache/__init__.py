@@ -1,0 +1,1 @@
+"""The adapter for LMCache; ``kvwire.lmcache`` is its public name."""

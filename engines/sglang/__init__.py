@@ -1,0 +1,1 @@
+"""The adapter for SGLang; ``kvwire.sglang`` is its public name."""

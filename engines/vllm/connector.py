@@ -1,0 +1,389 @@
+"""vLLM's connector: its two halves do the work, this hands them what vLLM gives. It and ``metrics`` import vLLM."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.version import __version__ as vllm_version
+
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.store import hash_scheme
+
+from .counting import Counts
+from .events import StoredEvents, stored_event
+from .metrics import TransferCounts, TransferMetrics
+from .opening import ConnectorSettings, check_version
+from .pages import PackedPages, StridedPages
+from .requests import PARAMS
+from .saving import PageSave, Saver, Saving
+from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
+from .working import ConnectorWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import Tensor
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from .outcomes import LoadOutcome
+    from .pages import Pages
+    from .shards import Shards
+
+_IDLE_S = 1e-3
+"""Longest wait of a step that computes nothing: vLLM then does no more than ask whether loads have ended."""
+
+
+@dataclass
+class ConnectorMetadata(KVConnectorMetadata):
+    """What the scheduler tells its workers in one step.
+
+    Attributes:
+        loads: What they begin to load.
+        saves: What they copy.
+        tokens: Computed in this step.
+    """
+
+    loads: list[PageLoad] = field(default_factory=list)
+    saves: list[PageSave] = field(default_factory=list)
+    tokens: int = 0
+
+
+@dataclass
+class LoadOutcomes(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler of loads that have ended."""
+
+    loads: list[tuple[str, LoadOutcome]]
+
+    def aggregate(self, other: LoadOutcomes) -> LoadOutcomes:
+        """Those of both."""
+        return LoadOutcomes(self.loads + other.loads)
+
+
+class KvwireConnector(KVConnectorBase_V1):
+    """Loads linked documents and stored prefixes into vLLM's pages, for requests that ask for them; keeps prompts."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Open the store of the documents.
+
+        Args:
+            vllm_config: vLLM's; ``kv_connector_extra_config`` is read as ``ConnectorSettings``.
+            role: The scheduler's half or a worker's.
+            kv_cache_config: Of the pages.
+
+        Raises:
+            ArgumentError: A setting is wrong, or one of vLLM's that documents need is another.
+            NotFoundError: The store has no record of the model.
+        """
+        check_version(vllm_version)
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        spread = [getattr(parallel, name, 1) for name in names]
+        _check(
+            transfer.kv_load_failure_policy, len(kv_cache_config.kv_cache_groups), parallel.pipeline_parallel_size,
+            max(spread),
+        )  # fmt: skip
+        settings = ConnectorSettings.read(dict(transfer.kv_connector_extra_config))
+        self._corpus = settings.corpus(vllm_config.model_config.model)
+        self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
+        self._scheduling: ConnectorScheduler | None = None
+        self._working: ConnectorWorker | None = None
+        self._saver: Saver | None = None
+        self._bad: set[int] = set()
+        self._step_tokens, self._step_began = 0, 0.0
+        self._outcomes: list[tuple[str, LoadOutcome]] = []
+        self._events: list[KVCacheEvent] = []
+        self._counts = Counts()
+        self._workers = parallel.tensor_parallel_size
+        if role == KVConnectorRole.SCHEDULER:
+            block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
+            self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
+            self._scheduling = ConnectorScheduler(
+                self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
+                is_strict=transfer.kv_load_failure_policy == "fail", index=settings.index, least_tokens=block,
+            )  # fmt: skip
+            least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
+            self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config))
+        else:
+            loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
+            rank = _rank(self._workers)
+            self._working = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
+            if settings.save != "off":
+                self._saver = Saver(self._corpus, settings.index, self._counts)
+
+    @property
+    def scheduling(self) -> ConnectorScheduler:
+        """The scheduler's half."""
+        if self._scheduling is None:
+            raise _other_half()
+        return self._scheduling
+
+    @property
+    def working(self) -> ConnectorWorker:
+        """A worker's half."""
+        if self._working is None:
+            raise _other_half()
+        return self._working
+
+    # The scheduler's process.
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin to look up what a request may begin with."""
+        prompt, params, name = request.prompt_token_ids, request.kv_transfer_params, request.request_id
+        if prompt is None:
+            return
+        trouble = _other_rows(request) or self._changed
+        choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
+        if names_documents(request.cache_salt) and (choice is None or trouble):  # they are not loaded
+            _keep_apart(request, apart(request.cache_salt or "", prompt))
+        asks = choice.save if choice is not None else False
+        self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
+        self._saving.had(request.request_id, num_computed_tokens)
+        promised = self.scheduling.promised(request.request_id, num_computed_tokens, request.num_preemptions)
+        if promised is not None and (salt := self.scheduling.other_salt(request.request_id)):
+            _keep_apart(request, salt)
+            return None, False  # vLLM looks for blocks under this salt, and asks again
+        return promised, bool(promised)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Note where they go."""
+        if num_external_tokens:
+            self._saving.loaded(request.request_id)
+            self.scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Hand what is to be loaded and kept over to the workers."""
+        tokens = scheduler_output.total_num_scheduled_tokens
+        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
+        told, prompt = self.scheduling.end(request.request_id), request.prompt_token_ids or []
+        is_computed = request.num_output_tokens > 0
+        event = partial(stored_event, request, self._block_tokens) if self._tells else None
+        why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed, event=event)
+        if told is not None and why is not None:
+            told[PARAMS] |= {"not_saved": why} if why else {"saving_tokens": len(prompt)}
+        return why == "", told
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what workers tell of loads and of the store."""
+        if isinstance(ended := connector_output.kv_connector_worker_meta, LoadOutcomes):
+            for request_id, outcome in ended.loads:
+                self.scheduling.loaded(request_id, outcome)
+        if isinstance(told := connector_output.kv_cache_events, StoredEvents):
+            self._events += told.get_all_events()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Have vLLM publish it."""
+        events, self._events = self._events, []
+        return events
+
+    # A worker's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take the pages, after a probe of their layout."""
+        named = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
+        pages = _pages([view for _, view in named], self._corpus)
+        self.working.register(pages, self._corpus.meta)
+        if self._saver is not None:
+            self._saver.register(pages, _shards() if self._workers > 1 else None)
+
+    def outcomes(self) -> dict[str, Any]:
+        """What became of documents that were saved under names; see ``Saver.outcomes``."""
+        return self._saver.outcomes() if self._saver is not None else {"under_way": 0, "done": []}
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step_began = time.perf_counter()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Begin the loads of this step, in threads."""
+        del forward_context, kwargs
+        meta = self._get_connector_metadata()
+        if isinstance(meta, ConnectorMetadata):
+            self._step_tokens = meta.tokens
+            self.working.start(meta.loads)
+            if self._saver is not None:
+                self._saver.start(meta.saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Write what has come, and tell whose loads have ended and whose pages were copied."""
+        del finished_req_ids
+        self.working.note_step(self._step_tokens, time.perf_counter() - self._step_began)
+        if not self._step_tokens:
+            self.working.wait(_IDLE_S)
+        written = self.working.collect()
+        self._outcomes += written.outcomes
+        self._bad |= written.bad_blocks
+        copied = self._saver.copied() if self._saver is not None else set()
+        return copied or None, set(written.requests) or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What became of loads since the last step."""
+        outcomes, self._outcomes = self._outcomes, []
+        return LoadOutcomes(outcomes) if outcomes else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that vLLM must compute."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        """What was put into the store since the last step, where vLLM publishes events."""
+        events = self._saver.events() if self._saver is not None else []
+        return StoredEvents(events) if events else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was loaded and kept since the last step."""
+        counted = self._counts.take()
+        return TransferCounts(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What another process counted."""
+        return TransferCounts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Counters of what is loaded and kept."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads run between steps."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,  # noqa: ANN401 - vLLM's
+    ) -> None:
+        """Nothing layer by layer: pages are copied when a request has ended."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: pages are held until they were copied."""
+
+    def shutdown(self) -> None:
+        """End threads and connections."""
+        if self._working is not None:
+            self._working.close()
+        if self._saver is not None:
+            self._saver.close()
+        if self._scheduling is not None:
+            self._scheduling.close()
+
+
+_CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
+
+
+def _other_rows(request: Request) -> str:
+    """Why a request's rows are not those of its token ids alone; empty where they are."""
+    if request.lora_request is not None:
+        return "it has an adapter of its own (LoRA): documents and prefixes are of the model without one"
+    if request.mm_features or request.prompt_embeds is not None:
+        return "its prompt is more than token ids: documents and prefixes are of token ids alone"
+    if request.skip_reading_prefix_cache or getattr(request.sampling_params, "prompt_logprobs", None) is not None:
+        return "vLLM computes every token for prompt_logprobs, and loads nothing: leave them out"
+    return ""
+
+
+def _keep_apart(request: Request, salt: str) -> None:
+    """Have vLLM keep what it computes of a request under a salt of its own."""
+    request.cache_salt, request.block_hashes = salt, []
+    request.update_block_hashes()
+
+
+def _other_model(model: ModelConfig) -> str:
+    """Why rows that are computed here are not those of the model in the store; empty where they are."""
+    own = getattr(model.hf_config, "quantization_config", None)
+    return _CHANGED if model.hf_overrides or (model.quantization and not own) else ""
+
+
+def _check(policy: str, groups: int, stages: int, contexts: int = 1) -> None:
+    """Refuse what documents cannot be loaded under."""
+    wrong = ""
+    if policy not in ("recompute", "fail"):
+        wrong = 'set "kv_load_failure_policy" to "recompute", or to "fail": requests without their documents then fail'
+    elif groups > 1:
+        wrong = (
+            "the model's pages are in several groups, which kvwire does not load into yet: serve it without documents"
+        )
+    elif stages > 1:
+        wrong = "kvwire does not load into the stages of a pipeline yet: serve with --pipeline-parallel-size 1"
+    elif contexts > 1:
+        wrong = "kvwire does not know tokens that are spread over workers: serve without context parallelism"
+    if wrong:
+        raise ArgumentError(wrong)
+
+
+def _rank(workers: int) -> int:
+    if workers == 1:
+        return 0
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _shards() -> Shards:
+    from vllm.distributed import get_tp_group
+
+    from .shards import Shards
+
+    return Shards(get_tp_group().ranks)
+
+
+def _pages(views: list[Tensor], corpus: Any) -> Pages:  # noqa: ANN401 - a Corpus
+    """Whatever writes into these: vLLM's own kernel on a processor, strides elsewhere."""
+    dims = [spec.key_dim for spec in corpus.meta.layers]
+    if len(dims) != len(views):
+        msg = f"vLLM has pages of {len(views)} layers, the documents are of {len(dims)}: name their model"
+        raise MismatchError(msg)
+    if views[0].device.type != "cpu":
+        return StridedPages(views, dims)
+    return PackedPages(views, dims, _cpu_kernel)
+
+
+def _cpu_kernel(view: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write as vLLM does on a processor."""
+    from vllm._custom_ops import cpu_attn_reshape_and_cache
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    blocks, heads, tokens, width = view.shape
+    key_pages, value_pages = view.view(blocks, heads, tokens * 2, width // 2).chunk(2, dim=2)
+    isa = _get_attn_isa(view.dtype, tokens, width // 2)
+    cpu_attn_reshape_and_cache(keys, values, key_pages, value_pages, slots, isa)
+
+
+def _other_half() -> ArgumentError:
+    return ArgumentError("this is the other half of the connector: vLLM asked the wrong one; report this")

@@ -1,0 +1,259 @@
+"""Loading without a model: what of a prompt's documents arrives in time; the rest is for whoever asked to compute."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvwire.codec import Profile
+from kvwire.codec.prediction.text import expect_all
+from kvwire.controller import CostModel, DecodeCost
+from kvwire.controller import events as ev
+from kvwire.engines.base import Engine
+from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.costs import warm_up_decoding
+from kvwire.runtime.document import in_words
+from kvwire.runtime.execute import NO_ENGINE, PromptWorker
+from kvwire.runtime.find import profile_in_use
+from kvwire.runtime.kept import KeptLookup, RepairKeeper
+from kvwire.runtime.load import LoadRequest
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.prompt import PlainLayout
+from kvwire.runtime.settings import LoadSettings
+from kvwire.types import ChunkId, Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from kvwire.controller import Goal
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import KeptRepair
+    from kvwire.types import CacheMeta, KVCache
+
+_BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
+"""Decoding on one core before any was measured: of a batch, of an element of a token's cache, and of a byte."""
+
+
+class CacheOnlyEngine(Engine):
+    """Stands in for a model that runs elsewhere: it has a cache's layout and room for one, and computes nothing."""
+
+    def __init__(self, corpus: Corpus, dtype: torch.dtype) -> None:
+        """Keep the layout."""
+        self._corpus, self._dtype = corpus, dtype
+
+    @property
+    def meta(self) -> CacheMeta:
+        """Of the corpus."""
+        return self._corpus.meta
+
+    @property
+    def device(self) -> torch.device:
+        """Where documents are decoded to."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the caches."""
+        return self._dtype
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a prompt may hold."""
+        return self._corpus.window
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whoever asked computes what is missing."""
+        return False
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Not known here, and not asked for."""
+        raise _no_model()
+
+    def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+        """Refuse."""
+        raise _no_model(documents)
+
+    def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
+        """Refuse."""
+        raise _no_model(prefix, token_ids, offset)
+
+    def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - as declared
+        """Refuse."""
+        raise _no_model(cache)
+
+    def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
+        """Refuse."""
+        raise _no_model(past, token_ids, start, logits)
+
+
+def _no_model(*_: object) -> ArgumentError:
+    return ArgumentError("there are no weights here to compute with; open the model with kvwire.open_engine")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What of a prompt is there.
+
+    Attributes:
+        cache: All documents, linked at positions from 0; None where nothing could be laid out.
+        tokens: Of the prompt's front, up to the first that is missing.
+        level: The lowest level of any chunk of these; -1 where there is none.
+        bytes: Received over the link.
+        troubles: What went wrong, in words.
+    """
+
+    cache: KVCache | None
+    tokens: int
+    level: int = -1
+    bytes: int = 0
+    troubles: tuple[str, ...] = ()
+
+
+class PageLoader(Loader):
+    """Loads documents' linked caches for an engine that is not here. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        dtype: torch.dtype,
+        *,
+        settings: LoadSettings | None = None,
+        **options: Any,  # noqa: ANN401 - a Loader's
+    ) -> None:
+        """Begin nothing yet."""
+        elements = sum(spec.key_width + spec.value_width for spec in corpus.meta.layers)
+        decode = DecodeCost(_BASE_S, _ELEMENT_S * elements, _BYTE_S)
+        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(NO_ENGINE, decode)
+        if chosen.layout or chosen.system:
+            msg = (
+                "without a model no link tokens and no system text are computed: leave layout and system out of the "
+                "settings, or open the model with kvwire.open_engine and load with kvwire.Loader"
+            )
+            raise ArgumentError(msg)
+        super().__init__(CacheOnlyEngine(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
+        self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
+        # Silence is waited out: nothing here can be computed meanwhile.
+        self._controls = replace(self._controls, stall_s=chosen.patience_s)
+        self._has_profile = False
+        self.token_s = 0.0  # what computing a token costs the model, once that is known
+        self._warming.begin(self._get_ready())
+
+    def load(
+        self,
+        documents: Sequence[str],
+        texts: Sequence[Sequence[int]],
+        goal: Goal,
+        least: int | None = None,
+        wanted: int | None = None,
+        kept: KeptRepair | None = None,
+    ) -> Loaded:
+        """Load documents, as far as they come in time."""
+        known = dict(zip(documents, texts, strict=True))
+        total, limit_s = min(sum(map(len, texts)), wanted or 1 << 40), self._settings.patience_s
+
+        def grace_s(work: PromptWorker) -> float:
+            return self.token_s * (total - _front(work, len(documents), least)[0])
+
+        worth_s = None if goal.deadline_s is None else goal.deadline_s + self.token_s * total
+        request = LoadRequest(
+            layout=PlainLayout(self._engine), fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
+            timeouts=self._timeouts(worth_s), wanted=wanted, is_partial=True,
+            limit_s=limit_s, grace_s=grace_s,
+        )  # fmt: skip
+        return self._session.run(self._load_front(list(documents), known, request, least, kept))
+
+    async def _load_front(
+        self, documents: list[str], texts: dict[str, Sequence[int]], request: LoadRequest, least: int | None,
+        kept: KeptRepair | None,
+    ) -> Loaded:  # fmt: skip
+        deadline_s = request.goal.deadline_s
+        until = None if deadline_s is None else time.monotonic() + deadline_s
+        reading = asyncio.create_task(self._read_kept(kept, [len(texts[name]) for name in documents]))
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        with self._warming.paused():
+            async with self._filled(documents, texts, request, time.monotonic()) as filled:
+                load, work = filled.load, filled.load.work
+                await asyncio.to_thread(work.leave)
+                tokens, level = _front(work, len(documents), least)
+                if not (tokens or self._has_profile):  # one that takes longer than a deadline is read beside the loads
+                    self._warming.begin(self._get_profile())
+                if load.is_finished:
+                    filled.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
+                if kept is not None and (trouble := _lay_over(work, documents, await self._in_time(reading, until))):
+                    tokens = min(tokens, len(texts[documents[0]]))
+                    work.misses.append(trouble)
+                self._remember()
+                prompt = getattr(work, "prompt", None)
+                if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
+                    return Loaded(None, 0, -1, load.bytes, tuple(work.misses))
+                return Loaded(prompt.cache, tokens, level, load.bytes, tuple(work.misses))
+
+    def _get_ready(self) -> Iterator[None]:
+        """Do what the first load would wait for, and a short deadline would never see the end of."""
+        warm_up_decoding(self._engine)
+        yield
+        yield from self._get_profile()
+
+    def _get_profile(self) -> Iterator[None]:
+        profile = profile_in_use(self._corpora[0], self._read_level)
+        yield
+        if isinstance(profile, Profile):
+            yield from expect_all(profile)
+        self._has_profile = profile is not None
+
+    @staticmethod
+    async def _in_time(reading: asyncio.Task[KeptLookup], until: float | None) -> KeptLookup:
+        """Repaired rows, as far as they come before the request's deadline; a single look where that is over."""
+        left_s = None if until is None else max(0.0, until - time.monotonic())
+        await asyncio.wait({reading}, timeout=left_s)
+        return reading.result() if reading.done() else KeptLookup(None, "its repaired rows came too late")
+
+    async def _read_kept(self, kept: KeptRepair | None, lengths: Sequence[int]) -> KeptLookup:
+        """Repaired rows, read beside the documents."""
+        if kept is None:
+            return KeptLookup()
+        read = partial(self._kept.read, kept, lengths)
+        try:
+            return KeptLookup(await self._session.look_up(read, self._settings.patience_s))
+        except KvwireError as error:
+            return KeptLookup(None, in_words(error))
+
+
+def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, int]:
+    """How far a prompt is filled from its beginning, and the lowest level of that."""
+    tokens, lowest = 0, inf
+    for index in range(documents):
+        document = work.documents.get(index)
+        if document is None or document.info is None:
+            break
+        needed = min(least or 0, len(document.info.levels) - 1)
+        for chunk in range(document.wanted_chunks):
+            level = work.levels.get(ChunkId(index, chunk, work.number), -1)
+            if level < needed:
+                return tokens, int(min(lowest, 1 << 10)) if tokens else -1
+            lowest = min(lowest, level)
+            start, stop = document.span(chunk)
+            tokens += stop - start
+    return tokens, int(lowest) if tokens else -1
+
+
+def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup) -> str:
+    """Write rows into a prompt that an earlier load repaired and kept; returns why not, in words."""
+    documents = [each for _, each in sorted(work.documents.items()) if each.info is not None]
+    decisions = [Decision(chunk, "fetch", level) for chunk, level in work.levels.items()]
+    if found.kept is None:
+        return f"a kept repair could not be read: {found.trouble}"
+    if len(documents) < len(names) or not found.kept.suits(documents, decisions):
+        return "a kept repair is of other documents than those that came"
+    found.kept.write(work.prompt)
+    return ""

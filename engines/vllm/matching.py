@@ -1,0 +1,142 @@
+"""What of a prompt can be loaded: its documents, or the longest prefix that the corpus's index knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvwire.store.prefix.index import after_opening, opening_of
+from kvwire.types import digest_tokens
+
+from .requests import entries_of, kept_of, missing_level, profile_in_use, salt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import KeptRepair, PrefixIndex
+
+    from .requests import Choice
+
+    Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
+
+
+_UNREPAIRED = (
+    "no repair of these documents in this order is kept that fits the level: what follows the first is computed; let "
+    "kvwire ask --keep-repairs compute one"
+)
+
+
+_NO_OPENING = "the store lacks the rows of the BOS in front"
+_AGAIN = "run kvwire encode again; it is computed"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document whose beginning, or all of it, stands in a prompt.
+
+    Attributes:
+        document_id: Its name.
+        token_ids: Its whole text.
+        tokens: How many of its first tokens stand in the prompt.
+    """
+
+    document_id: str
+    token_ids: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What of a prompt can be loaded.
+
+    Attributes:
+        salt: The ``cache_salt`` that the request needs for that.
+        pieces: From the prompt's first token on, one after the other; all but the last are whole documents.
+        trouble: Why it is not more, in words; empty where nothing went wrong.
+        kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
+        is_other_text: The prompt is not the text of the documents that the salt names.
+        refused: Why the request cannot be served as asked, in words.
+    """
+
+    salt: str
+    pieces: tuple[Piece, ...]
+    trouble: str = ""
+    kept: KeptRepair | None = None
+    is_other_text: bool = False
+    refused: str = ""
+
+
+def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
+    """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
+    entries = entries_of(corpus, choice)
+    kept = kept_of(corpus, choice, entries)
+    salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
+    missing = next(filter(None, (missing_level(entry, choice.level) for entry in entries if entry)), "")
+    if missing:
+        return Matched(salt, (), refused=missing)
+    pieces: list[Piece] = []
+    position, trouble, is_other = 0, "", False
+    for name, entry in zip(choice.documents, entries, strict=True):
+        if entry is None or entry.is_text:
+            where = "is not in the catalog" if entry is None else "is stored as text alone"
+            trouble = f"document {name!r} {where}: encode it; it is computed"
+            break
+        ids = tuple(prompt[position : position + entry.tokens])
+        if digest_tokens(ids) != entry.token_digest:
+            trouble = (
+                f"from token {position} on the prompt is not the text of document {name!r}: send the documents' "
+                "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
+            )
+            if position or digest_tokens(prompt[1 : 1 + entry.tokens]) != entry.token_digest:
+                is_other = True
+                break
+            front = _opening_piece(corpus, tuple(prompt[:1]))
+            if opening_of(corpus.read_header(entry)) != tuple(prompt[:1]):
+                trouble = after_opening(prompt[0])
+                break
+            if front is None:
+                trouble = f"{_NO_OPENING} of document {name!r}: {_AGAIN}"
+                break
+            pieces, trouble, position = [front], "", len(front.token_ids)
+            ids = tuple(prompt[position : position + entry.tokens])
+        pieces.append(Piece(name, ids, len(ids)))
+        position += len(ids)
+    kept = None if pieces and pieces[0].document_id not in choice.documents else kept  # of prompts without BOS
+    repaired = len(kept.documents) if kept else 1 + (bool(pieces) and pieces[0].document_id not in choice.documents)
+    if choice.repair and len(pieces) > repaired:
+        trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
+        pieces = pieces[:repaired]
+    return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None, is_other)
+
+
+def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:
+    """The longest prefix of a prompt that a document begins with, but for the prompt's last token."""
+    profile = profile_in_use(corpus)
+    salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), (), profile)
+    troubles: list[str] = []
+    hit = index.longest(prompt, troubles.append)
+    if hit is not None and hit.document.profile_digest != profile:
+        troubles.append(f"document {hit.document.document_id!r} was encoded with another profile: encode it again")
+        hit = None
+    if hit is not None and hit.info.prefix_layers:
+        troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
+        hit = None
+    if hit is not None and (missing := missing_level(hit.document, choice.level)):
+        return Matched(salt, (), refused=missing)
+    tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
+    if hit is None or not tokens:
+        return Matched(salt, (), "; ".join(troubles))
+    front = _opening_piece(corpus, opening_of(hit.info))
+    if front is None and hit.opening:
+        troubles.append(f"{_NO_OPENING} of document {hit.document.document_id!r}: {_AGAIN}")
+        return Matched(salt, (), "; ".join(troubles))
+    name, ids, rest = hit.document.document_id, hit.token_ids[hit.opening :], tokens - hit.opening
+    pieces = (*([front] if front else []), *([Piece(name, ids, rest)] if rest > 0 else []))
+    return Matched(salt, pieces, "; ".join(troubles))
+
+
+def _opening_piece(corpus: Corpus, opening: tuple[int, ...]) -> Piece | None:
+    """The document that holds the rows of a BOS; None where the store has none."""
+    entry = corpus.catalog.by_tokens(corpus.meta.config_digest(), digest_tokens(opening)) if opening else None
+    return None if entry is None or entry.is_text else Piece(entry.document_id, opening, len(opening))

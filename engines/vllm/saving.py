@@ -1,0 +1,354 @@
+"""Keeping what vLLM computed: pages are copied beside the model's steps, encoded in a thread, and put into the store.
+
+Only rows that vLLM computed itself are kept. A row that was loaded is lossy, or was computed for another prompt; kept
+once more, its error would reach every prompt that begins with it. Where several workers share the heads of a model, all
+of them copy their own, and the first one encodes and stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.coding import Document
+from kvwire.types import digest_tokens
+
+from .counting import Counts
+from .pages import slots_of
+from .requests import SALTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from kvwire.runtime.coding import Encoded
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.types import KVCache
+
+    from .pages import Pages
+    from .shards import Shards
+
+SaveMode: TypeAlias = Literal["off", "asked", "all", "named"]
+SAVED = "saved/"
+"""What the names of documents begin with that were saved from vLLM."""
+_MOST = 16
+_MOST_BYTES = 4 << 30
+"""Of caches that wait to be encoded; what comes beyond is not kept, or waits in vLLM's pages where it has a name."""
+_CLOSING_S = 20.0
+_LOG = logging.getLogger("kvwire.vllm")
+
+
+@dataclass(frozen=True)
+class PageSave:
+    """What a worker is to keep.
+
+    Attributes:
+        request_id: Whose pages.
+        token_ids: Of the prompt, all of whose rows were computed.
+        blocks: The request's, from its first token on; they are not given away before they were copied.
+        event: What is told once the prompt is in the store; None: nothing.
+        document: The name that the request gave; empty: it is kept under one of its own.
+        trouble: Why it is not kept after all, which who asked for a document of this name is told.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    event: object = None
+    document: str = ""
+    trouble: str = ""
+
+
+@dataclass(eq=False)
+class _Watched:
+    """One request. trouble: why it is not kept."""
+
+    salt: str
+    trouble: str
+    document: str = ""
+
+
+class Saving:
+    """The scheduler's half: which requests are kept. Called from one thread."""
+
+    def __init__(self, mode: SaveMode, least_tokens: int, trouble: str = "") -> None:
+        """Watch nothing yet."""
+        self._mode, self._least, self._trouble = mode, least_tokens, trouble
+        self._watched: dict[str, _Watched] = {}
+        self._saves: list[PageSave] = []
+
+    def begin(self, request_id: str, salt: str | None, *, asks: bool | str, trouble: str = "") -> None:
+        """Take in a request."""
+        if asks or self._mode == "all":
+            document = asks if isinstance(asks, str) else ""
+            why = self._other_mode(document) or self._trouble or trouble
+            self._watched[request_id] = _Watched(salt or "", why, document)
+
+    def _other_mode(self, document: str) -> str:
+        """Why no request like this one is kept: whoever may ask may not write over other documents, too."""
+        if self._mode == "off":
+            return 'this vLLM keeps nothing: start it with "save": "asked"'
+        if document and self._mode != "named":
+            return 'this vLLM keeps prompts under names of its own: start it with "save": "named"'
+        if not document and self._mode == "named":
+            return 'this vLLM keeps prompts under the names of documents: say "save": NAME'
+        return ""
+
+    def had(self, request_id: str, tokens: int) -> None:
+        """Note what vLLM has of a prompt before it computes: rows of other requests with the same salt."""
+        watched = self._watched.get(request_id)
+        if watched and tokens and watched.salt.startswith(SALTED):
+            watched.trouble = watched.trouble or "vLLM had rows of it that may have been loaded"
+
+    def loaded(self, request_id: str) -> None:
+        """Note that rows of a request are loaded."""
+        if watched := self._watched.get(request_id):
+            watched.trouble = watched.trouble or "some of its rows were loaded"
+
+    def end(
+        self, request_id: str, prompt: Sequence[int], blocks: Sequence[int], *, is_computed: bool,
+        event: Callable[[], object] | None = None,
+    ) -> str | None:  # fmt: skip
+        """Decide about a request that ended."""
+        watched = self._watched.pop(request_id, None)
+        if watched is None:
+            return None
+        why = watched.trouble
+        if not why and not is_computed:
+            why = "it ended before its prompt was computed"
+        if not why and len(prompt) < self._least:
+            why = f"its prompt has fewer than {self._least} tokens"
+        document = watched.document if self._mode == "named" else ""
+        if not why:
+            told = event() if event else None
+            self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks), told, document))
+        elif document:
+            self._saves.append(PageSave(request_id, (), (), document=document, trouble=why))
+        return why
+
+    def take(self) -> list[PageSave]:
+        """What was decided to be kept since the last call."""
+        saves, self._saves = self._saves, []
+        return saves
+
+
+class Saver:
+    """A worker's half: copies pages, and encodes and stores them, in a thread each."""
+
+    def __init__(self, corpus: Corpus, index: str, counts: Counts | None = None) -> None:
+        """Keep nothing yet."""
+        self._counts = counts or Counts()
+        self._corpus, self._scheme, self._index = corpus, index, corpus.index(index)
+        self._pages: Pages | None = None
+        self._shards: Shards | None = None
+        self._lock = threading.Lock()
+        self._stored = threading.Condition(self._lock)
+        self._copied: set[str] = set()
+        self._waiting: dict[str, int] = {}  # bytes of what is not stored yet, by the prompt's digest or the request
+        self._told: set[str] = set()
+        self._events: list[object] = []
+        self._outcomes: list[dict[str, Any]] = []
+        self._under_way = 0  # documents with names
+        self._is_closing = False
+        self._copying = ThreadPoolExecutor(1, "kvwire-copy")
+        self._encoding = ThreadPoolExecutor(1, "kvwire-encode")
+
+    def register(self, pages: Pages, shards: Shards | None = None) -> None:
+        """Take the pages to read from."""
+        self._pages, self._shards = pages, shards
+
+    @property
+    def _is_first(self) -> bool:
+        return self._shards is None or self._shards.rank == 0
+
+    def start(self, saves: Sequence[PageSave]) -> None:
+        """Begin to copy; returns at once."""
+        for save in saves:
+            key = save.request_id if save.document else digest_tokens(save.token_ids)
+            if save.document and self._is_first:
+                with self._lock:
+                    self._under_way += 1
+            if save.trouble:
+                self._failed(ArgumentError(save.trouble), key, save.document)
+                continue
+            is_taken = not self._is_first or bool(save.document) or self._is_taken(key, len(save.token_ids))
+            if is_taken or self._shards is not None:  # the others wait for a word
+                self._copying.submit(self._copy, save, key, is_taken=is_taken)
+            else:
+                with self._lock:
+                    self._copied.add(save.request_id)
+
+    def copied(self) -> set[str]:
+        """Requests whose blocks are not needed any more, since the last call."""
+        with self._lock:
+            copied, self._copied = self._copied, set()
+        return copied
+
+    def events(self) -> list[object]:
+        """What is to be told of prompts that were put into the store since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def outcomes(self) -> dict[str, Any]:
+        """What became of documents with names since the last call."""
+        with self._lock:
+            done, self._outcomes = self._outcomes, []
+            return {"under_way": self._under_way, "done": done}
+
+    def close(self) -> None:
+        """Store what was copied, for as long as that takes little time."""
+        with self._stored:
+            self._is_closing = True
+            self._stored.notify_all()
+        ending = threading.Thread(target=self._end, daemon=True)
+        ending.start()
+        ending.join(_CLOSING_S)
+
+    def _end(self) -> None:
+        self._copying.shutdown()
+        self._encoding.shutdown()
+
+    def _bytes(self, tokens: int) -> int:
+        return tokens * sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in self._corpus.meta.layers) * 4
+
+    def _is_taken(self, key: str, tokens: int) -> bool:
+        """Whether there is room for a prompt that is not under way already."""
+        size = self._bytes(tokens)
+        with self._lock:
+            if key in self._waiting:
+                return False
+            is_full = len(self._waiting) >= _MOST or sum(self._waiting.values()) + size > _MOST_BYTES
+            if not is_full:
+                self._waiting[key] = size
+        if is_full:
+            self._counts.add(unsaved_prompts=1)
+            self._tell("full", "prompts come faster than they are encoded: some are not kept")
+        return not is_full
+
+    def _wait_for_room(self, key: str, tokens: int) -> None:
+        """Wait for one with a name: meanwhile vLLM holds its pages, and in the end begins no other prompt."""
+        size = self._bytes(tokens)
+        with self._stored:
+            self._stored.wait_for(lambda: self._is_closing or self._has_room(size))
+            if not self._has_room(size):
+                msg = "vLLM stops before there was room for it; run again: what is done is skipped"
+                raise KvwireError(msg)
+            self._waiting[key] = size
+
+    def _has_room(self, size: int) -> bool:
+        """With the lock held; alone, a prompt of any size has room."""
+        return not self._waiting or (len(self._waiting) < _MOST and sum(self._waiting.values()) + size <= _MOST_BYTES)
+
+    def _copy(self, save: PageSave, key: str, *, is_taken: bool) -> None:
+        """In a thread: whatever goes wrong, the blocks are given back."""
+        sides: list[Tensor] | None = None
+        problem: Exception = KvwireError("another of vLLM's workers could not read its pages; its log says why")
+        is_out_of_step = False
+        try:
+            if save.document and self._is_first:
+                self._wait_for_room(key, len(save.token_ids))
+            sides = self._gathered(save) if is_taken else None
+        except Exception as error:  # noqa: BLE001 - see above
+            problem = error
+        try:
+            joined = sides if self._shards is None else self._joined(sides, self._shards)
+        except Exception as error:  # noqa: BLE001 - see above
+            joined, problem, is_out_of_step = None, error, True
+        with self._lock:
+            self._copied.add(save.request_id)
+        if self._is_first and joined is not None:
+            self._encoding.submit(self._store, save, joined, key)
+        elif is_taken and (self._is_first or sides is None or is_out_of_step):
+            self._failed(problem, key, save.document)
+
+    def _gathered(self, save: PageSave) -> list[Tensor]:
+        """This worker's keys and values of each layer, ``[heads, tokens, dim]``, in the processor's memory."""
+        if self._pages is None:
+            msg = "vLLM asked to keep pages before it registered them; report this"
+            raise KvwireError(msg)
+        view = self._pages.views[0]
+        slots = slots_of(save.blocks, view.shape[2], 0, len(save.token_ids))
+        sides = []
+        with _beside(view):
+            for layer in range(len(self._pages.views)):
+                sides += [side.cpu().contiguous() for side in self._pages.read(layer, slots)]
+        return sides
+
+    def _joined(self, sides: list[Tensor] | None, shards: Shards) -> list[Tensor] | None:
+        """All heads of each layer, in the first worker; None elsewhere, and where a worker has nothing to give."""
+        if not shards.agree(sides is not None) or sides is None:
+            return None
+        joined = []
+        for at, side in enumerate(sides):
+            copies = shards.count * side.shape[0] // self._corpus.meta.layers[at // 2].kv_heads
+            whole = shards.gather(side, max(1, copies))  # few heads are with several workers
+            joined.append(side if whole is None else whole)
+        return joined
+
+    def _store(self, save: PageSave, sides: list[Tensor], key: str) -> None:
+        """In a thread: nothing that goes wrong here may be anybody's trouble."""
+        try:
+            cache = self._corpus.cache_of(sides[::2], sides[1::2], save.token_ids)
+            done = self._put(save, cache, key)
+            if done is not None:
+                self._counts.add(saved_prompts=1, saved_tokens=done.entry.tokens, saved_bytes=done.entry.size)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._failed(error, key, save.document)
+            return
+        with self._stored:
+            self._waiting.pop(key, None)
+            self._stored.notify_all()
+            self._events += [] if save.event is None else [save.event]
+            if save.document:
+                self._note(save.document, done.encode_s if done else 0.0)
+
+    def _put(self, save: PageSave, cache: KVCache, digest: str) -> Encoded | None:
+        """Into the store; None where the index leads there already."""
+        if save.document:
+            return self._corpus.save(Document(save.document, save.token_ids), cache)
+        whole = len(save.token_ids) // self._index.scheme.chunk_tokens * self._index.scheme.chunk_tokens
+        hit = self._index.longest(save.token_ids)
+        if hit is not None and hit.tokens >= whole:
+            return None
+        return self._corpus.save(Document(f"{SAVED}{digest[:32]}", save.token_ids), cache, index=(self._scheme,))
+
+    def _note(self, document: str, encode_s: float = 0.0, error: str = "", message: str = "") -> None:
+        """With the lock held: what became of a document."""
+        self._under_way -= 1
+        self._outcomes.append({"document": document, "encode_s": encode_s, "error": error, "message": message})
+
+    def _failed(self, error: Exception, key: str, document: str = "") -> None:
+        words = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
+        with self._stored:
+            self._waiting.pop(key, None)
+            self._stored.notify_all()
+            if document and self._is_first:
+                self._note(document, error=type(error).__name__, message=words)
+        if self._is_first:
+            self._counts.add(unsaved_prompts=1)
+        self._tell(type(error).__name__, f"a prompt was not kept: {words}")
+
+    def _tell(self, kind: str, words: str) -> None:
+        """Say once what goes wrong for each request."""
+        with self._lock:
+            is_new = kind not in self._told
+            self._told.add(kind)
+        if is_new:
+            _LOG.warning("%s (told once)", words)
+
+
+def _beside(view: torch.Tensor) -> AbstractContextManager[object]:
+    """On a GPU a stream of its own, so that copying does not wait for the model's steps."""
+    if view.device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(view.device))  # type: ignore[no-untyped-call]

@@ -1,0 +1,218 @@
+"""The worker's half of the connector, without vLLM: loads run beside the model and are written between its steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.errors import KvwireError, MismatchError
+from kvwire.reuse.assemble import moved
+
+from .counting import Counts
+from .loading import Loaded
+from .outcomes import LoadOutcome
+from .pages import probe, slots_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvwire.types import CacheMeta, KVCache
+
+    from .loading import PageLoader
+    from .pages import Pages
+    from .scheduling import PageLoad
+
+_AT_ONCE = 32
+"""Loads under way at a time; the rest waits, and its deadlines run."""
+_TAILS = 512
+_MEASURED_TOKENS = 64
+"""Steps of fewer tokens cost what a step costs, not what its tokens do."""
+_LEARN = 0.2
+_LOG = logging.getLogger("kvwire.vllm")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of loads since the last look.
+
+    Attributes:
+        requests: Whose loads have ended.
+        bad_blocks: Blocks of these that hold nothing of use.
+        outcomes: Of each load.
+    """
+
+    requests: frozenset[str]
+    bad_blocks: frozenset[int]
+    outcomes: tuple[tuple[str, LoadOutcome], ...] = ()
+
+
+class ConnectorWorker:
+    """Loads documents in threads of its own, and writes what has come into pages when it is called."""
+
+    def __init__(self, loader: PageLoader, *, rank: int = 0, ranks: int = 1, counts: Counts | None = None) -> None:
+        """Load nothing yet."""
+        self._loader, self._rank, self._ranks, self._counts = loader, rank, ranks, counts or Counts()
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._under_way = 0
+        self._done: list[tuple[PageLoad, Loaded]] = []
+        self._tails: OrderedDict[str, tuple[int, KVCache]] = OrderedDict()
+        self._pages: Pages | None = None
+
+    def register(self, pages: Pages, meta: CacheMeta) -> None:
+        """Take the pages to write into, once they are known to hold what is written."""
+        check_layers(pages, meta)
+        probe(pages)
+        self._pages = pages
+
+    def start(self, loads: Sequence[PageLoad]) -> None:
+        """Begin loads; returns at once."""
+        for load in loads:
+            with self._lock:
+                self._under_way += 1
+            self._pool.submit(self._load, load)
+
+    def wait(self, limit_s: float) -> None:
+        """Let loads get on, where the model has nothing to do: steps that only ask for them take Python from them."""
+        with self._ended:
+            if self._under_way and not self._done:
+                self._ended.wait(limit_s)
+
+    def collect(self) -> Written:
+        """Write what has come into its pages; to be called between two steps of the model."""
+        with self._lock:
+            done, self._done = self._done, []
+        requests, bad, outcomes = set(), set(), []
+        for load, loaded in done:
+            there = min(max(loaded.tokens, load.start), load.stop) if loaded.cache is not None else load.start
+            self._counts.add(
+                loads=1, loaded_tokens=there - load.start, lost_tokens=load.stop - there, loaded_bytes=loaded.bytes
+            )
+            try:
+                bad |= self._write(load, loaded)
+            except KvwireError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the other loads of the batch would be waited for, for ever
+                _LOG.warning("request %s: %s: %s", load.request_id, type(error).__name__, error)
+                bad |= set(load.blocks)
+                there = load.start
+            trouble = "; ".join(loaded.troubles) if there < load.stop else ""
+            outcomes.append(
+                (
+                    load.request_id,
+                    LoadOutcome(
+                        load.number, there - load.start, load.stop - there, loaded.level, loaded.bytes, trouble
+                    ),
+                )
+            )
+            requests.add(load.request_id)
+        return Written(frozenset(requests), frozenset(bad), tuple(outcomes))
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """Learn from a step of the model what a token costs that a load loses."""
+        if tokens >= _MEASURED_TOKENS:
+            known = self._loader.token_s
+            self._loader.token_s = seconds / tokens if not known else known + _LEARN * (seconds / tokens - known)
+
+    def close(self) -> None:
+        """End loads that are under way."""
+        self._loader.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, load: PageLoad) -> None:
+        """In a thread: nothing that goes wrong may leave a request waiting."""
+        try:
+            loaded = self._kept_tail(load) or self._loaded(load)
+        except Exception as error:  # noqa: BLE001 - see above
+            loaded = Loaded(None, load.position, troubles=(f"{type(error).__name__}: {error}",))
+        for trouble in loaded.troubles:
+            _LOG.warning("request %s: %s", load.request_id, trouble)
+        with self._ended:
+            self._under_way -= 1
+            self._done.append((load, loaded))
+            self._ended.notify_all()
+
+    def _loaded(self, load: PageLoad) -> Loaded:
+        """Documents at their place in the prompt: the cache begins at ``load.position``."""
+        if not load.documents:  # a request that is to fail
+            return Loaded(None, load.position)
+        goal = load.choice.goal(load.left_s)
+        wanted = load.stop - load.position if load.choice.prefix else None
+        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted, load.kept)
+        if loaded.cache is None:
+            return Loaded(None, load.position, loaded.level, loaded.bytes, loaded.troubles)
+        front = loaded.cache.slice(0, loaded.tokens)
+        stop = load.position + loaded.tokens
+        return Loaded(moved(front, load.position), stop, loaded.level, loaded.bytes, loaded.troubles)
+
+    def _kept_tail(self, load: PageLoad) -> Loaded | None:
+        """The end of documents whose full blocks vLLM still has: less than a block, which it does not keep."""
+        with self._lock:
+            kept = None if load.choice.prefix else self._tails.get(load.salt)
+        if kept is None or kept[0] > load.start or kept[0] + kept[1].tokens != load.stop:
+            return None
+        return Loaded(kept[1], load.stop)
+
+    def _write(self, load: PageLoad, loaded: Loaded) -> set[int]:
+        """Write what there is of a load; returns the blocks of the rest."""
+        pages, cache = self._pages, loaded.cache
+        if pages is None:
+            msg = "vLLM asked for documents before it registered its pages; report this"
+            raise MismatchError(msg)
+        block_tokens = pages.views[0].shape[2]
+        stop = min(loaded.tokens, load.stop) if cache is not None else load.start
+        if cache is not None and stop > load.start:
+            first = load.start - cache.meta.offset
+            part = cache.slice(first, stop - cache.meta.offset)
+            slots = slots_of(load.blocks, block_tokens, load.start, stop)
+            for layer, (keys, values) in enumerate(zip(part.keys, part.values, strict=True)):
+                pages.write(layer, slots, self._own(pages, layer, keys), self._own(pages, layer, values))
+            if stop == load.stop and not load.choice.prefix:  # a prefix's salt does not say which
+                self._keep_tail(load, cache, block_tokens)
+        if stop >= load.stop:
+            return set()
+        first_bad = max(stop, load.start) // block_tokens
+        return set(load.blocks[first_bad : -(-load.stop // block_tokens)])
+
+    def _own(self, pages: Pages, layer: int, side: torch.Tensor) -> torch.Tensor:
+        heads = pages.views[layer].shape[1]
+        first = self._rank * side.shape[0] // self._ranks
+        return side if side.shape[0] == heads else side[first : first + heads]
+
+    def _keep_tail(self, load: PageLoad, cache: KVCache, block_tokens: int) -> None:
+        start = load.stop // block_tokens * block_tokens
+        first = start - cache.meta.offset
+        if start == load.stop or first < 0:
+            return
+        tail = cache.slice(first, load.stop - cache.meta.offset)
+        copied = type(tail)([k.clone() for k in tail.keys], [v.clone() for v in tail.values], tail.meta)
+        with self._lock:
+            self._tails[load.salt] = (start, copied)
+            self._tails.move_to_end(load.salt)
+            while len(self._tails) > _TAILS:
+                self._tails.popitem(last=False)
+
+
+def check_layers(pages: Pages, meta: CacheMeta) -> None:
+    """Refuse pages that are not those of a model's layers."""
+    if len(pages.views) != len(meta.layers):
+        msg = f"vLLM has pages of {len(pages.views)} layers, the documents are of {len(meta.layers)}: name their model"
+        raise MismatchError(msg)
+    for layer, (view, spec) in enumerate(zip(pages.views, meta.layers, strict=True)):
+        if spec.kind != "full" or spec.value_rope is not None:
+            what = "latent attention" if spec.value_rope is not None else f"{spec.kind} attention"
+            msg = f"layer {layer} has {what}, which kvwire does not load into vLLM's pages yet; serve without documents"
+            raise MismatchError(msg)
+        if view.shape[3] != spec.key_dim + spec.value_dim or spec.kv_heads % view.shape[1]:
+            msg = (
+                f"layer {layer}: vLLM's pages hold {view.shape[1]} heads of {view.shape[3]} elements, the documents' "
+                f"caches {spec.kv_heads} of {spec.key_dim + spec.value_dim}: name the model that they were encoded with"
+            )
+            raise MismatchError(msg)

@@ -1,0 +1,242 @@
+"""How documents are computed: behind a BOS, behind neutral text, and measured behind other documents.
+
+A model that was trained behind a BOS gathers attention there, and a document computed without one has its own first
+tokens take that part. Behind a BOS, which is dropped, it stands in prompts that begin with one as it was computed.
+Behind some other text, whatever it says, its rows are nearer to those that it has in a prompt; its cache still depends
+on the document alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvwire.errors import ArgumentError
+from kvwire.reuse import link, measure_deviation
+from kvwire.types import BlockDeviation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.coding import Coding
+    from kvwire.types import BlobInfo, KVCache
+
+
+WITHOUT = (
+    "encoded without the BOS that its tokenizer puts in front of whole texts, and linked less exactly for it: encode "
+    "it again"
+)
+
+
+TWICE = (
+    "begins with a BOS of its own, behind the prompt's: the answer is a little off; encode the text without, by "
+    "engine.tokenize or add_special_tokens=False"
+)
+
+
+def begins_with(token_ids: Sequence[int], opening: Sequence[int]) -> bool:
+    """Whether a text begins with opening tokens of its own."""
+    return bool(opening) and tuple(token_ids[: len(opening)]) == tuple(opening)
+
+
+def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that a document is computed behind, and that are dropped from its cache."""
+    opening = engine.opening_tokens
+    if (
+        not opening
+        or not token_ids
+        or tuple(token_ids[: len(opening)]) == opening
+        or len(opening) + len(token_ids) > engine.window
+    ):
+        return ()
+    is_soft = min(token_ids) < 0 or max(token_ids) >= engine.vocabulary_size
+    return () if is_soft else opening
+
+
+def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+    """Compute documents, each alone behind the opening tokens."""
+    openings = [opening_of(engine, ids) for ids in documents]
+    caches = engine.prefill(
+        [(*opening, *ids) if opening else ids for opening, ids in zip(openings, documents, strict=True)]
+    )
+    return [
+        cache.slice(len(opening), cache.tokens) if opening else cache
+        for opening, cache in zip(openings, caches, strict=True)
+    ]
+
+
+def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Sequence[int] | None = None) -> Tensor:
+    """``Engine.prefix_states`` of a document, computed behind the opening tokens."""
+    opening = opening_of(engine, token_ids) if opening is None else opening
+    if not opening:
+        return engine.prefix_states(token_ids, layers)
+    return engine.prefix_states([*opening, *token_ids], layers)[len(opening) :]
+
+
+def opened(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's text with the opening tokens in front, which are never there twice."""
+    opening = engine.opening_tokens
+    return tuple(token_ids) if tuple(token_ids[: len(opening)]) == opening else (*opening, *token_ids)
+
+
+def link_opened(engine: Engine, caches: Sequence[KVCache], head: Sequence[int] = ()) -> KVCache:
+    """Link documents behind the opening tokens."""
+    head = head or engine.opening_tokens
+    front = engine.prefill([head]) if head else []
+    linked = link([*front, *caches])
+    if not front and caches[0].meta.offset and caches[0].token_ids:
+        (first,) = engine.prefill([caches[0].token_ids[:1]])  # it was computed behind something, and begins this prompt
+        for whole, token in zip((*linked.keys, *linked.values), (*first.keys, *first.values), strict=True):
+            whole[:, :1] = token
+    return linked
+
+
+def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
+    """Whether a blob was computed without the opening tokens that its document would be computed behind now."""
+    if info.opening or info.soft_tokens or not engine.opening_tokens:
+        return False
+    return token_ids is None or bool(opening_of(engine, token_ids))
+
+
+ALL = 1 << 20
+"""Of the neutral text as many tokens as it has."""
+NEUTRAL_TEXT = """\
+The harbour of Ostrand
+Ostrand is a small town on the north coast, known for its wooden warehouses and its long stone pier. It was \
+founded in 1387 by fishermen from the outer islands and received the rights of a market in 1412. The pier was \
+built between 1861 and 1868 and is 740 metres long. Today about 9,300 people live there, most of whom work in \
+shipping, fish processing and tourism. Every August the town holds a race of old sailing boats, which draws some \
+20,000 visitors.
+
+Marta Lindqvist
+Marta Lindqvist (born 4 March 1921, died 17 October 1998) was an engineer and writer. She studied mechanics in \
+the capital, worked for the state railways until 1957 and designed three bridges, of which the one at Halden is \
+the best known. Her first book, "Iron and Weather", appeared in 1962 and was translated into eleven languages. \
+In 1974 she was awarded the Prize of the Academy. She was married to the painter Tomas Berg; they had two \
+daughters.
+
+How the heat pump works
+A heat pump moves heat from a cold place to a warm one. A liquid that boils at a low temperature passes through \
+the evaporator, where it takes up heat and turns into gas. The compressor raises the pressure of the gas and \
+with it the temperature. In the condenser the gas gives its heat to the water of the house and becomes liquid \
+again. For every unit of electricity, such a machine delivers three to five units of heat; the colder it is \
+outside, the less.
+
+Returns and refunds
+You may return any item within 30 days of delivery. Items must be unused and in their original box. To begin, \
+open your orders, choose the item and select "Return". We send you a label by e-mail; print it and bring the \
+parcel to any post office. Refunds are made to the card that was used, usually within five working days. Gift \
+cards, downloads and opened cosmetics cannot be returned. If an item arrived damaged, please write to us first \
+and add a photograph.
+
+The meeting of 12 May
+Present: Ms Adeyemi (chair), Mr Novak, Ms Ito, Mr Silva. 1. The minutes of the last meeting were accepted. 2. Mr \
+Novak reported that sales had risen by 8 per cent since January, while costs had remained the same. 3. The new \
+office will open in September; Ms Ito is responsible for the move. 4. It was decided, with three votes to one, \
+to put off the purchase of new vehicles until next year. The next meeting is on 9 June at ten o'clock.
+
+The fox and the well
+One evening a fox fell into a well and could not get out. A goat came by, looked down and asked whether the \
+water was good. "It is the best in the country," said the fox, "come and taste it." The goat, who was thirsty, \
+jumped in without thinking. Then the fox climbed on her back, sprang out and ran away. "Next time," he called, \
+"look first how you will come out, before you go in."
+
+"""
+_texts: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
+"""The neutral text in an engine's tokens."""
+_computed: WeakKeyDictionary[Any, tuple[tuple[int, ...], KVCache]] = WeakKeyDictionary()
+"""The neutral prefix that an engine computed last: all documents but the longest have the same one."""
+
+
+def neutral_tokens(coding: Coding, profile: AnyProfile | None) -> int:
+    """How many neutral tokens documents are computed behind: where nothing is said all, of models that have sinks."""
+    if coding.neutral_prefix is not None:
+        return coding.neutral_prefix
+    return ALL if coding.may_be_neutral and getattr(profile, "has_sinks", False) else 0
+
+
+def neutral_prefix(engine: Engine, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """What a document is computed behind: opening tokens such as BOS, then at most ``count`` of the neutral text."""
+    opening = opening_of(engine, token_ids)
+    if not count or not token_ids or max(token_ids) >= engine.vocabulary_size:
+        return opening
+    if not engine.has_tokenizer:
+        if count < ALL:
+            msg = "a neutral prefix is a text, and this model has no tokenizer: encode without, --neutral-prefix 0"
+            raise ArgumentError(msg)
+        return opening
+    text = _texts.get(engine)
+    if text is None:
+        text = _texts[engine] = tuple(engine.tokenize(NEUTRAL_TEXT))
+    count = min(count, len(text), engine.window - len(opening) - len(token_ids))
+    return (*opening, *text[len(text) - count :]) if count > 0 else opening
+
+
+def compute_documents(engine: Engine, documents: Sequence[Sequence[int]], count: int = ALL) -> list[KVCache]:
+    """Compute documents, each alone behind its neutral prefix."""
+    return [compute_behind(engine, neutral_prefix(engine, ids, count), ids) for ids in documents]
+
+
+def compute_behind(
+    engine: Engine, neutral: Sequence[int], token_ids: Sequence[int], before: KVCache | None = None
+) -> KVCache:
+    """Compute tokens of a document behind its neutral prefix, and behind what comes before them of the document."""
+    return engine.extend(behind(engine, neutral, before, more=len(token_ids)), token_ids)
+
+
+def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None, *, more: int = 0) -> KVCache | None:
+    """What ``more`` tokens of a document see behind its neutral prefix, of which the end alone may have room."""
+    kept = len(engine.opening_tokens) if tuple(neutral[: len(engine.opening_tokens)]) == engine.opening_tokens else 0
+    room = engine.window - more - (before.tokens if before else 0)
+    neutral = (*neutral[:kept], *neutral[kept + max(0, len(neutral) - room) :])
+    if not neutral:
+        return before
+    known = _computed.get(engine)
+    if known is None or known[0] != tuple(neutral):
+        (prefix,) = engine.prefill([neutral])
+        known = _computed[engine] = (tuple(neutral), prefix)
+    return known[1] if before is None else link([known[1], before])
+
+
+BLOCK = 16
+"""Tokens that share a byte; a byte for each token chooses no better (see benchmarks/reuse.py)."""
+NEIGHBOURS, NEIGHBOUR_TOKENS = 2, 128
+"""Documents that stand before the one that is measured, in turn, and tokens of each."""
+
+
+class Neighbours:
+    """Beginnings of a corpus's documents, to stand before others."""
+
+    def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+        """Keep the texts; each is computed once, when it is first needed."""
+        self._engine = engine
+        self._texts = list(dict.fromkeys(tuple(text[:NEIGHBOUR_TOKENS]) for text in texts))[: NEIGHBOURS + 1]
+        self._caches: dict[tuple[int, ...], KVCache] = {}
+
+    def measure(self, cache: KVCache, token_ids: Sequence[int]) -> BlockDeviation:
+        """Put neighbours before a document and see how far its keys and values move.
+
+        What would stand beyond the model's window is taken not to move: little does, so far into a document.
+        """
+        own = tuple(token_ids[:NEIGHBOUR_TOKENS])
+        others = [text for text in self._texts if text != own][:NEIGHBOURS] or [tuple(token_ids[-NEIGHBOUR_TOKENS:])]
+        found = torch.zeros(-(-cache.tokens // BLOCK) * BLOCK)
+        for text in others:
+            window = self._engine.window - len(self._engine.opening_tokens)
+            seen = max(1, min(cache.tokens, window - len(text)))
+            before = self._cache(text[: window - seen])
+            moved = measure_deviation(self._engine, cache.slice(0, seen), token_ids[:seen], before)
+            found[:seen] += moved / len(others)
+        found[cache.tokens :] = found[cache.tokens - 1]
+        return BlockDeviation.of(found.view(-1, BLOCK).mean(1).tolist(), BLOCK)
+
+    def _cache(self, text: tuple[int, ...]) -> KVCache:
+        if text not in self._caches:
+            (self._caches[text],) = self._engine.prefill([opened(self._engine, text)])
+        return self._caches[text]

@@ -1,0 +1,16 @@
+"""kvwire in SGLang: a storage backend of its hierarchical cache that reads documents from a store of kvwire's.
+
+SGLang finds it as ``{"backend_name": "kvwire", "module_path": "kvwire.sglang", "class_name": "KvwireStorage"}``. Only
+that name needs SGLang.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.engines.sglang.storage import KvwireStorage
+
+__all__ = ["KvwireStorage"]
+
+__getattr__ = lazy(__name__, {"kvwire.engines.sglang.storage": ("KvwireStorage",)})

@@ -1,0 +1,31 @@
+"""kvwire in vLLM: a connector that loads linked documents into its pages, and what its requests say.
+
+vLLM finds the connector as ``kv_connector="KvwireConnector"`` in ``kv_connector_module_path="kvwire.vllm"``. Only that
+name needs vLLM.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.engines.vllm.connector import KvwireConnector
+    from kvwire.engines.vllm.extension import SavingWorker
+    from kvwire.engines.vllm.requests import Choice, request_body, request_salt
+
+__all__ = [
+    "Choice",
+    "KvwireConnector",
+    "SavingWorker",
+    "request_body",
+    "request_salt",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.engines.vllm.connector": ("KvwireConnector",),
+        "kvwire.engines.vllm.extension": ("SavingWorker",),
+        "kvwire.engines.vllm.requests": ("Choice", "request_body", "request_salt"),
+    },
+)

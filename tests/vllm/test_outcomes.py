@@ -1,0 +1,175 @@
+"""What clients are told of their requests, and how requests end whose documents cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from contextlib import closing
+
+import pytest
+import torch
+
+from kvwire.engines.vllm.opening import ConnectorSettings, check_version
+from kvwire.engines.vllm.outcomes import LoadOutcome, RequestOutcome
+from kvwire.engines.vllm.scheduling import ConnectorScheduler, names_documents
+from kvwire.errors import ArgumentError
+from kvwire.reuse import link
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.transport import LinkSettings
+from kvwire.vllm import Choice, request_body, request_salt
+
+from .halves import BLOCK, QUESTION, Halves, check, damage
+
+
+@pytest.fixture
+def halves(told):
+    with closing(Halves(told)) as made:
+        yield made
+
+
+def test_an_answer_tells_what_was_loaded_and_lost(halves, told, caplog):
+    damage(told, "b", 1)  # tokens 182 to 214
+    with caplog.at_level(logging.INFO, "kvwire.vllm"):
+        _, _, said, promised = halves.load(halves.body("abc"))
+    assert (said["promised_tokens"], said["loaded_tokens"], said["lost_tokens"]) == (promised, 182, promised - 182)
+    assert said["level"] == 1
+    assert said["bytes"] > 0
+    assert "b chunk 1" in said["trouble"]
+    assert f"request 1: 182 of {promised} promised tokens were loaded at level 1" in caplog.text
+
+
+def test_outcomes_of_workers_join_and_those_of_loads_add_up():
+    outcome = RequestOutcome()
+    assert outcome.told() == {}
+    for each in (
+        LoadOutcome(0, 10, 0, 2, 100), LoadOutcome(0, 4, 6, 1, 50, "late"), LoadOutcome(1, 6, 0, 3, 30),
+    ):  # fmt: skip
+        outcome.add(each)
+    assert outcome.told() == {"loaded_tokens": 10, "lost_tokens": 6, "bytes": 180, "level": 1, "trouble": "late"}
+
+
+@pytest.fixture
+def exact(told):
+    """The documents once more, with lossless levels."""
+    corpus = Corpus(told.engine, told.corpus.catalog.store, coding=Coding(chunk_tokens=32, lossless=True))
+    list(corpus.encode([Document(f"exact {name}", ids) for name, ids in told.tokens.items()]))
+    return corpus
+
+
+def test_the_lossless_level_is_loaded_by_its_number(told, exact):
+    level = len(exact.find("exact a").levels) - 1
+    names = ["exact a", "exact c"]
+    with closing(Halves(told)) as halves:
+        bad, blocks, said, promised = halves.load(halves.body(names, level))
+        cache = link(told.engine.prefill([told.tokens["a"], told.tokens["c"]]))
+        assert (bad, promised, said["lost_tokens"], said["level"]) == (set(), cache.tokens, 0, level)
+        check(halves, blocks, cache, 0, cache.tokens)
+
+
+@pytest.mark.parametrize("names", [("a",), ("exact a", "a")])
+def test_levels_that_a_document_has_not_are_refused_with_those_it_has(halves, told, exact, names):
+    level = len(told.corpus.find("a").levels)
+    with pytest.raises(ArgumentError, match=rf"'a' has no level {level}, but 0 \(.*{level - 1} \(.*ask for one"):
+        request_salt(told.corpus, Choice(names, level=level))
+    body = halves.body(names, 1)
+    body["kv_transfer_params"]["kvwire"]["level"] = level
+    _, _, said, promised = halves.load(body)
+    assert promised == 0
+    assert f"'a' has no level {level}, but 0" in said["refused"]
+
+
+def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves):
+    body = halves.body("ab")
+    name, _ = halves.promise(body)
+    assert halves.scheduling.other_salt(name) is None
+    other = body | {"prompt": [*body["prompt"][:20], 255, *body["prompt"][21:]]}
+    name, promised = halves.promise(other)
+    salt = halves.scheduling.other_salt(name)
+    assert promised == 0
+    assert salt.startswith(body["cache_salt"])
+    assert names_documents(body["cache_salt"])
+    assert not names_documents(salt)
+    assert halves.scheduling.other_salt(name) is None  # it is told once
+    name, _ = halves.promise(other | {"prompt": other["prompt"][:-1]})
+    assert halves.scheduling.other_salt(name) not in (salt, None)
+    name, _ = halves.promise(other | {"cache_salt": "mine"})
+    assert halves.scheduling.other_salt(name) is None
+
+
+@pytest.mark.parametrize(
+    "more", [{"cache_salt": "mine"}, {"prompt": [1, 2, 3]}, {"kv_transfer_params": {"kvwire": {"documents": ["a"]}}}]
+)
+def test_strict_requests_without_their_documents_fail(told, more):
+    """vLLM ends a request whose blocks are bad, where it was started so."""
+    with closing(Halves(told, is_strict=True)) as halves:
+        body = halves.body("ab") | more
+        bad, blocks, said, promised = halves.load(body)
+        assert promised == len(body["prompt"]) - 1
+        assert bad == set(blocks[: -(-promised // BLOCK)])
+        assert said.get("refused") or said.get("trouble")
+        assert halves.load(halves.body("ab"))[0] == set()
+
+
+def test_a_store_that_fails_again_and_again_is_left_alone_for_a_while(told, monkeypatch, caplog):
+    now, asked = [0.0], []
+    body = request_body(told.corpus, Choice(("a",), level=1), QUESTION)
+    with closing(ConnectorScheduler(told.corpus, patience_s=1.0, pause_s=10.0, clock=lambda: now[0])) as scheduling:
+        real = scheduling._pool.submit
+        monkeypatch.setattr(scheduling._pool, "submit", lambda *_: (asked.append(1), Future())[1])
+
+        def ask(name, after=2.0):
+            scheduling.begin(name, body["kv_transfer_params"], body["prompt"], body["cache_salt"])
+            now[0] += after
+            promised = scheduling.promised(name, 0)
+            return promised, scheduling.end(name)["kvwire"].get("trouble", "")
+
+        for number in range(3):
+            assert "did not answer" in ask(f"{number}")[1]
+        assert "failed 3 times in a row" in ask("paused")[1]
+        assert "failed 3 times in a row" in caplog.text
+        assert len(asked) == 3
+        now[0] += 10.0
+        assert "did not answer" in ask("asked again")[1]
+        assert "failed 4 times" in ask("paused again")[1]
+        now[0] += 10.0
+        monkeypatch.setattr(scheduling._pool, "submit", lambda *given: (future := real(*given), future.result())[0])
+        assert ask("well") == (150, "")
+        assert ask("well again") == (150, "")
+
+
+@pytest.mark.parametrize(("token_s", "loaded"), [(0.0, 0), (10.0, 150)])
+def test_what_would_be_lost_is_waited_for_as_long_as_computing_it_takes(told, token_s, loaded):
+    body = request_body(told.corpus, Choice(("a",), deadline_s=0.1), QUESTION)
+    with closing(Halves(told, link=LinkSettings(20_000.0, 0.3))) as halves:
+        halves.working._loader.token_s = token_s
+        _, _, said, promised = halves.load(body)
+        assert (said["loaded_tokens"], said["lost_tokens"]) == (loaded, promised - loaded)
+
+
+def test_the_cost_of_tokens_is_learnt_from_steps(told):
+    with closing(Halves(told)) as halves:
+        loader = halves.working._loader
+        halves.working.note_step(2, 5.0)
+        assert loader.token_s == 0.0
+        halves.working.note_step(100, 1.0)
+        halves.working.note_step(100, 2.0)
+        assert loader.token_s == pytest.approx(0.012)
+
+
+def test_waits_are_settings(told):
+    settings = ConnectorSettings.read({"store": f"file://{told.root}", "load_s": 7, "patience_s": 2.5, "pause_s": 0})
+    with closing(settings.loader(told.corpus, torch.float32)) as loader:
+        assert (loader._settings.patience_s, loader._settings.open_s) == (7, 2.5)
+    for name in ("load_s", "pause_s", "patience_s"):
+        with pytest.raises(ArgumentError, match=f"{name} is a number of seconds"):
+            ConnectorSettings.read({"store": "file:///x", name: -1})
+
+
+def test_versions_of_vllm_are_checked(caplog):
+    check_version("0.32.0+cpu")
+    assert not caplog.text
+    check_version("0.77.1")
+    assert "this is vLLM 0.77.1, kvwire was tested inside 0.32" in caplog.text
+    check_version("dev")
+    with pytest.raises(ArgumentError, match=r"this is vLLM 0.31.2, the connector needs 0.32 or later"):
+        check_version("0.31.2")
