@@ -68,13 +68,13 @@ def compare(engine: TransformersEngine, exact: Exact, decoded: KVCache, codec: s
     return Point(codec, bits, kl, agreement, math.expm1(loss - exact.loss))
 
 
-def summarise(points: list[dict[str, Any]]) -> Figures:
+def summarise(points: list[dict[str, Any]], measures: Sequence[str] = MEASURES) -> Figures:
     """For each codec, in order of appearance: its family and each measure over the windows."""
     out: Figures = {}
     for codec in dict.fromkeys(point["codec"] for point in points):
         mine = [point for point in points if point["codec"] == codec]
         out[codec] = {"family": mine[0]["family"]}
-        for name in MEASURES:
+        for name in measures:
             samples = [point[name] for point in mine]
             out[codec][name] = summary(samples) | {"mean": statistics.fmean(samples)}
     return out

@@ -6,7 +6,7 @@ is allowed. The codes are packed and deflated. The first 4 tokens, and the last 
 tail is 128). Like kvwire's profile, basis and allocation are shared by all documents and not counted.
 
 Here a component has a fixed quantiser, fitted offline too, so that a document sends nothing but codes: the reading of
-the paper that is kindest to it at low rates.
+the paper that is kindest to it at low rates. ``kvtc_scaled`` is the quantiser as published, with scales in the stream.
 """
 
 from __future__ import annotations

@@ -52,6 +52,17 @@ def from_bfloat16(data: bytes, shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.int16).copy()).view(torch.bfloat16).reshape(tuple(shape)).float()
 
 
+def to_half(values: Tensor) -> bytes:
+    """Scales and the like as float16, kept finite."""
+    limit = torch.finfo(torch.float16).max
+    return values.clamp(-limit, limit).to(torch.float16).contiguous().numpy().tobytes()
+
+
+def from_half(data: bytes, shape: Sequence[int]) -> Tensor:
+    """float32 of ``shape``; the inverse."""
+    return torch.from_numpy(np.frombuffer(data, np.float16).copy()).reshape(tuple(shape)).float()
+
+
 def as_matrix(tensors: Sequence[Tensor]) -> Tensor:
     """All layers' ``[heads, tokens, dim]`` as float32 ``[tokens, layers x heads x dim]``."""
     parts = [t.detach().to("cpu", torch.float32).permute(1, 0, 2).flatten(1) for t in tensors if t.numel()]

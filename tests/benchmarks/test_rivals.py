@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 import kvwire
 from kvwire.types import CacheMeta, LayerSpec, RopeRegime
 
 _FOLDER = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.insert(0, _FOLDER)
-from rivals import kvtc, layout  # noqa: E402
+from rivals import bfloat16, kivi, kvtc, kvtc_one_step, kvtc_scaled, layout, per_token  # noqa: E402
 
 sys.path.remove(_FOLDER)
 
@@ -64,6 +65,79 @@ def test_matrices_come_back_layer_by_layer():
     assert matrix.shape == (5, 14)
     assert torch.equal(matrix[3, :4], tensors[0][0, 3])
     assert all(torch.equal(a, b) for a, b in zip(layout.from_matrix(matrix, tensors), tensors, strict=True))
+
+
+def test_bfloat16_is_exact_for_bfloat16_and_else_its_rounding():
+    cache = _cache()
+    stream, decoded = bfloat16.roundtrip(cache)
+    for before, after in zip([*cache.keys, *cache.values], [*decoded.keys, *decoded.values], strict=True):
+        assert torch.equal(after, before.to(torch.bfloat16).float())
+    assert len(stream) * 8 / _elements(cache) < 16
+    again, exact = bfloat16.roundtrip(decoded)
+    assert again == stream
+    assert _error(decoded, exact) == 0
+
+
+def test_int4_takes_four_and_an_eighth_bits_before_zstd():
+    tensor = torch.randn(2, 64, 128)
+    assert len(per_token.encode(tensor, 4)) * 8 / tensor.numel() == 4 + 16 / 128 == 4.125
+    assert len(per_token.encode(tensor, 8)) * 8 / tensor.numel() == 8.125
+
+
+def test_int4_by_hand():
+    tensor = torch.tensor([[[7.0, -3.4, 3.6, 0.0]]])
+    assert per_token.decode(per_token.encode(tensor, 4), (1, 1, 4), 4).tolist() == [[[7.0, -3.0, 4.0, 0.0]]]
+    zeros = torch.zeros(1, 2, 4)
+    assert torch.equal(per_token.decode(per_token.encode(zeros, 4), (1, 2, 4), 4), zeros)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_err_by_half_a_step_at_most(bits):
+    cache = _cache()
+    stream, decoded = per_token.roundtrip(cache, bits)
+    plain = b"".join(per_token.encode(tensor, bits) for tensor in [*cache.keys, *cache.values])
+    assert zstandard.ZstdDecompressor().decompress(stream) == plain
+    for before, after in zip([*cache.keys, *cache.values], [*decoded.keys, *decoded.values], strict=True):
+        step = before.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        assert ((after - before).abs() <= step * 0.5 + 1e-3 * before.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize(("bits", "rate"), [(2, 3.0), (4, 5.0)])
+def test_kivi_takes_its_bits_and_one_for_the_scales(bits, rate):
+    cache = _cache(tokens=128)
+    assert len(kivi.roundtrip(cache, bits)[0]) * 8 / _elements(cache) == rate
+
+
+def test_kivi_keeps_the_last_tokens_in_16_bits():
+    cache = _cache(tokens=256)
+    stream, decoded = kivi.roundtrip(cache, 2, residual=128)
+    assert len(stream) * 8 / _elements(cache) == (3 + 16) / 2
+    for before, after in zip([*cache.keys, *cache.values], [*decoded.keys, *decoded.values], strict=True):
+        assert torch.equal(after[:, 128:], before[:, 128:].to(torch.bfloat16).float())
+        assert not torch.equal(after[:, :128], before[:, :128].to(torch.bfloat16).float())
+
+
+def test_kivi_groups_keys_by_channel_and_values_by_token():
+    channels = torch.linspace(-8, 8, 32)
+    keys = channels.expand(1, 32, 32)  # constant along tokens: a group of one channel is exact
+    stream = kivi.encode(keys, 2, 0, per_channel=True)
+    assert torch.equal(kivi.decode(stream, (1, 32, 32), 2, 0, per_channel=True), keys.half().float())
+    stream = kivi.encode(keys.transpose(1, 2), 2, 0, per_channel=False)
+    decoded = kivi.decode(stream, (1, 32, 32), 2, 0, per_channel=False)
+    assert torch.equal(decoded, keys.transpose(1, 2).half().float())
+
+
+def test_kivi_by_hand():
+    values = torch.tensor([0.0, 3.0, 0.4, 0.6, 1.4, 1.6, 2.4, 2.6]).repeat(4).reshape(1, 1, 32)
+    decoded = kivi.decode(kivi.encode(values, 2, 0, per_channel=False), (1, 1, 32), 2, 0, per_channel=False)
+    assert decoded[0, 0, :8].tolist() == [0.0, 3.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("tokens", "dim", "residual"), [(1, 32, 0), (33, 48, 0), (100, 20, 128), (100, 32, 30)])
+def test_kivi_takes_any_shape(tokens, dim, residual):
+    cache = _cache(tokens=tokens, dim=dim)
+    _, decoded = kivi.roundtrip(cache, 4, residual)
+    assert _error(cache, decoded) < 0.01 * _error(cache, _zeros(cache))
 
 
 def _zeros(cache):
@@ -132,11 +206,12 @@ def calibrated():
     return kvtc.calibrate([_cache(tokens=512, seed=seed) for seed in (1, 2)])
 
 
-def test_kvtc_errs_less_with_every_budget_and_keeps_to_it(calibrated):
+@pytest.mark.parametrize("codec", [kvtc, kvtc_scaled], ids=["fixed", "scaled"])
+def test_kvtc_errs_less_with_every_budget_and_keeps_to_it(codec, calibrated):
     cache = _cache()
     budgets = (0.1, 0.25, 0.5, 1.0, 2.0)
     errors = []
-    for budget, sides in kvtc.fit(calibrated, budgets).items():
+    for budget, sides in codec.fit(calibrated, budgets).items():
         stream, decoded = kvtc.roundtrip(cache, sides)
         errors.append(_error(cache, decoded))
         assert decoded.meta.positions == "on"
@@ -144,6 +219,21 @@ def test_kvtc_errs_less_with_every_budget_and_keeps_to_it(calibrated):
         assert len(stream) * 8 / _elements(cache) <= budget + raw + 0.02
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.01 * _error(cache, _zeros(cache))
+
+
+def test_one_step_errs_less_with_every_step_and_never_clips(calibrated):
+    cache = _cache()
+    fitted = kvtc_one_step.fit(calibrated, (2.0, 0.5, 0.1, 0.01))
+    sizes, errors = [], []
+    for sides in fitted.values():
+        stream, decoded = kvtc.roundtrip(cache, sides)
+        sizes.append(len(stream))
+        errors.append(_error(cache, decoded))
+    assert sizes == sorted(sizes)
+    assert errors == sorted(errors, reverse=True)
+    step = kvtc_one_step.OneStep(0.5)
+    far = torch.tensor([[-700.0, 3.2, 0.0], [900.4, -0.1, 0.1]])
+    assert step.decode(step.encode(far), 2).tolist() == [[-700.0, 3.0], [900.5, 0.0]]
 
 
 def test_kvtc_keeps_sinks_and_tail_in_16_bits(calibrated):
@@ -168,3 +258,17 @@ def test_kvtc_deflates_what_its_quantiser_wrote(calibrated):
     matrix = layout.as_matrix(kvwire.codec.positions_off(cache).keys)
     wanted = sides[0].quantiser.encode(sides[0].basis.analyse(matrix[kvtc.SINKS :]))
     assert unpacked.decompress(stream[raw:]) == wanted
+
+
+@pytest.mark.parametrize(("bits", "size"), [(2, 16), (4, 64), (8, 1), (8, 16)])
+def test_groups_with_scales_cost_what_is_published(bits, size):
+    part = torch.randn(100, size)
+    data = kvtc_scaled.encode_group(part, bits)
+    scale_bits = 0 if bits == 8 else 32
+    assert len(data) * 8 == 100 * (bits * size + scale_bits) == 8 * kvtc_scaled.group_bytes(size, bits, 100)
+    decoded = kvtc_scaled.decode_group(data, 100, size, bits)
+    if bits == 8:
+        assert torch.equal(decoded, part.to(torch.float8_e4m3fn).float())
+    else:
+        half_step = (part.amax(1, keepdim=True) - part.amin(1, keepdim=True)) / (2**bits - 1) / 2
+        assert ((decoded - part).abs() <= half_step + 5e-3).all()

@@ -5,6 +5,7 @@ from contextlib import closing
 
 import pytest
 
+from kvwire.runtime import loader
 from kvwire.store import FolderStore, copy_store
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
