@@ -38,7 +38,7 @@ def converse(
     """Each turn of a conversation at one level."""
     (story,) = windows(engine, default_texts()[0], 1, args.turns * args.tokens, args.seed)
     store, chat, out = MemoryStore(), kvwire.Chat(system=SYSTEM), []
-    settings = LoadSettings(quality_floor=level, quality_ceiling=level, bandwidth_prior=args.bytes_s)
+    settings = LoadSettings(quality_floor=level, quality_ceiling=level)
     exact = Corpus(engine, MemoryStore())
     exact.set_profile(profile)
     with serving(store) as url, closing(kvwire.open_store(url)) as far:
@@ -93,7 +93,6 @@ def main() -> None:
     parser.add_argument("--link", default="50mbit")
     parser.add_argument("--profile", type=Path, help="a fitted profile of the model; by default one is fitted")
     args = parser.parse_args()
-    args.bytes_s = 6.25e6
     one_thread()
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
     if args.profile:

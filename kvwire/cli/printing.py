@@ -34,6 +34,7 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "head_start": info.prefix_layers,
         "neutral_prefix": len(info.neutral_prefix),
         "opening": info.opening,
+        "context_level": info.context_level,
         "soft_tokens": info.soft_tokens.digest if info.soft_tokens else None,
         "prefix_tokens": info.prefix.tokens if info.prefix else 0,
         "deviation_block": info.deviation.block if info.deviation else None,

@@ -28,7 +28,6 @@ from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, p
 from kvwire.runtime.find import DocumentFinder, profile_in_use
 from kvwire.runtime.load import Load, LoadRequest
 from kvwire.runtime.prompt import LinksLayout, PlainLayout, SchemaLayout
-from kvwire.runtime.prompted import Keep, Prompter
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
 from kvwire.runtime.threads import Threads
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.prompt import Layout
-    from kvwire.runtime.prompted import Begun
+    from kvwire.runtime.prompted import Begun, Prompter
     from kvwire.types import Chat
 
 T = TypeVar("T")
@@ -292,8 +291,9 @@ class Loader:
                 something around documents.
             OverloadedError: As for ``ask``.
         """
-        goal, keep = self._goal(deadline_s, objective), Keep() if save else None
-        return self._session.run(self._ask_begun(lambda made, times: made.prompt(token_ids, times, keep), goal, tokens))
+        goal = self._goal(deadline_s, objective)
+        work = self._ask_begun(lambda made, times: made.prompt(token_ids, times, save=save), goal, tokens)
+        return self._session.run(work)
 
     def converse(
         self,
@@ -337,6 +337,8 @@ class Loader:
             msg = "a prompt is all that the model reads: leave out the settings' system and layout"
             raise ArgumentError(msg)
         if self._prompter is None:
+            from kvwire.runtime.prompted import Prompter  # most loads name their documents
+
             self._prompter = Prompter(self._engine, self._corpora[0], self._session, self._finder)
         begun = await begin(self._prompter, self._timeouts(goal.deadline_s))
         return await self._ask([begun.found], Asked(begun.rest, (), begun.stop), goal, tokens, None, begun=begun)

@@ -19,7 +19,6 @@ from kvwire.runtime.answer import Reuse
 from kvwire.runtime.document import FoundDocument, in_words
 from kvwire.runtime.find import UNREADABLE
 from kvwire.runtime.prefill import opened
-from kvwire.runtime.saving import Rows, Saver
 from kvwire.store import check_new_name
 from kvwire.types import KVCache
 from kvwire.types.cache import plain_token_ids
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.load import Load
+    from kvwire.runtime.saving import Rows, Saver
     from kvwire.runtime.session import Session
     from kvwire.store import CatalogEntry, PrefixHit
     from kvwire.types import Chat
@@ -63,11 +63,14 @@ class Prompter:
         self._index = self._view.index()
         self._saver: Saver | None = None
 
-    async def prompt(
+    async def prompt(self, token_ids: Sequence[int], timeouts: Timeouts, *, save: bool) -> Begun:
+        """Find what the store has of a prompt's beginning; without it, the prompt is its own text."""
+        return await self._begun(token_ids, timeouts, Keep() if save else None)
+
+    async def _begun(
         self, token_ids: Sequence[int], timeouts: Timeouts, keep: Keep | None, chat: Chat | None = None,
         stop: frozenset[int] = frozenset(),
     ) -> Begun:  # fmt: skip
-        """Find what the store has of a prompt's beginning; without it, the prompt is its own text."""
         started, before = time.monotonic(), len(self._engine.opening_tokens)
         whole, misses = self._checked(token_ids), list[str]()
         hit = await self._longest(whole, timeouts, misses)
@@ -89,9 +92,13 @@ class Prompter:
             raise ArgumentError(msg)
         head, ids, stop = self._said(question, chat, is_first=entry is None)
         if entry is None:
-            begun = await self.prompt((*head, *ids), timeouts, Keep(session, etag, len(head)), chat, stop)
+            begun = await self._begun((*head, *ids), timeouts, Keep(session, etag, len(head)), chat, stop)
             return replace(begun, started=started)
         _check_tokens(self._engine, ids)
+        whole, window = len(self._engine.opening_tokens) + entry.tokens + len(ids), self._engine.window
+        if whole > window:
+            msg = f"the session would have {whole} tokens, the model's window is {window}: begin another session"
+            raise ArgumentError(msg)
         found = await self._finder.of_entry(entry, None, timeouts)
         return Begun(self, found, started, entry.tokens, ids, [], Keep(session, etag), chat, stop, head)
 
@@ -141,6 +148,8 @@ class Prompter:
     async def saver(self, driver: ControllerDriver) -> Saver:
         """What keeps prompts, with the opening tokens in the store."""
         if self._saver is None:
+            from kvwire.runtime.saving import Saver  # few prompts are kept
+
             made = await asyncio.to_thread(Saver, self._corpus)
             if await asyncio.to_thread(lambda: made.lacks_opening):
                 await driver.compute(made.put_opening)
@@ -230,6 +239,8 @@ class Begun:
             lossy += [] if info.context_level is None else [info.context_level]
         base, shared = self.found.entry, self.wanted if self.found.entry else 0
         found = shared and shared + len(prompt.opening)
+        from kvwire.runtime.saving import Rows
+
         rows = Rows(ids, cache, prompt.opening, min(lossy, default=None), base, shared, found)
         saver = await self.prompter.saver(driver)
         write = partial(self._write, saver, rows, keep)
