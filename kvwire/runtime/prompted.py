@@ -224,8 +224,12 @@ class Begun:
     ) -> str:  # fmt: skip
         """Keep prompt and answer; returns under which name."""
         engine, (document,), prompt = self.prompter.engine, load.documents, load.work.prompt
+        info = document.info
         if prompt.cache.kept is not None or document.token_ids is None:
             msg = "the stored document that it begins with is pruned, or its text is not known"
+            raise ArgumentError(msg)
+        if info is not None and (info.neutral_prefix != prompt.opening or info.soft_tokens):
+            msg = f"{document.document_id!r} was not computed as a prompt's beginning: encode it with --index kvwire"
             raise ArgumentError(msg)
         ends = self.stop | engine.end_tokens
         said = answer.tokens[:-1] if answer.tokens[-1] in ends else answer.tokens
@@ -233,7 +237,7 @@ class Begun:
         ids = (*document.token_ids[: self.wanted], *behind)
         cache = await driver.compute(partial(self._rows, prompt.cache, past, prompt.opening, ids, behind, answer))
         levels = [each.level for each in answer.decisions if each.level is not None]
-        info, lossy = document.info, list[int]()
+        lossy = list[int]()
         if info is not None and levels:
             lossy = [level for level in levels if not info.levels[level].lossless]
             lossy += [] if info.context_level is None else [info.context_level]

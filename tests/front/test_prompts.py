@@ -379,6 +379,15 @@ def test_a_session_without_a_chat_goes_on_with_plain_text(corpus, chatting):
     assert second.reused.loaded == first.reused.computed + 4
 
 
+def test_what_begins_no_prompt_does_not_grow_as_a_session(small, chatting, ids):
+    corpus = filled(small, chatting, coding=Coding(neutral_prefix=4))
+    list(corpus.encode([Document("sessions/odd", ids)]))
+    with loader(chatting, corpus) as made:
+        answer = made.converse("odd", " And", tokens=2)
+    assert (len(answer.tokens), answer.reused.saved) == (2, "")
+    assert "was not computed as a prompt's beginning" in answer.misses[-1]
+
+
 def test_the_command_line_asks_prompts_and_sessions(run, small, demo_model, tmp_path):
     store, prompt = tmp_path / "store", tmp_path / "prompt.txt"
     store.mkdir()
