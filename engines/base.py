@@ -172,6 +172,36 @@ class Engine(Protocol):
         del chat, question, documents, rendered
         return ""
 
+    def render_turn(self, chat: Chat, question: str) -> RenderedChat:
+        """What the chat's template puts behind an answer, up to the next one. An engine may lack it.
+
+        Args:
+            chat: Of the conversation; its turns and system text are known already.
+            question: The user's words.
+
+        Returns:
+            All of it in ``tail``.
+
+        Raises:
+            NotFoundError: The model has no chat template.
+            ArgumentError: The template fails on this chat.
+        """
+        return self.render_chat(chat, question)
+
+    def check_turns(self, chat: Chat, token_ids: Sequence[int], since: int = 0) -> str:
+        """Where a conversation's tokens are not those that its template gives all its turns at once.
+
+        Args:
+            chat: Of the conversation.
+            token_ids: All of it.
+            since: Where those that are looked at begin.
+
+        Returns:
+            In words; empty where all are the same.
+        """
+        del chat, token_ids, since
+        return ""
+
     @property
     def soft_tokens(self) -> SoftTokens | None:
         """Trained embeddings that token ids beyond the vocabulary, and negative ones, stand for; None without any."""
@@ -354,6 +384,20 @@ class Engine(Protocol):
             logits = self.forward(past, [out[-1]], start + len(out) - 1, logits=1)
             out.append(int(logits[-1].argmax()))
         return out
+
+    def rows_of(self, past: Any, token_ids: Sequence[int], start: int) -> KVCache | None:  # noqa: ANN401
+        """The last rows of what ``forward`` ran on, to be kept. An engine may lack it: they are computed again then.
+
+        Args:
+            past: What the tokens were run on; it ends with them.
+            token_ids: The last tokens that it holds.
+            start: Position of the first of them.
+
+        Returns:
+            Their cache, positions on, which may be the past's own memory; None where the past does not have them.
+        """
+        del past, token_ids, start
+        return None
 
     def prefix_states(self, token_ids: Sequence[int], layers: int) -> Tensor:
         """Hidden states of a document before the first layer and after each of the first ``layers``.

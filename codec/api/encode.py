@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODEC_LOSSLESS
 from kvwire.codec.format.header import MAX_CHUNK_TOKENS
+from kvwire.codec.format.limits import MAX_LEVELS
 from kvwire.codec.format.metadata_json import prefix_from_json
 from kvwire.codec.format.pack import Draft, pack_blob
 from kvwire.codec.kinds.base import kind_of
@@ -46,6 +47,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     prefix: BlobPrefix | None = None,
     opening: int = 0,
     beginning: KVCache | None = None,
+    context_level: int | None = None,
 ) -> bytes:
     """Encode a document's cache into a blob.
 
@@ -76,6 +78,8 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         beginning: The first token alone, at position 0 and behind nothing, for prompts that begin with a document that
             was computed behind a neutral prefix: models that gather attention there (sinks) need it, of others nothing
             is stored.
+        context_level: The coarsest level of tokens that rows were computed over, or decoded from; None: rows are as the
+            model computes them from text.
 
     Returns:
         The blob.
@@ -99,6 +103,9 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         beginning.tokens != 1 or beginning.meta.offset or not neutral_prefix or prefix is not None or cache.kept
     ):
         msg = "a beginning is one token at position 0, of a whole document behind a neutral prefix that is not pruned"
+        raise ArgumentError(msg)
+    if context_level is not None and not 0 <= context_level < MAX_LEVELS:
+        msg = f"context_level is the number of a level, 0 to {MAX_LEVELS - 1}, or None; got {context_level}"
         raise ArgumentError(msg)
     request = EncodeRequest(cache, profile, levels, min(cache.tokens, chunk_tokens), hidden, on_device, beginning)
     encoders = [kind_of(number).encoder(request) for number in _codecs(profile, levels, lossless=lossless)]
@@ -124,6 +131,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             sinks=encoders[0].sinks,
             opening=opening,
             beginning=encoders[0].beginning,
+            context_level=context_level,
         )
     )
 

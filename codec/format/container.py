@@ -6,6 +6,7 @@ Headers come from anyone: sizes are compared with what the input can pay for bef
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -116,7 +117,8 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
         raise CorruptError(msg)
     _check_chunks(fields, levels, elements_per_token(meta.layers))
     segments = _segments(parts.entries, fields, levels)
-    infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
+    context = _context(parts.metadata)
+    infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl, context)
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
     if (parts.sinks or parts.beginning) and not any(level.codec == CODEC_LAYERED for level in levels):
         msg = "the blob has attention sinks and no level that leaves them out; fetch it again"
@@ -128,6 +130,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
         sinks=tuple(parts.sinks),
         opening=_opening(parts.metadata),
         can_begin=bool(parts.beginning),
+        context_level=context,
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
@@ -150,6 +153,15 @@ def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None
         msg = f"the blob claims to begin at position {offset!r}; fetch it again"
         raise CorruptError(msg)
     return prefix_layers, error_to_kl, offset
+
+
+def _context(metadata: dict[str, Any]) -> int | None:
+    """The coarsest level that tokens stood at which rows were computed over."""
+    level = metadata.get("context_level")
+    if level is not None and (type(level) is not int or not 0 <= level < MAX_LEVELS):
+        msg = f"the blob claims rows computed over level {level!r}; fetch it again"
+        raise CorruptError(msg)
+    return level
 
 
 def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
@@ -385,6 +397,7 @@ def _level_infos(
     fields: _Prologue,
     elements_of_token: int,
     error_to_kl: tuple[float, float] | None,
+    context: int | None,
 ) -> tuple[LevelInfo, ...]:
     out, below = [], fields.header_bytes
     chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
@@ -399,6 +412,9 @@ def _level_infos(
         bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
         kinds = (level.independent, level.lossless)
         out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, *kinds, kl))
+    before = None if context is None else out[min(context, len(out) - 1)].predicted_kl
+    if before is not None:  # what the rows were off by when they were coded is added to what coding does
+        out = [replace(each, predicted_kl=each.predicted_kl and each.predicted_kl + before) for each in out]
     return tuple(out)
 
 

@@ -64,6 +64,7 @@ def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
         deviation=None,
         chunk_starts=starts,
         sinks=_sinks(infos),
+        context_level=min((each.context_level for each in infos if each.context_level is not None), default=None),
     )
 
 

@@ -89,6 +89,7 @@ class Draft:
         sinks: What is stored of each attention sink, by its place; in order.
         opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text.
         beginning: What is stored of the first token where the document begins a prompt; empty for nothing.
+        context_level: See ``BlobInfo``.
     """
 
     meta: CacheMeta
@@ -109,6 +110,7 @@ class Draft:
     sinks: Mapping[int, bytes] = field(default_factory=dict)
     opening: int = 0
     beginning: bytes = b""
+    context_level: int | None = None
 
 
 def pack_blob(draft: Draft) -> bytes:
@@ -179,6 +181,8 @@ def _rare(draft: Draft) -> dict[str, Any]:
         fields["sinks"] = [[at, len(frame)] for at, frame in draft.sinks.items()]
     if draft.beginning:
         fields["beginning"] = len(draft.beginning)
+    if draft.context_level is not None:
+        fields["context_level"] = draft.context_level
     return fields
 
 

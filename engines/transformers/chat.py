@@ -10,25 +10,31 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.types import Chat, RenderedChat
+from kvwire.types import Chat, RenderedChat, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from kvwire.engines.base import Place
     from kvwire.engines.transformers.tokenizing import PieceTokenizer
 
+    Around = Callable[[PieceTokenizer, Chat, str, str], tuple[str, str]]
 
-def render(pieces: PieceTokenizer, chat: Chat, question: str) -> RenderedChat:
-    """Render a chat's template around documents."""
+_SAID = "a"
+"""What somebody says where it does not matter."""
+
+
+def render(pieces: PieceTokenizer, chat: Chat, question: str, *, further: bool = False) -> RenderedChat:
+    """Render a chat's template around documents, or around an answer behind which the chat goes on."""
     marks = _Marks(chat, question)
-    head, tail = _around(pieces, chat, question, marks.documents)
+    around = _behind_answer if further else _around
+    head, tail = around(pieces, chat, question, marks.documents)
     front, rest = pieces(head, "first", "frame"), pieces(tail, "last", "frame")
-    if _control(pieces, front, rest) != _control(pieces, *_harmless(pieces, chat, question, marks.documents)):
+    if _control(pieces, front, rest) != _control(pieces, *_harmless(pieces, chat, question, marks.documents, around)):
         shown = marks.shown(chat)  # a text spells control tokens: only the template's own count
-        head, tail = _around(pieces, *shown, marks.documents)
+        head, tail = around(pieces, *shown, marks.documents)
         front, rest = marks.read(pieces, head, "first"), marks.read(pieces, tail, "last")
     if tuple(front[: len(pieces.opening)]) != pieces.opening:  # documents were computed behind it
         front = [*pieces.opening, *front]
@@ -66,7 +72,9 @@ class _Marks:
         return ids
 
 
-def _harmless(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tuple[list[int], list[int]]:
+def _harmless(
+    pieces: PieceTokenizer, chat: Chat, question: str, mark: str, around: Around
+) -> tuple[list[int], list[int]]:
     """The same chat in which everybody says next to nothing."""
 
     def said(text: str) -> str:
@@ -75,7 +83,7 @@ def _harmless(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> t
     turns = tuple(replace(turn, text=said(turn.text)) for turn in chat.turns)
     system = None if chat.system is None else said(chat.system)
     quiet = Chat(system, turns, said(chat.before), said(chat.after))
-    head, tail = _around(pieces, quiet, said(question), mark)
+    head, tail = around(pieces, quiet, said(question), mark)
     return pieces(head, "first", "frame"), pieces(tail, "last", "frame")
 
 
@@ -93,6 +101,32 @@ def _around(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tup
         )
         raise ArgumentError(msg)
     return head, rest[0]
+
+
+def _behind_answer(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tuple[str, str]:
+    """What the template puts before and behind an answer, up to the next one."""
+    answered = replace(chat, turns=(*chat.turns, Turn("user", _SAID), Turn("assistant", mark)))
+    content = f"{chat.before}{question}{chat.after}"
+    head, *rest = _rendered(pieces.tokenizer, answered, content).split(mark)
+    if len(rest) != 1:
+        msg = f"the model's chat template has an earlier answer {len(rest)} times: such a chat cannot be continued"
+        raise ArgumentError(msg)
+    return head, rest[0]
+
+
+def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int], since: int) -> str:
+    """Where a conversation's tokens are not those that the template gives all turns at once."""
+    mark = _Marks(chat, "").documents
+    before, _ = _behind_answer(pieces, replace(chat, before="", after=""), _SAID, mark)
+    if _rendered(pieces.tokenizer, chat, _SAID) != before:
+        return "the chat template writes earlier turns in another way once more follow: they stay as they were written"
+    text = str(pieces.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+    wanted = pieces(text, "first", "frame")
+    if list(token_ids) == wanted or _control(pieces, wanted) != _control(pieces, token_ids):
+        return ""
+    at = next((n for n, pair in enumerate(zip(token_ids, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
+    told = f"the session's tokens part from those of its text at token {at}: turns keep the tokens they were run with"
+    return told if at >= since else ""
 
 
 def apart(

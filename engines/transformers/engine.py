@@ -246,6 +246,23 @@ class TransformersEngine(ExtendsTogether):
         """
         return self._referring(cache, room) or self.own_past(cache)
 
+    def rows_of(self, past: DynamicCache, token_ids: Sequence[int], start: int) -> KVCache | None:
+        """The last rows that a past holds; None where a layer that sees a window has let some go.
+
+        Args:
+            past: What the tokens were run on.
+            token_ids: The last tokens that it holds.
+            start: Position of the first of them.
+
+        Returns:
+            Their cache.
+        """
+        pairs, total = tensors_of(past), start + len(token_ids)
+        if past_mask(past, total) is not None or any(keys.numel() and keys.shape[2] != total for keys, _ in pairs):
+            return None
+        rows = [(keys[0, :, start:], values[0, :, start:]) for keys, values in pairs]
+        return self._cache(rows, token_ids, start)
+
     def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
         """A cache that is ``filled``; it holds its gaps where layers see a window, which counts every position."""
         if (gaps := gaps_of(cache)) is None:

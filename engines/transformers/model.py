@@ -197,6 +197,20 @@ class DescribedModel(Engine):
         with no_panics():
             return apart(self._pieces or PieceTokenizer(self.tokenizer), chat, question, documents, rendered)
 
+    def render_turn(self, chat: Chat, question: str) -> RenderedChat:
+        """What the template puts behind an answer, up to the next one; see ``Engine.render_turn``."""
+        from kvwire.engines.transformers.chat import render
+
+        with no_panics():
+            return render(self._pieces or PieceTokenizer(self.tokenizer), chat, question, further=True)
+
+    def check_turns(self, chat: Chat, token_ids: Sequence[int], since: int = 0) -> str:
+        """Where a conversation's tokens are not those of its template; see ``Engine.check_turns``."""
+        from kvwire.engines.transformers.chat import turns_apart
+
+        with no_panics():
+            return turns_apart(self._pieces or PieceTokenizer(self.tokenizer), chat, token_ids, since)
+
     def detokenize(self, token_ids: Sequence[int], *, special: bool = True) -> str:
         """The text of token ids.
 

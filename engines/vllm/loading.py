@@ -181,7 +181,7 @@ class PageLoader(Loader):
         reading = asyncio.create_task(self._read_kept(kept, [len(texts[name]) for name in documents]))
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         with self._warming.paused():
-            async with self._filled(documents, texts, request) as filled:
+            async with self._filled(documents, texts, request, time.monotonic()) as filled:
                 load, work = filled.load, filled.load.work
                 await asyncio.to_thread(work.leave)
                 tokens, level = _front(work, len(documents), least)

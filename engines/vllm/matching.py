@@ -124,6 +124,9 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
         hit = None
     if hit is not None and (missing := missing_level(hit.document, choice.level)):
         return Matched(salt, (), refused=missing)
+    if hit is not None and hit.info.context_level is not None and hit.info.context_level < (choice.level or 0):
+        troubles.append(f"rows of {hit.document.document_id!r} were computed over a coarser level: compact it")
+        hit = None
     tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
     if hit is None or not tokens:
         return Matched(salt, (), "; ".join(troubles))

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.loader import Loader
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import Chat
 
@@ -52,12 +53,18 @@ _SILENCE_SHARE, _LEAST_SILENCE_S = 0.25, 1.0
 
 
 @dataclass(frozen=True)
-class _AskOptions:
+class AskOptions:
     """What ``kvwire ask`` is given."""
 
-    docs: tuple[str, ...] = option("Ids of documents, in the prompt's order.", multiple=True, required=True)
+    docs: tuple[str, ...] = option("Ids of documents, in the prompt's order.", multiple=True)
+    prompt: Path | None = option(
+        "File of a whole prompt: the longest beginning that the store has is loaded, the rest computed.",
+        type=click.Path(path_type=Path),
+    )
+    session: str | None = option("Conversation that the question is the next turn of; each turn is kept.")
+    save: bool = flag("Keep prompt and answer, for prompts that begin with them.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
-    question: str = option("What the model continues after the documents.", required=True)
+    question: str = option("What the model continues after the documents, or behind the prompt.", default="")
     deadline: float | None = option("Seconds to the first token.", type=click.FloatRange(min=0, min_open=True))
     link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
     exact: bool = flag(
@@ -141,9 +148,10 @@ class _AskOptions:
     as_json: bool = JSON
 
 
-@command(_AskOptions)
-def ask(options: _AskOptions) -> None:
-    """Answer a question over documents of a store: --docs A B C --question "..."."""
+@command(AskOptions)
+def ask(options: AskOptions) -> None:
+    """Answer a question over documents of a store (--docs A B C), a prompt (--prompt), or a session's next turn."""
+    _check_prompt(options)
     names, deadline = [*options.docs, *options.more_docs], options.deadline
     with stages(is_told=options.verbose or sys.stderr.isatty()):
         names, answer = _answer(names, options.place, options)
@@ -157,7 +165,7 @@ def ask(options: _AskOptions) -> None:
         leave(error)
 
 
-def _settings(options: _AskOptions) -> LoadSettings:
+def _settings(options: AskOptions) -> LoadSettings:
     from kvwire.runtime.settings import LoadSettings
 
     settings = _hasty(LoadSettings(), options.deadline)
@@ -191,7 +199,7 @@ def _hasty(settings: LoadSettings, deadline_s: float | None) -> LoadSettings:
     return replace(settings, open_s=min(settings.open_s, max(_SILENCE_SHARE * deadline_s, _LEAST_SILENCE_S)))
 
 
-def _laid_out(settings: LoadSettings, engine: Engine, options: _AskOptions) -> LoadSettings:
+def _laid_out(settings: LoadSettings, engine: Engine, options: AskOptions) -> LoadSettings:
     """With the layout and the system text that options name."""
     asked = "" if options.chat else options.system
     if not (options.links or options.soft_tokens or asked):
@@ -205,7 +213,7 @@ def _laid_out(settings: LoadSettings, engine: Engine, options: _AskOptions) -> L
     return replace(settings, layout=use_layout(engine, options.links, options.soft_tokens), system=system)
 
 
-def _chat(options: _AskOptions) -> Chat | None:
+def _chat(options: AskOptions) -> Chat | None:
     """What options say of the chat; None: there is none."""
     if not options.chat:
         if options.before:
@@ -220,7 +228,7 @@ def _chat(options: _AskOptions) -> Chat | None:
     return Chat(system=options.system, before=options.before)
 
 
-def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tuple[list[str], Answer]:
+def _answer(names: list[str], place: StoreOptions, options: AskOptions) -> tuple[list[str], Answer]:
     """The answer, and names of what stands in the prompt, in its order."""
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
@@ -242,6 +250,8 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
         wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
         known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
         with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
+            if not names:
+                return _answer_prompt(loader, engine, options, chat)
             question: str | list[int] = options.question
             if chat is None:
                 question = engine.tokenize(options.question, place="last", trust="frame")
@@ -252,7 +262,7 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
             return (list(schema.names) if schema else names), answer
 
 
-def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: _AskOptions) -> SchemaPrompt:
+def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: AskOptions) -> SchemaPrompt:
     """What ``--docs`` and ``--argument`` take of the schema."""
     from kvwire.reuse import read_schema
     from kvwire.runtime.schemas import sized
@@ -272,3 +282,59 @@ def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: _A
         arguments[name] = engine.tokenize(text) if text else []
     detokenize = engine.detokenize if engine.has_tokenizer else None
     return sized(read_schema(data), corpus, detokenize).prompt(names, arguments)
+
+
+def _check_prompt(options: AskOptions) -> None:
+    """Refuse what does not go together, before a model is opened."""
+    kinds = {"--docs": bool(options.docs), "--prompt": options.prompt is not None, "--session": bool(options.session)}
+    given = [name for name, is_given in kinds.items() if is_given]
+    if len(given) != 1:
+        got = " and ".join(given) or "none"
+        msg = f"a question is over --docs, a --prompt or a --session: give one of them, got {got}"
+        raise ArgumentError(msg)
+    if not options.question and not options.prompt:
+        msg = "there is no question: give --question"
+        raise ArgumentError(msg)
+    unused: dict[str, object]
+    if options.docs:
+        unused = {"--save": options.save}
+    else:
+        unused = {
+            "--schema": options.schema, "--links": options.links, "--soft-tokens": options.soft_tokens,
+            "--texts": options.texts, "--variant-tenant": options.variants, "document ids": options.more_docs,
+        }  # fmt: skip
+    if options.prompt:
+        unused |= {"--chat": options.chat, "--system": options.system}
+    if options.session and options.system is not None and not options.chat:
+        unused |= {"--system": "without --chat"}
+    if wrong := [name for name, value in unused.items() if value]:
+        msg = f"{given[0]} goes without {' and '.join(wrong)}: leave that out"
+        raise ArgumentError(msg)
+
+
+def _answer_prompt(loader: Loader, engine: Engine, options: AskOptions, chat: Chat | None) -> tuple[list[str], Answer]:
+    """The answer, and the name of what the prompt begins with."""
+    if options.session:
+        answer = loader.converse(
+            options.session, options.question, chat=chat, deadline_s=options.deadline, objective=options.objective,
+            tokens=options.tokens,
+        )  # fmt: skip
+    else:
+        ids = [*engine.tokenize(_prompt_text(options), place="first", trust="frame")]
+        if options.question:
+            ids += engine.tokenize(options.question, place="last", trust="frame")
+        answer = loader.ask_prompt(
+            ids, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, save=options.save
+        )
+    name = answer.reused.document if answer.reused else ""
+    return [name or "prompt"], answer
+
+
+def _prompt_text(options: AskOptions) -> str:
+    from kvwire.runtime.text_files import decoded_text, read_part
+
+    path = options.prompt
+    if path is None or not path.is_file():
+        msg = f"{path} is not a file; check --prompt"
+        raise NotFoundError(msg)
+    return decoded_text(read_part(str(path)), str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.say import error_as_data, say, say_text
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.errors import KvwireError
-    from kvwire.runtime.answer import Answer
+    from kvwire.runtime.answer import Answer, Reuse
     from kvwire.types import BlobInfo
 
 
@@ -32,6 +33,7 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "head_start": info.prefix_layers,
         "neutral_prefix": len(info.neutral_prefix),
         "opening": info.opening,
+        "context_level": info.context_level,
         "soft_tokens": info.soft_tokens.digest if info.soft_tokens else None,
         "prefix_tokens": info.prefix.tokens if info.prefix else 0,
         "deviation_block": info.deviation.block if info.deviation else None,
@@ -120,6 +122,8 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         if field != "front_s" or answer.computed
     )  # fmt: skip
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    for line in _reused(answer.reused):
+        say(line)
     if answer.computed:
         say(f"{answer.computed} tokens around the documents computed before the question")
     if answer.shifted:
@@ -168,9 +172,19 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
             {"document": name, "expected_kl": kl} for name, kl in zip(names, answer.document_kl, strict=True)
         ],
         "repair": repair, "link_warning": answer.link_warning,
-        "computed_tokens": answer.computed,
+        "computed_tokens": answer.computed, **({"reused": asdict(answer.reused)} if answer.reused else {}),
         "shifted_tokens": answer.shifted, **{name: getattr(answer.timing, name) for name in parts},
     }  # fmt: skip
+
+
+def _reused(reused: Reuse | None) -> Iterator[str]:
+    """Where a prompt's tokens came from, and what became of it."""
+    if reused is None:
+        return
+    where = f"from {reused.document}" if reused.document else "from the store, which has nothing that begins so"
+    yield f"{reused.loaded} tokens of the prompt {where}, {reused.computed} computed"
+    if reused.saved:
+        yield f"kept as {reused.saved}"
 
 
 def _expected_kl(names: Sequence[str], answer: Answer) -> Iterator[str]:

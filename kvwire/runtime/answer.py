@@ -47,6 +47,23 @@ class Timing:
     front_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """Where the tokens of a prompt came from.
+
+    Attributes:
+        document: The stored document that the prompt begins with; empty: none does.
+        loaded: How many of the prompt's tokens came from the store.
+        computed: How many were computed.
+        saved: The document that prompt and answer are kept as; empty where they are not.
+    """
+
+    document: str
+    loaded: int
+    computed: int
+    saved: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Answer:
     """The first token and how it came about.
@@ -81,6 +98,7 @@ class Answer:
         document_kl: Of each document, the KL divergence from exact caches to expect of the levels that it came at, in
             nats, the mean over its tokens: chunks that were recomputed have 0. None where its blob has no prediction.
         expected_kl: The same of the whole prompt, the mean over the documents' tokens; None where one is not known.
+        reused: Of a prompt or a turn of a session, where its tokens came from; None of documents that were named.
     """
 
     first_token: int
@@ -102,6 +120,7 @@ class Answer:
     shifted: int = 0
     document_kl: tuple[float | None, ...] = ()
     expected_kl: float | None = None
+    reused: Reuse | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +161,10 @@ class Asked:
 
 def level_kl(info: BlobInfo, level: int | None) -> float | None:
     """Look up what a blob expects of a level."""
-    if level is None or info.levels[level].lossless:
+    if level is None:
         return 0.0
+    if info.levels[level].lossless:
+        return 0.0 if info.context_level is None else info.levels[info.context_level].predicted_kl
     return info.levels[level].predicted_kl
 
 

@@ -194,6 +194,9 @@ class ChunkReader:
         if info.prefix_layers and not info.levels[level].lossless:
             msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
             raise MismatchError(msg)
+        if info.context_level is not None and self._level is not None and info.context_level < level:
+            msg = "rows of it were computed over a coarser level than the one to serve: compact the document"
+            raise MismatchError(msg)
         header = reader.parsed
         if header is None or header.kept_bits or len(info.neutral_prefix) > info.opening or info.soft_tokens:
             msg = "it is pruned, or was computed behind a neutral prefix or with soft tokens: its rows begin no prompt"

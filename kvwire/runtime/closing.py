@@ -15,7 +15,7 @@ from kvwire.runtime.answer import Answer, Timing, with_expected_kl
 from kvwire.runtime.links import RepairContext, Repairer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
     import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import Decision
+
+    Then = Callable[[Answer, ControllerDriver, Load, Any], Awaitable[Answer]]
 
 _KEEPING_S = 60.0
 _KEPT_SHARE = 0.25
@@ -114,7 +116,7 @@ class AnswerStage:
 
     async def answer(
         self, filled: CompletedLoad, goal: Goal, question: list[int], tokens: int,
-        stop: frozenset[int] = frozenset(),
+        stop: frozenset[int] = frozenset(), then: Then | None = None,
     ) -> Answer:  # fmt: skip
         """Repair the prompt where it is to be, run the question, and generate."""
         driver, load, finish, started, asked_s = filled
@@ -165,7 +167,8 @@ class AnswerStage:
             warning, 0 if load.place.front_tokens else finish.front, load.place.front_tokens + len(load.layout.head),
             closing.shifted,
         )  # fmt: skip
-        return with_expected_kl(answer, [document.info for document in load.documents])
+        answer = with_expected_kl(answer, [document.info for document in load.documents])
+        return answer if then is None else await then(answer, driver, load, closing.past)
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
         from kvwire.runtime.kept import RepairKeeper

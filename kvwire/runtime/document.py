@@ -142,6 +142,14 @@ class OpenDocument:
         """With the text in place of a blob that cannot be used."""
         return replace(self, trouble=trouble, fetcher=None)
 
+    def as_fine_as(self, floor: int) -> OpenDocument:
+        """With the text in place of a blob whose rows were computed over a coarser level than the one asked for."""
+        level = self.info.context_level if self.info else None
+        if level is None or level >= floor or self.token_ids is None:
+            return self
+        trouble = f"rows of it were computed over level {level}, which is coarser than what was asked for"
+        return replace(self, prefix_layers=0).without_blob(trouble)
+
     def decode_into(
         self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool
     ) -> OpenDocument:

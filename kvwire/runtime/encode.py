@@ -111,9 +111,9 @@ class Encoder:
             self._use(profile)
         else:
             profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
-        self._publish(profile)
+        self.publish(profile)
         if opens(self.engine, self.coding):
-            self._put_opening(self.engine)
+            self.put_opening()
         return profile
 
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex]:
@@ -139,8 +139,9 @@ class Encoder:
         for each in indexes:
             each.add(found.entry, document.token_ids, is_new=not found.skipped, opening=self.opening(found))
 
-    def _put_opening(self, engine: Engine) -> None:
+    def put_opening(self) -> None:
         """Keep the rows of the opening tokens, exact: engines that read prefixes out of the store need them, too."""
+        engine = self.engine
         ids = engine.opening_tokens
         found = self._catalog.by_tokens(self._config, digest_tokens(ids))
         if found is not None and not found.is_text:
@@ -218,7 +219,9 @@ class Encoder:
         beginning = engine.prefill([ids[:1]])[0] if len(neutral) > count and not count else None
         return Computed(cache, neutral, hidden, deviation, count, beginning)
 
-    def code(self, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
+    def code(
+        self, computed: Computed, profile: AnyProfile | None, context_level: int | None = None
+    ) -> tuple[bytes, BlobInfo]:
         """Code what was computed; no engine and no store is asked."""
         coding = self.coding
         plain = encode(
@@ -234,6 +237,7 @@ class Encoder:
             soft_tokens=self.soft_tokens,
             opening=computed.opening,
             beginning=computed.beginning,
+            context_level=context_level,
         )
         blob = self._catalog.seal(plain)
         return blob, self._catalog.blob_reader().read_header(blob)
@@ -295,7 +299,7 @@ class Encoder:
         self._corpus.changes += 1
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
-    def _publish(self, profile: AnyProfile | None) -> None:
+    def publish(self, profile: AnyProfile | None) -> None:
         """Write the model's record, from which ``open`` reads, where it is not there yet."""
         engine = self.engine
         digest = profile.digest if profile else ""

@@ -121,6 +121,15 @@ class DocumentFinder:
             return None
         return None if found.entry == document.entry else found
 
+    async def of_entry(self, entry: CatalogEntry, text: tuple[int, ...] | None, timeouts: Timeouts) -> FoundDocument:
+        """A document of the first corpus whose entry was just read."""
+        known = self._views[0].known_profile(entry)
+        found = FoundDocument(self._corpora[0], entry.document_id, entry, known, text)
+        try:
+            return found if known else replace(found, profile=await self._profile(0, entry, timeouts.profile))
+        except UNREADABLE as error:
+            return replace(found, trouble=str(error))
+
     def text(self, document: FoundDocument, entry: CatalogEntry) -> tuple[int, ...]:
         """Read a document's text from beside its blob; blocks."""
         return self._views[self._corpora.index(document.corpus)].text(entry)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Grown:
+class Grown:
     """A document as it was found, and what it is to be.
 
-    etag: of the entry that is replaced; empty for a fork.
+    etag: of the entry that is replaced; empty for a fork. level: see ``encode``'s ``context_level``.
     """
 
     entry: CatalogEntry
@@ -45,9 +45,11 @@ class _Grown:
     name: str
     token_ids: tuple[int, ...]
     added: tuple[int, ...]
+    level: int | None = None
 
     @property
     def whole(self) -> Document:
+        """What it is to be."""
         return Document(self.name, (*self.token_ids, *self.added))
 
 
@@ -75,7 +77,7 @@ class Grower:
             msg = f"there is nothing to append to {document_id!r}: give a token at least"
             raise ArgumentError(msg)
         if after is None:
-            return self._append(self._found(document_id, added, fork), cache, started)
+            return self.write(self._found(document_id, added, fork), cache, started)
         try:
             after = operator.index(after)
         except TypeError as error:
@@ -86,7 +88,7 @@ class Grower:
         try:
             grown = self._found(document_id, added, fork)
             if grown.entry.tokens == after:
-                return self._append(grown, cache, started)
+                return self.write(grown, cache, started)
         except (ArgumentError, ConflictError):  # of what another writer made of it meanwhile, perhaps this very thing
             if (done := self._done(document_id, added, fork, after)) is None:
                 raise
@@ -123,9 +125,9 @@ class Grower:
             f"look at what it has; to go on behind that, append after {entry.tokens}"
         )
 
-    def _append(self, grown: _Grown, cache: KVCache | None, started: float) -> Encoded:
+    def write(self, grown: Grown, cache: KVCache | None, started: float) -> Encoded:
         """Append where the document is still as it was found."""
-        if not _takes_parts(grown):
+        if not takes_parts(grown):
             return self._written_anew(grown, cache, started)
         self._corpus.changes += 1
         profile = self._corpus.profile_of(grown.entry)
@@ -155,7 +157,7 @@ class Grower:
             return Encoded(grown.entry, grown.info, skipped=True, encode_s=0.0)
         return self._written_anew(grown, None, started)
 
-    def _found(self, document_id: str, added: tuple[int, ...], fork: str) -> _Grown:
+    def _found(self, document_id: str, added: tuple[int, ...], fork: str) -> Grown:
         """The document, its header and its text."""
         name = check_new_name(fork or document_id, "document")
         entry, etag = self._catalog.grown.version(self._config, document_id)
@@ -181,9 +183,9 @@ class Grower:
                 f"window is {window - behind}: append less, or begin another document"
             )
             raise ArgumentError(msg)
-        return _Grown(entry, etag, info, name, self._text(entry, info), added)
+        return Grown(entry, etag, info, name, self._text(entry, info), added)
 
-    def _computed(self, grown: _Grown, cache: KVCache | None) -> Computed:
+    def _computed(self, grown: Grown, cache: KVCache | None) -> Computed:
         """What the model makes of the tokens that are appended."""
         before, ids, info = len(grown.token_ids), grown.whole.token_ids, grown.info
         behind = len(info.neutral_prefix)
@@ -218,7 +220,7 @@ class Grower:
         ours = replace(info.meta, positions=part.meta.positions, offset=part.meta.offset)
         return replace(ours, token_digest=part.meta.token_digest)
 
-    def _coded(self, grown: _Grown, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
+    def _coded(self, grown: Grown, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
         """The part's blob, sealed where there are keys, and what its header says."""
         lossy = [level for level in grown.info.levels if not level.lossless]
         is_layered = lossy and not lossy[0].independent
@@ -233,11 +235,12 @@ class Grower:
             neutral_prefix=computed.neutral_prefix,
             opening=computed.opening,
             prefix=BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name),
+            context_level=grown.level,
         )
         blob = self._catalog.seal(plain)
         return blob, self._catalog.blob_reader().read_header(blob)
 
-    def _check_alike(self, grown: _Grown, info: BlobInfo) -> None:
+    def _check_alike(self, grown: Grown, info: BlobInfo) -> None:
         """Refuse a part that could not be read with the others; nothing of it was written yet."""
         ours = [(level.name, level.step, level.lossless) for level in grown.info.levels]
         theirs = [(level.name, level.step, level.lossless) for level in info.levels]
@@ -248,7 +251,7 @@ class Grower:
             )
             raise MismatchError(msg)
 
-    def _written_anew(self, grown: _Grown, cache: KVCache | None, started: float) -> Encoded:
+    def _written_anew(self, grown: Grown, cache: KVCache | None, started: float) -> Encoded:
         """Encode the whole document as one blob, as ``encode`` would now."""
         whole, profile = grown.whole, self._corpus.profile()
         _ = profile and profile.data
@@ -265,7 +268,7 @@ class Grower:
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
 
-def _takes_parts(grown: _Grown) -> bool:
+def takes_parts(grown: Grown) -> bool:
     """Whether parts can share what the document is decoded with, and there is room for one more.
 
     A profile inside a blob is that blob's alone. How long the next header is, is not known: half of the room stays.
@@ -275,7 +278,7 @@ def _takes_parts(grown: _Grown) -> bool:
     return has_room and (bool(info.profile_digest) or all(level.lossless for level in info.levels))
 
 
-def _check_cache(cache: KVCache, grown: _Grown, config: str) -> None:
+def _check_cache(cache: KVCache, grown: Grown, config: str) -> None:
     """Refuse a cache that is not of the tokens, or is of another model."""
     before, behind = len(grown.token_ids), len(grown.info.neutral_prefix)
     at = {grown.whole.token_ids: behind, grown.added: behind + before}

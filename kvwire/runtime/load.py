@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.controller import RepairOption
+    from kvwire.controller import Goal, RepairOption
     from kvwire.engines.base import Engine
     from kvwire.runtime.document import FoundDocument, OpenDocument
     from kvwire.runtime.driver import ControllerDriver
@@ -144,7 +144,9 @@ class Load:
 
     def _check_fits(self) -> None:
         """Refuse a prompt that is longer than the model's window."""
-        total = self.place.length + self._request.query_tokens
+        wanted, length = self._request.wanted, self.place.length
+        used = length if wanted is None else min(length, len(self.layout.opening) + wanted)
+        total = used + self._request.query_tokens
         if total > self._engine.window:
             is_more = self.place.front_tokens or self.layout.head
             around = "documents, what is put around them" if is_more else "documents"
@@ -200,14 +202,7 @@ class Load:
         soft, request = self._engine.soft_tokens, self._request
         document = document.with_soft_tokens(soft.name(self._engine.vocabulary_size) if soft else None)
         await laid_out
-        if document.info and not document.prefix_layers:
-            try:
-                document = self.work.decoding(index, document)
-            except KvwireError as error:
-                if document.token_ids is None:
-                    raise
-                document = document.without_blob(str(error))
-        document = self.layout.check(document)
+        document = self.layout.check(self._decodable(index, document))
         if document.info:
             self.fetched_at = self._driver.clock()
         begins = self.layout.opening if index == 0 else ()
@@ -230,6 +225,19 @@ class Load:
         self._driver.tell(ev.IndexKnown(self.work.number, index, inputs))
         if self.predicted_s is None:
             self.predicted_s = self._driver.predicted_s(self.work.number)
+
+    def _decodable(self, index: int, document: OpenDocument) -> OpenDocument:
+        """A document with its decoder, or with its text where its blob cannot be decoded, or not finely enough."""
+        if self._request.exact or self._request.has_floor:
+            document = document.as_fine_as(self._request.goal.floor)
+        if not document.info or document.prefix_layers or document.fetcher is None:
+            return document
+        try:
+            return self.work.decoding(index, document)
+        except KvwireError as error:
+            if document.token_ids is None:
+                raise
+            return document.without_blob(str(error))
 
     def _usable(self, index: int, variant: OpenDocument) -> OpenDocument | None:
         """A variant as it is decoded; a pruned one is another cache. What is wrong with it does not matter."""
@@ -257,6 +265,15 @@ class Load:
     def texts(self) -> list[tuple[int, ...] | None]:
         """Token ids of the documents, as far as they are known by now."""
         return [document.token_ids for document in self.documents]
+
+    def cut(self, tokens: int) -> None:
+        """Go on with the first tokens of a single document, those that were wanted."""
+        prompt, opening = self.work.prompt, self.work.prompt.opening
+        if tokens < prompt.tokens[0]:
+            room = self.room.slice(0, len(opening) + tokens)
+            if prompt.cache.kept is not None:
+                room = replace(room, kept=prompt.cache.slice(0, room.tokens).kept)
+            self.work.prompt = LinkedPrompt([tokens], self._engine.meta, cache=room, opening=opening)
 
     @property
     def takes_shift(self) -> bool:

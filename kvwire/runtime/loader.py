@@ -32,7 +32,7 @@ from kvwire.transport import EmulatedLink, LinkSettings
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from kvwire.controller import Objective
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.prompt import Layout
+    from kvwire.runtime.prompted import Begun, Prompter
     from kvwire.types import Chat
 
 T = TypeVar("T")
@@ -111,6 +113,7 @@ class Loader:
         _ = ctl.Controller  # imports it now, and not in the first load
         self._estimates = self._first_estimates(costs)
         self._closer = AnswerStage(engine, corpus, self._session, chosen, self._estimates)
+        self._prompter: Prompter | None = None
 
     def __enter__(self) -> Self:
         """Begin; nothing is started before the first load."""
@@ -247,6 +250,86 @@ class Loader:
         goal, asked = self._goal(deadline_s, objective), Asked(plain_token_ids(question), ())
         return self._session.run(self._ask(prompt.documents, asked, goal, tokens, texts, prompt))
 
+    def ask_prompt(
+        self,
+        token_ids: Sequence[int],
+        *,
+        deadline_s: float | None = None,
+        objective: Objective | None = None,
+        tokens: int = 1,
+        save: bool = False,
+    ) -> Answer:
+        """Answer a prompt: load the longest beginning that a stored document has, and compute the rest.
+
+        Documents are found by the index ``kvwire`` (``encode --index kvwire``), and so is what was saved here.
+
+        Args:
+            token_ids: The whole prompt, with the BOS or without.
+            deadline_s: As for ``ask``.
+            objective: As for ``ask``.
+            tokens: Length of the answer at most.
+            save: Keep prompt and answer as a document, named by its content, for prompts that begin with them.
+
+        Returns:
+            As ``ask`` does; ``Answer.reused`` says where the tokens came from, and what was saved.
+
+        Raises:
+            ArgumentError: The prompt is empty, too long, or of other tokens than the model's; or the settings put
+                something around documents.
+            OverloadedError: As for ``ask``.
+        """
+        goal = self._goal(deadline_s, objective)
+        work = self._ask_begun(lambda made, times: made.prompt(token_ids, times, save=save), goal, tokens)
+        return self._session.run(work)
+
+    def converse(
+        self,
+        session: str,
+        question: Sequence[int] | str,
+        *,
+        chat: Chat | None = None,
+        deadline_s: float | None = None,
+        objective: Objective | None = None,
+        tokens: int = 64,
+    ) -> Answer:
+        """Answer the next turn of a session, and keep it: only what is new is computed.
+
+        Args:
+            session: Its name; one that is not known begins.
+            question: What is added to what was said.
+            chat: What the model's chat template is to put around turns; the system text is the first turn's.
+            deadline_s: As for ``ask``.
+            objective: As for ``ask``.
+            tokens: Length of the answer at most.
+
+        Returns:
+            As ``ask_prompt`` does. A turn that could not be saved says so in ``Answer.misses``, and is no part of the
+            session.
+
+        Raises:
+            ArgumentError: There is no question, the session has become too long for the model, or its name is not
+                taken; or as for ``ask_prompt``.
+            NotFoundError: The model has no chat template.
+            CorruptError: The session's entry in the store is damaged.
+            OverloadedError: As for ``ask``.
+        """
+        goal = self._goal(deadline_s, objective)
+        work = self._ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
+        return self._session.run(work)
+
+    async def _ask_begun(
+        self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
+    ) -> Answer:
+        if self._settings.system or self._settings.layout:
+            msg = "a prompt is all that the model reads: leave out the settings' system and layout"
+            raise ArgumentError(msg)
+        if self._prompter is None:
+            from kvwire.runtime.prompted import Prompter  # most loads name their documents
+
+            self._prompter = Prompter(self._engine, self._corpora[0], self._session, self._finder)
+        begun = await begin(self._prompter, self._timeouts(goal.deadline_s))
+        return await self._ask([begun.found], Asked(begun.rest, (), begun.stop), goal, tokens, None, begun=begun)
+
     async def ask_async(
         self,
         documents: Sequence[str],
@@ -280,8 +363,8 @@ class Loader:
         return Asked(rendered.tail, rendered.head, rendered.stop, ChatAsked(chat, question, rendered))
 
     async def _ask(
-        self, documents: Sequence[str], asked: Asked, goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None,
+        self, documents: Sequence[str | FoundDocument], asked: Asked, goal: ctl.Goal, tokens: int,
+        texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None, begun: Begun | None = None,
     ) -> Answer:  # fmt: skip
         """Load documents, run the question and generate; on the session's loop."""
         with self._warming.paused():
@@ -289,14 +372,18 @@ class Loader:
             if not documents or not question:
                 msg = "a prompt needs at least one document and a question of at least one token"
                 raise ArgumentError(msg)
+            looks = self._settings.look and self._engine_looks and (begun is None or begun.is_whole)
             request = LoadRequest(
                 layout=layout, fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
                 timeouts=self._timeouts(goal.deadline_s), query_tokens=len(question),
-                question=question if self._settings.look and self._engine_looks else (),
+                question=question if looks else (),
                 keeper=self._closer.keeper, room_tokens=len(question) + min(tokens, _ANSWER_TOKENS),
+                wanted=begun.wanted if begun else None,
             )  # fmt: skip
-            async with self._filled(documents, texts, request) as filled:
-                answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop)
+            started, then = (begun.started, begun.then) if begun else (time.monotonic(), None)
+            async with self._filled(documents, texts, request, started) as filled:
+                filled.load.cut(begun.wanted) if begun else None
+                answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop, then)
                 self._engine_looks &= filled.load.work.can_look
                 self._remember()
                 if asked.chat is None:
@@ -323,16 +410,19 @@ class Loader:
 
     @asynccontextmanager
     async def _filled(
-        self, documents: Sequence[str], texts: Mapping[str, Sequence[int]] | None, request: LoadRequest
-    ) -> AsyncIterator[CompletedLoad]:
+        self, documents: Sequence[str | FoundDocument], texts: Mapping[str, Sequence[int]] | None,
+        request: LoadRequest, started: float,
+    ) -> AsyncIterator[CompletedLoad]:  # fmt: skip
         """Find documents, open them and load them to the end; what was opened is closed behind the context."""
-        started, deadline_s = time.monotonic(), request.goal.deadline_s
+        deadline_s = request.goal.deadline_s
         driver, chosen, timeouts = self._session.driver(self._new_controller), self._settings, request.timeouts
         planning = asyncio.create_task(self._link_plan(timeouts.soon))
         for anew in (False, True):
-            finding = [self._finder.find(name, texts, timeouts, anew=anew) for name in documents]
+            names = [each for each in documents if isinstance(each, str)]
+            finding = [self._finder.find(name, texts, timeouts, anew=anew) for name in names]
             try:
-                found = await all_of(finding)
+                looked_up = iter(await all_of(finding))
+                found = [next(looked_up) if isinstance(each, str) else each for each in documents]
             except BaseException:
                 planning.cancel()
                 raise

@@ -74,7 +74,7 @@ class LoadRequest:
 
     def quality_trouble(self, document: OpenDocument, inputs: Sequence[DocumentPlanInput]) -> str:
         """Why no level of a document, or not any that may be fetched, is as good as is wanted; empty where one is."""
-        if document.info is None:
+        if document.info is None or document.trouble:
             return ""
         if self.exact:
             has_any = any(each.has_blob for each in inputs)

@@ -169,6 +169,8 @@ class BlobInfo:
         sinks: Which tokens are attention sinks: those are nearly exact at every level.
         opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
         can_begin: Whether the blob has the first token as it is where nothing stands before the document, too.
+        context_level: The coarsest level that tokens stood at which some rows were computed over, or coded again from;
+            levels' ``predicted_kl`` counts it. None: all rows are as the model computes them from text.
     """
 
     version: tuple[int, int]
@@ -191,6 +193,7 @@ class BlobInfo:
     sinks: tuple[int, ...] = ()
     opening: int = 0
     can_begin: bool = False
+    context_level: int | None = None
 
     @property
     def chunks(self) -> int:

@@ -16,6 +16,7 @@ from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog_entry import BlobPart, CatalogEntry
 from kvwire.store.keys import check_new_name
+from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,4 +120,30 @@ def longer(whole: CatalogEntry, added: BlobPart, token_digest: str, levels: Sequ
         token_digest=token_digest,
         levels=tuple((name, size + more) for (name, size), (_, more) in zip(whole.levels, levels, strict=True)),
         parts=(*(whole.parts or (first,)), added),
+    )
+
+
+def leading(whole: CatalogEntry, tokens: int, token_ids: Sequence[int]) -> CatalogEntry | None:
+    """The longest beginning of a document, in whole parts, that lies in its first ``tokens``; None: there is none.
+
+    Its levels are left out: its header tells them.
+    """
+    if whole.tokens <= tokens:
+        return whole
+    parts, at = [], 0
+    for part in whole.parts:
+        if at + part.tokens > tokens:
+            break
+        parts.append(part)
+        at += part.tokens
+    if not parts:
+        return None
+    return replace(
+        whole,
+        size=sum(part.size for part in parts),
+        header_bytes=sum(part.header_bytes for part in parts),
+        tokens=at,
+        token_digest=digest_tokens(token_ids[:at]),
+        levels=(),
+        parts=tuple(parts) if len(parts) > 1 else (),
     )

@@ -76,13 +76,16 @@ class PrefixIndex:
         self._texts: OrderedDict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
         self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
 
-    def write(self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = ()) -> int:
+    def write(
+        self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = (), *, after: int = 0
+    ) -> int:
         """Write the entries of a document's chunks; what leads to another document of the same prefix gives way.
 
         Args:
             document: The document's entry, which is in the catalog already.
             token_ids: Its text.
             opening: What it was computed behind, and stands behind in prompts: BOS (``opening_of``).
+            after: Only of chunks that end behind so many tokens, the opening's included: those before lead elsewhere.
 
         Returns:
             How many were written.
@@ -94,8 +97,9 @@ class PrefixIndex:
             msg = f"the text is not that of {document.document_id!r}: index it with its own token ids"
             raise ArgumentError(msg)
         hashes = self.scheme.hashes([*opening, *token_ids])
-        self._catalog.put_entries(self._space, self._entries(document, hashes))
-        return len(hashes)
+        entries = list(self._entries(document, hashes))[max(0, after) // self.scheme.chunk_tokens :]
+        self._catalog.put_entries(self._space, entries)
+        return len(entries)
 
     def add(
         self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True, opening: Sequence[int] = ()

@@ -92,3 +92,26 @@ def test_parts_that_do_not_belong_together_are_refused(whole, profile):
     for other in (encode(part, profile, 3, prefix=prefix), encode(part, None, prefix=prefix)):
         with pytest.raises(MismatchError, match="encode the whole document anew"):
             join_headers([first, parse_header(other)])
+
+
+def test_rows_say_over_which_level_they_were_computed(whole, profile):
+    calibrated = replace(profile, error_to_kl=(2.0, 1.0)) if profile.error_to_kl is None else profile
+    plain, over = (inspect(encode(whole, calibrated, context_level=level)) for level in (None, 1))
+    assert (plain.context_level, over.context_level) == (None, 1)
+    for before, after in zip(plain.levels, over.levels, strict=True):
+        assert after.predicted_kl == pytest.approx(before.predicted_kl + plain.levels[1].predicted_kl)
+    first, second, third = _parts(whole, profile)
+    second = cut.with_metadata(second, cut.metadata(second) | {"context_level": 3})
+    third = cut.with_metadata(third, cut.metadata(third) | {"context_level": 2})
+    assert join_headers([parse_header(blob) for blob in (first, second, third)]).info.context_level == 2
+    assert "context_level" not in cut.metadata(first)
+
+
+@pytest.mark.parametrize("to", [-1, 8, True, "1", 1.0])
+def test_a_level_that_rows_cannot_have_been_computed_over_is_refused(whole, profile, to):
+    blob = encode(whole, profile)
+    with pytest.raises(CorruptError, match="rows computed over"):
+        inspect(cut.with_metadata(blob, cut.metadata(blob) | {"context_level": to}))
+    if type(to) is int:
+        with pytest.raises(ArgumentError, match="context_level"):
+            encode(whole, profile, context_level=to)

@@ -1,0 +1,300 @@
+"""Prompts and sessions: what the store has of a prompt's beginning is loaded, the rest is computed as its question.
+
+A prompt of which nothing is stored is a document whose text alone is known, so that there is one way for all. A session
+is a document that grows by a turn at a time; its entry is written last, so that half a turn is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvwire.errors import ArgumentError, ConflictError, KvwireError
+from kvwire.runtime.answer import Reuse
+from kvwire.runtime.document import FoundDocument, in_words
+from kvwire.runtime.find import UNREADABLE
+from kvwire.runtime.prefill import opened
+from kvwire.store import check_new_name
+from kvwire.types import KVCache
+from kvwire.types.cache import plain_token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.engines.base import Engine, Place
+    from kvwire.runtime.answer import Answer
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.document import Timeouts
+    from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.find import DocumentFinder
+    from kvwire.runtime.load import Load
+    from kvwire.runtime.saving import Rows, Saver
+    from kvwire.runtime.session import Session
+    from kvwire.store import CatalogEntry, PrefixHit
+    from kvwire.types import Chat
+
+SESSIONS = "sessions/"
+"""What names of sessions begin with in the store."""
+_LEAST_HEAD = 64
+"""Tokens of a system text that is kept by itself, for other sessions to share: the index finds none that is shorter."""
+_PROMPT = "prompt"
+
+
+class Keep(NamedTuple):
+    """How a prompt is kept: under which name, in place of which version, and how long its head is, BOS included."""
+
+    name: str = ""
+    etag: str | None = None
+    head: int = 0
+
+
+class Prompter:
+    """Answers prompts and turns of sessions for one loader; used on the session's loop."""
+
+    def __init__(self, engine: Engine, corpus: Corpus, session: Session, finder: DocumentFinder) -> None:
+        """Read nothing yet."""
+        self._engine, self._corpus, self._session, self._finder = engine, corpus, session, finder
+        self._view = corpus.over(session.view(corpus.catalog.store))
+        self._index = self._view.index()
+        self._saver: Saver | None = None
+
+    async def prompt(self, token_ids: Sequence[int], timeouts: Timeouts, *, save: bool) -> Begun:
+        """Find what the store has of a prompt's beginning; without it, the prompt is its own text."""
+        return await self._begun(token_ids, timeouts, Keep() if save else None)
+
+    async def _begun(
+        self, token_ids: Sequence[int], timeouts: Timeouts, keep: Keep | None, chat: Chat | None = None,
+        stop: frozenset[int] = frozenset(),
+    ) -> Begun:  # fmt: skip
+        started, before = time.monotonic(), len(self._engine.opening_tokens)
+        whole, misses = self._checked(token_ids), list[str]()
+        hit = await self._longest(whole, timeouts, misses)
+        if hit is None:
+            wanted = len(whole) - 1 - before
+            found = FoundDocument(self._corpus, _PROMPT, None, None, whole[before:-1])
+        else:
+            wanted = min(hit.tokens, len(whole) - 1) - before
+            found = await self._finder.of_entry(hit.document, hit.token_ids[before:], timeouts)
+        return Begun(self, found, started, wanted, whole[before + wanted :], misses, keep, chat, stop)
+
+    async def turn(self, name: str, question: Sequence[int] | str, chat: Chat | None, timeouts: Timeouts) -> Begun:
+        """Find what a session has said so far, and what the next turn adds to it."""
+        started, session = time.monotonic(), SESSIONS + check_new_name(name, "session")
+        looking = partial(self._view.catalog.grown.version, self._view.config, session)
+        entry, etag = await self._session.look_up(looking, timeouts.patience)
+        if entry is not None and entry.is_text:
+            msg = f"{session!r} is a document that is kept as text: give the session another name"
+            raise ArgumentError(msg)
+        head, ids, stop = self._said(question, chat, is_first=entry is None)
+        if entry is None:
+            begun = await self._begun((*head, *ids), timeouts, Keep(session, etag, len(head)), chat, stop)
+            return replace(begun, started=started)
+        _check_tokens(self._engine, ids)
+        whole, window = len(self._engine.opening_tokens) + entry.tokens + len(ids), self._engine.window
+        if whole > window:
+            msg = f"the session would have {whole} tokens, the model's window is {window}: begin another session"
+            raise ArgumentError(msg)
+        found = await self._finder.of_entry(entry, None, timeouts)
+        return Begun(self, found, started, entry.tokens, ids, [], Keep(session, etag), chat, stop, head)
+
+    def _said(
+        self, question: Sequence[int] | str, chat: Chat | None, *, is_first: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]:
+        """A session's head, what a turn adds to what was said, and what ends the answer."""
+        engine = self._engine
+        if chat is None:
+            place: Place = "first" if is_first else "last"
+            if isinstance(question, str):
+                question = engine.tokenize(question, place=place, trust="frame")
+            return (), plain_token_ids(question), frozenset()
+        if not isinstance(question, str):
+            msg = "in a chat the question is a text: the template is read together with it"
+            raise ArgumentError(msg)
+        first = engine.render_chat(chat, question) if is_first or chat.system is not None else None
+        rendered = first if is_first and first else engine.render_turn(chat, question)
+        return first.head if first else (), rendered.tail, rendered.stop
+
+    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """A whole prompt behind the opening tokens."""
+        ids, window = plain_token_ids(token_ids), self._engine.window
+        _check_tokens(self._engine, ids)
+        whole = opened(self._engine, ids)
+        if len(whole) - len(self._engine.opening_tokens) < 2:  # noqa: PLR2004 - what is loaded, and what is asked
+            msg = "a prompt needs two tokens at least, besides the BOS"
+            raise ArgumentError(msg)
+        if len(whole) > window:
+            msg = f"the prompt has {len(whole)} tokens, the model's window is {window}; shorten it"
+            raise ArgumentError(msg)
+        return whole
+
+    async def _longest(self, whole: tuple[int, ...], timeouts: Timeouts, misses: list[str]) -> PrefixHit | None:
+        """The stored document that agrees longest; a store that fails is a miss, which is told."""
+        opening = len(self._engine.opening_tokens)
+        try:
+            hit = await self._session.look_up(partial(self._index.longest, whole, misses.append), timeouts.soon)
+        except UNREADABLE as error:
+            misses.append(f"stored prompts were not looked up, so all of it is computed: {error}")
+            return None
+        if hit is not None and hit.opening != opening:
+            misses.append(f"{hit.document.document_id!r} was encoded without the BOS that prompts begin with")
+            return None
+        return hit if hit is not None and min(hit.tokens, len(whole) - 1) > opening else None
+
+    async def saver(self, driver: ControllerDriver) -> Saver:
+        """What keeps prompts, with the opening tokens in the store."""
+        if self._saver is None:
+            from kvwire.runtime.saving import Saver  # few prompts are kept
+
+            made = await asyncio.to_thread(Saver, self._corpus)
+            if await asyncio.to_thread(lambda: made.lacks_opening):
+                await driver.compute(made.put_opening)
+            self._saver = made
+        return self._saver
+
+    @property
+    def engine(self) -> Engine:
+        """Runs the model."""
+        return self._engine
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A prompt whose beginning was found: what is loaded, what is asked, and what is done with the answer.
+
+    Attributes:
+        prompter: Whose prompt it is.
+        found: The document that it begins with.
+        started: When it was asked for.
+        wanted: How many of the document's first tokens it has.
+        rest: Token ids behind these.
+        misses: What went wrong while it was looked for.
+        keep: How it is kept; None: it is not.
+        chat: Of a session that is one.
+        stop: Token ids that end an answer, and are no part of what is kept.
+        head: What the session should have begun with; empty: anything.
+    """
+
+    prompter: Prompter
+    found: FoundDocument
+    started: float
+    wanted: int
+    rest: tuple[int, ...]
+    misses: list[str]
+    keep: Keep | None
+    chat: Chat | None = None
+    stop: frozenset[int] = frozenset()
+    head: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt has all of the document."""
+        return self.wanted >= self.found.tokens
+
+    async def then(self, answer: Answer, driver: ControllerDriver, load: Load, past: Any) -> Answer:  # noqa: ANN401
+        """Say where tokens came from, and keep prompt and answer; whatever fails there costs no answer."""
+        opening, (document,) = len(load.work.prompt.opening), load.documents
+        loaded = 0
+        for decision in answer.decisions:
+            start, stop = document.span(decision.chunk.chunk)
+            loaded += max(0, min(stop, self.wanted) - start) if decision.level is not None else 0
+        name, total = self.found.entry.document_id if self.found.entry else "", opening + self.wanted + len(self.rest)
+        reuse = Reuse(name, loaded, total - loaded)
+        misses = [*answer.misses, *self.misses]
+        whole = (*load.work.prompt.opening, *(document.token_ids or ()))
+        if document.token_ids is not None and self.head and whole[: len(self.head)] != self.head:
+            misses.append("the session began with another system text than this one, which has no effect")
+        if self.keep is not None:
+            try:
+                reuse = replace(reuse, saved=await self._keep(self.keep, answer, driver, load, past))
+            except ConflictError as error:
+                misses.append(f"this turn was not saved, another one was meanwhile: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the answer is there
+                misses.append(f"prompt and answer were not saved: {in_words(error)}")
+        if self.chat is not None:
+            misses += await asyncio.to_thread(self._apart, self.chat, (*whole[: opening + self.wanted], *self.rest))
+        return replace(answer, reused=reuse, misses=tuple(misses))
+
+    async def _keep(
+        self, keep: Keep, answer: Answer, driver: ControllerDriver, load: Load, past: Any  # noqa: ANN401
+    ) -> str:  # fmt: skip
+        """Keep prompt and answer; returns under which name."""
+        engine, (document,), prompt = self.prompter.engine, load.documents, load.work.prompt
+        info = document.info
+        if prompt.cache.kept is not None or document.token_ids is None:
+            msg = "the stored document that it begins with is pruned, or its text is not known"
+            raise ArgumentError(msg)
+        if info is not None and (info.neutral_prefix != prompt.opening or info.soft_tokens):
+            msg = f"{document.document_id!r} was not computed as a prompt's beginning: encode it with --index kvwire"
+            raise ArgumentError(msg)
+        ends = self.stop | engine.end_tokens
+        said = answer.tokens[:-1] if answer.tokens[-1] in ends else answer.tokens
+        behind = (*self.rest, *said)
+        ids = (*document.token_ids[: self.wanted], *behind)
+        cache = await driver.compute(partial(self._rows, prompt.cache, past, prompt.opening, ids, behind, answer))
+        levels = [each.level for each in answer.decisions if each.level is not None]
+        lossy = list[int]()
+        if info is not None and levels:
+            lossy = [level for level in levels if not info.levels[level].lossless]
+            lossy += [] if info.context_level is None else [info.context_level]
+        base, shared = self.found.entry, self.wanted if self.found.entry else 0
+        found = shared and shared + len(prompt.opening)
+        from kvwire.runtime.saving import Rows
+
+        rows = Rows(ids, cache, prompt.opening, min(lossy, default=None), base, shared, found)
+        saver = await self.prompter.saver(driver)
+        write = partial(self._write, saver, rows, keep)
+        runs_layers = await asyncio.to_thread(lambda: saver.runs_layers)
+        entry = await (driver.compute(write) if runs_layers else asyncio.to_thread(write))
+        return entry.document_id
+
+    @staticmethod
+    def _write(saver: Saver, rows: Rows, keep: Keep) -> CatalogEntry:
+        """Keep a session's head by itself first, where it is not yet: other sessions share it."""
+        head = keep.head - len(rows.opening)
+        if head >= _LEAST_HEAD and rows.shared < head:
+            first = replace(rows, token_ids=rows.token_ids[:head], cache=rows.cache.slice(0, head))
+            rows = replace(rows, base=saver.save(first), shared=head)
+        return saver.save(rows, keep.name, keep.etag)
+
+    def _rows(
+        self, loaded: KVCache, past: Any, opening: tuple[int, ...], ids: tuple[int, ...],  # noqa: ANN401
+        behind: tuple[int, ...], answer: Answer,
+    ) -> KVCache:  # fmt: skip
+        """Rows of the whole document, in the engine's thread; the last word of an answer that was cut was not run."""
+        engine, start = self.prompter.engine, len(opening)
+        ran = len(self.rest) + len(answer.tokens) - 1
+        if len(behind) > ran:
+            engine.forward(past, behind[ran:], start + self.wanted + ran, logits=1)
+        rows = engine.rows_of(past, ids, start)
+        if rows is not None:
+            return rows
+        more = engine.extend(loaded, behind)
+        first = loaded.slice(start, loaded.tokens)
+        keys, values = (
+            [torch.cat(pair, 1) if pair[0].numel() else pair[0] for pair in zip(*sides, strict=True)]
+            for sides in ((first.keys, more.keys), (first.values, more.values))
+        )
+        return KVCache.from_tensors(keys, values, replace(first.meta, token_digest=""), ids)
+
+    def _apart(self, chat: Chat, token_ids: tuple[int, ...]) -> list[str]:
+        """Where a session's tokens are not its template's, as far as the last turns go."""
+        try:
+            told = self.prompter.engine.check_turns(chat, token_ids, 0)
+        except KvwireError as error:
+            told = f"the session's tokens were not compared with the template's: {error}"
+        return [told] if told else []
+
+
+def _check_tokens(engine: Engine, token_ids: Sequence[int]) -> None:
+    """Refuse what are no tokens of the vocabulary."""
+    if not token_ids:
+        msg = "the prompt is empty; give it some text"
+        raise ArgumentError(msg)
+    if min(token_ids) < 0 or max(token_ids) >= engine.vocabulary_size:
+        msg = f"token ids lie in 0 to {engine.vocabulary_size - 1}; were these made by the model's tokenizer?"
+        raise ArgumentError(msg)

@@ -1,0 +1,164 @@
+"""What a load computed of a prompt and its answer is put into the store, as a document that later prompts find.
+
+A document that the prompt begins with is not written again: what is new becomes a further part behind the parts that
+both share. Rows that were computed over a lossy prefix say so (``BlobInfo.context_level``).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from kvwire.codec import encode
+from kvwire.errors import ConflictError, CorruptError, MismatchError, NotFoundError
+from kvwire.runtime.coding import Document
+from kvwire.runtime.grow import Grower, Grown, takes_parts
+from kvwire.store.catalog.grown import leading
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import CatalogEntry
+    from kvwire.types import KVCache
+
+PROMPTS = "prompts/"
+"""What names of prompts that are kept begin with; a digest of their tokens follows."""
+_DIGEST_CHARS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a document that are to be kept.
+
+    Attributes:
+        token_ids: The whole document, without the opening tokens.
+        cache: Of them, positions on, behind the opening tokens.
+        opening: Token ids that it was computed behind, BOS.
+        level: The coarsest level that any of these rows was loaded at or computed over; None: none was lossy.
+        base: A stored document that begins as this one does.
+        shared: How many tokens the two share.
+        loaded: How many first tokens of the document were found in the store, by the index.
+    """
+
+    token_ids: tuple[int, ...]
+    cache: KVCache
+    opening: tuple[int, ...]
+    level: int | None
+    base: CatalogEntry | None = None
+    shared: int = 0
+    loaded: int = 0
+
+
+class Saver:
+    """Keeps prompts and answers for one corpus; blocks."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        """Write nothing yet."""
+        self._corpus, self._catalog, self._config = corpus, corpus.catalog, corpus.config
+        self._steps, self._index = corpus.encoder(), corpus.index()
+
+    @property
+    def runs_layers(self) -> bool:
+        """Whether coding runs the model's first layers, and so belongs into the engine's thread."""
+        profile = self._corpus.profile()
+        return profile is not None and profile.prefix_layers > 0
+
+    @property
+    def lacks_opening(self) -> bool:
+        """Whether the rows of the opening tokens are still to be put into the store, which other engines need."""
+        ids = self._steps.engine.opening_tokens
+        return bool(ids) and self._catalog.by_tokens(self._config, digest_tokens(ids)) is None
+
+    def put_opening(self) -> None:
+        """Put them there; in the engine's thread."""
+        self._steps.put_opening()
+
+    def save(self, rows: Rows, name: str = "", etag: str | None = None) -> CatalogEntry:
+        """Keep rows as a document, named by its content where no name is given.
+
+        etag: of the entry that is replaced, empty for none; None: whatever is there, which has the same content.
+        """
+        name = name or f"{PROMPTS}{digest_tokens(rows.token_ids)[:_DIGEST_CHARS]}"
+        entry = self._there(name, rows.token_ids) or self._written(rows, name, etag)
+        self._corpus.changes += 1
+        self._index.write(entry, rows.token_ids, rows.opening, after=self._indexed(rows, entry))
+        return entry
+
+    def _indexed(self, rows: Rows, entry: CatalogEntry) -> int:
+        """Up to which token the index leads elsewhere, to rows that are as good or better.
+
+        The last chunk of what was found leads here from now on where it is of a shared part: prompts may go on as this
+        one does, for less than a chunk.
+        """
+        if not entry.parts:
+            return 0
+        ends = {len(rows.opening) + end for end in accumulate(part.tokens for part in entry.parts)}
+        return rows.loaded - self._index.scheme.chunk_tokens if rows.loaded in ends else rows.loaded
+
+    def _written(self, rows: Rows, name: str, etag: str | None) -> CatalogEntry:
+        if etag is None:
+            etag = self._catalog.grown.version(self._config, name).etag
+        try:
+            return self._behind(rows, name, etag) or self._anew(rows, name, etag)
+        except ConflictError:
+            entry = self._there(name, rows.token_ids)  # perhaps of another request that was the same
+            if entry is None:
+                raise
+            return entry
+
+    def _there(self, name: str, token_ids: tuple[int, ...]) -> CatalogEntry | None:
+        """The document where it is there already, whole."""
+        try:
+            entry = self._catalog.by_document(self._config, name)
+            if entry is None or entry.is_text or entry.token_digest != digest_tokens(token_ids):
+                return None
+            blobs = self._catalog.blobs_of(entry).items()
+            return entry if all(self._catalog.store.stat(key).size == size for key, size in blobs) else None
+        except (CorruptError, NotFoundError):
+            return None
+
+    def _behind(self, rows: Rows, name: str, etag: str) -> CatalogEntry | None:
+        """As a further part of what the document shares with its base; None where that cannot be."""
+        base = None if rows.base is None or rows.base.is_text else leading(rows.base, rows.shared, rows.token_ids)
+        if base is None or base.tokens == len(rows.token_ids):
+            return None
+        try:
+            info = self._corpus.read_header(base)
+            self._corpus.check_blob(info, base)
+        except (CorruptError, NotFoundError):
+            return None  # a part was lost: all is written anew
+        base = structs.replace(base, levels=tuple((level.name, level.cumulative_bytes) for level in info.levels))
+        ids = rows.token_ids
+        grown = Grown(base, etag, info, name, ids[: base.tokens], ids[base.tokens :], rows.level)
+        if info.soft_tokens or info.neutral_prefix != rows.opening or not takes_parts(grown):
+            return None
+        if any(level.lossless for level in info.levels) and info.meta.dtype != rows.cache.meta.dtype:
+            return None
+        part = rows.cache.slice(base.tokens, rows.cache.tokens)
+        try:
+            return Grower(self._corpus, self._steps).write(grown, part, time.perf_counter()).entry
+        except MismatchError:
+            return None  # its parts are coded in a way that this engine does not give
+
+    def _anew(self, rows: Rows, name: str, etag: str) -> CatalogEntry:
+        """As one blob; without a profile bit for bit, since a profile of its own could not be shared by parts."""
+        document, cache = Document(name, rows.token_ids), rows.cache
+        profile = self._corpus.profile()
+        if profile is None:
+            steps = self._steps
+            lossless = encode(
+                cache, None, 0, lossless=True, chunk_tokens=steps.coding.chunk_tokens, neutral_prefix=rows.opening,
+                opening=len(rows.opening), context_level=rows.level,
+            )  # fmt: skip
+            blob = self._catalog.seal(lossless)
+            info = self._catalog.blob_reader().read_header(blob)
+        else:
+            _ = profile.data  # encoders need all of it
+            computed = self._steps.compute(document, profile, cache=cache, neutral_tokens=0)
+            blob, info = self._steps.code(replace(computed, cache=cache), profile, rows.level)
+        self._steps.publish(profile)
+        return self._steps.write(document, blob, info, profile, etag=etag)
