@@ -240,11 +240,12 @@ def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, 
         for chunk in range(document.wanted_chunks):
             level = work.levels.get(ChunkId(index, chunk, work.number), -1)
             if level < needed:
-                return tokens, int(min(lowest, 1 << 10)) if tokens else -1
-            lowest = min(lowest, level)
+                return tokens, int(lowest) if lowest < inf else -1
+            is_exact = document.info.levels[level].lossless and level == 0  # what stands before documents has no other
+            lowest = lowest if is_exact else min(lowest, level)
             start, stop = document.span(chunk)
             tokens += stop - start
-    return tokens, int(lowest) if tokens else -1
+    return tokens, int(lowest) if lowest < inf else -1
 
 
 def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup) -> str:

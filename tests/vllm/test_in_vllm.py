@@ -162,10 +162,25 @@ def test_a_missing_document_costs_what_follows_it(place):
 
 def test_another_prompt_than_the_documents_is_computed(place):
     body = place.body("da", 1)
-    prompt = [*body["prompt"][:70], 3, *body["prompt"][71:]]
+    prompt = [*body["prompt"][:200], 3, *body["prompt"][201:]]
     ((first, _, told, _),) = place.ask(body | {"prompt": prompt})
-    assert "from token 64 on the prompt is not the text of document 'a'" in told["trouble"]
-    assert distance(first, place.expected(prompt, place.linked("d", 1))) <= CLOSE
+    assert "from token 200 on the prompt is not the text of document 'a'" in told["trouble"]
+    assert told["loaded_tokens"] == 200
+    assert distance(first, place.expected(prompt, place.linked("da", 1).slice(0, 200))) <= CLOSE
+    ((first, _, told, _),) = place.ask(body | {"kv_transfer_params": None})  # the salt alone
+    assert distance(first, place.expected(body["prompt"])) <= CLOSE
+    ((first, _, told, cached),) = place.ask(body)
+    assert cached == LENGTHS["d"] + LENGTHS["a"]  # of these, only loaded rows stand under the salt
+    assert distance(first, place.expected(body["prompt"], place.linked("da", 1))) <= CLOSE
+
+
+def test_prompts_whose_every_token_is_computed_are_told_why_nothing_loads(place):
+    body = place.body("db", 2)
+    ((first, _, told, _),) = place.ask(body, prompt_logprobs=1)
+    assert "leave them out" in told["trouble"]
+    assert distance(first, place.expected(body["prompt"])) <= CLOSE
+    ((_, _, told, _),) = place.ask(body)
+    assert told["loaded_tokens"] == LENGTHS["d"] + LENGTHS["b"]
 
 
 def test_two_hundred_requests_at_once_are_each_their_own(place):
