@@ -65,7 +65,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"base.py"}, {"calibration.py"}, {"transformers"}],
+    "engines": [{"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
     "reuse": [
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},

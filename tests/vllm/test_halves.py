@@ -12,7 +12,7 @@ import torch
 from kvwire.controller import Goal
 from kvwire.engines.vllm import loading
 from kvwire.engines.vllm.counting import Counts
-from kvwire.engines.vllm.loading import CacheOnlyEngine, PageLoader
+from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.opening import ConnectorSettings
 from kvwire.engines.vllm.pages import StridedPages
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
@@ -171,7 +171,7 @@ def test_a_catalog_that_fails_or_is_late_leaves_the_prompt_to_vllm(halves, told,
 
 
 def test_a_stand_in_for_a_model_computes_nothing(told):
-    stand_in = CacheOnlyEngine(told.corpus, torch.float32)
+    stand_in = without_weights(told.corpus, torch.float32)
     for call in (
         lambda: stand_in.prefill([[1]]),
         lambda: stand_in.extend(None, [1]),
