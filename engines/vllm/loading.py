@@ -9,7 +9,6 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-
 from kvwire.codec import Profile
 from kvwire.codec.prediction.text import expect_all
 from kvwire.controller import CostModel, DecodeCost
@@ -28,8 +27,9 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
-    import torch
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from kvwire.controller import Goal
     from kvwire.runtime.corpus import Corpus
