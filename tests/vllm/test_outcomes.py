@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from kvwire.engines.vllm.opening import ConnectorSettings, check_version
+from kvwire.engines.vllm.opening import ConnectorSettings, check_version, log_as_vllm
 from kvwire.engines.vllm.outcomes import LoadOutcome, RequestOutcome
 from kvwire.engines.vllm.scheduling import ConnectorScheduler, names_documents
 from kvwire.errors import ArgumentError, NotFoundError
@@ -181,3 +181,19 @@ def test_versions_of_vllm_are_checked(caplog):
     check_version("dev")
     with pytest.raises(ArgumentError, match=r"this is vLLM 0.31.2, the connector needs 0.32 or later"):
         check_version("0.31.2")
+
+
+def test_lines_are_written_as_those_of_vllm(monkeypatch):
+    ours, theirs, handler = logging.getLogger("kvwire"), logging.getLogger("vllm"), logging.NullHandler()
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    level, handlers = ours.level, list(ours.handlers)
+    try:
+        log_as_vllm()
+        assert ours.handlers == handlers  # they go elsewhere already
+        monkeypatch.setattr(ours, "propagate", False)
+        log_as_vllm()
+        assert (ours.handlers, ours.level) == ([handler], logging.INFO)
+    finally:
+        ours.handlers[:] = handlers
+        ours.setLevel(level)
