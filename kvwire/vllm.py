@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire.engines.vllm.chat import chat_body
     from kvwire.engines.vllm.connector import KvwireConnector
     from kvwire.engines.vllm.extension import SavingWorker
     from kvwire.engines.vllm.requests import Choice, request_body, request_salt
@@ -17,6 +18,7 @@ __all__ = [
     "Choice",
     "KvwireConnector",
     "SavingWorker",
+    "chat_body",
     "request_body",
     "request_salt",
 ]
@@ -24,6 +26,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
+        "kvwire.engines.vllm.chat": ("chat_body",),
         "kvwire.engines.vllm.connector": ("KvwireConnector",),
         "kvwire.engines.vllm.extension": ("SavingWorker",),
         "kvwire.engines.vllm.requests": ("Choice", "request_body", "request_salt"),

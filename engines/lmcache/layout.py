@@ -98,33 +98,3 @@ class ObjectLayout:
             turned = keys[self.heads].reshape(blocks).transpose(2, 3).flatten(2)
             packed = torch.cat((turned, values[self.heads].reshape(blocks).flatten(2)), 2)
             rows[layer] = packed.view(*blocks[:3], 2 * self.dim).permute(1, 2, 0, 3)
-
-
-def write_reference(layout: ObjectLayout, target: Tensor, cache: KVCache) -> None:
-    """What ``ObjectLayout.write`` writes, element by element."""
-    fused = layout.shapes[tuple(target.shape)]
-    rows = target.view(-1, layout.layers, layout.tokens, target.shape[-1])
-    for side, tensors in enumerate((cache.keys, cache.values)):
-        for layer, tensor in enumerate(tensors):
-            for place, head in enumerate(range(layout.heads.start, layout.heads.stop)):
-                for token in range(layout.tokens):
-                    for element in range(layout.dim):
-                        row, column = _place(layout, fused, side, place, token, element)
-                        rows[0 if fused else side, layer, row, column] = tensor[head, token, element]
-
-
-def _place(
-    layout: ObjectLayout,
-    fused: bool,  # noqa: FBT001
-    side: int,
-    head: int,
-    token: int,
-    element: int,
-) -> tuple[int, int]:
-    """Row and column of one number."""
-    dim, block = layout.dim, layout.cpu_block
-    if not block:
-        return token, (2 * head + side) * dim + element if fused else head * dim + element
-    first, at = token - token % block, token % block
-    inside = block * dim + at * dim + element if side else element * block + at
-    return first + inside // (2 * dim), head * 2 * dim + inside % (2 * dim)

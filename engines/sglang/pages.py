@@ -64,19 +64,3 @@ def flat_page(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
     order = ORDERS[layout]
     sides = [torch.stack([tensor[heads].transpose(0, 1) for tensor in side]) for side in (cache.keys, cache.values)]
     return torch.stack([side.permute(order) for side in sides]).flatten()
-
-
-def flat_page_reference(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
-    """What ``flat_page`` gives, element by element."""
-    layers, many, dim = len(cache.keys), heads.stop - heads.start, cache.keys[0].shape[-1]
-    sizes = (layers, tokens, many, dim)
-    order = ORDERS[layout]
-    page = cache.keys[0].new_zeros(2, *(sizes[axis] for axis in order))
-    for side, tensors in enumerate((cache.keys, cache.values)):
-        for layer in range(layers):
-            for token in range(tokens):
-                for head in range(many):
-                    at = (layer, token, head)
-                    place = tuple(at[axis] for axis in order[:3])
-                    page[(side, *place)] = tensors[layer][heads.start + head, token]
-    return page.flatten()

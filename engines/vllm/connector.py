@@ -22,7 +22,7 @@ from kvwire.store import hash_scheme
 from .counting import Counts
 from .events import StoredEvents, stored_event
 from .metrics import TransferCounts, TransferMetrics
-from .opening import ConnectorSettings, check_version
+from .opening import ConnectorSettings, check_version, log_as_vllm
 from .pages import PackedPages, StridedPages
 from .requests import PARAMS
 from .saving import PageSave, Saver, Saving
@@ -94,6 +94,7 @@ class KvwireConnector(KVConnectorBase_V1):
             ArgumentError: A setting is wrong, or one of vLLM's that documents need is another.
             NotFoundError: The store has no record of the model.
         """
+        log_as_vllm()
         check_version(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config

@@ -9,13 +9,11 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kvwire.codec import Profile
 from kvwire.codec.prediction.text import expect_all
 from kvwire.controller import CostModel, DecodeCost
 from kvwire.controller import events as ev
-from kvwire.engines.base import Engine
+from kvwire.engines.weightless import WeightlessEngine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.costs import warm_up_decoding
 from kvwire.runtime.document import in_words
@@ -31,73 +29,21 @@ from kvwire.types import ChunkId, Decision
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
+    import torch
 
     from kvwire.controller import Goal
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair
-    from kvwire.types import CacheMeta, KVCache
+    from kvwire.types import KVCache
 
 _BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
 """Decoding on one core before any was measured: of a batch, of an element of a token's cache, and of a byte."""
 
 
-class CacheOnlyEngine(Engine):
-    """Stands in for a model that runs elsewhere: it has a cache's layout and room for one, and computes nothing."""
-
-    def __init__(self, corpus: Corpus, dtype: torch.dtype) -> None:
-        """Keep the layout."""
-        self._corpus, self._dtype = corpus, dtype
-
-    @property
-    def meta(self) -> CacheMeta:
-        """Of the corpus."""
-        return self._corpus.meta
-
-    @property
-    def device(self) -> torch.device:
-        """Where documents are decoded to."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the caches."""
-        return self._dtype
-
-    @property
-    def window(self) -> int:
-        """Most tokens that a prompt may hold."""
-        return self._corpus.window
-
-    @property
-    def can_recompute(self) -> bool:
-        """Whoever asked computes what is missing."""
-        return False
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Not known here, and not asked for."""
-        raise _no_model()
-
-    def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
-        """Refuse."""
-        raise _no_model(documents)
-
-    def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
-        """Refuse."""
-        raise _no_model(prefix, token_ids, offset)
-
-    def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - as declared
-        """Refuse."""
-        raise _no_model(cache)
-
-    def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
-        """Refuse."""
-        raise _no_model(past, token_ids, start, logits)
-
-
-def _no_model(*_: object) -> ArgumentError:
-    return ArgumentError("there are no weights here to compute with; open the model with kvwire.open_engine")
+def without_weights(corpus: Corpus, dtype: torch.dtype) -> WeightlessEngine:
+    """Stands in for the model that vLLM runs."""
+    refusal = ArgumentError("there are no weights here to compute with; open the model with kvwire.open_engine")
+    return WeightlessEngine(corpus.meta, corpus.window, dtype, refusal)
 
 
 @dataclass(frozen=True)
@@ -140,7 +86,7 @@ class PageLoader(Loader):
                 "settings, or open the model with kvwire.open_engine and load with kvwire.Loader"
             )
             raise ArgumentError(msg)
-        super().__init__(CacheOnlyEngine(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
+        super().__init__(without_weights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
         self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
         # Silence is waited out: nothing here can be computed meanwhile.
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
@@ -240,11 +186,12 @@ def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, 
         for chunk in range(document.wanted_chunks):
             level = work.levels.get(ChunkId(index, chunk, work.number), -1)
             if level < needed:
-                return tokens, int(min(lowest, 1 << 10)) if tokens else -1
-            lowest = min(lowest, level)
+                return tokens, int(lowest) if lowest < inf else -1
+            is_exact = document.info.levels[level].lossless and level == 0  # what stands before documents has no other
+            lowest = lowest if is_exact else min(lowest, level)
             start, stop = document.span(chunk)
             tokens += stop - start
-    return tokens, int(lowest) if tokens else -1
+    return tokens, int(lowest) if lowest < inf else -1
 
 
 def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvwire.errors import KvwireError
 from kvwire.store.prefix.index import after_opening, opening_of
 from kvwire.types import digest_tokens
 
-from .requests import entries_of, kept_of, missing_level, profile_in_use, salt_of
+from .requests import entries_of, kept_of, missing_level, no_head, profile_in_use, salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import KeptRepair, PrefixIndex
+    from kvwire.store import CatalogEntry, KeptRepair, PrefixIndex
 
     from .requests import Choice
 
@@ -55,7 +57,7 @@ class Matched:
         pieces: From the prompt's first token on, one after the other; all but the last are whole documents.
         trouble: Why it is not more, in words; empty where nothing went wrong.
         kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
-        is_other_text: The prompt is not the text of the documents that the salt names.
+        is_other_text: The prompt has other text than the salt names, and what agrees of it is not loaded.
         refused: Why the request cannot be served as asked, in words.
     """
 
@@ -75,8 +77,12 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
     missing = next(filter(None, (missing_level(entry, choice.level) for entry in entries if entry)), "")
     if missing:
         return Matched(salt, (), refused=missing)
-    pieces: list[Piece] = []
-    position, trouble, is_other = 0, "", False
+    front, trouble = _front(corpus, choice, entries[0], prompt)
+    if trouble:
+        return Matched(salt, (), trouble, is_other_text=True)
+    pieces = list(front)
+    position = sum(piece.tokens for piece in pieces)
+    is_other = False
     for name, entry in zip(choice.documents, entries, strict=True):
         if entry is None or entry.is_text:
             where = "is not in the catalog" if entry is None else "is stored as text alone"
@@ -84,30 +90,49 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
             break
         ids = tuple(prompt[position : position + entry.tokens])
         if digest_tokens(ids) != entry.token_digest:
+            found = _beginning(corpus, entry, prompt[position:])
+            is_other = found is None
+            pieces += [found] if found and found.tokens else []
             trouble = (
-                f"from token {position} on the prompt is not the text of document {name!r}: send the documents' "
-                "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
+                f"from token {position + (found.tokens if found else 0)} on the prompt is not the text of document "
+                f"{name!r}: send the documents' token ids as they were encoded (kvwire.vllm.request_body); what "
+                "follows is computed"
             )
-            if position or digest_tokens(prompt[1 : 1 + entry.tokens]) != entry.token_digest:
-                is_other = True
-                break
-            front = _opening_piece(corpus, tuple(prompt[:1]))
-            if opening_of(corpus.read_header(entry)) != tuple(prompt[:1]):
-                trouble = after_opening(prompt[0])
-                break
-            if front is None:
-                trouble = f"{_NO_OPENING} of document {name!r}: {_AGAIN}"
-                break
-            pieces, trouble, position = [front], "", len(front.token_ids)
-            ids = tuple(prompt[position : position + entry.tokens])
+            break
         pieces.append(Piece(name, ids, len(ids)))
         position += len(ids)
-    kept = None if pieces and pieces[0].document_id not in choice.documents else kept  # of prompts without BOS
-    repaired = len(kept.documents) if kept else 1 + (bool(pieces) and pieces[0].document_id not in choice.documents)
+    kept = None if front else kept  # of prompts that begin with the documents
+    repaired = len(kept.documents) if kept else 1 + len(front)
     if choice.repair and len(pieces) > repaired:
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[:repaired]
     return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None, is_other)
+
+
+def _front(
+    corpus: Corpus, choice: Choice, first: CatalogEntry | None, prompt: Sequence[int]
+) -> tuple[tuple[Piece, ...], str]:
+    """What stands before the documents: a chat's head or a BOS; or why its rows cannot be had, in words."""
+    if choice.head:
+        head = _opening_piece(corpus, tuple(prompt[: choice.head]))
+        return ((head,), "") if head else ((), no_head(choice.head))
+    if first is None or first.is_text or digest_tokens(prompt[: first.tokens]) == first.token_digest:
+        return (), ""
+    is_behind = digest_tokens(prompt[1 : 1 + first.tokens]) == first.token_digest
+    if opening_of(corpus.read_header(first)) != tuple(prompt[:1]):
+        return (), after_opening(prompt[0]) if is_behind else ""
+    bos = _opening_piece(corpus, tuple(prompt[:1]))
+    return ((bos,), "") if bos else ((), f"{_NO_OPENING} of document {first.document_id!r}: {_AGAIN}")
+
+
+def _beginning(corpus: Corpus, entry: CatalogEntry, prompt: Sequence[int]) -> Piece | None:
+    """As much of a document as a prompt begins with; None where its text is lost."""
+    try:
+        text = tuple(corpus.text(entry))
+    except KvwireError:
+        return None
+    tokens = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
+    return Piece(entry.document_id, text, tokens)
 
 
 def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:

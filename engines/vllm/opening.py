@@ -47,6 +47,14 @@ def check_version(version: str) -> None:
         _LOG.warning("this is vLLM %s, kvwire was tested inside %d.%d", version, *_TESTED)
 
 
+def log_as_vllm() -> None:
+    """Have kvwire's lines written as vLLM's, with time, level and process, unless they go elsewhere already."""
+    ours, theirs = logging.getLogger("kvwire"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.hasHandlers():
+        ours.handlers[:] = theirs.handlers
+        ours.setLevel(theirs.level)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings(CorpusSettings):
     """vLLM's ``kv_connector_extra_config``, what names the corpus included; without a model it is vLLM's own folder.

@@ -165,24 +165,6 @@ def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) ->
     return torch.tensor(list(blocks), dtype=torch.int64)[at // block_tokens] * block_tokens + at % block_tokens
 
 
-def write_reference(view: Tensor, key_dim: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """What ``StridedPages.write`` does, element by element.
-
-    Args:
-        view: ``[blocks, heads, block_tokens, key_dim + value_dim]``.
-        key_dim: Of the layer.
-        slots: Int64 ``[tokens]``.
-        keys: ``[heads, tokens, key_dim]``.
-        values: ``[heads, tokens, value_dim]``.
-    """
-    for token, slot in enumerate(slots.tolist()):
-        block, place = divmod(slot, view.shape[2])
-        for head in range(view.shape[1]):
-            for element in range(view.shape[3]):
-                source = keys[head, token] if element < key_dim else values[head, token]
-                view[block, head, place, element] = source[element if element < key_dim else element - key_dim]
-
-
 def learn_order(view: Tensor, key_dim: int, kernel: Write) -> Tensor:
     """Learn where a kernel puts the elements of a block, by having it write numbers into the null block.
 

@@ -27,10 +27,11 @@ SALTED = "kvwire-"
 """What the salts of all caches begin with that may hold loaded rows."""
 KEPT = "kept"
 """The one repair that vLLM can serve: rows that an earlier load computed and kept."""
-_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair"}
+_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair", "head"}
 _OBJECTIVES = ("earliest", "quality", "cheapest")
 _MOST = 4096  # documents
 _LONGEST_S = 86400.0
+_LONGEST_HEAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Choice:
         prefix: Load the longest prefix of the prompt that the corpus's index knows.
         save: Keep what vLLM computes of the prompt, for later requests for prefixes; a name: as the document of that
             name, where vLLM was started for that.
+        head: So many tokens stand before the documents, a chat template's; the store has their rows.
         repair: ``kept``: lay the rows that an earlier load repaired, and kept, over the documents; empty: none.
     """
 
@@ -55,6 +57,7 @@ class Choice:
     prefix: bool = False
     save: bool | str = False
     repair: str = ""
+    head: int = 0
 
     @classmethod
     def read(cls, params: object) -> Choice:
@@ -93,7 +96,11 @@ class Choice:
             raise ArgumentError(msg)
         if params.get("repair") is not None:
             _check_repair(params["repair"], names or (), level)
-        return cls(tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "")
+        head = params.get("head", 0)
+        if type(head) is not int or not 0 <= head <= _LONGEST_HEAD or (head and not names):
+            msg = f"head is how many tokens stand before the documents, at most {_LONGEST_HEAD}, got {str(head)[:40]}"
+            raise ArgumentError(msg)
+        return cls(tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "", head)
 
     @property
     def mode(self) -> str:
@@ -115,7 +122,7 @@ class Choice:
         """What a client sends; ``read`` takes it."""
         chosen = {"level": self.level, "deadline_s": self.deadline_s, "objective": self.objective}
         flags: dict[str, Any] = {"documents": list(self.documents), "prefix": self.prefix, "save": self.save}
-        flags |= {"repair": self.repair}
+        flags |= {"repair": self.repair, "head": self.head}
         return {k: v for k, v in flags.items() if v} | {k: v for k, v in chosen.items() if v is not None}
 
 
@@ -242,6 +249,14 @@ def _opening(corpus: Corpus, documents: Sequence[CatalogEntry]) -> tuple[int, ..
     return () if not documents or documents[0].is_text else opening_of(corpus.read_header(documents[0]))
 
 
+def no_head(tokens: int) -> str:
+    """That a chat's head is not in the store, in words."""
+    return (
+        f"the store lacks the rows of the {tokens} tokens before the documents: run kvwire encode --chat once with the "
+        "same --system and --before; they are computed"
+    )
+
+
 def request_body(
     corpus: Corpus, choice: Choice, question: Sequence[int], *, computed: Sequence[str] = (), **more: object
 ) -> dict[str, object]:
@@ -266,7 +281,12 @@ def request_body(
         msg = "a question has at least one token"
         raise ArgumentError(msg)
     found = [corpus.find(name) for name in (*choice.documents, *computed)]
-    prompt = [*_opening(corpus, found), *(token for entry in found for token in corpus.text(entry))]
+    prompt = [*_opening(corpus, found), *(token for entry in found for token in corpus.text(entry)), *question]
+    return body_of(corpus, choice, prompt, more)
+
+
+def body_of(corpus: Corpus, choice: Choice, prompt: list[int], more: Mapping[str, object]) -> dict[str, object]:
+    """The body of a request with this prompt."""
     salted = {"cache_salt": request_salt(corpus, choice)} if choice.mode else {}
-    fields: Mapping[str, object] = {"prompt": [*prompt, *question], "kv_transfer_params": {PARAMS: choice.params()}}
+    fields: Mapping[str, object] = {"prompt": prompt, "kv_transfer_params": {PARAMS: choice.params()}}
     return {**more, **fields, **salted}

@@ -182,6 +182,9 @@ class _EncodeOptions:
         type=click.FloatRange(0, 1, max_open=True),
     )
     index: tuple[str, ...] = INDEX
+    chat: bool = flag("Also keep the rows that the model's chat template puts before documents, for chats in vLLM.")
+    system: str | None = option("With --chat, the system turn.", default=None)
+    before: str = option("With --chat, the user's words before the documents.", default="")
     uses: str | None = USES
     backend: Backend = BACKEND
     text_column: str = option("The text's field in rows.", default="text", show_default=True, metavar="NAME")
@@ -219,6 +222,12 @@ def encode(options: _EncodeOptions) -> None:
         check_manifest_name(options.manifest)
     refs = find_documents(options.paths, text_column=options.text_column, id_column=options.id_column)
     output = EncodeOutput(refs, options.manifest, method=options.method, as_json=options.as_json)
+    if options.chat and (options.on or options.engine == "vllm"):
+        msg = "--chat computes a few rows with the model here: leave out --on and --engine, or run it once by itself"
+        raise ArgumentError(msg)
+    if (options.system is not None or options.before) and not options.chat:
+        msg = "--system and --before are of a chat: give --chat, too"
+        raise ArgumentError(msg)
     run = _on_ray if options.on == "ray" else _here
     if options.engine == "vllm":
         run = _on_vllm
@@ -272,6 +281,10 @@ def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentR
     _progress.info("encoding %d documents", len(refs))
     with closing(encode_side_by_side(corpus, refs, profile, what)) as works:
         output.take((work.row, work.encoded) for work in works)
+    if options.chat:
+        from kvwire.types import Chat
+
+        corpus.put_chat_head(Chat(options.system, before=options.before))
 
 
 def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:

@@ -58,13 +58,13 @@ def vllm_settings(place: StoreOptions, options: Any) -> VllmSettings:  # noqa: A
 def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
     """Open the store for a model that runs elsewhere; also called in actors."""
     from kvwire.cli.engines import open_tokenizer
-    from kvwire.offline.reading import ReadingEngine
+    from kvwire.offline.on_vllm import reading_engine
     from kvwire.runtime.corpus import Coding, Corpus, find_model
 
     store = place.open_lasting()
     record = find_model(place.catalog(store), model_name(model))
     return Corpus(
-        ReadingEngine(record, open_tokenizer(model)),
+        reading_engine(record, open_tokenizer(model)),
         store,
         **place.whose(),
         coding=Coding(neutral_prefix=0),

@@ -31,6 +31,9 @@ class _SaltOptions:
     )
     objective: str | None = option(type=click.Choice(["earliest", "quality", "cheapest"]))
     question: str | None = option("Print the body of a whole request that ends with this; needs --model as a folder.")
+    chat: bool = flag("Put the model's chat template around them, whose rows encode --chat keeps.")
+    system: str | None = option("With --chat, the system turn.")
+    before: str = option("With --chat, the user's words before the documents.", default="")
     served_name: str | None = option("The model's name in that body; by default --model.")
     max_tokens: int = option("In that body.", default=64, show_default=True, type=click.IntRange(1))
     model: str | None = option("Folder or name; needed where the store has several models.", envvar="KVWIRE_MODEL")
@@ -45,13 +48,20 @@ def salt(options: _SaltOptions) -> None:
     The salt names tenant, model, documents (of prefixes, the profile), level, deadline, objective and repaired rows: no
     other request shares what vLLM keeps of it. Without the right one, vLLM computes all, and its answer tells the salt.
     """
-    from kvwire.engines.vllm.requests import Choice, request_body, request_salt
     from kvwire.runtime.corpus import Corpus
+    from kvwire.types import Chat
+    from kvwire.vllm import Choice, chat_body, request_body, request_salt
 
     named = {name: getattr(options, name) for name in ("level", "deadline_s", "objective", "repair")}
     chosen = {name: value for name, value in named.items() if value is not None}
     names = [*options.docs, *options.more_docs]
     flags = {name: True for name in ("prefix", "save") if getattr(options, name)}
+    if (options.system is not None or options.before) and not options.chat:
+        msg = "--system and --before are of a chat: give --chat, too"
+        raise ArgumentError(msg)
+    if options.chat and (options.question is None or options.computed):
+        msg = "--chat makes a whole request: give --question, and leave out --computed"
+        raise ArgumentError(msg)
     choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)
     if not choice.mode:
         msg = "name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt"
@@ -66,6 +76,10 @@ def salt(options: _SaltOptions) -> None:
         if not model or not Path(model).expanduser().is_dir():
             msg = "--question is read with the model's tokenizer: give --model FOLDER"
             raise ArgumentError(msg)
-        question = open_tokenizer(model)(options.question, "last", "frame")
         more = {"model": options.served_name or model, "max_tokens": options.max_tokens, "temperature": 0}
+        if options.chat:
+            chat = Chat(options.system, before=options.before)
+            say(json.dumps(chat_body(corpus, choice, chat, options.question, tokenizer=model, **more)))
+            return
+        question = open_tokenizer(model)(options.question, "last", "frame")
         say(json.dumps(request_body(corpus, choice, question, computed=options.computed, **more)))

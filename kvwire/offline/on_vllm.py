@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvwire import errors
 from kvwire._lazy import require
-from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
+from kvwire.engines.weightless import WeightlessEngine
+from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError, StorageError
 from kvwire.offline.manifest import Row
 from kvwire.offline.on_ray import RaySettings, blocks_of, start_ray
 from kvwire.offline.refs import DocumentRef
@@ -28,7 +31,9 @@ from kvwire.store.prefix.index import opening_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+    from kvwire.engines.base import Place, Trust
     from kvwire.runtime.corpus import Corpus
+    from kvwire.store import ModelRecord
 
 _STAGE = "vLLMEngineStage"
 _OWN = (
@@ -98,6 +103,15 @@ class VllmSettings:
         return {"CPU": cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
+def reading_engine(record: ModelRecord, tokenize: Callable[[str, Place, Trust], list[int]]) -> WeightlessEngine:
+    """A model as its store's record and its tokenizer tell it; no weights are opened."""
+    refusal = MismatchError(
+        "the model runs in vLLM alone here, and only whole documents go there; encode without --engine vllm"
+    )
+    dtype, digest = getattr(torch, record.meta.dtype), record.model_config_digest
+    return WeightlessEngine(record.meta, record.window, dtype, refusal, model_config_digest=digest, tokenize=tokenize)
+
+
 def encode_on_vllm(
     open_corpus: Callable[[], Corpus],
     refs: Sequence[DocumentRef],
@@ -111,7 +125,7 @@ def encode_on_vllm(
     from a few documents. What several documents have in common is computed for each.
 
     Args:
-        open_corpus: Opens store and tokenizer, as a corpus with a ``ReadingEngine``; called in actors, so it is to be
+        open_corpus: Opens store and tokenizer, as a corpus with a ``reading_engine``; called in actors, so it is to be
             picklable, and its store is one that all machines reach.
         refs: The documents.
         vllm: How vLLM runs the model.

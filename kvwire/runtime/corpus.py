@@ -11,7 +11,7 @@ from kvwire._lazy import lazy
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.runtime.corpus_reader import CorpusReader
 from kvwire.store import Catalog, check_new_name
-from kvwire.types import KVCache
+from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Coding, Document, Encoded
     from kvwire.runtime.encode import Encoder
     from kvwire.store import Keyring, ModelRecord, Store, UseCounts
+    from kvwire.types import Chat
 
 
 __all__ = ["Coding", "Corpus", "Document", "Encoded"]
@@ -204,6 +205,27 @@ class Corpus(CorpusReader):
         found = steps.save(document, cache)
         steps.add_to(indexes, found, document)
         return found
+
+    def put_chat_head(self, chat: Chat) -> int:
+        """Keep the rows of what the model's chat template puts before documents, for ``kvwire.vllm.chat_body``.
+
+        Args:
+            chat: The system text, earlier turns and the user's words before the documents.
+
+        Returns:
+            How many tokens these are.
+
+        Raises:
+            ArgumentError: The corpus was opened without an engine, or the template refuses the chat.
+            NotFoundError: The model has no chat template.
+        """
+        from kvwire.runtime.coding import Document
+
+        steps = self.encoder()
+        head = steps.engine.render_chat(chat, "?").head
+        if head:
+            steps.put_exact(Document(f"head-{digest_tokens(head)[:32]}", head))
+        return len(head)
 
     def append(
         self,

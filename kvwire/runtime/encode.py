@@ -143,10 +143,14 @@ class Encoder:
         """Keep the rows of the opening tokens, exact: engines that read prefixes out of the store need them, too."""
         engine = self.engine
         ids = engine.opening_tokens
+        self.put_exact(Document(f"{OPENING}{'-'.join(map(str, ids))}", ids))
+
+    def put_exact(self, document: Document) -> None:
+        """Keep the rows of what stands before documents, without loss."""
+        engine, ids = self.engine, document.token_ids
         found = self._catalog.by_tokens(self._config, digest_tokens(ids))
         if found is not None and not found.is_text:
             return
-        document = Document(f"{OPENING}{'-'.join(map(str, ids))}", ids)
         blob = self._catalog.seal(encode(engine.prefill([ids])[0], None, 0, lossless=True))
         self.write(document, blob, self._catalog.blob_reader().read_header(blob), None)
 

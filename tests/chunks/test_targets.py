@@ -10,11 +10,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire import KVCache
-from kvwire.engines.lmcache.layout import ObjectLayout, write_reference
-from kvwire.engines.sglang.pages import ORDERS, check_pool, flat_page, flat_page_reference
+from kvwire.engines.lmcache.layout import ObjectLayout
+from kvwire.engines.sglang.pages import ORDERS, check_pool, flat_page
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.runtime.adapters import uniform
 from kvwire.types import CacheMeta, LayerSpec
+
+
+def write_reference(layout, target, cache):
+    """What ``ObjectLayout.write`` writes, element by element."""
+    fused = layout.shapes[tuple(target.shape)]
+    rows = target.view(-1, layout.layers, layout.tokens, target.shape[-1])
+    for side, tensors in enumerate((cache.keys, cache.values)):
+        for layer, tensor in enumerate(tensors):
+            for place, head in enumerate(range(layout.heads.start, layout.heads.stop)):
+                for token in range(layout.tokens):
+                    for element in range(layout.dim):
+                        row, column = _place(layout, fused, side, place, token, element)
+                        rows[0 if fused else side, layer, row, column] = tensor[head, token, element]
+
+
+def _place(layout, fused, side, head, token, element):
+    """Row and column of one number."""
+    dim, block = layout.dim, layout.cpu_block
+    if not block:
+        return token, (2 * head + side) * dim + element if fused else head * dim + element
+    first, at = token - token % block, token % block
+    inside = block * dim + at * dim + element if side else element * block + at
+    return first + inside // (2 * dim), head * 2 * dim + inside % (2 * dim)
+
+
+def flat_page_reference(cache, heads, layout, tokens):
+    """What ``flat_page`` gives, element by element."""
+    layers, many, dim = len(cache.keys), heads.stop - heads.start, cache.keys[0].shape[-1]
+    sizes = (layers, tokens, many, dim)
+    order = ORDERS[layout]
+    page = cache.keys[0].new_zeros(2, *(sizes[axis] for axis in order))
+    for side, tensors in enumerate((cache.keys, cache.values)):
+        for layer in range(layers):
+            for token in range(tokens):
+                for head in range(many):
+                    at = (layer, token, head)
+                    place = tuple(at[axis] for axis in order[:3])
+                    page[(side, *place)] = tensors[layer][heads.start + head, token]
+    return page.flatten()
 
 
 def meta_of(layers, heads, dim, **changes):

@@ -14,8 +14,17 @@ import pytest
 from kvwire.engines.transformers.opening import open_tokenizer
 from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError, StorageError
 from kvwire.offline import DocumentRef, RaySettings, Row, RunOptions, VllmSettings, encode_on_vllm, encode_serially
-from kvwire.offline.on_vllm import Reader, Teller, _check_room, _ids, _most_engines, _profile, _request, error_of
-from kvwire.offline.reading import ReadingEngine
+from kvwire.offline.on_vllm import (
+    Reader,
+    Teller,
+    _check_room,
+    _ids,
+    _most_engines,
+    _profile,
+    _request,
+    error_of,
+    reading_engine,
+)
 from kvwire.offline.vllm_stage import OUTCOME, Outcomes, telling
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus, find_model
@@ -105,7 +114,7 @@ def open_reading(model, store):
     opened = FolderStore(store)
     corpus = Corpus.open(opened)
     record = find_model(corpus.catalog)
-    return Corpus(ReadingEngine(record, open_tokenizer(model)), opened)
+    return Corpus(reading_engine(record, open_tokenizer(model)), opened)
 
 
 @pytest.fixture

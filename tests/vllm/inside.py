@@ -43,21 +43,25 @@ class Place:
     block: int
     stop: ExitStack
 
-    def ask(self, *bodies, tokens=4):
+    def ask(self, *bodies, tokens=4, **sampled):
         """Answers: log-probabilities of the first token, all tokens, what is told of documents, and tokens cached."""
+        answers = []
+        for out in self.outputs(*bodies, tokens=tokens, **sampled):
+            first = {token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()}
+            told = (out.kv_transfer_params or {}).get(PARAMS, {})
+            answers.append((first, list(out.outputs[0].token_ids), told, out.num_cached_tokens))
+        return answers
+
+    def outputs(self, *bodies, tokens=4, **sampled):
+        """What vLLM gives for requests."""
         prompts, params = [], []
         for body in bodies:
             prompts.append(TokensPrompt(prompt_token_ids=list(body["prompt"]), cache_salt=body.get("cache_salt")))
             given = body.get("kv_transfer_params")
             extra = {"kv_transfer_params": given} if given else None
-            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=20, extra_args=extra)
-            params.append(sampling)
-        answers = []
-        for out in self.llm.generate(prompts, params, use_tqdm=False):
-            first = {token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()}
-            told = (out.kv_transfer_params or {}).get(PARAMS, {})
-            answers.append((first, list(out.outputs[0].token_ids), told, out.num_cached_tokens))
-        return answers
+            given = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 20} | sampled
+            params.append(SamplingParams(extra_args=extra, **given))
+        return self.llm.generate(prompts, params, use_tqdm=False)
 
     def expected(self, prompt, cached=None):
         """Log-probabilities behind a prompt whose beginning is this cache."""
@@ -98,7 +102,9 @@ def encoded(engine, store: Store, **options) -> Corpus:
 
 
 @contextmanager
-def serving_llm(model: Path, url: str, *, extra: dict | None = None, **options) -> Iterator[LLM]:
+def serving_llm(
+    model: Path, url: str, *, extra: dict | None = None, policy: str = "recompute", **options
+) -> Iterator[LLM]:
     """A vLLM with the connector."""
     given = {
         "dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 2048,
@@ -107,7 +113,7 @@ def serving_llm(model: Path, url: str, *, extra: dict | None = None, **options) 
     } | options  # fmt: skip
     transfer = {
         "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": url} | (extra or {}),
+        "kv_load_failure_policy": policy, "kv_connector_extra_config": {"store": url} | (extra or {}),
     }  # fmt: skip
     llm = LLM(model=str(model), kv_transfer_config=transfer, **given)
     try:

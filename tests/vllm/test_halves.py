@@ -12,7 +12,7 @@ import torch
 from kvwire.controller import Goal
 from kvwire.engines.vllm import loading
 from kvwire.engines.vllm.counting import Counts
-from kvwire.engines.vllm.loading import CacheOnlyEngine, PageLoader
+from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.opening import ConnectorSettings
 from kvwire.engines.vllm.pages import StridedPages
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
@@ -139,10 +139,10 @@ def test_a_prompt_of_another_text_is_promised_as_far_as_it_agrees(halves, told):
     body = halves.body("cab")
     prompt = [*body["prompt"][:80], 255, *body["prompt"][81:]]
     _, _, said, promised = halves.load(body | {"prompt": prompt})
-    assert promised == 64
-    assert "from token 64 on the prompt is not the text of document 'a'" in said["trouble"]
+    assert promised == 80
+    assert "from token 80 on the prompt is not the text of document 'a'" in said["trouble"]
     _, _, said, promised = halves.load(body | {"prompt": prompt[:70]})  # shorter than its documents
-    assert promised == 64
+    assert promised == 70
 
 
 def test_documents_behind_a_bos_are_told(halves):
@@ -171,7 +171,7 @@ def test_a_catalog_that_fails_or_is_late_leaves_the_prompt_to_vllm(halves, told,
 
 
 def test_a_stand_in_for_a_model_computes_nothing(told):
-    stand_in = CacheOnlyEngine(told.corpus, torch.float32)
+    stand_in = without_weights(told.corpus, torch.float32)
     for call in (
         lambda: stand_in.prefill([[1]]),
         lambda: stand_in.extend(None, [1]),

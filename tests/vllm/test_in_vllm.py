@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, closing
-from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.engines.transformers import open_engine
-from kvwire.engines.vllm.requests import PARAMS, entries_of, salt_of
-from kvwire.reuse import LinkedPrompt
+from kvwire.engines.vllm.requests import PARAMS, body_of, entries_of, salt_of
+from kvwire.reuse import LinkedPrompt, link
+from kvwire.runtime.corpus import Document
 from kvwire.runtime.kept import RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
@@ -162,10 +162,37 @@ def test_a_missing_document_costs_what_follows_it(place):
 
 def test_another_prompt_than_the_documents_is_computed(place):
     body = place.body("da", 1)
-    prompt = [*body["prompt"][:70], 3, *body["prompt"][71:]]
+    prompt = [*body["prompt"][:200], 3, *body["prompt"][201:]]
     ((first, _, told, _),) = place.ask(body | {"prompt": prompt})
-    assert "from token 64 on the prompt is not the text of document 'a'" in told["trouble"]
-    assert distance(first, place.expected(prompt, place.linked("d", 1))) <= CLOSE
+    assert "from token 200 on the prompt is not the text of document 'a'" in told["trouble"]
+    assert told["loaded_tokens"] == 200
+    assert distance(first, place.expected(prompt, place.linked("da", 1).slice(0, 200))) <= CLOSE
+    ((first, _, told, _),) = place.ask(body | {"kv_transfer_params": None})  # the salt alone
+    assert distance(first, place.expected(body["prompt"])) <= CLOSE
+    ((first, _, told, cached),) = place.ask(body)
+    assert cached == LENGTHS["d"] + LENGTHS["a"]  # of these, only loaded rows stand under the salt
+    assert distance(first, place.expected(body["prompt"], place.linked("da", 1))) <= CLOSE
+
+
+def test_what_stands_before_documents_is_loaded_without_loss(place):
+    head = tuple(range(400, 424))
+    place.corpus.encoder().put_exact(Document("head", head))
+    texts = [token for name in "ac" for token in place.corpus.text(place.corpus.find(name))]
+    body = body_of(place.corpus, Choice(("a", "c"), level=2, head=24), [*head, *texts, *QUESTION], {})
+    documents = [place.corpus.decode(name, 2, dtype=torch.float32) for name in "ac"]
+    ((first, _, told, _),) = place.ask(body)
+    assert (told["loaded_tokens"], told["level"]) == (24 + len(texts), 2)
+    linked = link([*place.engine.prefill([head]), *documents])
+    assert distance(first, place.expected(body["prompt"], linked)) <= CLOSE
+
+
+def test_prompts_whose_every_token_is_computed_are_told_why_nothing_loads(place):
+    body = place.body("db", 2)
+    ((first, _, told, _),) = place.ask(body, prompt_logprobs=1)
+    assert "leave them out" in told["trouble"]
+    assert distance(first, place.expected(body["prompt"])) <= CLOSE
+    ((_, _, told, _),) = place.ask(body)
+    assert told["loaded_tokens"] == LENGTHS["d"] + LENGTHS["b"]
 
 
 def test_two_hundred_requests_at_once_are_each_their_own(place):
@@ -208,13 +235,11 @@ def test_the_page_runs_as_written(tmp_path):
     page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
     assert len(commands) == 5
-    assert commands[0] == "pip install 'kvwire[vllm]'"
+    assert commands[0].startswith("python scripts/vllm_environment.py")
     with closing(socket.create_server(("127.0.0.1", 0))) as found:
         port = str(found.getsockname()[1])
     script = "\n".join(commands[1:]).replace("8077", port).replace("file:///tmp/kvwire-vllm", f"file://{tmp_path}/kv")
     script = script.replace("body.json", f"{tmp_path}/body.json").replace("demo/", f"{ROOT}/demo/")
-    if not any(each.metadata["Name"] == "vllm" for each in distributions()):  # a build of another name has no command
-        script = script.replace("vllm serve", "python -m vllm.entrypoints.openai.api_server --model")
     bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "-euc", f"trap 'kill $(jobs -p) || true; wait' EXIT\n{script}"]
     done = subprocess.run(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, closing
 
@@ -103,3 +106,40 @@ def test_a_request_with_an_adapter_gets_no_documents():
     )
     assert _other_rows(plain) == ""
     assert "adapter" in _other_rows(adapted)
+
+
+def test_strict_requests_without_their_documents_end_with_an_error(served):
+    place = served(policy="fail")
+    body = place.body("ab", 1)
+    ((first, _, told, _),) = place.ask(body)
+    assert told["loaded_tokens"] == told["promised_tokens"]
+    assert distance(first, place.expected(body["prompt"], place.linked("ab", 1))) <= CLOSE
+    (out,) = place.outputs(body | {"cache_salt": "mine"})
+    assert out.outputs[0].finish_reason == "error"
+    ((first, *_),) = place.ask({"prompt": body["prompt"]})
+    assert distance(first, place.expected(body["prompt"])) <= 1e-5
+
+
+def test_start_up_errors_end_the_server(model, tmp_path):
+    """vLLM's API server waits for its engine, which must end, too."""
+    store = tmp_path / "empty"
+    store.mkdir()
+    transfer = {
+        "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": f"file://{store}"},
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
+        "--enforce-eager", "--block-size", "32", "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        told = None
+        try:
+            for line in server.stdout:
+                if told is None and "NotFoundError" in line:
+                    told = time.monotonic()
+            assert server.wait(60) != 0
+        finally:
+            server.kill()
+    assert told is not None
+    assert time.monotonic() - told < 60

@@ -9,10 +9,10 @@ from contextlib import closing
 import pytest
 import torch
 
-from kvwire.engines.vllm.opening import ConnectorSettings, check_version
+from kvwire.engines.vllm.opening import ConnectorSettings, check_version, log_as_vllm
 from kvwire.engines.vllm.outcomes import LoadOutcome, RequestOutcome
 from kvwire.engines.vllm.scheduling import ConnectorScheduler, names_documents
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.transport import LinkSettings
@@ -78,11 +78,19 @@ def test_levels_that_a_document_has_not_are_refused_with_those_it_has(halves, to
     assert f"'a' has no level {level}, but 0" in said["refused"]
 
 
-def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves):
+def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves, monkeypatch):
+    """What agrees is loaded; where it cannot be, what vLLM computes of it gets a salt of its own."""
     body = halves.body("ab")
-    name, _ = halves.promise(body)
-    assert halves.scheduling.other_salt(name) is None
     other = body | {"prompt": [*body["prompt"][:20], 255, *body["prompt"][21:]]}
+    for each, tokens in ((body, 247), (other, 20)):
+        name, promised = halves.promise(each)
+        assert (promised, halves.scheduling.other_salt(name)) == (tokens, None)
+
+    def lost(*_):
+        msg = "the text is lost"
+        raise NotFoundError(msg)
+
+    monkeypatch.setattr(Corpus, "text", lost)
     name, promised = halves.promise(other)
     salt = halves.scheduling.other_salt(name)
     assert promised == 0
@@ -173,3 +181,19 @@ def test_versions_of_vllm_are_checked(caplog):
     check_version("dev")
     with pytest.raises(ArgumentError, match=r"this is vLLM 0.31.2, the connector needs 0.32 or later"):
         check_version("0.31.2")
+
+
+def test_lines_are_written_as_those_of_vllm(monkeypatch):
+    ours, theirs, handler = logging.getLogger("kvwire"), logging.getLogger("vllm"), logging.NullHandler()
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    level, handlers = ours.level, list(ours.handlers)
+    try:
+        log_as_vllm()
+        assert ours.handlers == handlers  # they go elsewhere already
+        monkeypatch.setattr(ours, "propagate", False)
+        log_as_vllm()
+        assert (ours.handlers, ours.level) == ([handler], logging.INFO)
+    finally:
+        ours.handlers[:] = handlers
+        ours.setLevel(level)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.engines.vllm.pages import PackedPages, StridedPages, learn_order, probe, slots_of, write_reference
+from kvwire.engines.vllm.pages import PackedPages, StridedPages, learn_order, probe, slots_of
 from kvwire.engines.vllm.working import check_layers
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import CacheMeta, LayerSpec
@@ -19,6 +19,16 @@ ORDERS = {
     "BLHNC": (1, 0, 2, 3), "BLNHC": (1, 0, 3, 2), "BHLNC": (1, 2, 0, 3),
 }  # fmt: skip
 """Of the axes layer, block, head and token in memory; what a token holds in a head comes last in all of them."""
+
+
+def write_reference(view, key_dim, slots, keys, values):
+    """What ``StridedPages.write`` does, element by element."""
+    for token, slot in enumerate(slots.tolist()):
+        block, place = divmod(slot, view.shape[2])
+        for head in range(view.shape[1]):
+            for element in range(view.shape[3]):
+                source = keys[head, token] if element < key_dim else values[head, token]
+                view[block, head, place, element] = source[element if element < key_dim else element - key_dim]
 
 
 def views(order, layers, blocks, heads, tokens, width, dtype=torch.float32):

@@ -26,6 +26,7 @@ from ..http_servers import serving
         Choice(("b", "a"), deadline_s=2.0, objective="cheapest"),
         Choice(("a",), objective="earliest"),
         Choice(("a", "b"), level=1, repair="kept"),
+        Choice(("a",), level=1, head=24),
     ],
 )
 def test_a_choice_is_read_as_it_was_written(choice):
@@ -57,6 +58,9 @@ def test_a_choice_is_read_as_it_was_written(choice):
         ({"documents": ["a"], "deadline_s": float("nan")}, "deadline_s is a number"),
         ({"documents": ["a"], "deadline_s": "1"}, "deadline_s is a number"),
         ({"documents": ["a"], "objective": "best"}, "objective is one of"),
+        ({"documents": ["a"], "level": 1, "head": -1}, "head is how many tokens"),
+        ({"documents": ["a"], "level": 1, "head": True}, "head is how many tokens"),
+        ({"prefix": True, "level": 1, "head": 3}, "head is how many tokens"),
         ({"documents": ["a"]}, "say how good"),
         ({"documents": ["a"], "objective": "quality"}, "say how good"),
     ],

@@ -1,0 +1,93 @@
+"""An engine without weights, for a model that runs elsewhere: it knows the layout of caches, and computes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from kvwire.engines.base import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from kvwire.engines.base import Place, Trust
+    from kvwire.errors import KvwireError
+    from kvwire.types import CacheMeta, KVCache
+
+
+class WeightlessEngine(Engine):
+    """A model as a store tells it, and perhaps its tokenizer."""
+
+    def __init__(
+        self, meta: CacheMeta, window: int, dtype: torch.dtype, refusal: KvwireError, *, model_config_digest: str = "",
+        tokenize: Callable[[str, Place, Trust], list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Keep the parts; ``refusal`` is raised where the model is needed."""
+        self._meta, self._window, self._dtype, self._refusal = meta, window, dtype, refusal
+        self._model_config_digest, self._tokenize = model_config_digest, tokenize
+
+    @property
+    def meta(self) -> CacheMeta:
+        """Of the model's caches."""
+        return self._meta
+
+    @property
+    def model_config_digest(self) -> str:
+        """Of the model's configuration file."""
+        return self._model_config_digest
+
+    @property
+    def device(self) -> torch.device:
+        """The processor."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the caches."""
+        return self._dtype
+
+    @property
+    def window(self) -> int:
+        """Most tokens of a prompt."""
+        return self._window
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Is not known here."""
+        return self._refuse()
+
+    @property
+    def can_recompute(self) -> bool:
+        """The model that runs elsewhere computes what is missing."""
+        return False
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it was given one."""
+        return self._tokenize is not None
+
+    def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
+        """Token ids of a piece of a prompt."""
+        return self._tokenize(text, place, trust) if self._tokenize else self._refuse()
+
+    def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+        """Refused."""
+        return self._refuse(documents)
+
+    def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
+        """Refused."""
+        return self._refuse(prefix, token_ids, offset)
+
+    def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - as declared
+        """Refused."""
+        return self._refuse(cache)
+
+    def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
+        """Refused."""
+        return self._refuse(past, token_ids, start, logits)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise self._refusal
