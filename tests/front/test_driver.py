@@ -576,6 +576,8 @@ def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypat
     loader = Loader(small.engine, corpus, link=link, memory=memory, settings=LoadSettings(policy=Fixed(4)))
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
     loader._writing.result(10)
+    loader._remember()  # what came after the answer, too
+    loader._writing.result(10)
     monkeypatch.setattr("kvwire.runtime.loader.measure_costs", None)  # not needed any more
     again = Loader(small.engine, corpus, link=link, memory=memory)
     assert again.estimates.bandwidth.value != LoadSettings().bandwidth_prior

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from dataclasses import replace
 
 import pytest
@@ -121,12 +121,20 @@ def test_a_shift_of_another_model_is_not_added(small, shift):
 
 
 def test_a_load_does_not_wait_for_a_slow_shift(small, shift, monkeypatch):
+    over = threading.Event()
+
     def slow(reader, digest):
-        time.sleep(2.0)
+        over.wait(60)
         return f"late {digest}"
 
     monkeypatch.setattr(ShiftReader, "_read", slow)
-    answer, _ = asked(small, measured(small, shift), open_s=0.2, **PLAIN)
+    corpus = measured(small, shift)
+    question = small.engine.tokenize("And the lamp was")
+    with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(open_s=0.2, **PLAIN)) as loader:
+        try:
+            answer = loader.ask(tuple(small.tokens), question)
+        finally:
+            over.set()
     assert answer.shifted == 0
     assert any("has not come in time" in miss for miss in answer.misses)
 

@@ -25,6 +25,8 @@ def stored(small, tmp_path_factory):
 def asked(run, demo_model, small, stored, monkeypatch):
     """Asks a question before a deadline, where requests for paths of a pattern hang."""
     monkeypatch.setattr(loader, "measure_costs", lambda *_: small.costs)
+    monkeypatch.setattr(document, "_OPEN_SHARE", 0.04)
+    monkeypatch.setattr(document, "_PROFILE_SHARE", 0.05)
     name = next(iter(small.texts))
     options = ("--model", demo_model, "--question", "It was plain", "--tokens", 2, "--docs", name)
 
@@ -49,19 +51,19 @@ def test_a_catalog_that_hangs_is_told_by_the_deadline(asked, monkeypatch, patter
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("/profiles/", "its profile did not come within 1.5 s"),
-        (r"\.kvw$", "no header within 0.75 s"),
+        ("/profiles/", "its profile did not come within 1 s"),
+        (r"\.kvw$", "no header within 0.8 s"),
         ("/catalog/profile|\\.kvt$|/catalog/model|link", ""),
     ],
     ids=["profile", "blob", "profile in use, text, model record and links"],
 )
 def test_what_a_text_stands_in_for_is_done_without(asked, pattern, told):
-    code, out, err = asked(pattern, 3)
+    code, out, err = asked(pattern, 20)
     assert (code, told in err) == (0, True)
     assert "first token after" in out
 
 
 def test_a_text_that_is_at_hand_is_computed_where_all_hangs(asked):
-    code, out, err = asked(".", 3, "--texts", asked.texts)
-    assert (code, "the store did not answer within 0.75 s" in err) == (0, True)
+    code, out, err = asked(".", 20, "--texts", asked.texts)
+    assert (code, "the store did not answer within 0.8 s" in err) == (0, True)
     assert "recompute" in out
