@@ -22,7 +22,7 @@ help:
 
 .venv: $(READY)
 
-# Whoever names a PYTHON gets an environment of that one: what there is of another is made anew.
+# Naming another PYTHON makes the environment anew.
 ifneq ($(origin PYTHON),file)
 ifneq ($(shell cat .venv/python 2>/dev/null),$(shell "$(PYTHON)" -c 'import sys; print(sys.executable)' 2>/dev/null))
 $(READY): other-python

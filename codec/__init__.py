@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvwire.codec.kinds.profiles import read_profile
     from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.planes import Plane, planes_of
-    from kvwire.codec.profile.lazy import at_hand, open_profile
+    from kvwire.codec.profile.lazy import loaded_part, open_profile
     from kvwire.codec.profile.profile import ERROR_NOTE, Profile
     from kvwire.codec.transform.positions import (
         positions_off,
@@ -56,7 +56,6 @@ __all__ = [
     "Statistics",
     "StatisticsBuilder",
     "StreamEvent",
-    "at_hand",
     "decode",
     "encode",
     "error_of_method",
@@ -65,6 +64,7 @@ __all__ = [
     "inspect",
     "kind_of_method",
     "level_index",
+    "loaded_part",
     "methods",
     "open_profile",
     "pack_text",
@@ -106,7 +106,7 @@ __getattr__ = lazy(
         "kvwire.codec.kinds.profiles": ("read_profile",),
         "kvwire.codec.planes": ("Plane", "planes_of"),
         "kvwire.codec.kinds.requests": ("AnyProfile",),
-        "kvwire.codec.profile.lazy": ("at_hand", "open_profile"),
+        "kvwire.codec.profile.lazy": ("loaded_part", "open_profile"),
         "kvwire.codec.profile.profile": ("ERROR_NOTE", "Profile"),
         "kvwire.codec.transform.positions": (
             "positions_off",

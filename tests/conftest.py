@@ -13,7 +13,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure is nobody's business
+os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure stays out of the user's file
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: no test needs a GPU
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = (

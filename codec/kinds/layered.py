@@ -71,7 +71,7 @@ class LayeredEncoder(LevelEncoder):
 
     def encode(self, start: int, stop: int) -> list[Coded]:
         """Every level of the ladder, each refining the one before."""
-        from kvwire.codec.transform.levels import ChunkLevels  # who only decodes goes without
+        from kvwire.codec.transform.levels import ChunkLevels  # decoding does without
 
         ladder, profile = self._ladder, self._text.profile
         coefficients, dropped = self._coefficients(start, stop)

@@ -200,7 +200,7 @@ class Group:
         return cast("NDArray[np.float32]", self.row_scale)
 
     @property
-    def rows_at_hand(self) -> int:
+    def loaded_rows(self) -> int:
         """The rows that can be had without fetching any."""
         return self.rank
 

@@ -91,7 +91,7 @@ def _checked(data: bytes, digest: str) -> bytes:
     return data
 
 
-def at_hand(profile: Profile) -> Profile:
+def loaded_part(profile: Profile) -> Profile:
     """Take what is here of a profile, by the same name: for trial runs, which are to fetch nothing.
 
     Args:
@@ -102,7 +102,7 @@ def at_hand(profile: Profile) -> Profile:
     """
     if not isinstance(profile, LazyProfile):
         return profile
-    groups = tuple(group.at_hand() for group in profile.groups if isinstance(group, LazyGroup))
+    groups = tuple(group.loaded_part() for group in profile.groups if isinstance(group, LazyGroup))
     fields = {name: getattr(profile, name) for name in Profile.__dataclass_fields__}
     out = Profile(**fields | {"groups": groups})
     out.__dict__["digest"] = profile.digest
@@ -268,7 +268,7 @@ class LazyGroup(Group):
         return torch.empty(self.rank, self.width, dtype=torch.bfloat16)
 
     @property
-    def rows_at_hand(self) -> int:
+    def loaded_rows(self) -> int:
         """Those that were fetched."""
         return self.ready
 
@@ -315,7 +315,7 @@ class LazyGroup(Group):
         except _BAD as error:
             raise _damaged(error) from error
 
-    def at_hand(self) -> Group:
+    def loaded_part(self) -> Group:
         """The rows that are here, with the unit matrix as metric."""
         widths = np.split(np.ones(self.width, np.float32), np.cumsum(self._widths())[:-1])
         return Group(

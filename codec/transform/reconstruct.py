@@ -131,7 +131,7 @@ def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool)
     nonzero, beyond = np.empty(count, np.uint32), np.empty(count, np.uint32)
     value_kernels.count_values(values, limit, nonzero, beyond)
     dense = _dense(nonzero, len(values))
-    wide = min(-(-dense // _MULTIPLE) * _MULTIPLE, group.rows_at_hand)  # beyond the last coded, values are zero
+    wide = min(-(-dense // _MULTIPLE) * _MULTIPLE, group.loaded_rows)  # beyond the last coded, values are zero
     first_values = state.values[:, columns.start : columns.start + wide]
     first_sizes = state.tables.sizes_of(state.classes[columns.start : columns.start + wide])
     if halved:

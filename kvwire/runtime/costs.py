@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvwire.codec import BlobDecoder, Profile, at_hand, encode, trial_blob
+from kvwire.codec import BlobDecoder, Profile, encode, loaded_part, trial_blob
 from kvwire.codec.workers import stay_on_one_core
 from kvwire.controller import CostModel, PrefillCost, fit_decode, fit_joined, fit_prefill
 from kvwire.errors import MismatchError
@@ -165,7 +165,7 @@ def _trial(
 ) -> tuple[bytes, Callable[[], BlobDecoder]]:
     """A blob to decode, and what makes decoders of it, each into memory of its own."""
     if isinstance(profile, Profile):
-        profile = at_hand(profile)
+        profile = loaded_part(profile)
     layers, ids = profile.prefix_layers if isinstance(profile, Profile) else 0, list(part.token_ids or ())
     hidden = engine.prefix_states(ids, layers) if layers else None
     blob = trial_blob(part, profile, hidden=hidden)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import Ladder, Profile, at_hand, decode, encode, open_profile
+from kvwire.codec import Ladder, Profile, decode, encode, loaded_part, open_profile
 from kvwire.codec.format.arrays import describe
 from kvwire.codec.profile.group import pieces, unzigzag, zigzag
 from kvwire.codec.profile.profile import MAGIC
@@ -84,7 +84,7 @@ def test_whoever_is_interrupted_while_rows_are_taken_in_leaves_them_right(profil
 
 
 def test_a_whole_file_is_compared_with_its_digest(profile, packed_profile):
-    """An outline vouches for no more than whoever named it."""
+    """An outline proves no more than its name does."""
     reader = Reader(packed_profile.data)
     other = open_profile(reader.outline, profile.digest, reader)
     with pytest.raises(CorruptError, match="another digest"):
@@ -110,7 +110,7 @@ def test_any_cuts_are_read_back(packed_profile, cuts):
         assert pieces(theirs.cuts, theirs.rank) == pieces(cuts, theirs.rank)
         for count in (0, 1, theirs.rank // 2, theirs.rank):
             assert torch.equal(ours.first_rows(count), plain.rows[:count])
-            assert count <= ours.rows_at_hand <= theirs.rank == theirs.rows_at_hand
+            assert count <= ours.loaded_rows <= theirs.rank == theirs.loaded_rows
             assert torch.equal(ours.first_synthesis(count), plain.rows[:count].float())
         assert torch.equal(theirs.rows, plain.rows)
         assert all(map(np.array_equal, ours.metric, plain.metric))
@@ -127,9 +127,9 @@ def test_a_lazy_profile_encodes_as_the_whole_one_does(profile):
 def test_trial_runs_read_nothing(profile):
     reader = Reader(profile.data)
     lazy = reader.open(1)
-    known = at_hand(lazy)
+    known = loaded_part(lazy)
     assert known.digest == lazy.digest
-    assert at_hand(profile) is profile
+    assert loaded_part(profile) is profile
     part = make_cache(64)
     decode(encode(part, known), None, known)
     assert reader.read == [0, 1]
@@ -219,7 +219,7 @@ def row_of(meta, name):
 @pytest.mark.parametrize("name", ["g0.rows1", "g0.rows3", "g1.rows1", "g0.metric2", "g0.rows_steps", "g1.spread"])
 @pytest.mark.parametrize("kind", ["renamed", "longer", "other type", "flat"])
 def test_sections_that_contradict_the_outline(profile, name, kind):
-    """Whoever reads lazily refuses what whoever reads whole does, at the latest when it is used."""
+    """A lazy reader refuses what a whole one does, at the latest when it is used."""
 
     def change(meta, parts):
         row = row_of(meta, name)
