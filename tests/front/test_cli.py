@@ -462,7 +462,7 @@ def test_of_a_chunk_that_was_used_at_a_lower_level_nobody_says_that_it_was_recom
     misses = ("a chunk 0: level 3 is damaged", "a chunk 1: lost", "b: its head is damaged")
     answer = SimpleNamespace(
         decisions=decisions, misses=misses, timing=Timing(0, 0, 0, 0, 0, 0), bytes=0, reason="", text="",
-        repair=None, link_warning="", computed=0, shifted=0, expected_kl=0.0, document_kl=(0.0, 0.0),
+        repair=None, link_warning="", computed=0, shifted=0, reused=None, expected_kl=0.0, document_kl=(0.0, 0.0),
     )  # fmt: skip
     print_answer(["a", "b"], answer, as_json=False)
     lines = capsys.readouterr().err.splitlines()

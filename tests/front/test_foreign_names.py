@@ -151,7 +151,7 @@ def test_an_answer_keeps_its_lines_and_nothing_else(capsys):
     decisions = (Decision(ChunkId(0, 0), "recompute", None, f"because {EVIL}"),)
     answer = SimpleNamespace(
         timing=Timing(1, 1, 1, 1, 1, 1), decisions=decisions, misses=(f"{EVIL}: lost",), bytes=0, reason=EVIL,
-        text="first line\nsecond \x1b[2Jline", repair=None, link_warning="", computed=0, shifted=0,
+        text="first line\nsecond \x1b[2Jline", repair=None, link_warning="", computed=0, shifted=0, reused=None,
         document_kl=(None,), expected_kl=None,
     )  # fmt: skip
     print_answer(names, answer, as_json=False)
@@ -230,7 +230,7 @@ def test_a_miss_of_the_load_as_a_whole_is_not_called_recomputed(capsys):
     answer = SimpleNamespace(
         timing=Timing(1, 1, 1, 1, 1, 1), decisions=(Decision(ChunkId(0, 0), "fetch", 2, "soonest"),),
         misses=("the report on links was not read", "doc: a level was lost"), bytes=0, reason="in time", text="",
-        repair=None, link_warning="", computed=0, shifted=0,
+        repair=None, link_warning="", computed=0, shifted=0, reused=None,
         document_kl=(None,), expected_kl=None,
     )  # fmt: skip
     print_answer(("doc",), answer, as_json=False)
