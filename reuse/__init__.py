@@ -6,7 +6,7 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.reuse.assemble import LinkedPrompt, block_mask, link, moved
-    from kvwire.reuse.compress import compute_cached, compute_piece, compute_stored, drop_tokens, surprisals
+    from kvwire.reuse.compress import compute_cached, compute_piece, compute_stored
     from kvwire.reuse.layout import Anchors, LinkLayout, PromptLayout, Segment, SegmentKind, soft_token
     from kvwire.reuse.layout_presets import (
         PLAIN,
@@ -64,7 +64,6 @@ __all__ = [
     "compute_links",
     "compute_piece",
     "compute_stored",
-    "drop_tokens",
     "fill_parameters",
     "kvlink",
     "link",
@@ -82,7 +81,6 @@ __all__ = [
     "soft_links",
     "soft_token",
     "stored_tokens",
-    "surprisals",
     "turborag",
     "wrappers",
 ]
@@ -95,8 +93,6 @@ __getattr__ = lazy(
             "compute_cached",
             "compute_piece",
             "compute_stored",
-            "drop_tokens",
-            "surprisals",
         ),
         "kvwire.reuse.layout": ("Anchors", "LinkLayout", "PromptLayout", "Segment", "SegmentKind", "soft_token"),
         "kvwire.reuse.layout_presets": (

@@ -1,14 +1,11 @@
-"""Fewer tokens of a document in its cache: anchors in place of chunks, and tokens that tell nothing left out."""
+"""Fewer tokens of a document in its cache: anchors in place of chunks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from kvwire.errors import ArgumentError
 from kvwire.reuse.assemble import LinkedPrompt
 from kvwire.reuse.soft_tokens import as_stored
 from kvwire.types import KVCache
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
 
 _MASKED_TOKENS = 8192
 """Longest cache that is computed in one pass: its mask has that many rows and columns."""
-_SCORED_TOKENS = 1024
-"""Tokens whose logits are held at once: each takes as many numbers as the vocabulary has entries."""
 
 
 class MaskedEngine(Protocol):
@@ -43,16 +38,6 @@ class MaskedEngine(Protocol):
 
     @property
     def vocabulary_size(self) -> int: ...  # noqa: D102 - see there
-
-
-class ScoringEngine(Protocol):
-    """What surprisals ask of an engine; see ``kvwire.engines.base.Engine``."""
-
-    def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]: ...  # noqa: D102 - see there
-
-    def own_past(self, cache: KVCache) -> Any: ...  # noqa: ANN401, D102 - see there
-
-    def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor: ...  # noqa: ANN401, D102 - see there
 
 
 def compute_cached(engine: MaskedEngine, layout: LinkLayout, token_ids: Sequence[int]) -> KVCache:
@@ -153,50 +138,3 @@ def _pruned(cache: KVCache, stored: Tensor) -> KVCache:
     keys = [key * stored[None, :, None].to(key) if key.numel() else key for key in cache.keys]
     values = [value * stored[None, :, None].to(value) if value.numel() else value for value in cache.values]
     return replace(cache, keys=keys, values=values, kept=tuple(kept))
-
-
-def surprisals(engine: ScoringEngine, token_ids: Sequence[int]) -> Tensor:
-    """How little a model expects each token of a text.
-
-    Args:
-        engine: Runs the model.
-        token_ids: The text's.
-
-    Returns:
-        Float32 ``[tokens]`` on the processor, in nats; infinite for the first token, which nothing stands before.
-    """
-    ids = list(token_ids)
-    cache = engine.prefill([ids])[0] if len(ids) > _SCORED_TOKENS else None
-    told = [torch.tensor([torch.inf])]
-    for start in range(0, len(ids), _SCORED_TOKENS):
-        part = ids[start : start + _SCORED_TOKENS]
-        past = engine.own_past(cache.slice(0, start)) if cache and start else None
-        logits = engine.forward(past, part, start).float().log_softmax(-1)
-        follows = torch.tensor(ids[start + 1 : start + len(part) + 1], dtype=torch.long, device=logits.device)
-        told.append(-logits[: len(follows)].gather(1, follows[:, None])[:, 0].cpu())
-    return torch.cat(told)
-
-
-def drop_tokens(engine: ScoringEngine, token_ids: Sequence[int], share: float) -> tuple[int, ...]:
-    """Leave out the tokens of a text that the model expects most, before it is encoded.
-
-    What is left is a shorter text with positions of its own. Selective Context (arXiv 2310.06201) drops by the same
-    measure; LLMLingua-2 (arXiv 2403.12968) trains a classifier for it.
-
-    Args:
-        engine: Runs the model.
-        token_ids: The text's.
-        share: Of the tokens, 0 to 1, that is dropped; the first token stays.
-
-    Returns:
-        The tokens that are left, in their order; of equally expected ones, the later are dropped first.
-
-    Raises:
-        ArgumentError: The share is none.
-    """
-    if not 0 <= share < 1:
-        msg = f"the share of tokens to drop is 0 to 1, and less than 1, got {share}"
-        raise ArgumentError(msg)
-    count = len(token_ids) - int(share * len(token_ids))
-    kept = surprisals(engine, token_ids).sort(descending=True, stable=True).indices[:count].sort().values
-    return tuple(token_ids[at] for at in kept.tolist())

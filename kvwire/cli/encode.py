@@ -174,13 +174,6 @@ class _EncodeOptions:
     resume: Path | None = RESUME
     links: str | None = LINKS
     soft_tokens: Path | None = SOFT_TOKENS
-    drop_tokens: float = option(
-        "Leave out this share of each document's tokens, those that the model expects most; the rest is the document.",
-        default=0.0,
-        show_default=True,
-        metavar="SHARE",
-        type=click.FloatRange(0, 1, max_open=True),
-    )
     index: tuple[str, ...] = INDEX
     chat: bool = flag("Also keep the rows that the model's chat template puts before documents, for chats in vLLM.")
     system: str | None = option("With --chat, the system turn.", default=None)
@@ -256,7 +249,7 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     coding = Coding(
         options.method, options.prefix_layers, options.lossless, backend=options.backend,
         deviation=options.deviation, neutral_prefix=options.neutral_prefix, layout=layout,
-        drop_tokens=options.drop_tokens, resume=options.resume, calibration=options.calibration,
+        resume=options.resume, calibration=options.calibration,
     )  # fmt: skip
     return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options.uses))
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvwire.errors import CorruptError, MismatchError
-from kvwire.reuse import compute_cached, compute_stored, drop_tokens, own_tokens, stored_tokens
+from kvwire.reuse import compute_cached, compute_stored, own_tokens, stored_tokens
 from kvwire.runtime.coding import EXTENTS, LEAST_TOKENS
 from kvwire.runtime.prefill import opening_of, prefill_documents, states_of
 from kvwire.runtime.quality import calibrate_error
@@ -162,10 +162,8 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
 
 
 def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
-    """A document as it is computed: with the tokens that the layout puts into its cache, without those to drop."""
+    """A document as it is computed: with the tokens that the layout puts into its cache."""
     layout, ids = coding.layout, document.token_ids
-    if coding.drop_tokens:
-        ids = drop_tokens(engine, own_tokens(layout, ids, engine.vocabulary_size), coding.drop_tokens)
     if layout.cached_tokens:
         ids = stored_tokens(layout, ids, engine.vocabulary_size)
     return document if ids == document.token_ids else replace(document, token_ids=ids)

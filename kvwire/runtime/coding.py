@@ -111,8 +111,6 @@ class Coding:
             prompts (indexes). 0: documents alone.
         layout: Its tokens inside caches are computed with each document and become part of it; soft tokens among them
             are those that the engine has (``Engine.use_soft_tokens``). With anchors these alone are stored.
-        drop_tokens: Share of each document's own tokens that is left out before it is computed, from 0 to 1: those that
-            the model expects most (``kvwire.reuse.drop_tokens``). The document is the shorter text from then on.
         calibration: How much text a profile is fitted on: ``full`` or ``quick``, see ``calibration_tokens``.
         resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
             interrupted goes on from it. None for none.
@@ -127,7 +125,6 @@ class Coding:
     deviation: bool = False
     neutral_prefix: int | None = None
     layout: LinkLayout = PLAIN
-    drop_tokens: float = 0.0
     resume: Path | None = None
     calibration: Extent = "full"
 
@@ -154,9 +151,6 @@ class Coding:
         if self.calibration not in EXTENTS:
             msg = f"a calibration is one of {', '.join(EXTENTS)}, got {self.calibration!r}"
             raise ArgumentError(msg)
-        if not 0 <= self.drop_tokens < 1:
-            msg = f"the share of tokens to drop is 0 to 1, and less than 1, got {self.drop_tokens}"
-            raise ArgumentError(msg)
         self.kind.check_settings(self)
 
     @property
@@ -167,7 +161,7 @@ class Coding:
     @property
     def lays_out(self) -> bool:
         """Whether documents are computed from other tokens than their own."""
-        return bool(self.layout.cached_tokens or self.drop_tokens)
+        return bool(self.layout.cached_tokens)
 
     @property
     def may_be_neutral(self) -> bool:

@@ -164,9 +164,6 @@ class Encoder:
         """Whether a document was used often enough to be encoded."""
         if encode_after <= 0:
             return True
-        if self.coding.drop_tokens:
-            msg = "what is kept as text is kept whole: drop tokens of documents that are encoded at once"
-            raise ArgumentError(msg)
         if self._corpus.uses is None:
             msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
             raise ArgumentError(msg)

@@ -13,7 +13,6 @@ from kvwire.codec import encode
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, MismatchError, StorageError
 from kvwire.reuse import (
-    PLAIN,
     Anchors,
     LinkedPrompt,
     LinkLayout,
@@ -21,7 +20,6 @@ from kvwire.reuse import (
     anchors,
     compute_cached,
     compute_piece,
-    drop_tokens,
     link_documents,
     stored_tokens,
 )
@@ -295,14 +293,8 @@ def test_pruned_documents_of_unknown_making_are_not_computed_anew(small, soft_en
 def test_settings_that_no_reader_could_understand_are_refused(small, soft_engine):
     with pytest.raises(ArgumentError, match="encode with soft tokens as anchors"):
         Coding(layout=LinkLayout("by ids", anchors=Anchors(4, (5, 6))))
-    for wrong in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ArgumentError, match="share of tokens to drop"):
-            Coding(drop_tokens=wrong)
     with pytest.raises(ArgumentError, match=r"give the file of them \(--soft-tokens\)"):
         list(Corpus(small.engine, MemoryStore(), coding=Coding(layout=LAYOUT)).encode([Document("a", (1, 2, 3))]))
-    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(drop_tokens=0.3))
-    with pytest.raises(ArgumentError, match="kept as text is kept whole"):
-        list(corpus.encode([Document("a", (1, 2, 3))], encode_after=2))
 
 
 @pytest.fixture
@@ -345,49 +337,3 @@ def test_anchors_on_the_command_line_over_http(small, soft_engine, demo_model, r
         code, _, err = run(*ask, "--links", "anchors:60/8", "--soft-tokens", soft)
         assert code != 0
         assert "encode" in err
-
-
-def test_dropped_tokens_on_the_command_line_over_http(small, demo_model, run, tmp_path, written, names):
-    texts, _ = written
-    store = f"file://{tmp_path / 'store'}"
-    common = ("encode", texts, "--model", demo_model, "--store", store, "--lossless")
-    code, _, err = run(*common, "--drop-tokens", 0.3)
-    assert code == 0, err
-    code, out, _ = run(*common, "--drop-tokens", 0.3)
-    assert (code, out.count("had it already")) == (0, len(small.texts))
-    kept = {name: drop_tokens(small.engine, small.tokens[name], 0.3) for name in names}
-    corpus = Corpus(small.engine, FolderStore(tmp_path / "store"))
-    for name in names:
-        assert len(kept[name]) == len(small.tokens[name]) - int(0.3 * len(small.tokens[name]))
-        assert corpus.decode(name, "lossless").token_ids == kept[name] == corpus.text(corpus.find(name))
-    question = small.engine.tokenize(QUESTION)
-    prompt = PLAIN.lay_out([kept[name] for name in names], question)
-    linked = link_documents(small.engine, small.engine.prefill([kept[name] for name in names]), prompt)
-    logits = small.engine.forward(small.engine.own_past(linked.cache), question, prompt.question_start, logits=1)
-    with serving(FolderStore(tmp_path / "store")) as url:
-        code, out, err = run("ask", "--docs", *names, "--question", QUESTION, "--model", demo_model, "--store", url,
-                             "--json", "--floor", 7, "--repair", "none")  # fmt: skip
-    assert code == 0, err
-    assert json.loads(out)["tokens"][0] == int(logits[-1].argmax())
-    code, out, err = run(*common, "--tenant", "whole")
-    assert code == 0, err
-    assert "had it already" not in out
-    code, out, err = run(*common)
-    assert code == 0, err
-    assert "had it already" not in out
-    assert corpus.text(Corpus(small.engine, FolderStore(tmp_path / "store")).find(names[0])) == tuple(
-        small.tokens[names[0]]
-    )
-    for wrong in ("1", "-0.1", "x"):
-        code, _, err = run(*common, "--drop-tokens", wrong)
-        assert code == 2
-        assert "--drop-tokens" in err
-
-
-def test_tokens_are_dropped_before_a_document_gets_its_anchors(small, soft_engine, names):
-    corpus = Corpus(soft_engine, MemoryStore(), coding=Coding(layout=LAYOUT, drop_tokens=0.5))
-    document = Document(names[0], tuple(small.tokens[names[0]]))
-    (found,) = corpus.encode([document])
-    own = drop_tokens(soft_engine, small.tokens[names[0]], 0.5)
-    assert corpus.text(found.entry) == stored_tokens(LAYOUT, own, soft_engine.vocabulary_size)
-    assert replace(document, token_ids=own) != document

@@ -7,7 +7,7 @@ import torch
 
 from kvwire.codec import decode, encode, inspect
 from kvwire.engines.transformers import TransformersEngine
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import MismatchError
 from kvwire.reuse import (
     Anchors,
     LinkedPrompt,
@@ -18,12 +18,10 @@ from kvwire.reuse import (
     compute_cached,
     compute_piece,
     compute_stored,
-    drop_tokens,
     link_documents,
     own_tokens,
     stored_tokens,
 )
-from kvwire.reuse import surprisals as surprisals_of
 
 from ..engines.families import SLIDES, cache_error, config_of, engine_of, error_between, make_model, query, tokens
 from ..front.tiny_engine import TinyEngine
@@ -171,32 +169,3 @@ def test_without_anchors_a_document_is_computed_as_ever_and_without_masks_no_anc
     assert cache_error(found, engine.prefill([(60, *TEXTS[0], 61)])[0]) == 0
     with pytest.raises(MismatchError, match="encode without anchors"):
         compute_cached(TinyEngine(), LinkLayout("anchors", anchors=Anchors(4, (5,))), [1, 2, 3])
-
-
-def test_tokens_that_the_model_expects_are_dropped_first():
-    engine, ids = engine_of("llama"), tokens(40, 5)
-    told = (engine.forward(None, ids[:at], 0)[-1].log_softmax(-1)[ids[at]] for at in range(1, len(ids)))
-    naive = [float("inf"), *(-float(each) for each in told)]
-    found = surprisals_of(engine, ids)
-    assert found[0] == torch.inf
-    assert error_between(found[1:], torch.tensor(naive[1:])) < TOLERANCE
-    order = sorted(range(len(ids)), key=lambda at: (-naive[at], at))
-    for share in (0.0, 0.25, 0.5, 0.99):
-        count = len(ids) - int(share * len(ids))
-        assert drop_tokens(engine, ids, share) == tuple(ids[at] for at in sorted(order[:count]))
-    assert drop_tokens(engine, ids[:1], 0.9) == (ids[0],)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_surprisals_of_long_texts_are_those_of_one_pass(monkeypatch, family):
-    engine, ids = engine_of(family), tokens(41, 6)
-    wanted = surprisals_of(engine, ids)
-    monkeypatch.setattr(compress, "_SCORED_TOKENS", 10)
-    assert error_between(surprisals_of(engine, ids)[1:], wanted[1:]) < TOLERANCE
-    assert len(surprisals_of(engine, ids[:40])) == 40
-
-
-@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
-def test_shares_of_nothing_are_refused(share):
-    with pytest.raises(ArgumentError, match="share of tokens to drop"):
-        drop_tokens(engine_of("llama"), tokens(5), share)
