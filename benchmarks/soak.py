@@ -47,6 +47,8 @@ from kvwire.transport.testing import build_blob, read_blob_head, serving
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random
 
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 

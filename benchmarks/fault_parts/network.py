@@ -43,6 +43,8 @@ from kvwire.transport.testing import serving
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from fault_proxy import FaultKind, FaultProxy, ProxyFault, ProxyRequest, nth
 
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 

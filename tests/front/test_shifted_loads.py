@@ -223,12 +223,13 @@ def test_the_command_tells_of_it(run, small, shift, demo_model, tmp_path, monkey
     opened = FolderStore(tmp_path / "store")
     measured(small, shift, Corpus(small.engine, opened))
     opened.close()
-    words = ("ask", "--docs", *names, "--question", "Who?", "--tokens", 1, "--model", demo_model, "--store", store)
+    words = ("ask", "--docs", *names, "--question", "Who?", "--tokens", 1, "--repair", "none",
+             "--model", demo_model, "--store", store)  # fmt: skip
     monkeypatch.setenv("KVWIRE_ESTIMATES", str(tmp_path / "estimates.json"))
     assert run(*words)[0] == 0  # compiles and measures, beside other tests; what it learns is kept
     code, out, _ = run(*words, "--json")
     assert code == 0
-    assert json.loads(out)["shifted_tokens"] == shift.tokens
+    assert json.loads(out)["shifted_tokens"] == shift.tokens, out
     assert json.loads(run(*words, "--json", "--no-shift")[1])["shifted_tokens"] == 0
     assert "tokens moved by the learnt mean shift" in run(*words)[1]
     assert "mean shift" not in run(*words, "--no-shift")[1]
