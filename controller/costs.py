@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SHORTEST_S = 1e-9  # keeps relative errors finite
+SHORTEST_S = 1e-9
+"""What counts as this long at least, so that relative errors and ratios stay finite."""
 _ROUNDS = 10  # of the robust fit; it settles in fewer
 
 
@@ -300,11 +301,11 @@ def _robust_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> l
     columns: ``[samples, 3]``; seconds: ``[samples]``. Returns the three coefficients.
     """
     # Relative errors: a short pass matters as much as a long one, and noise grows with the time itself.
-    scale = 1 / np.maximum(seconds, _SHORTEST_S)
+    scale = 1 / np.maximum(seconds, SHORTEST_S)
     fit = _non_negative(columns * scale[:, None], seconds * scale)
     for _ in range(_ROUNDS):
         # Relative to the fit, not to the sample: a time that is far too short must not gain weight by it.
-        inverse = 1 / np.maximum(columns @ fit, _SHORTEST_S)
+        inverse = 1 / np.maximum(columns @ fit, SHORTEST_S)
         errors = np.abs(columns @ fit - seconds) * inverse
         knee = max(1.5 * float(np.median(errors)), 1e-6)
         scale = inverse * np.sqrt(np.minimum(1.0, knee / np.maximum(errors, 1e-12)))

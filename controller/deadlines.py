@@ -18,10 +18,9 @@ SLOWEST_PASS = 5.0
 DOUBT = 1.6
 """Estimates that may be wrong by less are relied on."""
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
-_RESERVE_UNSTARTED = 2.0  # times the reserve that plans keep while there are chunks that nothing was begun for
+_RESERVE_UNSURE = 2.0  # times the reserve while chunks are not begun, loads share, or an engine was slow lately
 _RESERVE_LEAST = 0.5  # share of the reserve that is kept whatever happens
 _RESERVE_ERROR = 0.1  # relative error of predictions, half of which takes all of the reserve
-_RESERVE_SEVERAL = 2.0  # times the reserve where several loads are under way
 
 _HALF_LIVES_S = (0.2, 1.0)
 """The short one hears of a rush at once, the long one remembers it."""
@@ -103,7 +102,7 @@ class Deadlines:
     def reserve_s(self) -> float:
         """Seconds of a deadline that are left unused: more where closings may meet, or the engine was slow lately."""
         is_calm = len(self._loads) == 1 and not self._lanes.was_interrupted(self._shared.now)
-        return self.steady_reserve_s * (1 if is_calm else _RESERVE_SEVERAL)
+        return self.steady_reserve_s * (1 if is_calm else _RESERVE_UNSURE)
 
     @property
     def steady_reserve_s(self) -> float:
@@ -114,7 +113,7 @@ class Deadlines:
     @property
     def unstarted_reserve_s(self) -> float:
         """What plans leave unused while there are chunks that nothing was begun for."""
-        return _RESERVE_UNSTARTED * self.steady_reserve_s
+        return _RESERVE_UNSURE * self.steady_reserve_s
 
     def closing_s(self, load: Load) -> float:
         """Seconds to keep for a load's closing, as most take: many times that where a pass had to be stopped lately."""

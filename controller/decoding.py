@@ -19,7 +19,7 @@ from .chunk_table import (
     REFINING,
 )
 from .coding import finest_bytes
-from .costs import busiest
+from .costs import SHORTEST_S, busiest
 from .refining import decodable
 from .snapshot import SLOWEST
 
@@ -37,7 +37,6 @@ _LOOKED_AT = 256  # refinements whose decoding is looked ahead at
 _DECODE_MARGIN = 2.0  # times what decoding should take, at most, that is left for what came
 _SHORT_BATCH = 4.0  # times the fixed cost of decoding
 _ARRIVAL_SLACK_S = 0.001  # that what is expected may come later
-_INSTANT_S = 1e-9
 
 
 class Decoding:
@@ -108,7 +107,7 @@ class Decoding:
         chunk_s = cost.apart(0, tokens, size) / (count * settings.decode_threads)
         link_s = link.lead_s(now) + (link.open_bytes + load.refine_bytes) / rate
         batch_s = max(_SHORT_BATCH * cost.base_s, link_s) - cost.base_s
-        return min(settings.decode_batch, max(1, int(batch_s / max(chunk_s, _INSTANT_S))))
+        return min(settings.decode_batch, max(1, int(batch_s / max(chunk_s, SHORTEST_S))))
 
     def redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Decode refinements, in one batch, after all that somebody waits for."""

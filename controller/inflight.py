@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
 
+from .snapshot import SLOWEST
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
     from .estimates import Estimates
 
-_SLOWEST = 1.0  # bytes per second
 _MOST_DOUBLINGS = 6
 _GAP_S = 0.02  # between reports of a link that flows, and a little more
 
@@ -233,7 +234,7 @@ class Link:
     def arrivals(self, now: float) -> Iterator[tuple[ChunkId, float]]:
         """Expect the arrivals of all open fetches."""
         self.credit(now)
-        ahead, lead_s, rate = 0, self.lead_s(now), max(self.bandwidth, _SLOWEST)
+        ahead, lead_s, rate = 0, self.lead_s(now), max(self.bandwidth, SLOWEST)
         if self.bandwidth <= 0:
             lead_s = inf
         for fetch in self.fetches.values():

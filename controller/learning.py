@@ -11,7 +11,7 @@ import numpy as np
 
 from kvwire.errors import ArgumentError
 
-from .costs import DecodeCost, PrefillCost
+from .costs import SHORTEST_S, DecodeCost, PrefillCost
 from .estimators import RecentMedian
 
 if TYPE_CHECKING:
@@ -28,24 +28,18 @@ DEFAULT_SPREAD = 0.5
 MOST_KNOWN = 8
 """Measurements that are enough to trust a fit; more of them change nothing."""
 _WINDOW = 64
-_STRATUM = 8
 _HALF_LIFE = 16.0  # samples after which one weighs half
 _LEAST_WEIGHT = 0.25  # of the only sample of its size, however old
 _PRIOR_WEIGHT = 0.5  # of a sample, in the scale: one sample outvotes a guess, two outvote what is known
-_NOISES = 2.5e-5 * 4.0 ** np.arange(8).repeat(3)  # variances of a sample's relative error: 0.5 % to 64 %
-_USUAL_NOISE, _USUAL_WEIGHT = 0.0025, 0.5  # 5 %, as if so many samples had shown it
-_DOUBTS = np.tile((1.0, 30.0, 1000.0), 8)  # with each, variances of coefficients in units of what a prior leaves open
-_LOG_NOISES, _RIDGES = np.log(_NOISES), (_NOISES / _DOUBTS)[:, None]
+_RIDGE = 1e-3  # variance of a sample's relative error over that which a prior leaves a coefficient
 _FLOOR = 0.1  # share of a sample's time that a coefficient may explain though the prior says 0
 _MOST_RATIO = 64  # of one measurement to what was expected; the next may go on from there
 _ROUNDS = 3
 _ROUNDING = 1e-12  # keeps what is to be solved regular
 _KNEE = 0.05  # relative errors up to this are no outliers
 _DRIFT_SAMPLES = 3
-_SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
-_MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
-_UNFITTED_SHARE, _SELDOM = 3, 12  # where nothing surprises: a third of the samples, at most so many
+_UNFITTED_SHARE, _MOST_UNFITTED = 4, 12  # fits cost a part of a millisecond: one for a quarter more samples, or so many
 _LEAST_MISSED = 0.005  # a prior that no measurement was further from needs no fit
 _USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 _SURPRISE = 2.0  # times the usual error
@@ -54,8 +48,6 @@ _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the re
 _MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
 _CLOSINGS, _LEAST_CLOSINGS = 12, 3  # of which a quartile is taken
 _QUARTILE_TO_TWO_SIGMA = 2.965  # of a normal distribution
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e6
-_UNIT = np.eye(3)
 _LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
 
 
@@ -63,7 +55,7 @@ class _Window:
     """A bounded choice of samples: the latest of each size, so that many alike do not push out the rare long one."""
 
     def __init__(self) -> None:
-        self._strata: dict[tuple[int, ...], deque[Sample]] = defaultdict(partial(deque, maxlen=_STRATUM))
+        self._strata: dict[tuple[int, ...], deque[Sample]] = defaultdict(partial(deque, maxlen=MOST_KNOWN))
         self._added = 0
 
     def add(self, row: Row, seconds: float) -> None:
@@ -117,7 +109,6 @@ class _Learner:
         self._error = spread / _MEAN_TO_SIGMA
         self._fitted = self._prior
         self._unfitted = 0  # samples that came since
-        self._surprised = 0  # samples when one was last far off
         self._missed = 0.0  # by how much any prediction was off
         self._is_due = False
 
@@ -129,8 +120,8 @@ class _Learner:
             self._refit()
         expected = float(self._fitted @ row)
         if expected > 0:
-            seconds = min(max(seconds, expected / _MOST_RATIO), max(expected, _SHORTEST_S) * _MOST_RATIO)
-        seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
+            seconds = min(max(seconds, expected / _MOST_RATIO), max(expected, SHORTEST_S) * _MOST_RATIO)
+        seconds = max(seconds, SHORTEST_S)
         error = min(abs(log(seconds / expected)), _MOST_ERROR) if expected > 0 else _MOST_ERROR
         self._is_due = error > max(_LEAST_DRIFT, _SURPRISE * self._error)
         # That a mere guess was wrong says nothing about the next prediction.
@@ -140,12 +131,8 @@ class _Learner:
         self._window.add(row, seconds)
         self._unfitted += 1
         self._missed = max(self._missed, error)
-        added = self._window.added
-        self._surprised = added if self._is_due else self._surprised
-        settled = added - self._surprised >= _SETTLED_SAMPLES
-        waits = max(_MOST_UNFITTED, min(added // _UNFITTED_SHARE, _SELDOM)) if settled else _MOST_UNFITTED
-        many = added <= _SETTLED_SAMPLES or self._unfitted >= waits
-        self._is_due |= many and self._missed > _LEAST_MISSED
+        waits = min(self._window.added // _UNFITTED_SHARE, _MOST_UNFITTED)
+        self._is_due |= self._unfitted >= waits and self._missed > _LEAST_MISSED
 
     @property
     def known(self) -> int:
@@ -169,7 +156,7 @@ class _Learner:
     def _refit(self) -> None:
         rows, seconds, weights = self._window.arrays()
         fit = _ridge(rows, seconds, weights, self._scaled_prior(rows, seconds, weights))
-        drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
+        drift = _drift(np.log(seconds / np.maximum(rows @ fit, SHORTEST_S)), weights)
         if drift:
             self._window.rescale(exp(drift))
         self._fitted, self._unfitted, self._is_due = _rounded(fit * exp(drift)), 0, False
@@ -382,39 +369,17 @@ def _ridge(rows: Array, seconds: Array, weights: Array, prior: Array) -> Array:
     unit = centre = prior / width
     expected = seconds  # no outliers to begin with; a time that is far too long weighs little all the same
     for _ in range(_ROUNDS):
-        inverse = 1 / np.maximum(expected, _SHORTEST_S)
+        inverse = 1 / np.maximum(expected, SHORTEST_S)
         errors = np.abs(expected - seconds) * inverse
         knee = max(1.5 * _median(errors, weights), _KNEE)
         trust = weights * np.minimum(1.0, knee / np.maximum(errors, _KNEE))
         root = inverse * np.sqrt(trust)
         # In units of the prior's own uncertainty the ridge is the same for all three.
         scaled = rows * (width * root[:, None])
-        off = seconds * root - scaled @ centre
-        unit = _likeliest(scaled.T @ scaled, scaled.T @ off, centre, float(off @ off), float(trust.sum()))
+        ridge = _RIDGE + _ROUNDING * float((scaled**2).sum())
+        unit = _non_negative(scaled.T @ scaled + ridge * np.eye(3), scaled.T @ (seconds * root) + ridge * centre)
         expected = rows @ (unit * width)
     return unit * width
-
-
-def _likeliest(normal: Array, target: Array, centre: Array, off: float, samples: float) -> Array:
-    """Solve normal equations around a prior, with the noise and the doubt of it that make the samples most likely.
-
-    What few samples show, or such as are alike, is rather noise than a shape unlike the prior's (MacKay, "Bayesian
-    Interpolation", Neural Computation 4, 1992).
-
-    normal, target: In units of the prior's uncertainty ``[3, 3]``, ``[3]``. centre: The prior ``[3]``. off: Squared
-    relative errors of the prior, weighted. samples: How many, weighted. Returns what is not negative ``[3]``.
-    """
-    spans, turned = np.linalg.eigh(normal)
-    parts = target @ turned
-    spans = np.maximum(spans, _ROUNDING * float(spans[-1]))
-    left = off + _USUAL_WEIGHT * _USUAL_NOISE - (parts**2 / (spans + _RIDGES)).sum(axis=1)
-    unlikely = (samples + _USUAL_WEIGHT) * _LOG_NOISES + np.log1p(spans / _RIDGES).sum(axis=1) + left / _NOISES
-    ridge = float(_RIDGES[unlikely.argmin(), 0])
-    unit: Array = centre + turned @ (parts / (spans + ridge))
-    if (unit >= 0).all():
-        return unit
-    held = normal + (ridge + _ROUNDING * float(spans[-1])) * _UNIT
-    return _non_negative(held, target + held @ centre)
 
 
 def _non_negative(normal: Array, target: Array) -> Array:
@@ -439,7 +404,7 @@ def _widths(rows: Array, seconds: Array, prior: Array) -> Array:
 
 def _drift(residuals: Array, weights: Array) -> float:
     """Logarithm by which all of the latest samples, oldest first, show the machine to be slower than the fit."""
-    if len(residuals) < _SETTLED_SAMPLES:
+    if len(residuals) < MOST_KNOWN:
         return 0.0  # the shape may be what is wrong
     latest = sorted(map(float, residuals[-_DRIFT_SAMPLES:]))[_DRIFT_SAMPLES // 2]
     noise = 3 * _median(np.abs(residuals), weights)

@@ -17,6 +17,7 @@ import numpy as np
 
 from .forecast import Timeline, prefill_s, unfetched_s
 from .refining import Refining, raised_within
+from .repair import LEAST_ERROR
 from .snapshot import RECOMPUTE, Plan
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _AS_GOOD = 1.001
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
 _EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
-_LEAST_ERROR = 1e-12  # 120 dB
 _LOOKED_BY = 0.5  # share of the time that is left by which the question must have looked: finer levels take the rest
 _LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
@@ -164,7 +164,7 @@ def _mixed(request: PlanRequest, timeline: Timeline, row: int, split: int) -> fl
 
 def _lost(error: float, best: float) -> float:
     """Share of the decibels of one error that another one lacks."""
-    decibels, most = (-10 * log10(max(each, _LEAST_ERROR)) for each in (error, best))
+    decibels, most = (-10 * log10(max(each, LEAST_ERROR)) for each in (error, best))
     return 1 - decibels / most if most > 0 else 0.0
 
 

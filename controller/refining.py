@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .costs import SHORTEST_S
 from .forecast import decode_s, unfetched_s, wire_s
 from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
     from .costs import DecodeCost
     from .snapshot import Floats, Ints, PlanRequest, UpgradeCandidates
-
-_INSTANT_S = 1e-12
 
 
 class Refining:
@@ -191,7 +190,7 @@ def _steps(valid: Ints, level: Ints, takes_s: Floats, errors: Floats) -> _Steps:
     found = []
     for _ in range(int((level - valid).max())):
         open_ = (levels > start) & (levels <= level)
-        gain = (errors[start, column] - errors) / np.maximum(takes_s - spent_s, _INSTANT_S)
+        gain = (errors[start, column] - errors) / np.maximum(takes_s - spent_s, SHORTEST_S)
         gain = np.where(open_, gain, 0.0)
         to = gain.argmax(axis=0)
         best, ends_s = np.minimum(gain[to, column], before), takes_s[to, column]  # rounding changes no order

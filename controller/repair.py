@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Begins = Literal["closing", "looked", "documents"]
 _GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Shares of rows that are weighed against each other, besides the bounds of an option."""
-_LEAST_ERROR = 1e-12
+LEAST_ERROR = 1e-12
+"""120 dB: errors below count as this."""
 _AS_GOOD = 1.01
 
 
@@ -173,7 +174,7 @@ def _error_after(seconds: float, coding: Sequence[tuple[float, float]]) -> float
     for at in coding[1:]:
         if seconds < at[0]:
             part = (seconds - before[0]) / max(at[0] - before[0], 1e-12)
-            low, high = log(max(at[1], _LEAST_ERROR)), log(max(before[1], _LEAST_ERROR))
+            low, high = log(max(at[1], LEAST_ERROR)), log(max(before[1], LEAST_ERROR))
             return exp(high + part * (low - high))
         before = at
     return before[1]
