@@ -12,7 +12,6 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from quality import (
     summarise,
 )
 from rivals import kvtc
+from rivals.codecs import KVTC, RELEASED, Coding
 from tqdm import tqdm
 
 import kvwire
@@ -51,17 +51,6 @@ KLS = (0.05, 0.02, 0.005, 0.001)
 BUDGETS = (0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 LINKED_READ = 128
 OWN, ENCYCLOPAEDIA = "kvwire", "encyclopaedia"
-KVTC, RELEASED = "KVTC-like", "CacheGen, 256, as released"
-
-
-@dataclass(frozen=True)
-class Coding:
-    """One codec's work on one cache. family: the curve that the codec is a point of."""
-
-    codec: str
-    family: str
-    size: int
-    cache: KVCache
 
 
 def options() -> argparse.Namespace:

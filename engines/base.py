@@ -188,18 +188,17 @@ class Engine(Protocol):
         """
         return self.render_chat(chat, question)
 
-    def check_turns(self, chat: Chat, token_ids: Sequence[int], since: int = 0) -> str:
+    def check_turns(self, chat: Chat, token_ids: Sequence[int]) -> str:
         """Where a conversation's tokens are not those that its template gives all its turns at once.
 
         Args:
             chat: Of the conversation.
             token_ids: All of it.
-            since: Where those that are looked at begin.
 
         Returns:
             In words; empty where all are the same.
         """
-        del chat, token_ids, since
+        del chat, token_ids
         return ""
 
     @property

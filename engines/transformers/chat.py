@@ -114,7 +114,7 @@ def _behind_answer(pieces: PieceTokenizer, chat: Chat, question: str, mark: str)
     return head, rest[0]
 
 
-def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int], since: int) -> str:
+def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int]) -> str:
     """Where a conversation's tokens are not those that the template gives all turns at once."""
     mark = _Marks(chat, "").documents
     before, _ = _behind_answer(pieces, replace(chat, before="", after=""), _SAID, mark)
@@ -125,8 +125,7 @@ def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int], si
     if list(token_ids) == wanted or _control(pieces, wanted) != _control(pieces, token_ids):
         return ""
     at = next((n for n, pair in enumerate(zip(token_ids, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
-    told = f"the session's tokens part from those of its text at token {at}: turns keep the tokens they were run with"
-    return told if at >= since else ""
+    return f"the session's tokens part from those of its text at token {at}: turns keep the tokens they were run with"
 
 
 def apart(

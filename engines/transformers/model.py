@@ -204,12 +204,12 @@ class DescribedModel(Engine):
         with no_panics():
             return render(self._pieces or PieceTokenizer(self.tokenizer), chat, question, further=True)
 
-    def check_turns(self, chat: Chat, token_ids: Sequence[int], since: int = 0) -> str:
+    def check_turns(self, chat: Chat, token_ids: Sequence[int]) -> str:
         """Where a conversation's tokens are not those of its template; see ``Engine.check_turns``."""
         from kvwire.engines.transformers.chat import turns_apart
 
         with no_panics():
-            return turns_apart(self._pieces or PieceTokenizer(self.tokenizer), chat, token_ids, since)
+            return turns_apart(self._pieces or PieceTokenizer(self.tokenizer), chat, token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, special: bool = True) -> str:
         """The text of token ids.

@@ -282,9 +282,9 @@ class Begun:
         return KVCache.from_tensors(keys, values, replace(first.meta, token_digest=""), ids)
 
     def _apart(self, chat: Chat, token_ids: tuple[int, ...]) -> list[str]:
-        """Where a session's tokens are not its template's, as far as the last turns go."""
+        """Where a session's tokens are not its template's."""
         try:
-            told = self.prompter.engine.check_turns(chat, token_ids, 0)
+            told = self.prompter.engine.check_turns(chat, token_ids)
         except KvwireError as error:
             told = f"the session's tokens were not compared with the template's: {error}"
         return [told] if told else []

@@ -11,10 +11,10 @@ from kvwire.codec.format.codecs import CODEC_LOSSLESS
 
 from . import surgery as cut
 from .by_the_text import TextPredictor
-from .write_golden import BEGINNING, GOLDEN, OFFSET, SECTIONS, SINKS, STEM, assert_alike, read_golden
+from .write_golden import BEGINNING, CONTEXT, GOLDEN, OFFSET, SECTIONS, SINKS, STEM, assert_alike, read_golden
 
 TOLD, PROFILES = read_golden(STEM)
-LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS, SINKS, BEGINNING)}
+LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS, SINKS, BEGINNING, CONTEXT)}
 
 
 def outcomes(name, level, offset, stem=STEM, told=TOLD, profiles=PROFILES, *, begins=False):

@@ -51,6 +51,8 @@ BEGINNING = f"{STEM}-beginning"
 """Of blobs that have their first token as it begins a prompt (flag 16)."""
 SINKS = f"{STEM}-sinks"
 """Of blobs with attention sinks (flag 8), and profiles with a row of them."""
+CONTEXT = f"{STEM}-context"
+"""Of blobs whose rows were computed over tokens at a lossy level."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -111,6 +113,7 @@ def facts(blob: bytes, profile, hidden) -> dict:
         **({"soft_tokens": astuple(info.soft_tokens)} if info.soft_tokens else {}),
         **({"prefix": astuple(info.prefix)} if info.prefix else {}),
         **({"sinks": info.sinks} if info.sinks else {}),
+        **({"context_level": info.context_level} if info.context_level is not None else {}),
         **_begun(blob, info, profile),
     }
 
@@ -233,6 +236,15 @@ def make_part() -> tuple[dict, dict, torch.Tensor]:
     return {}, {"chat": (blob, None)}, make_hidden(tiny)
 
 
+def make_context() -> tuple[dict, dict, torch.Tensor]:
+    """A blob, with a lossless level, of rows that were computed over tokens at level 1; as ``make``."""
+    from synthetic import make_hidden, make_tiny
+
+    tiny = make_tiny(20, 5)
+    blob = encode(tiny, None, LADDER, chunk_tokens=8, lossless=True, context_level=1)
+    return {}, {"lossy": (blob, None)}, make_hidden(tiny)
+
+
 def make_sinks() -> tuple[dict, dict, torch.Tensor]:
     """Blobs with two attention sinks, whose profile lies in sections or is stored plainly; as ``make``."""
     from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny, stored_plainly, with_sinks
@@ -276,6 +288,7 @@ def main() -> None:
         (BEHIND, *make_behind()),
         (SOFT, *make_soft()),
         (PART, *make_part()),
+        (CONTEXT, *make_context()),
         (SINKS, *make_sinks()),
         (BEGINNING, *make_beginning()),
     )
