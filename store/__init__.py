@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_after, check_key, check_new_name, is_catalog_key, tenant_hash
+    from kvwire.store.last_use import LastUses
     from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
     from kvwire.store.partition import Part
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvwire.store.upkeep.collect import collect
     from kvwire.store.upkeep.collected import Collected
     from kvwire.store.upkeep.copy import Copied, copy_store
+    from kvwire.store.upkeep.forget import Forgotten, forget
     from kvwire.store.upkeep.indexing import Indexed, index_documents
     from kvwire.store.upkeep.rebuild import Rebuilt, rebuild
     from kvwire.store.upkeep.verify import Damage, Verified, verify_store
@@ -52,6 +54,7 @@ __all__ = [
     "Damage",
     "Data",
     "FolderStore",
+    "Forgotten",
     "HashScheme",
     "HttpAddress",
     "Indexed",
@@ -60,6 +63,7 @@ __all__ = [
     "KeyKind",
     "KeySpace",
     "Keyring",
+    "LastUses",
     "Listed",
     "MemoryStore",
     "ModelRecord",
@@ -88,6 +92,7 @@ __all__ = [
     "collect",
     "content_digest",
     "copy_store",
+    "forget",
     "hash_scheme",
     "index_documents",
     "is_catalog_key",
@@ -139,6 +144,7 @@ __getattr__ = lazy(
             "is_catalog_key",
             "tenant_hash",
         ),
+        "kvwire.store.last_use": ("LastUses",),
         "kvwire.store.listing": ("read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),
@@ -150,6 +156,7 @@ __getattr__ = lazy(
         "kvwire.store.upkeep.collect": ("collect",),
         "kvwire.store.upkeep.collected": ("Collected",),
         "kvwire.store.upkeep.copy": ("Copied", "copy_store"),
+        "kvwire.store.upkeep.forget": ("Forgotten", "forget"),
         "kvwire.store.upkeep.indexing": ("Indexed", "index_documents"),
         "kvwire.store.upkeep.rebuild": ("Rebuilt", "rebuild"),
         "kvwire.store.upkeep.verify": ("Damage", "Verified", "verify_store"),

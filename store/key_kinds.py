@@ -23,6 +23,7 @@ from kvwire.store.content_checks import (
     check_text,
 )
 from kvwire.store.keys import KeySpace, check_key, is_catalog_key
+from kvwire.store.last_use import LastUse
 from kvwire.store.pointers import Announcement, LinkReportShift, ProfilePointer
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
@@ -278,6 +279,17 @@ def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
+def _accept_last_use(key: str, data: Data) -> None:
+    if _space_of(key).last_use(LastUse.from_json(bytes(data)).document_id) != key:
+        msg = "the mark is of another document than its key"
+        raise CorruptError(msg)
+
+
+def _last_use_names(key: str, data: bytes) -> list[ObjectRef]:
+    mark = LastUse.from_json(data)
+    return [ObjectRef(_space_of(key).text(mark.token_digest), "text", is_needed=False)]
+
+
 def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).profile(ProfilePointer.from_json(data).profile_digest), "profile")]
 
@@ -362,6 +374,10 @@ KINDS: tuple[KeyKind, ...] = (
     _entry("prefix entry", "prefix/" + _FOLDED, lambda s: s.prefix_entries, KeySpace.prefix_entry,
            digest="name", gc_role="derived", accept=_accept_prefix, names=_prefix_names,
            advice="index the document again (kvwire store index)"),
+    _entry("last use", "used/" + _FOLDED, lambda s: s.last_uses,
+           digest="name", gc_role="derived", accept=_accept_last_use, names=_last_use_names,
+           is_verified=False,  # without it, a document counts as used when it was written
+           advice="the next use writes it again"),
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
            accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
            is_verified=False,  # without it, a new profile is fitted

@@ -263,6 +263,16 @@ class KeySpace:
         """Prefix of the catalog entries by chained hash of a prompt's chunks."""
         return f"{self.catalog}prefix/"
 
+    def last_use(self, document_id: str) -> str:
+        """Key of the mark of a document's last use, by the digest of its entry's key."""
+        digest = hashlib.sha256(_named(document_id, "document")).hexdigest()
+        return f"{self.last_uses}{digest[:2]}/{digest}.json"
+
+    @property
+    def last_uses(self) -> str:
+        """Prefix of the marks of last uses."""
+        return f"{self.catalog}used/"
+
     @property
     def current_profile(self) -> str:
         """Key of the pointer to the profile in use."""

@@ -7,6 +7,7 @@ import re
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvwire.errors import KvwireError
-    from kvwire.store import Catalog, CatalogEntry, KeySpace, Listed, Store
+    from kvwire.store import Catalog, CatalogEntry, Forgotten, KeySpace, Listed, Store
 
 _JSON = flag("Print JSON on stdout; lists: one object a line.", "--json", "as_json")
 _CONFIG = option("Model configuration, as --configs lists them.", default="", metavar="PREFIX")
@@ -146,6 +147,16 @@ class _GcOptions:
     all_tenants: bool = _ALL
     grace: str = option("Younger content stays: 90s, 30m, 24h, 7d.", default="24h", show_default=True)
     dry_run: bool = flag("Delete nothing, and tell what would be.")
+    keep: str | None = option(
+        "Forget saved prompts and sessions first, the longest unused before others, until no more than this is left: "
+        "500GB, 20GiB.",
+        metavar="SIZE",
+    )
+    unused: str | None = option(
+        "Forget saved prompts and sessions that were not used for so long; with --keep only as many as that needs.",
+        metavar="AGE",
+    )
+    named: bool = flag("Forget documents that were encoded by name, too; those count as used when they were written.")
     yes: bool = flag("Delete even more than half of all bytes, or of all documents'.")
     allow_empty_catalog: bool = flag("Collect where the catalog names nothing that is there.")
     part: str = _PART
@@ -161,12 +172,34 @@ class _GcOptions:
 
 @command(_GcOptions, group=store_group)
 def gc(options: _GcOptions) -> None:
-    """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
-    from kvwire.store import Part, collect
+    """Delete blobs, profiles and texts that no document names any more. Safe while others read and write.
+
+    With --keep or --unused, saved prompts and sessions are forgotten before, the least recently used first.
+    """
+    from kvwire.store import Forgotten, Part, collect, forget, parse_size
 
     grace_s, chosen = _seconds(options.grace), Part.parse(options.part)
+    keep_bytes = inf if options.keep is None else parse_size(options.keep)
+    unused_s = 0.0 if options.unused is None else _seconds(options.unused)
+    forgets, forgotten = options.keep is not None or options.unused is not None, Forgotten()
+    if options.named and not forgets:
+        msg = "--named says what may be forgotten: pass --keep SIZE or --unused AGE, too"
+        raise ArgumentError(msg)
     with _opened(options.place) as store, progress("looking at", "obj") as tell:
         tenant = None if options.all_tenants else options.place.catalog(store).tenant
+        if forgets:
+            forgotten = forget(
+                store,
+                keep_bytes=keep_bytes,
+                unused_s=unused_s,
+                tenant_hash=tenant,
+                keyring=options.place.keyring(),
+                named=options.named,
+                grace_s=grace_s,
+                dry_run=options.dry_run,
+                max_fraction=1.0 if options.yes else _MOST_COLLECTED,
+                on_progress=lambda _, count: tell(count),
+            )
         done = collect(
             store,
             tenant_hash=tenant,
@@ -179,7 +212,8 @@ def gc(options: _GcOptions) -> None:
             parts=options.parts,
             on_progress=lambda _, count: tell(count),
         )
-    error = CorruptError(f"left alone: {'; '.join(done.failures)}") if done.failures else None
+    failures = (*forgotten.failures, *done.failures)
+    error = CorruptError(f"left alone: {'; '.join(failures)}") if failures else None
     verb = "would delete" if options.dry_run else "deleted"
     words = (
         f"{verb} {done.blobs} blobs, {done.profiles} profiles, {done.texts} texts, "
@@ -188,7 +222,21 @@ def gc(options: _GcOptions) -> None:
     )
     if done.misplaced:
         words += f"; {done.misplaced} objects lie where nothing leads to them: kvwire store verify names them"
-    _finish(asdict(done) | {"dry_run": options.dry_run}, words, error, as_json=options.as_json)
+    told: dict[str, Any] = asdict(done) | {"dry_run": options.dry_run}
+    if forgets:
+        told["forgotten"] = {name: value for name, value in asdict(forgotten).items() if name != "failures"}
+        words = f"{_forgotten_words(forgotten, keep_bytes, named=options.named, dry_run=options.dry_run)}; {words}"
+    _finish(told, words, error, as_json=options.as_json)
+
+
+def _forgotten_words(done: Forgotten, keep_bytes: float, *, named: bool, dry_run: bool) -> str:
+    """What was forgotten, and why no more of it was where more was wanted."""
+    words = f"{'would forget' if dry_run else 'forgot'} {done.documents} documents, {done.bytes:,} bytes"
+    if keep_bytes < inf:
+        words += f"; {done.left:,} bytes are left"
+        if done.left > keep_bytes:
+            words += ", the rest of which is in use" + ("" if named else " or was encoded by name (--named)")
+    return words
 
 
 @dataclass(frozen=True)

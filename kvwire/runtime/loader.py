@@ -28,6 +28,7 @@ from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
 from kvwire.runtime.threads import Threads, Warming
+from kvwire.store import CatalogEntry, LastUses
 from kvwire.transport import EmulatedLink, LinkSettings
 from kvwire.types.cache import plain_token_ids
 
@@ -101,6 +102,7 @@ class Loader:
         emulated_name = str(link) if link and lasting else ""
         self._keys = keys_of(engine, corpus, emulated_name, chosen.backend, self._beside)
         self._writing: Future[None] | None = None
+        self._uses, self._used = LastUses(corpus.catalog, corpus.config), list[CatalogEntry]()  # to be marked
         self._has_measured_costs = costs is None  # by now, or by who wrote them down
         emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
         threads = Threads(self._controls.workers, self._controls.decode_threads)
@@ -385,7 +387,7 @@ class Loader:
                 filled.load.cut(begun.wanted) if begun else None
                 answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop, then)
                 self._engine_looks &= filled.load.work.can_look
-                self._remember()
+                self._remember([one.found.entry for one in filled.load.documents if one.found.entry])
                 if asked.chat is None:
                     return answer
                 apart = await asyncio.to_thread(asked.chat.apart, self._engine, filled.load.texts)
@@ -483,12 +485,17 @@ class Loader:
             on_late=chosen.on_late,
         )
 
-    def _remember(self) -> None:
-        """Write estimates down in a thread; while that runs, later loads leave it to those after them."""
+    def _remember(self, used: Sequence[CatalogEntry]) -> None:
+        """Write down estimates and last uses in a thread; while that runs, later loads leave it to those after them."""
+        self._used += self._uses.wanted(used)
         if self._writing is None or self._writing.done():
-            link, engine = self._keys
-            known = engine if self._has_measured_costs else None
-            self._writing = self._session.threads.blocking.submit(self._memory.remember, link, known, self.estimates)
+            due, self._used = self._used, []
+            self._writing = self._session.threads.blocking.submit(self._write_down, self.estimates, due)
+
+    def _write_down(self, estimates: ctl.Estimates, used: Sequence[CatalogEntry]) -> None:
+        link, engine = self._keys
+        self._memory.remember(link, engine if self._has_measured_costs else None, estimates)
+        self._uses.mark(used)
 
 
 def _end(session: Session, warming: Warming) -> None:

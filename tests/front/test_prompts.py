@@ -16,9 +16,10 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
-from kvwire.store import MemoryStore
+from kvwire.store import MemoryStore, collect, forget
 from kvwire.store.testing import StoreWrapper
 
+from ..store.conftest import DAY, AgedStore
 from .tiny_engine import TinyEngine
 
 TEMPLATE = (
@@ -364,6 +365,23 @@ def test_a_session_with_a_lost_part_goes_on_from_its_text(corpus, chatting):
     whole = corpus.find("sessions/anna")
     assert (whole.tokens > entry.tokens, whole.parts) == (True, ())
     assert turns(chatting, corpus, 1)[0].reused.loaded == whole.tokens
+
+
+def test_what_is_used_again_is_not_forgotten(small, chatting, ids):
+    store = AgedStore()
+    corpus = filled(small, chatting, store)
+    list(corpus.encode([Document("text", ids)], index=("kvwire",)))
+    with loader(chatting, corpus) as made:
+        kept = made.ask_prompt([*ids, 7, 8, 9], save=True, tokens=4).reused.saved
+        made.ask_prompt([*ids[:100], *ids[150:250], 5, 6], save=True, tokens=4)
+    store.age(2 * DAY)
+    with loader(chatting, corpus) as made:
+        assert made.ask_prompt([*ids, 7, 8, 9, 9]).reused.document == kept
+    assert forget(store, keep_bytes=0, named=False).documents == 1
+    assert set(documents(corpus)) == {"text", kept}
+    collect(store)
+    with loader(chatting, corpus) as made:
+        assert made.ask_prompt([*ids, 7, 8, 9, 9]).reused.document == kept
 
 
 def test_a_session_without_a_chat_goes_on_with_plain_text(corpus, chatting):

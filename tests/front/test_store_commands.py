@@ -462,3 +462,24 @@ def test_a_full_check_holds_no_blob_in_memory(folder, content, monkeypatch):
     with closing(FolderStore(folder)) as store:
         assert verify_store(store, [Catalog(store)], jobs=1).objects == 2
     assert max(sizes) <= 10_000
+
+
+def test_saved_prompts_are_forgotten_and_named_documents_only_when_asked(run, folder, small):
+    with closing(FolderStore(folder)) as store:
+        catalog, first = Catalog(store), next(iter(small.tokens))
+        config = next(catalog.configurations())
+        catalog.alias(catalog.by_document(config, first), "prompts/again")
+    common = ("gc", "--store", folder, "--grace", "0s", "--json")
+    assert run(*common, "--named")[0] == run(*common, "--keep", "much")[0] == 2
+    done = json.loads(run(*common, "--keep", "0")[1])
+    assert done["forgotten"]["documents"] == 0  # the document of that name needs its blob
+    assert names(small) < {row["id"] for row in rows(run("ls", "--store", folder, "--json")[1])}
+    code, _, err = run(*common, "--unused", "0s", "--named")
+    assert code == 2
+    assert "--yes" in err
+    done = json.loads(run(*common, "--unused", "0s", "--named", "--yes")[1])
+    assert done["forgotten"]["documents"] == 3
+    assert done["forgotten"]["left"] == 0
+    assert done["blobs"] == 2
+    assert [row["id"] for row in rows(run("ls", "--store", folder, "--json")[1])] == ["text alone"]
+    assert "0 bytes are left" in run("gc", "--store", folder, "--keep", "1GB")[1]

@@ -1,0 +1,214 @@
+"""Which saved prompts a store forgets when it gets too large, or when nobody used them for long.
+
+Documents that share parts form a tree: a conversation's later turns stand behind its earlier ones. What was used least
+recently goes first, leaves before what they stand on, and a use of a leaf is one of all that it stands on (as
+RadixAttention evicts). Documents that were encoded by name stay unless they are asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, AuthError, NotFoundError
+from kvwire.store.catalog.announcements import GRACE_S
+from kvwire.store.last_use import SAVED
+from kvwire.store.upkeep.walk import added, catalogs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from kvwire.store.base import Store
+    from kvwire.store.catalog.catalog import Catalog
+    from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.keys import KeySpace
+    from kvwire.store.upkeep.walk import OnProgress
+
+_TELL_EVERY = 1000
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What was taken out of the catalog, or would be.
+
+    Attributes:
+        documents: How many.
+        bytes: Of their blobs that no other document needs; ``collect`` deletes them.
+        left: Bytes of all documents' blobs that remain.
+        failures: In words, what could not be read; such a document stays.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    left: int = 0
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One document as forgetting sees it.
+
+    Attributes:
+        key: Of its entry; unique.
+        blobs: Keys of its parts, in their order.
+        used: When it was used last, in seconds since 1970.
+        may_go: Whether it may be forgotten at all.
+    """
+
+    key: str
+    blobs: tuple[str, ...]
+    used: float
+    may_go: bool
+
+
+def choose(
+    documents: Iterable[Stored], sizes: Mapping[str, int], keep_bytes: float = inf, unused_since: float = inf
+) -> Iterator[tuple[Stored, int]]:
+    """What to forget, in order, each with the bytes that only it and those before it needed.
+
+    Args:
+        documents: All of a store, those that stay too.
+        sizes: Bytes of each blob.
+        keep_bytes: Stop once the blobs of those that are left are no more than this; infinite: bytes do not count.
+        unused_since: Only what was not used after this instant; infinite: any.
+
+    Yields:
+        The document, and the bytes that its going frees.
+    """
+    nodes = defaultdict[tuple[str, ...], list[Stored]](list)
+    for document in documents:
+        nodes[document.blobs].append(document)
+    needed = Counter(blob for blobs, same in nodes.items() for blob in set(blobs) for _ in same)
+    used = {blobs: max(each.used for each in same) for blobs, same in nodes.items()}
+    stays = {blobs for blobs, same in nodes.items() if not all(each.may_go for each in same)}
+    for blobs in sorted(nodes, key=len, reverse=True):  # from the leaves on: what stands behind counts for all before
+        parent = _parent(blobs, nodes)
+        if parent is not None:
+            used[parent] = max(used[parent], used[blobs])
+            if blobs in stays:
+                stays.add(parent)
+    left = sum(sizes[blob] for blob in needed)
+    for blobs in sorted(nodes.keys() - stays, key=lambda each: (used[each], -len(each), each)):
+        if (keep_bytes < inf and left <= keep_bytes) or used[blobs] > unused_since:
+            return
+        for document in nodes[blobs]:
+            freed = 0
+            for blob in set(blobs):
+                needed[blob] -= 1
+                freed += 0 if needed[blob] else sizes[blob]
+            left -= freed
+            yield document, freed
+
+
+def _parent(blobs: tuple[str, ...], nodes: Mapping[tuple[str, ...], object]) -> tuple[str, ...] | None:
+    """The longest other document that this one stands on."""
+    return next((blobs[:end] for end in range(len(blobs) - 1, 0, -1) if blobs[:end] in nodes), None)
+
+
+def forget(  # noqa: PLR0913 - what may be forgotten, and what holds it back
+    store: Store,
+    *,
+    keep_bytes: float = inf,
+    unused_s: float = 0.0,
+    tenant_hash: str | None = None,
+    keyring: Keyring | None = None,
+    named: bool = False,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    max_fraction: float = 1.0,
+    on_progress: OnProgress | None = None,
+) -> Forgotten:
+    """Take documents out of the catalog that were not used for long; ``collect`` then deletes what they named.
+
+    Args:
+        store: The store.
+        keep_bytes: Forget no more than is needed for the blobs of what is left to be no more than this; infinite: all
+            that was not used for ``unused_s``.
+        unused_s: Forget only what was not used for so long.
+        tenant_hash: One tenant only; None: all, of whose documents those used least recently go first.
+        keyring: To read the entries of tenants whose are sealed.
+        named: Documents that were encoded by name, too; of these only when they were written is known.
+        grace_s: Seconds after its last use for which a document stays in any case.
+        dry_run: Forget nothing, and tell what would be.
+        max_fraction: Forget nothing at all where it would be more than this part of all documents' bytes.
+        on_progress: Called with ``"entries"`` and how many more were looked at.
+
+    Returns:
+        What was forgotten.
+
+    Raises:
+        ArgumentError: It would be more than ``max_fraction``.
+        StorageError: The store fails.
+    """
+    known = catalogs(store, tenant_hash, keyring)
+    look = _Look(on_progress or (lambda _what, _count: None), named=named, young=time.time() - grace_s)
+    for catalog in known:
+        for space in catalog.configurations():
+            try:
+                look.read(catalog, space)
+            except AuthError as error:  # sealed entries, and no key: what is not known stays
+                look.failures.append(f"{space.root}: {error}")
+    unused_since = min(time.time() - unused_s, look.young)
+    doomed = list(choose(look.documents, look.sizes, keep_bytes, unused_since))
+    whole, going = sum(look.sizes.values()), sum(size for _, size in doomed)
+    if going > max_fraction * whole and not dry_run:
+        msg = (
+            f"{len(doomed):,} documents with {going:,} of {whole:,} bytes would be forgotten, more than "
+            f"{max_fraction:.0%}, so nothing was: look with --dry-run; where this is right, pass --yes (max_fraction=1)"
+        )
+        raise ArgumentError(msg)
+    total = Forgotten(left=whole, failures=tuple(look.failures))
+    for document, size in doomed:
+        if dry_run or look.remove(document):
+            total = added(total, Forgotten(1, size, -size))
+    return total
+
+
+class _Look:
+    """The documents of a store, by what their entries and the marks of their last uses say."""
+
+    def __init__(self, tell: OnProgress, *, named: bool, young: float) -> None:
+        self._tell, self._named, self.young = tell, named, young
+        self.documents: list[Stored] = []
+        self.sizes: dict[str, int] = {}
+        self.failures: list[str] = []
+        self._places: dict[str, tuple[Catalog, KeySpace, str]] = {}
+
+    def read(self, catalog: Catalog, space: KeySpace) -> None:
+        """Take in all documents of one model configuration."""
+        written = {one.key: one.modified for one in catalog.store.scan(space.documents)}
+        marked = {one.key: one.modified for one in catalog.store.scan(space.last_uses)}
+        count = 0
+        for entry in catalog.documents(space, on_error=lambda key, error: self.failures.append(f"{key}: {error}")):
+            count += 1
+            if count % _TELL_EVERY == 0:
+                self._tell("entries", _TELL_EVERY)
+            if entry.is_text:
+                continue
+            blobs = catalog.blobs_of(entry)
+            self.sizes.update(blobs)
+            key, name = space.document(entry.document_id), entry.document_id
+            times = written.get(key, 0.0), marked.get(space.last_use(name), 0.0)
+            self._places[key] = catalog, space, name
+            may_go = times[0] > 0 and max(times) < self.young and (self._named or name.startswith(SAVED))
+            self.documents.append(Stored(key, tuple(blobs), max(times), may_go))
+        self._tell("entries", count % _TELL_EVERY)
+
+    def remove(self, document: Stored) -> bool:
+        """Take a document out, unless it was written or used since it was looked at."""
+        catalog, space, name = self._places[document.key]
+        store = catalog.store
+        for key in (document.key, space.last_use(name)):
+            if _modified(store, key) >= self.young:
+                return False
+        return catalog.remove(space, name)
+
+
+def _modified(store: Store, key: str) -> float:
+    try:
+        return store.stat(key).modified
+    except NotFoundError:
+        return 0.0
