@@ -89,7 +89,7 @@ def counted(documents: int, blob_bytes: int) -> Counts:
     catalog = Catalog(store)
     for number in range(documents):
         ids = [rng.randrange(32000) for _ in range(50)]
-        catalog.put_text(CONFIG, ids, document_id=f"d{number}")
+        catalog.texts.put(CONFIG, ids, document_id=f"d{number}")
         entry = catalog.put_blob(
             CONFIG, rng.randbytes(blob_bytes), document_id=f"d{number}", header_bytes=64, tokens=1000,
             token_digest=digest_tokens(ids), profile_digest="a" * 64,

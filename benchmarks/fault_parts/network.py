@@ -206,7 +206,7 @@ async def fetched(
 def got(store: Store) -> str:
     """Read a profile as the front door does, through ``Store.get``: how it ended."""
     try:
-        data = Catalog(store).get_profile(CONFIG, hashlib.sha256(PROFILE).hexdigest())
+        data = Catalog(store).profiles.get(CONFIG, hashlib.sha256(PROFILE).hexdigest())
     except KvwireError as error:
         return named(error)
     except Exception as error:  # noqa: BLE001 - as above

@@ -241,7 +241,7 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
 
 def profile_in_use(corpus: Corpus) -> str:
     """Digest of the profile that a corpus encodes with; empty where it has none yet."""
-    return corpus.catalog.current_profile(corpus.meta.config_digest()) or ""
+    return corpus.catalog.profiles.current(corpus.meta.config_digest()) or ""
 
 
 def _opening(corpus: Corpus, documents: Sequence[CatalogEntry]) -> tuple[int, ...]:

@@ -230,7 +230,7 @@ class Sources:
             entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
             if entry.is_text:
                 return entry.tokens
-            info = catalog.read_header(entry)
+            info = catalog.blobs.header(entry)
         self._check_fits(name, info)
         return info
 

@@ -96,7 +96,7 @@ def stat(options: _StatOptions) -> None:
     with _opened(options.place) as store:
         catalog = options.place.catalog(store)
         space, entry = _find(catalog, options.config, options.document)
-        info = None if entry.is_text else catalog.read_header(entry)
+        info = None if entry.is_text else catalog.blobs.header(entry)
     if options.as_json:
         about = to_builtins(entry) | {"config": space.config, "is_text": entry.is_text}
         say(json.dumps(about | ({"blob": describe(info)} if info else {})))

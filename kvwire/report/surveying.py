@@ -199,7 +199,7 @@ class _Surveyor:
 
     def _read_model(self) -> None:
         try:
-            record = self._catalog.model(self._space)
+            record = self._catalog.models.get(self._space)
         except KvwireError as error:
             self.found.damaged.add(f"the model's record: {error}")
             return
@@ -238,7 +238,7 @@ class _Surveyor:
             if entry.is_text:
                 found.texts_only += 1
                 continue
-            digests = {mark(key): key for key in self._catalog.blobs_of(entry)}
+            digests = {mark(key): key for key in self._catalog.blobs.of(entry)}
             if not all(each in self._blobs or each in named or self._is_there(key) for each, key in digests.items()):
                 found.missing.add(entry.document_id)
                 continue
@@ -270,7 +270,7 @@ class _Surveyor:
     def _read_headers(self, chosen: Iterable[CatalogEntry]) -> None:
         for entry in chosen:
             try:
-                self.found.sample[entry.document_id] = self._catalog.read_header(entry)
+                self.found.sample[entry.document_id] = self._catalog.blobs.header(entry)
             except KvwireError as error:
                 self.found.unread.add(f"{entry.document_id}: {error}")
             self._tell(1)

@@ -187,8 +187,8 @@ class ChunkReader:
                 self._blobs.move_to_end(_name(document))
                 return kept
         catalog = self.corpus.catalog
-        reader = catalog.reader_of(document)
-        info = reader.read_header(catalog.get_blob(document, 0, document.header_bytes))
+        reader = catalog.blobs.reader(document)
+        info = reader.read_header(catalog.blobs.get(document, 0, document.header_bytes))
         self.corpus.check_blob(info, document)
         level = self._level_of(info)
         if info.prefix_layers and not info.levels[level].lossless:
@@ -266,7 +266,7 @@ class ChunkReader:
     def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
         """Segments of a chunk, which lie next to each other, in one range."""
         reads = blob.info.reads(chunk, blob.level)
-        data = self.corpus.catalog.get_blob(blob.document, reads[0].offset, reads[-1].end)
+        data = self.corpus.catalog.blobs.get(blob.document, reads[0].offset, reads[-1].end)
         first = reads[0].offset
         with self._lock:
             self.bytes += len(data)

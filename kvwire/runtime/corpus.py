@@ -336,7 +336,7 @@ def _records(catalog: Catalog) -> tuple[list[ModelRecord], CorruptError | None]:
     damage: CorruptError | None = None
     for space in catalog.configurations():
         try:
-            record = catalog.model(space)
+            record = catalog.models.get(space)
         except CorruptError as error:
             damage = damage or error
             continue

@@ -107,7 +107,7 @@ class CorpusReader:
         if entry.is_text:
             msg = f"{document_id!r} is kept as text: it has no blob to decode; encode it"
             raise NotFoundError(msg)
-        reader, stored = self.catalog.reader_of(entry), self.catalog.get_blob(entry)
+        reader, stored = self.catalog.blobs.reader(entry), self.catalog.blobs.get(entry)
         info = reader.read_header(stored)
         self.check_blob(info, entry)
         index = level_index(info, level)
@@ -151,8 +151,8 @@ class CorpusReader:
         for entry in map(self.find, documents):
             if entry.is_text:
                 continue
-            keys = self.catalog.blobs_of(entry)
-            if len(keys) > 1 or self.catalog.is_sealed:  # a header has the offsets of one plain blob
+            keys = self.catalog.blobs.of(entry)
+            if len(keys) > 1 or self.catalog.blobs.is_sealed:  # a header has the offsets of one plain blob
                 for key in keys:
                     store.prefetch(key)
                 continue
@@ -187,7 +187,7 @@ class CorpusReader:
             CorruptError: The profile is damaged.
         """
         if digest is None:
-            digest, outline = self.catalog.profile_in_use(self.config) or (None, None)
+            digest, outline = self.catalog.profiles.in_use(self.config) or (None, None)
         if not digest:
             return None
         if (known := self._profiles.get((digest, outline))) is not None:
@@ -195,8 +195,8 @@ class CorpusReader:
         # Documents that are looked up at the same time share a reading.
         with self._reading.setdefault(digest, lock_of_process()):
             if (known := self._profiles.get((digest, outline))) is None:
-                known = self._profiles[digest, outline] = self.catalog.open_profile(
-                    self.config, digest, outline, _ALL_LEVELS if level is None else level, self._origin
+                known = self._profiles[digest, outline] = self.catalog.profiles.open(
+                    self.config, digest, outline, _ALL_LEVELS if level is None else level, self._origin.profiles
                 )
             return known
 
@@ -214,8 +214,8 @@ class CorpusReader:
         """Store a profile that fits the model, and use it for what is encoded from now on."""
         profile.check_fits(self.meta)
         self.changes += 1
-        digest = self.catalog.put_profile(self.config, profile.data)
-        self.catalog.set_current_profile(self.config, digest, profile.outline)
+        digest = self.catalog.profiles.put(self.config, profile.data)
+        self.catalog.profiles.set_current(self.config, digest, profile.outline)
         self._profiles |= {(digest, outline): profile for outline in (None, profile.outline)}
 
     def link_report(self) -> LinkReport | None:
@@ -224,12 +224,12 @@ class CorpusReader:
         Raises:
             CorruptError: It is damaged.
         """
-        data = self.catalog.link_report(self.config)
+        data = self.catalog.models.link_report(self.config)
         return None if data is None else LinkReport.of_json(data)
 
     def set_link_report(self, report: LinkReport) -> None:
         """Keep what was measured of this model's links, for all who load."""
-        self.catalog.put_link_report(self.config, report.to_json())
+        self.catalog.models.put_link_report(self.config, report.to_json())
         self.changes += 1
 
     def link_shift(self, digest: str) -> LinkShift:
@@ -249,14 +249,14 @@ class CorpusReader:
         """
         from kvwire.reuse import LinkShift  # few models have one
 
-        shift = LinkShift.of_bytes(self.catalog.link_shift(self.config, digest))
+        shift = LinkShift.of_bytes(self.catalog.models.link_shift(self.config, digest))
         shift.check_fits(self.meta)
         return shift
 
     def set_link_shift(self, shift: LinkShift) -> None:
         """Keep a shift; it is used, and stays, while the report on links names it, which is set afterwards."""
         shift.check_fits(self.meta)
-        self.catalog.put_link_shift(self.config, shift.data)
+        self.catalog.models.put_link_shift(self.config, shift.data)
         self.changes += 1
 
     def index(self, scheme: str = "kvwire") -> PrefixIndex:
@@ -292,7 +292,7 @@ class CorpusReader:
         if not entry.token_digest:
             msg = f"the text of {entry.document_id!r} is not known: encode the document again"
             raise NotFoundError(msg)
-        return self.catalog.text_of(self.config, entry)
+        return self.catalog.texts.of(self.config, entry)
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
         """What the blob of an entry says of itself.
@@ -303,7 +303,7 @@ class CorpusReader:
         if entry.is_text:
             msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
             raise NotFoundError(msg)
-        return self.catalog.read_header(entry)
+        return self.catalog.blobs.header(entry)
 
     def find(self, document_id: str) -> CatalogEntry:
         """A document's entry.

@@ -151,8 +151,8 @@ class Encoder:
         found = self._catalog.by_tokens(self._config, digest_tokens(ids))
         if found is not None and not found.is_text:
             return
-        blob = self._catalog.seal(encode(engine.prefill([ids])[0], None, 0, lossless=True))
-        self.write(document, blob, self._catalog.blob_reader().read_header(blob), None)
+        blob = self._catalog.blobs.seal(encode(engine.prefill([ids])[0], None, 0, lossless=True))
+        self.write(document, blob, self._catalog.blobs.reader().read_header(blob), None)
 
     def neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
         """What measures deviations, where they are wanted."""
@@ -183,14 +183,14 @@ class Encoder:
                 entry, own = self._catalog.by_tokens(self._config, digest), None
             if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
                 return None
-            if any(self._catalog.store.stat(key).size != size for key, size in self._catalog.blobs_of(entry).items()):
+            if any(self._catalog.store.stat(key).size != size for key, size in self._catalog.blobs.of(entry).items()):
                 return None
             info = self._corpus.read_header(entry)
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
         if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None, profile):
             return None
-        self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
+        self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id)
         if own is None:
             added = self._catalog.alias(entry, document.document_id)
             if added is None:
@@ -240,8 +240,8 @@ class Encoder:
             beginning=computed.beginning,
             context_level=context_level,
         )
-        blob = self._catalog.seal(plain)
-        return blob, self._catalog.blob_reader().read_header(blob)
+        blob = self._catalog.blobs.seal(plain)
+        return blob, self._catalog.blobs.reader().read_header(blob)
 
     def save(self, document: Document, cache: KVCache) -> Encoded:
         """Code and write a cache that was computed elsewhere."""
@@ -268,7 +268,7 @@ class Encoder:
         self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None, etag: str | None = None
     ) -> CatalogEntry:
         """Write a document's text and blob, and the entry that names them last."""
-        self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
+        self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
         entry = self._catalog.put_blob(
             self._config,
             blob,
@@ -296,7 +296,7 @@ class Encoder:
             entry = self._catalog.add_text(self._config, document.document_id, document.token_ids)
             self._corpus.changes += 1
             return Encoded(entry, None, skipped=False, encode_s=0.0)
-        self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
+        self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id)
         self._corpus.changes += 1
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
@@ -304,7 +304,7 @@ class Encoder:
         """Write the model's record, from which ``open`` reads, where it is not there yet."""
         engine = self.engine
         digest = profile.digest if profile else ""
-        self._catalog.put_model(ModelRecord(engine.meta, engine.window, engine.model_config_digest, digest))
+        self._catalog.models.put(ModelRecord(engine.meta, engine.window, engine.model_config_digest, digest))
 
     def _profile_for(self, texts: Callable[[], Sequence[Document]], *, force: bool) -> AnyProfile | None:
         """The profile in use; a new one where there is none, or it is lost, or was fitted on too little or without BOS.

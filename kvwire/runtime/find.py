@@ -317,7 +317,7 @@ class DocumentOpener:
     async def _connected(self, found: FoundDocument, entry: CatalogEntry) -> tuple[OpenDocument, BlobFetcher]:
         """A document with what fetches its blob, open until the end of this opener."""
         catalog = found.corpus.catalog
-        reader = catalog.reader_of(entry)
+        reader = catalog.blobs.reader(entry)
         source = open_document(catalog, entry, self._session.http)
         settings = replace(self._settings, header_bytes=max(1, entry.header_bytes))
         known = partial(BlobFetcher, source, settings=settings, link=self._session.link, meter=self._driver.meter)

@@ -237,8 +237,8 @@ class Grower:
             prefix=BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name),
             context_level=grown.level,
         )
-        blob = self._catalog.seal(plain)
-        return blob, self._catalog.blob_reader().read_header(blob)
+        blob = self._catalog.blobs.seal(plain)
+        return blob, self._catalog.blobs.reader().read_header(blob)
 
     def _check_alike(self, grown: Grown, info: BlobInfo) -> None:
         """Refuse a part that could not be read with the others; nothing of it was written yet."""

@@ -216,7 +216,7 @@ class RepairKeeper:
 
     def _decoded(self, part: KeptRows, profile: AnyProfile | None, count: int) -> KVCache:
         catalog = self._view.catalog
-        reader, stored = catalog.blob_reader(), catalog.kept.rows(self._config, part)
+        reader, stored = catalog.blobs.reader(), catalog.kept.rows(self._config, part)
         info = reader.read_header(stored)
         if info.meta.config_digest() != self._config or info.tokens != count or info.prefix_layers:
             msg = f"kept rows {part.sha256[:12]} are not those of their entry"

@@ -116,7 +116,7 @@ class Saver:
             entry = self._catalog.by_document(self._config, name)
             if entry is None or entry.is_text or entry.token_digest != digest_tokens(token_ids):
                 return None
-            blobs = self._catalog.blobs_of(entry).items()
+            blobs = self._catalog.blobs.of(entry).items()
             return entry if all(self._catalog.store.stat(key).size == size for key, size in blobs) else None
         except (CorruptError, NotFoundError):
             return None
@@ -154,8 +154,8 @@ class Saver:
                 cache, None, 0, lossless=True, chunk_tokens=steps.coding.chunk_tokens, neutral_prefix=rows.opening,
                 opening=len(rows.opening), context_level=rows.level,
             )  # fmt: skip
-            blob = self._catalog.seal(lossless)
-            info = self._catalog.blob_reader().read_header(blob)
+            blob = self._catalog.blobs.seal(lossless)
+            info = self._catalog.blobs.reader().read_header(blob)
         else:
             _ = profile.data  # encoders need all of it
             computed = self._steps.compute(document, profile, cache=cache, neutral_tokens=0)

@@ -14,24 +14,30 @@ from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
+from kvwire.store.catalog.blobs import Blobs
+from kvwire.store.catalog.models import Models
+from kvwire.store.catalog.objects import TenantObjects
 from kvwire.store.catalog.profiles import Profiles
 from kvwire.store.catalog.texts import Texts
 from kvwire.store.catalog_entry import CatalogEntry
-from kvwire.store.keys import KeySpace, check_new_name
-from kvwire.store.listing import read_ahead
+from kvwire.store.keys import KeySpace, check_new_name, check_tenant, tenant_hash
+from kvwire.store.listing import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import Self
 
+    from kvwire.store.base import Store
     from kvwire.store.catalog.grown import GrownDocuments
     from kvwire.store.catalog.kept import KeptRepairs
-    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog.objects import Config
+    from kvwire.store.crypto.keyring import Keyring
 
     OnError: TypeAlias = Callable[[str, KvwireError], None]
 
 
-class Catalog(Texts, Profiles):
-    """One tenant's documents, profiles, model records and kept repairs in a store.
+class Catalog:
+    """One tenant's documents in a store, and what belongs to them.
 
     Args:
         store: Where they lie.
@@ -39,21 +45,59 @@ class Catalog(Texts, Profiles):
         salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
         keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
             stay as they are.
+
+    Attributes:
+        objects: What everything here is read and written through.
+        blobs: Blobs of documents.
+        texts: Token ids beside them.
+        profiles: Profiles, and which one is in use.
+        models: Model records, and what was measured of linked documents.
+        kept: Rows that repairs computed.
+        grown: Documents as they grow.
     """
 
+    def __init__(
+        self, store: Store, tenant: str = "default", salt: bytes = b"", *, keyring: Keyring | None = None
+    ) -> None:
+        """Keep the store; nothing is read or written yet."""
+        name = tenant_hash(tenant, salt)
+        self._use(TenantObjects(store, name, keyring.tenant(name) if keyring else None))
+
+    def _use(self, objects: TenantObjects) -> None:
+        self.objects, self.store, self.tenant, self.keys = objects, objects.store, objects.tenant, objects.keys
+        self.blobs, self.texts = Blobs(objects), Texts(objects)
+        self.profiles, self.models = Profiles(objects), Models(objects)
+
+    @classmethod
+    def _of(cls, objects: TenantObjects) -> Self:
+        catalog = cls.__new__(cls)
+        catalog._use(objects)  # noqa: SLF001 - of this class
+        return catalog
+
+    @classmethod
+    def of_hash(cls, store: Store, tenant: str, *, keyring: Keyring | None = None) -> Self:
+        """The catalog of a tenant that is known by its hash alone, as operators see it in keys."""
+        return cls._of(TenantObjects(store, check_tenant(tenant), keyring.tenant(tenant) if keyring else None))
+
+    def over(self, store: Store) -> Self:
+        """The same catalog, read and written through another store object, such as one that measures."""
+        return self._of(TenantObjects(store, self.tenant, self.objects.secrets))
+
     @property
-    def kept(self) -> KeptRepairs:
-        """What is kept of repaired prompts."""
+    def kept(self) -> KeptRepairs:  # noqa: D102 - an attribute
         from kvwire.store.catalog.kept import KeptRepairs
 
-        return KeptRepairs(self)
+        return KeptRepairs(self.objects, self.blobs)
 
     @property
-    def grown(self) -> GrownDocuments:
-        """Documents as they grow."""
+    def grown(self) -> GrownDocuments:  # noqa: D102 - an attribute
         from kvwire.store.catalog.grown import GrownDocuments
 
-        return GrownDocuments(self)
+        return GrownDocuments(self.objects, self.blobs, self.texts)
+
+    def configurations(self) -> Iterator[KeySpace]:
+        """Model configurations that this tenant has anything of."""
+        return (KeySpace(self.tenant, name) for name in children(self.store, f"v1/{self.tenant}/"))
 
     def put_blob(  # noqa: PLR0913 - the fields of one entry
         self,
@@ -109,15 +153,15 @@ class Catalog(Texts, Profiles):
             profile_outline=profile_outline,
         )
         _check_names(entry)
-        self.write_blob(entry.blob_key, blob, overwrite=overwrite)
+        self.blobs.write(entry.blob_key, blob, overwrite=overwrite)
         if etag is None:
             self.add(entry)
         else:  # once: another writer may have replaced it by now
-            self.replace_entry(space, entry, etag)
+            self.objects.replace_entry(space, entry, etag)
             if entry.token_digest:
-                self.put_entry(space.token_entry(entry.token_digest), entry.to_json())
-        wait_for_collectors(self._store, space, [entry.blob_key])
-        self._store.create(entry.blob_key, blob)
+                self.objects.write(space.token_entry(entry.token_digest), entry.to_json())
+        wait_for_collectors(self.store, space, [entry.blob_key])
+        self.store.create(entry.blob_key, blob)
         return entry
 
     def add(self, entry: CatalogEntry) -> None:
@@ -151,16 +195,16 @@ class Catalog(Texts, Profiles):
         """
         space = self._space_of(entry)
         added = replace(entry, document_id=check_new_name(document_id, "document"))
-        blobs = self.blobs_of(entry)
+        blobs = self.blobs.of(entry)
         try:
             for key in blobs:
-                if is_old(self._store.stat(key).modified):
-                    if (blob := self.intact(key)) is None:
+                if is_old(self.store.stat(key).modified):
+                    if (blob := self.objects.intact(key)) is None:
                         return None
-                    self._store.put(key, blob)
+                    self.store.put(key, blob)
             self._add(space, added)
-            wait_for_collectors(self._store, space, list(blobs))
-            return added if all(self._store.stat(key).size == size for key, size in blobs.items()) else None
+            wait_for_collectors(self.store, space, list(blobs))
+            return added if all(self.store.stat(key).size == size for key, size in blobs.items()) else None
         except NotFoundError:
             return None
 
@@ -180,9 +224,9 @@ class Catalog(Texts, Profiles):
         """
         space = self.keys(config)
         check_new_name(document_id, "document")
-        digest = self.put_text(space, token_ids, document_id=document_id)
+        digest = self.texts.put(space, token_ids, document_id=document_id)
         entry = CatalogEntry(document_id, "", "", 0, 0, len(token_ids), digest, "", ())
-        self.put_entry(space.document(document_id), entry.to_json())
+        self.objects.write(space.document(document_id), entry.to_json())
         self.confirm(space, entry, token_ids)
         return entry
 
@@ -200,10 +244,10 @@ class Catalog(Texts, Profiles):
         space = self.keys(config)
         text = space.text(entry.token_digest)
         used = [text, space.profile(entry.profile_digest)] if entry.profile_digest and profile else [text]
-        wait_for_collectors(self._store, space, used)
-        self.put_text(space, token_ids)
-        if len(used) > 1 and not self.is_young(used[1]):
-            self.put_profile(space, profile)
+        wait_for_collectors(self.store, space, used)
+        self.texts.put(space, token_ids)
+        if len(used) > 1 and not self.objects.is_young(used[1]):
+            self.profiles.put(space, profile)
 
     def remove(self, config: Config, document_id: str) -> bool:
         """Take a document out of the catalog. What it named is left to ``collect``.
@@ -223,14 +267,14 @@ class Catalog(Texts, Profiles):
         try:
             entry = self._entry(space, key)
         except CorruptError:
-            self._store.delete(key)
+            self.store.delete(key)
             return True
         if entry is None:
             return False
         for digest in {entry.token_digest, *(part.token_digest for part in entry.parts[:1])} - {""}:
             self._remove_tokens(space, digest, document_id)
             self.kept.drop(space, digest)
-        self._store.delete(key)  # last: where this ends early, who repeats it finds the document and ends it
+        self.store.delete(key)  # last: where this ends early, who repeats it finds the document and ends it
         return True
 
     def _remove_tokens(self, space: KeySpace, token_digest: str, document_id: str) -> None:
@@ -242,7 +286,7 @@ class Catalog(Texts, Profiles):
         except CorruptError:
             named = None
         if named is None or named.token_digest != token_digest:
-            self._store.delete(key)
+            self.store.delete(key)
 
     def by_document(self, config: Config, document_id: str) -> CatalogEntry | None:
         """Look a document up.
@@ -300,13 +344,13 @@ class Catalog(Texts, Profiles):
             CorruptError: An entry is damaged, and there is no ``on_error``.
         """
         space = self.keys(config)
-        keys = islice(self._store.keys(space.documents, after), limit)
+        keys = islice(self.store.keys(space.documents, after), limit)
         return (entry for _, entry in self._found(space, keys, on_error))
 
     def _found(
         self, space: KeySpace, keys: Iterable[str], on_error: OnError | None
     ) -> Iterator[tuple[str, CatalogEntry]]:
-        for key, read in read_ahead(self._store, keys, self.read_object):
+        for key, read in self.objects.read_each(keys):
             try:
                 entry = self._parsed(space, key, read())
             except CorruptError as error:
@@ -321,19 +365,19 @@ class Catalog(Texts, Profiles):
         data = entry.to_json()
         document_key = space.document(entry.document_id)
         if entry.token_digest and not entry.parts:
-            self.put_entry(space.token_entry(entry.token_digest), data)
-        self.put_entry(document_key, data)
+            self.objects.write(space.token_entry(entry.token_digest), data)
+        self.objects.write(document_key, data)
 
     def _space_of(self, entry: CatalogEntry) -> KeySpace:
         parts = entry.blob_key.split("/")
-        space = KeySpace(self._tenant, parts[2] if len(parts) > 2 else "")  # noqa: PLR2004 - v1, tenant, configuration
+        space = KeySpace(self.tenant, parts[2] if len(parts) > 2 else "")  # noqa: PLR2004 - v1, tenant, configuration
         if entry.blob_key != space.blob(entry.sha256):
             msg = f"{entry.blob_key} is not a blob key of this tenant: write the blob with put_blob"
             raise ArgumentError(msg)
         return space
 
     def _entry(self, space: KeySpace, key: str) -> CatalogEntry | None:
-        return self._parsed(space, key, self.read_object(key))
+        return self._parsed(space, key, self.objects.read(key))
 
     def _parsed(self, space: KeySpace, key: str, data: bytes | None) -> CatalogEntry | None:
         if data is None:

@@ -21,7 +21,8 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog.blobs import Blobs
+    from kvwire.store.catalog.objects import Config, TenantObjects
     from kvwire.store.catalog.texts import Texts
     from kvwire.store.keys import KeySpace
 
@@ -41,22 +42,22 @@ class Version(NamedTuple):
 class GrownDocuments:
     """A tenant's documents as they grow; ``Catalog.grown`` gives them."""
 
-    def __init__(self, catalog: Texts) -> None:
-        """Share a catalog's store, tenant and keys."""
-        self._catalog, self._store = catalog, catalog.store
+    def __init__(self, objects: TenantObjects, blobs: Blobs, texts: Texts) -> None:
+        """Read and write through the catalog's objects."""
+        self._objects, self._blobs, self._texts, self._store = objects, blobs, texts, objects.store
 
     def version(self, config: Config, document_id: str) -> Version:
         """Look a document up in order to replace its entry."""
-        key = self._catalog.keys(config).document(document_id)
+        key = self._objects.keys(config).document(document_id)
         try:
             etag = self._store.stat(key).etag
         except NotFoundError:
             return Version(None, "")
-        data = self._catalog.read_object(key)
+        data = self._objects.read(key)
         if data is None:
             return Version(None, "")
         entry = CatalogEntry.from_json(data)
-        leads_away = not entry.is_text and entry.blob_key != self._catalog.keys(config).blob(entry.sha256)
+        leads_away = not entry.is_text and entry.blob_key != self._objects.keys(config).blob(entry.sha256)
         if leads_away or entry.document_id != document_id:  # never into another tenant's blobs
             msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
             raise CorruptError(msg)
@@ -76,29 +77,29 @@ class GrownDocuments:
         levels: Sequence[tuple[str, int]],
     ) -> CatalogEntry:
         """Write one more part of a document, and then the entry that names all of them."""
-        space = self._catalog.keys(config)
+        space = self._objects.keys(config)
         added = BlobPart(hashlib.sha256(blob).hexdigest(), len(blob), header_bytes, len(token_ids))
         entry = replace(longer(whole, added, token_digest, levels), document_id=check_new_name(document_id, "document"))
         if document_id != whole.document_id:  # nothing keeps the parts of what it is forked from
             self._check_earlier(entry)
-        self._catalog.write_blob(space.blob(added.sha256), blob)
-        self._catalog.put_part_text(space, added.sha256, token_ids)
-        self._catalog.replace_entry(space, entry, etag)
+        self._blobs.write(space.blob(added.sha256), blob)
+        self._texts.put_part(space, added.sha256, token_ids)
+        self._objects.replace_entry(space, entry, etag)
         self._confirm_parts(space, entry, blob, token_ids)
         return entry
 
     def _confirm_parts(self, space: KeySpace, entry: CatalogEntry, blob: bytes, token_ids: Sequence[int]) -> None:
         """Write again what a collector took before it saw the entry; raise NotFoundError where it is not at hand."""
         added = entry.parts[-1].sha256
-        blobs, text = self._catalog.blobs_of(entry), space.part_text(added)
+        blobs, text = self._blobs.of(entry), space.part_text(added)
         wait_for_collectors(self._store, space, [*blobs, text])
         self._store.create([*blobs][-1], blob)
-        self._catalog.put_part_text(space, added, token_ids)
+        self._texts.put_part(space, added, token_ids)
         self._check_earlier(entry)
 
     def _check_earlier(self, entry: CatalogEntry) -> None:
         """Raise NotFoundError where a part before the last is gone."""
-        for number, key in enumerate([*self._catalog.blobs_of(entry)][:-1]):
+        for number, key in enumerate([*self._blobs.of(entry)][:-1]):
             try:
                 self._store.stat(key)
             except NotFoundError as error:

@@ -15,7 +15,8 @@ from kvwire.store.catalog.announcements import wait_for_collectors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvwire.store.catalog.tenant_objects import Config, TenantObjects
+    from kvwire.store.catalog.blobs import Blobs
+    from kvwire.store.catalog.objects import Config, TenantObjects
     from kvwire.store.kept_repair import KeptRepair, KeptRows
     from kvwire.store.keys import KeySpace
 
@@ -26,17 +27,17 @@ _GROWN = 1.5
 class KeptRepairs:
     """A tenant's kept repairs; ``Catalog.kept`` gives them."""
 
-    def __init__(self, catalog: TenantObjects) -> None:
-        """Share a catalog's store, tenant and keys."""
-        self._catalog, self._store = catalog, catalog.store
+    def __init__(self, objects: TenantObjects, blobs: Blobs) -> None:
+        """Read and write through the catalog's objects."""
+        self._objects, self._blobs, self._store = objects, blobs, objects.store
 
     def find(self, config: Config, documents: Sequence[str], least: int = 2) -> KeptRepair | None:
         """What is kept of an order of documents, or of the most of its first ones."""
         from kvwire.store.kept_repair import KeptRepair, order_digest
 
-        space = self._catalog.keys(config)
+        space = self._objects.keys(config)
         keys = {space.kept_repair(order_digest(documents[:n])): n for n in range(len(documents), least - 1, -1)}
-        for key, read in self._catalog.read_each(space, keys):
+        for key, read in self._objects.read_each(keys):
             if (data := read()) is None:
                 continue
             kept = KeptRepair.from_json(data)
@@ -48,7 +49,7 @@ class KeptRepairs:
 
     def rows(self, config: Config, part: KeptRows) -> bytes:
         """Read the blob of a document's rows and check it against its digest."""
-        data = self._catalog.intact(self._catalog.keys(config).kept_rows(part.sha256))
+        data = self._objects.intact(self._objects.keys(config).kept_rows(part.sha256))
         if data is None:
             msg = f"kept rows {part.sha256[:12]} are damaged in {self._store.url}"
             raise CorruptError(msg)
@@ -71,11 +72,11 @@ class KeptRepairs:
         """
         from kvwire.store.kept_repair import KeptRepair, KeptRows
 
-        space = self._catalog.keys(config)
+        space = self._objects.keys(config)
         parts: list[KeptRows] = []
         sealed: dict[str, bytes] = {}
         for tokens, blob in rows:
-            stored = self._catalog.seal(blob) if blob else b""
+            stored = self._blobs.seal(blob) if blob else b""
             digest = hashlib.sha256(stored).hexdigest() if blob else ""
             parts.append(KeptRows(digest, len(stored), tokens))
             sealed[digest] = stored
@@ -89,7 +90,7 @@ class KeptRepairs:
         for key, stored in keys.items():
             self._store.put(key, stored)
         for made in due:
-            self._catalog.put_entry(space.kept_repair(made.digest), made.to_json())
+            self._objects.write(space.kept_repair(made.digest), made.to_json())
         if due:
             wait_for_collectors(self._store, space, keys)
         for key, stored in keys.items():
@@ -100,7 +101,7 @@ class KeptRepairs:
         from kvwire.store.kept_repair import KeptRepair
 
         try:
-            data = self._catalog.read_object(space.kept_repair(made.digest))
+            data = self._objects.read(space.kept_repair(made.digest))
             known = None if data is None else KeptRepair.from_json(data)
         except (CorruptError, FormatVersionError):
             known = None
@@ -112,8 +113,8 @@ class KeptRepairs:
         """All that is kept, with its keys; what cannot be read is left out."""
         from kvwire.store.kept_repair import KeptRepair
 
-        space = self._catalog.keys(config)
-        for key, read in self._catalog.read_each(space, self._store.keys(space.kept_repairs)):
+        space = self._objects.keys(config)
+        for key, read in self._objects.read_each(self._store.keys(space.kept_repairs)):
             try:
                 if (data := read()) is not None:
                     yield key, KeptRepair.from_json(data)
@@ -122,7 +123,7 @@ class KeptRepairs:
 
     def bound(self, config: Config, most_bytes: int) -> int:
         """Drop the oldest kept repairs until the rest has so many bytes at most; their rows are left to ``collect``."""
-        space = self._catalog.keys(config)
+        space = self._objects.keys(config)
         known = dict(self.each(space))
         ages = {listed.key: listed.modified for listed in self._store.scan(space.kept_repairs)}
         named: dict[str, int] = {}

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.errors import CorruptError, NotFoundError
-from kvwire.store.catalog.tenant_objects import MAX_SMALL_BYTES, TenantObjects
+from kvwire.store.catalog.objects import MAX_SMALL_BYTES
 from kvwire.store.pointers import ProfilePointer
 
 if TYPE_CHECKING:
@@ -15,138 +15,94 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.codec.format.arrays import Section
-    from kvwire.store.catalog.tenant_objects import Config
-    from kvwire.store.model_record import ModelRecord
+    from kvwire.store.catalog.objects import Config, TenantObjects
 
 T = TypeVar("T")
 
 
-class Profiles(TenantObjects):
-    """A tenant's profiles and model records."""
+class Profiles:
+    """A tenant's profiles; ``Catalog.profiles`` is one."""
 
-    def put_profile(self, config: Config, data: bytes) -> str:
-        """Write a profile; ``set_current_profile`` puts it to use."""
+    def __init__(self, objects: TenantObjects) -> None:
+        """Read and write through the catalog's objects."""
+        self._objects = objects
+
+    def put(self, config: Config, data: bytes) -> str:
+        """Write a profile; ``set_current`` puts it to use."""
         digest = hashlib.sha256(data).hexdigest()
-        self.put_entry(self.keys(config).profile(digest), data)  # even where it is: a rotten copy is healed
+        self._objects.write(
+            self._objects.keys(config).profile(digest), data
+        )  # even where it is: a rotten copy is healed
         return digest
 
-    def get_profile(self, config: Config, digest: str) -> bytes:
+    def get(self, config: Config, digest: str) -> bytes:
         """Read a profile and check it against its digest."""
-        data = self._profile_read(digest, lambda: self.intact(self.keys(config).profile(digest), MAX_SMALL_BYTES))
+        data = self._read(
+            digest, lambda: self._objects.intact(self._objects.keys(config).profile(digest), MAX_SMALL_BYTES)
+        )
         if data is None:
             advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
-            msg = f"profile {digest[:12]} is damaged in {self._store.url}: {advice}"
+            msg = f"profile {digest[:12]} is damaged in {self._objects.store.url}: {advice}"
             raise CorruptError(msg)
         return data
 
-    def get_profile_parts(self, config: Config, digest: str, parts: Sequence[tuple[int, int, str]]) -> list[bytes]:
+    def get_parts(self, config: Config, digest: str, parts: Sequence[tuple[int, int, str]]) -> list[bytes]:
         """Read parts of a profile that follow each other, in one request, and compare each with its digest."""
-        key, start, end = self.keys(config).profile(digest), parts[0][0], parts[-1][1]
+        key, start, end = self._objects.keys(config).profile(digest), parts[0][0], parts[-1][1]
         bad: list[int] = []
         for _ in range(2):
-            data = self._profile_read(digest, lambda: self._store.get(key, start, min(end, start + MAX_SMALL_BYTES)))
+            data = self._read(digest, lambda: self._objects.store.get(key, start, min(end, start + MAX_SMALL_BYTES)))
             found = [data[first - start : last - start] for first, last, _ in parts]
             known = [hashlib.sha256(part).hexdigest() for part in found]
             bad = [each[0] for each, sha256 in zip(parts, known, strict=True) if sha256 != each[2]]
             if not bad:
                 return found
-            self._store.distrust(key, start, end)
+            self._objects.store.distrust(key, start, end)
         advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
-        msg = f"profile {digest[:12]} is damaged or cut short in {self._store.url} from byte {bad[0]} on: {advice}"
+        where = f"{self._objects.store.url} from byte {bad[0]} on"
+        msg = f"profile {digest[:12]} is damaged or cut short in {where}: {advice}"
         raise CorruptError(msg)
 
-    def open_profile(
+    def open(
         self, config: Config, digest: str, outline: tuple[int, str] | None, level: int, later: Profiles
     ) -> AnyProfile:
         """Read a profile: whole, or, where its outline is known, what the first levels need."""
         from kvwire.codec import open_profile, read_profile
 
         if outline is None:
-            return read_profile(self.get_profile(config, digest))
-        (told,) = self.get_profile_parts(config, digest, [(0, *outline)])
+            return read_profile(self.get(config, digest))
+        (told,) = self.get_parts(config, digest, [(0, *outline)])
         turn = iter((self,))
 
         def fetch(sections: Sequence[Section]) -> list[bytes]:
             parts = [(section.start, section.end, section.sha256) for section in sections]
-            return next(turn, later).get_profile_parts(config, digest, parts)
+            return next(turn, later).get_parts(config, digest, parts)
 
         return open_profile(told, digest, fetch, level)
 
-    def _profile_read(self, digest: str, read: Callable[[], T]) -> T:
+    def _read(self, digest: str, read: Callable[[], T]) -> T:
         try:
             return read()
         except NotFoundError as error:
-            msg = f"profile {digest[:12]} is not in {self._store.url}: fit it again or copy it from where it is"
+            msg = f"profile {digest[:12]} is not in {self._objects.store.url}: fit it again or copy it from where it is"
             raise NotFoundError(msg) from error
 
-    def set_current_profile(self, config: Config, digest: str, outline: tuple[int, str] | None = None) -> None:
+    def set_current(self, config: Config, digest: str, outline: tuple[int, str] | None = None) -> None:
         """Use this profile for new blobs of the configuration."""
-        space, fields = self.keys(config), {"profile_digest": digest}
-        self._store.stat(space.profile(digest))
+        space, fields = self._objects.keys(config), {"profile_digest": digest}
+        self._objects.store.stat(space.profile(digest))
         told = fields if outline is None else fields | {"profile_outline": list(outline)}
-        self.put_entry(space.current_profile, json.dumps(told).encode())
+        self._objects.write(space.current_profile, json.dumps(told).encode())
 
-    def current_profile(self, config: Config) -> str | None:
+    def current(self, config: Config) -> str | None:
         """The profile in use."""
-        found = self.profile_in_use(config)
+        found = self.in_use(config)
         return None if found is None else found[0]
 
-    def profile_in_use(self, config: Config) -> tuple[str, tuple[int, str] | None] | None:
+    def in_use(self, config: Config) -> tuple[str, tuple[int, str] | None] | None:
         """The profile in use, and how to read its first sections alone."""
-        data = self.read_object(self.keys(config).current_profile)
+        data = self._objects.read(self._objects.keys(config).current_profile)
         if data is None:
             return None
         pointer = ProfilePointer.from_json(data)
         return pointer.profile_digest, pointer.profile_outline
-
-    def put_link_report(self, config: Config, data: bytes) -> None:
-        """Keep what was measured of linked documents; it replaces what was there."""
-        self.put_entry(self.keys(config).link_report, data)
-
-    def link_report(self, config: Config) -> bytes | None:
-        """What was measured of linked documents."""
-        return self.read_object(self.keys(config).link_report)
-
-    def put_link_shift(self, config: Config, data: bytes) -> str:
-        """Write a link shift; it is kept while the report on links names it."""
-        digest = hashlib.sha256(data).hexdigest()
-        self.put_entry(self.keys(config).shift(digest), data)
-        return digest
-
-    def link_shift(self, config: Config, digest: str) -> bytes:
-        """Read a link shift and check it against its digest."""
-        advice = "run kvwire check-model again"
-        try:
-            data = self.intact(self.keys(config).shift(digest), MAX_SMALL_BYTES)
-        except NotFoundError as error:
-            msg = f"the link shift {digest[:12]} is not in {self._store.url}: {advice}"
-            raise NotFoundError(msg) from error
-        if data is None:
-            msg = f"the link shift {digest[:12]} is damaged in {self._store.url}: {advice}"
-            raise CorruptError(msg)
-        return data
-
-    def put_model(self, record: ModelRecord) -> bool:
-        """Write a record under its configuration, where another one or none is there."""
-        space, data = self.keys(record.meta.config_digest()), record.to_json()
-        try:
-            if self.read_object(space.model_record) == data:
-                return False
-        except CorruptError:
-            pass  # a damaged one gives way
-        self.put_entry(space.model_record, data)
-        return True
-
-    def model(self, config: Config) -> ModelRecord | None:
-        """Read a configuration's record."""
-        from kvwire.store.model_record import ModelRecord
-
-        space = self.keys(config)
-        data = self.read_object(space.model_record)
-        if data is None:
-            return None
-        record = ModelRecord.from_json(data)
-        if self.keys(record.meta.config_digest()) != space:
-            msg = f"{space.model_record} is of another configuration: encode any document again, which writes it anew"
-            raise CorruptError(msg)
-        return record

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvwire.store.catalog.catalog import Catalog
-    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog.objects import Config
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.prefix.schemes import HashScheme
     from kvwire.types import BlobInfo
@@ -71,7 +71,7 @@ class PrefixIndex:
         """Read nothing yet."""
         self._catalog, self._space = catalog, catalog.keys(config)
         self.scheme = hash_scheme(scheme, self._space.config) if isinstance(scheme, str) else scheme
-        self._secret = catalog.naming_secret
+        self._secret = catalog.objects.naming_secret
         self._lock = Lock()
         self._texts: OrderedDict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
         self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
@@ -98,7 +98,7 @@ class PrefixIndex:
             raise ArgumentError(msg)
         hashes = self.scheme.hashes([*opening, *token_ids])
         entries = list(self._entries(document, hashes))[max(0, after) // self.scheme.chunk_tokens :]
-        self._catalog.put_entries(self._space, entries)
+        self._catalog.objects.write_many(entries)
         return len(entries)
 
     def add(
@@ -196,7 +196,7 @@ class PrefixIndex:
         """The entry of each hash; what is wrong with it, in words; or None."""
         found: list[PrefixEntry | str | None] = []
         keys = [self._key(each.hex()) for each in hashes]
-        for each, (_, read) in zip(hashes, self._catalog.read_each(self._space, keys), strict=True):
+        for each, (_, read) in zip(hashes, self._catalog.objects.read_each(keys), strict=True):
             try:
                 data = read()
                 entry = None if data is None else PrefixEntry.from_json(data)
@@ -248,7 +248,7 @@ class PrefixIndex:
             if (kept := self._texts.get(key)) is not None:
                 self._texts.move_to_end(key)
                 return kept
-        ids = (*opening, *self._catalog.text_of(self._space, document))
+        ids = (*opening, *self._catalog.texts.of(self._space, document))
         found = ids, self.scheme.hashes(ids)
         with self._lock:
             self._texts[key] = found
@@ -259,7 +259,7 @@ class PrefixIndex:
 
 def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
     """Read a blob's header, and refuse rows that are not those of a prompt's beginning."""
-    info = catalog.read_header(document)
+    info = catalog.blobs.header(document)
     if info.meta.token_digest != document.token_digest:
         msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
         raise CorruptError(msg)

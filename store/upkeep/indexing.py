@@ -62,11 +62,11 @@ def index_documents(
     done = Indexed()
     for document in catalog.documents(space, lambda key, error: failures.append(f"{key}: {error}")):
         try:
-            info = None if document.is_text else catalog.read_header(document)
+            info = None if document.is_text else catalog.blobs.header(document)
             if info is None or len(info.neutral_prefix) > info.opening:
                 done = replace(done, left_out=done.left_out + 1)
                 continue
-            token_ids = catalog.text_of(space, document)
+            token_ids = catalog.texts.of(space, document)
         except (CorruptError, FormatVersionError, NotFoundError) as error:
             failures.append(f"{document.document_id}: {error}")
             continue

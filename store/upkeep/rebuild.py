@@ -155,7 +155,7 @@ class _Rebuild:
         elif kind.name == "profile":
             self._profiles.add(digest)
         elif kind.name == "text":
-            names = self._catalog.text_documents(self._space, digest)
+            names = self._catalog.texts.documents(self._space, digest)
             self._texts[digest] = replace(self._texts.get(digest, _Text()), modified=listed.modified, names=names)
         elif kind.name == "blob":
             try:
@@ -196,7 +196,7 @@ class _Rebuild:
             msg = f"nothing is there of the {prefix.tokens} tokens before this part, and it is left alone"
             raise NotFoundError(msg)
         if prefix.token_digest not in texts:
-            texts[prefix.token_digest] = self._catalog.read_header(before).token_ids or ()
+            texts[prefix.token_digest] = self._catalog.blobs.header(before).token_ids or ()
         ids = (*texts[prefix.token_digest], *(info.token_ids or ()))
         digest = digest_tokens(ids)
         part = BlobPart(key_digest(listed.key), listed.size, info.header_bytes, info.tokens)
@@ -215,7 +215,7 @@ class _Rebuild:
         if digest and digest not in self._outlines:
             self._outlines[digest] = None
             with suppress(*_UNREADABLE):
-                self._outlines[digest] = read_profile(self._catalog.get_profile(self._space, digest)).outline
+                self._outlines[digest] = read_profile(self._catalog.profiles.get(self._space, digest)).outline
         return self._outlines.get(digest)
 
     def _header(self, listed: Listed) -> BlobInfo:
@@ -223,7 +223,7 @@ class _Rebuild:
         while True:
             read += self._store.get(listed.key, len(read), needed)
             try:
-                return self._catalog.blob_reader().read_header(read)
+                return self._catalog.blobs.reader().read_header(read)
             except TruncatedError as error:
                 if not len(read) < error.needed <= listed.size:
                     raise
@@ -243,7 +243,7 @@ class _Rebuild:
         """Whether a blob is there; where several have a text, only the latest is among those found."""
         if not entry.parts and entry.blob_key in blobs:
             return True
-        return all(is_there(self._store, key, size) for key, size in self._catalog.blobs_of(entry).items())
+        return all(is_there(self._store, key, size) for key, size in self._catalog.blobs.of(entry).items())
 
     def _owners(self) -> dict[str, str]:
         """For each document that texts name, the digest of the text that was written last."""
@@ -256,14 +256,14 @@ class _Rebuild:
         blob = self._texts[digest].blob
         try:
             if blob is None:
-                ids = self._catalog.get_text(self._space, digest)
+                ids = self._catalog.texts.get(self._space, digest)
                 if not self._dry_run:
                     self._catalog.add_text(self._space, name, ids)
                 self._done += Rebuilt(texts=1)
                 return
             if not self._dry_run:
                 self._catalog.add(structs.replace(blob, document_id=name))
-                blobs = list(self._catalog.blobs_of(blob))
+                blobs = list(self._catalog.blobs.of(blob))
                 wait_for_collectors(self._store, self._space, blobs)
                 for key in blobs:
                     self._store.stat(key)
@@ -276,7 +276,7 @@ class _Rebuild:
     def _point_to_a_profile(self) -> None:
         """Use the profile of the latest blob for new blobs, where none is in use."""
         try:
-            if self._catalog.current_profile(self._space) in self._profiles:
+            if self._catalog.profiles.current(self._space) in self._profiles:
                 return
         except _UNREADABLE as error:
             self._failures.append(f"{self._space.current_profile}: {error}")
@@ -285,5 +285,5 @@ class _Rebuild:
         digest = next((digest for digest in named if digest in self._profiles), None)
         if digest is not None:
             if not self._dry_run:
-                self._catalog.set_current_profile(self._space, digest, self._outline(digest))
+                self._catalog.profiles.set_current(self._space, digest, self._outline(digest))
             self._done += Rebuilt(profiles=1)

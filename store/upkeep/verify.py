@@ -151,13 +151,13 @@ class _Verifier:
 
     def _check_entries(self, catalog: Catalog, space: KeySpace, kind: KeyKind, sound: set[bytes]) -> None:
         keys = (listed.key for listed in self._part.scan(self._store, kind.prefix(space)))
-        for key, read in catalog.read_each(space, keys):
+        for key, read in catalog.objects.read_each(keys):
             try:
                 if (data := read()) is None:
                     continue
                 named = _named(kind, key, data)
             except CorruptError as error:
-                self._report(key, error, lambda key: _named(kind, key, catalog.read(space, key) or b""))
+                self._report(key, error, lambda key: _named(kind, key, catalog.objects.read(key) or b""))
                 continue
             self._entries += 1
             for one in named:

@@ -53,13 +53,13 @@ def objects(store: Store, space: KeySpace, part: Part = WHOLE) -> Iterator[Found
 
 
 def entries(
-    catalog: Catalog, space: KeySpace, keys: Iterable[str]
+    catalog: Catalog, keys: Iterable[str]
 ) -> Iterator[tuple[str, KeyKind, Callable[[], Sequence[ObjectRef] | None]]]:
     """Entries with their kinds, each with a function that gives what it names; None where it is gone.
 
     The function raises CorruptError where the entry is damaged.
     """
-    for key, read in catalog.read_each(space, keys):
+    for key, read in catalog.objects.read_each(keys):
         kind = kind_of(key)
         if kind is None or kind.names is None:
             raise _unknown(key)
@@ -81,7 +81,7 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
         if not listed.modified or listed.modified > since - _SKEW_S
     )
     count = 0
-    for _, _, names in entries(catalog, space, young):
+    for _, _, names in entries(catalog, young):
         if (found := names()) is None:
             continue
         yield from (one.key for one in found)

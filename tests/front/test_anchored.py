@@ -281,7 +281,7 @@ def test_pruned_documents_of_unknown_making_are_not_computed_anew(small, soft_en
     saved = corpus.encoder()
     document = Document("pruned", tuple(small.tokens[names[0]]))
     blob = encode(pruned, small.profile, lossless=True)
-    saved.write(document, blob, corpus.catalog.blob_reader().read_header(blob), small.profile)
+    saved.write(document, blob, corpus.catalog.blobs.reader().read_header(blob), small.profile)
     sound = asked(small, small.engine, corpus, ["pruned"], quality_floor=7)
     assert {each.action for each in sound.decisions} == {"fetch"}
     assert int(sound.prompt.cache.kept[0][0].sum()) == int(masks[0][0].sum())

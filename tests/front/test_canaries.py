@@ -254,11 +254,11 @@ def version_of_the_future(place):
 
 def damaged_text(place):
     corpus = place.plain()
-    digest = corpus.catalog.put_text(corpus.meta.config_digest(), place.ids)
+    digest = corpus.catalog.texts.put(corpus.meta.config_digest(), place.ids)
     key = next(iter(corpus.catalog.store.keys("")))
     data = corpus.catalog.store.get(key)
     corpus.catalog.store.put(key, data[:-9] + bytes(9))
-    corpus.catalog.get_text(corpus.meta.config_digest(), digest)
+    corpus.catalog.texts.get(corpus.meta.config_digest(), digest)
 
 
 def damaged_sealed_text(place):
@@ -361,7 +361,7 @@ def echoed_s3(place):
 def failing_server(place):
     with serving(Broken(MemoryStore()), token=TOKEN) as url, closing(HttpStore(url, token=TOKEN)) as store:
         place.plain()
-        Catalog(store, salt=SALT.encode()).put_text("c" * 64, place.ids)
+        Catalog(store, salt=SALT.encode()).texts.put("c" * 64, place.ids)
 
 
 def object_in_the_way(place):

@@ -156,7 +156,7 @@ def store(request, tmp_path):
 def filled(store, name="d"):
     """A catalog with one document, a blob and a text; and its content."""
     catalog = Catalog(store)
-    digest = catalog.put_text(CONFIG, range(9))
+    digest = catalog.texts.put(CONFIG, range(9))
     catalog.put_blob(CONFIG, name.encode() * 50, document_id=name, header_bytes=9, tokens=9, token_digest=digest)
     return catalog, {key: store.get(key) for key in store.keys("")}
 
@@ -172,7 +172,7 @@ def test_garbage_collection_takes_nothing_from_documents(store, clock):
 def test_what_no_document_names_yet_goes_early_where_the_collectors_clock_runs_ahead(store, clock):
     """The grace is told by the collector's clock: ahead by more than it, what is young is taken, too."""
     catalog, content = filled(store)
-    unnamed = catalog.keys(CONFIG).text(catalog.put_text(CONFIG, range(20)))
+    unnamed = catalog.keys(CONFIG).text(catalog.texts.put(CONFIG, range(20)))
     clock.off = -YEAR
     assert collect(store).texts == 0
     clock.off = 0.0

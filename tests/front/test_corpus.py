@@ -142,9 +142,9 @@ def test_a_profile_that_cannot_be_read_intact_stays_the_one_in_use(small):
     store.put(key, b"\0" + small.profile.data[1:])
     with pytest.raises(CorruptError, match="delete-damaged"):
         list(corpus.encode([Document(name, tuple(ids))]))
-    assert corpus.catalog.current_profile(config) == small.profile.digest
+    assert corpus.catalog.profiles.current(config) == small.profile.digest
     (encoded,) = corpus.encode([Document(name, tuple(ids))], force=True)
-    assert encoded.entry.profile_digest == corpus.catalog.current_profile(config) != small.profile.digest
+    assert encoded.entry.profile_digest == corpus.catalog.profiles.current(config) != small.profile.digest
 
     corpus = Corpus(small.engine, store)
     store.delete(corpus.catalog.keys(config).profile(encoded.entry.profile_digest))

@@ -312,8 +312,8 @@ def test_look_ups_on_a_hung_disk_leave_threads_for_other_work(corpus, loader_of)
 def newer_profile(corpus):
     """Have the catalog name a profile that a later version wrote."""
     config, data = corpus.meta.config_digest(), corpus.profile().data
-    digest = corpus.catalog.put_profile(config, data[:8] + b"\x02" + data[9:])
-    corpus.catalog.set_current_profile(config, digest)
+    digest = corpus.catalog.profiles.put(config, data[:8] + b"\x02" + data[9:])
+    corpus.catalog.profiles.set_current(config, digest)
     corpus.catalog.add(structs.replace(corpus.find("doc"), profile_digest=digest))
 
 

@@ -304,7 +304,7 @@ def test_loads_follow_the_report_of_the_store(small):
     assert len(answer.repair.rows) == pytest.approx(0.15 * answer.prompt.cache.tokens, abs=1)
     blind, _ = asked(small, corpus, repair="none")
     assert "lose 40%" in blind.link_warning
-    corpus.catalog.put_link_report(small.engine.meta.config_digest(), b'{"version": 9}')
+    corpus.catalog.models.put_link_report(small.engine.meta.config_digest(), b'{"version": 9}')
     unread, _ = asked(small, corpus)
     assert unread.repair is None  # as where nobody measured
     assert any("check-model again" in miss for miss in unread.misses)

@@ -75,7 +75,7 @@ def test_several_models_are_told_apart(corpus):
     store = MemoryStore()
     copy_store(corpus.catalog.store, store)
     other = replace(corpus.meta, model_id="other", model_revision="f" * 64)
-    Catalog(store).put_model(ModelRecord(other, 100))
+    Catalog(store).models.put(ModelRecord(other, 100))
     with pytest.raises(ArgumentError, match=f"several models fit.*{corpus.meta.model_id}.*name one by its digits"):
         Corpus.open(store)
     assert Corpus.open(store, model="other").window == 100
@@ -186,7 +186,7 @@ def test_a_record_under_another_key_is_refused(corpus):
     space = Catalog(store).keys("d" * 64)
     store.put(space.model_record, data)
     with pytest.raises(CorruptError, match="another configuration"):
-        Catalog(store).model(space)
+        Catalog(store).models.get(space)
 
 
 def test_inspect_needs_no_model(run, small, tmp_path):

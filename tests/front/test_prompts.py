@@ -359,7 +359,7 @@ def test_a_session_with_a_lost_part_goes_on_from_its_text(corpus, chatting):
     turns(chatting, corpus, 2)
     entry = corpus.find("sessions/anna")
     store = corpus.catalog.store
-    store.delete([*corpus.catalog.blobs_of(entry)][1])
+    store.delete([*corpus.catalog.blobs.of(entry)][1])
     answer = turns(chatting, corpus, 1)[0]
     assert (answer.reused.loaded, answer.reused.saved) == (0, "sessions/anna")
     whole = corpus.find("sessions/anna")

@@ -156,7 +156,7 @@ def test_a_store_keeps_a_shift_for_its_model(small):
     with pytest.raises(MismatchError, match="not on this one"):
         corpus.set_link_shift(replace(shift, config="c" * 64))
     other = replace(shift, config="c" * 64)
-    corpus.catalog.put_link_shift(small.engine.meta.config_digest(), other.data)
+    corpus.catalog.models.put_link_shift(small.engine.meta.config_digest(), other.data)
     with pytest.raises(MismatchError, match="check-model again"):
         corpus.link_shift(other.digest)
 

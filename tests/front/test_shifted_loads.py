@@ -113,7 +113,7 @@ def test_a_shift_that_is_lost_is_looked_for_again(small, shift):
 
 def test_a_shift_of_another_model_is_not_added(small, shift):
     corpus, other = small.corpus(), replace(shift, config="c" * 64)
-    corpus.catalog.put_link_shift(corpus.config, other.data)
+    corpus.catalog.models.put_link_shift(corpus.config, other.data)
     corpus.set_link_report(shifted(REPORT, other))
     answer, _ = asked(small, corpus, **PLAIN)
     assert answer.shifted == 0

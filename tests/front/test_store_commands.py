@@ -151,7 +151,7 @@ def test_garbage_of_all_tenants(run, tmp_path):
         for tenant in ("alice", "bob"):
             catalog = Catalog(store, tenant)
             catalog.add_text("c" * 64, "kept", tuple(range(1000)))
-            catalog.put_text("c" * 64, (1, 2))
+            catalog.texts.put("c" * 64, (1, 2))
     common = ("--store", tmp_path, "--grace", "0s", "--json")
     assert json.loads(run("gc", *common)[1])["texts"] == 0  # the default tenant has nothing
     assert json.loads(run("gc", *common, "--tenant", "alice")[1])["texts"] == 1

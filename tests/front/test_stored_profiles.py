@@ -170,7 +170,7 @@ def test_without_an_outline_the_profile_is_read_whole(small, corpus):
     entry = structs.replace(corpus.find(name), profile_outline=None)
     assert b"outline" not in entry.to_json()
     corpus.catalog.add(entry)
-    corpus.catalog.set_current_profile(corpus.meta.config_digest(), small.profile.digest)
+    corpus.catalog.profiles.set_current(corpus.meta.config_digest(), small.profile.digest)
     assert b"outline" not in store.get(pointer(corpus))
     assert not ask(small, corpus, 1, costs=small.costs).misses
     assert store.bytes == len(small.profile.data)

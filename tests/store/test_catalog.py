@@ -61,7 +61,7 @@ def test_what_was_not_added_is_none(store):
     assert catalog.by_document(CONFIG, "other") is None
     assert catalog.by_document(OTHER_CONFIG, "doc") is None
     assert catalog.by_tokens(CONFIG, "0" * 64) is None
-    assert catalog.current_profile(CONFIG) is None
+    assert catalog.profiles.current(CONFIG) is None
     assert list(catalog.documents(OTHER_CONFIG)) == []
 
 
@@ -211,18 +211,18 @@ def test_a_listing_goes_on_behind_a_key_and_a_damaged_entry_stops_it_or_is_repor
 
 def test_profiles_are_written_once_checked_and_put_to_use(store):
     catalog = Catalog(store)
-    for use in (catalog.set_current_profile, catalog.get_profile):
+    for use in (catalog.profiles.set_current, catalog.profiles.get):
         with pytest.raises(NotFoundError):
             use(CONFIG, "0" * 64)
-    digest = catalog.put_profile(CONFIG, b"profile")
+    digest = catalog.profiles.put(CONFIG, b"profile")
     assert digest == hashlib.sha256(b"profile").hexdigest()
-    assert catalog.current_profile(CONFIG) is None
-    catalog.set_current_profile(CONFIG, digest)
-    assert catalog.current_profile(CONFIG) == digest
-    assert catalog.get_profile(CONFIG, digest) == b"profile"
+    assert catalog.profiles.current(CONFIG) is None
+    catalog.profiles.set_current(CONFIG, digest)
+    assert catalog.profiles.current(CONFIG) == digest
+    assert catalog.profiles.get(CONFIG, digest) == b"profile"
     store.put(catalog.keys(CONFIG).profile(digest), b"prof1le")
     with pytest.raises(CorruptError, match="damaged"):
-        catalog.get_profile(CONFIG, digest)
+        catalog.profiles.get(CONFIG, digest)
 
 
 def flipping_once(method, ending):
@@ -240,24 +240,24 @@ def flipping_once(method, ending):
 
 def test_a_profile_that_arrived_damaged_is_read_again_past_the_tiers(tmp_path):
     remote = MemoryStore()
-    digest = Catalog(remote).put_profile(CONFIG, b"profile" * 1000)
+    digest = Catalog(remote).profiles.put(CONFIG, b"profile" * 1000)
     faulty = FaultyStore(remote, flipping_once("get", ".kvp"))
     with contextlib.closing(open_tiers(faulty, memory_bytes=1 << 20, folder=tmp_path, folder_bytes=1 << 24)) as tiers:
         for _ in range(2):
-            assert Catalog(tiers).get_profile(CONFIG, digest) == b"profile" * 1000
+            assert Catalog(tiers).profiles.get(CONFIG, digest) == b"profile" * 1000
     assert faulty.faults == {StoreFault.FLIP: 1}
 
 
 def test_a_damaged_profile_is_not_kept_in_the_tiers():
     remote = MemoryStore()
-    digest = Catalog(remote).put_profile(CONFIG, b"profile")
+    digest = Catalog(remote).profiles.put(CONFIG, b"profile")
     key = Catalog(remote).keys(CONFIG).profile(digest)
     remote.put(key, b"prof1le")
     with contextlib.closing(open_tiers(remote, memory_bytes=1 << 20)) as tiers:
         with pytest.raises(CorruptError, match="delete-damaged"):
-            Catalog(tiers).get_profile(CONFIG, digest)
+            Catalog(tiers).profiles.get(CONFIG, digest)
         remote.put(key, b"profile")
-        assert Catalog(tiers).get_profile(CONFIG, digest) == b"profile"
+        assert Catalog(tiers).profiles.get(CONFIG, digest) == b"profile"
 
 
 def test_a_blob_that_arrived_damaged_is_read_again_before_it_is_given_up():
@@ -275,7 +275,7 @@ def test_a_damaged_pointer_is_corrupt(store, data):
     catalog = Catalog(store)
     store.put(catalog.keys(CONFIG).current_profile, data)
     with pytest.raises(CorruptError):
-        catalog.current_profile(CONFIG)
+        catalog.profiles.current(CONFIG)
 
 
 class FarStore(MemoryStore):
@@ -375,21 +375,21 @@ def test_a_blob_that_may_soon_be_collected_is_written_again_before_it_is_relied_
 
 def test_texts_are_stored_once_and_checked(store):
     catalog = Catalog(store)
-    digest = catalog.put_text(CONFIG, (1, 2, 3))
+    digest = catalog.texts.put(CONFIG, (1, 2, 3))
     assert digest == digest_tokens((1, 2, 3))
-    assert catalog.get_text(CONFIG, digest) == (1, 2, 3)
-    other = catalog.put_text(CONFIG, (4, 5))
+    assert catalog.texts.get(CONFIG, digest) == (1, 2, 3)
+    other = catalog.texts.put(CONFIG, (4, 5))
     space = catalog.keys(CONFIG)
     store.put(space.text(digest), store.get(space.text(other)))
     with pytest.raises(CorruptError, match="damaged"):
-        catalog.get_text(CONFIG, digest)
+        catalog.texts.get(CONFIG, digest)
     store.put(space.text(digest), b"\x89KVT")
     with pytest.raises(CorruptError):
-        catalog.get_text(CONFIG, digest)
-    catalog.put_text(CONFIG, (1, 2, 3), overwrite=True)
-    assert catalog.get_text(CONFIG, digest) == (1, 2, 3)
+        catalog.texts.get(CONFIG, digest)
+    catalog.texts.put(CONFIG, (1, 2, 3), overwrite=True)
+    assert catalog.texts.get(CONFIG, digest) == (1, 2, 3)
     with pytest.raises(NotFoundError, match="encode"):
-        catalog.get_text(CONFIG, TOKENS)
+        catalog.texts.get(CONFIG, TOKENS)
 
 
 def test_a_document_may_have_a_text_alone(store):

@@ -28,7 +28,7 @@ collect = partial(collecting.collect, allow_empty_catalog=True)
 
 
 def put(catalog, document_id="doc", blob=b"blob bytes", ids=IDS, **fields):
-    digest = catalog.put_text(CONFIG, ids)
+    digest = catalog.texts.put(CONFIG, ids)
     fields = {"header_bytes": 4, "tokens": len(ids), "token_digest": digest} | fields
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
 
@@ -53,8 +53,8 @@ def catalog(store):
 
 
 def test_what_documents_name_stays_and_the_rest_goes(store, catalog):
-    profiles = [catalog.put_profile(CONFIG, data) for data in (b"current", b"of a document", b"of nobody")]
-    catalog.set_current_profile(CONFIG, profiles[0])
+    profiles = [catalog.profiles.put(CONFIG, data) for data in (b"current", b"of a document", b"of nobody")]
+    catalog.profiles.set_current(CONFIG, profiles[0])
     kept = put(catalog, profile_digest=profiles[1])
     gone = put(catalog, "gone", b"longer blob bytes", (1, 2))
     text = catalog.add_text(CONFIG, "text", (9, 9))
@@ -70,9 +70,9 @@ def test_what_documents_name_stays_and_the_rest_goes(store, catalog):
         gone.blob_key, space.profile(profiles[2]), space.text(gone.token_digest),
     }  # fmt: skip
     assert store.get(kept.blob_key) == b"blob bytes"
-    assert catalog.get_text(CONFIG, kept.token_digest) == IDS
-    assert catalog.get_text(CONFIG, text.token_digest) == (9, 9)
-    assert catalog.get_profile(CONFIG, profiles[0]) + catalog.get_profile(CONFIG, profiles[1])
+    assert catalog.texts.get(CONFIG, kept.token_digest) == IDS
+    assert catalog.texts.get(CONFIG, text.token_digest) == (9, 9)
+    assert catalog.profiles.get(CONFIG, profiles[0]) + catalog.profiles.get(CONFIG, profiles[1])
     assert catalog.by_tokens(CONFIG, kept.token_digest) == kept
     assert collect(store) == Collected()
 
@@ -409,7 +409,7 @@ def _text_alone(catalog, _):
 
 
 def _put_and_confirm(catalog, _):
-    profile = catalog.put_profile(CONFIG, b"profile")
+    profile = catalog.profiles.put(CONFIG, b"profile")
     entry = put(catalog, "with profile", profile_digest=profile)
     catalog.confirm(CONFIG, entry, IDS, b"profile")
     return entry
@@ -434,7 +434,7 @@ def _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns
     store = SteppingStore(schedule)
     monkeypatch.setattr("kvwire.store.catalog.announcements.time.sleep", schedule.step)
     catalog = Catalog(store)
-    catalog.put_profile(CONFIG, b"profile")
+    catalog.profiles.put(CONFIG, b"profile")
     entry = put(catalog, "removed")
     if not in_catalog:
         store.delete(catalog.keys(CONFIG).document("removed"))  # its entry of tokens stays: a hint to the blob
@@ -446,9 +446,9 @@ def _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns
         if found.blob_key:
             assert store.get(found.blob_key) == b"blob bytes"
         if writer is not _put_again:  # which does not make sure of its text
-            assert catalog.get_text(CONFIG, found.token_digest) == IDS
+            assert catalog.texts.get(CONFIG, found.token_digest) == IDS
         if found.profile_digest:
-            assert catalog.get_profile(CONFIG, found.profile_digest) == b"profile"
+            assert catalog.profiles.get(CONFIG, found.profile_digest) == b"profile"
     assert list(store.keys(catalog.keys(CONFIG).announcements)) == []
     assert results[-1].failures == ()
 
@@ -521,4 +521,4 @@ def test_real_threads_over_a_real_folder(tmp_path):
         assert entries
         for entry in entries:
             assert store.stat(entry.blob_key).size == entry.size
-            assert digest_tokens(catalog.get_text(CONFIG, entry.token_digest)) == entry.token_digest
+            assert digest_tokens(catalog.texts.get(CONFIG, entry.token_digest)) == entry.token_digest

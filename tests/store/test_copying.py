@@ -24,8 +24,8 @@ class Whole(MemoryStore):
 def put(store, blob, name="doc"):
     """Enter a document, with its profile."""
     catalog = Catalog(store)
-    digest = catalog.put_profile(CONFIG, PROFILE)
-    catalog.set_current_profile(CONFIG, digest)
+    digest = catalog.profiles.put(CONFIG, PROFILE)
+    catalog.profiles.set_current(CONFIG, digest)
     return catalog.put_blob(CONFIG, blob, document_id=name, header_bytes=1, tokens=3, profile_digest=digest)
 
 

@@ -58,7 +58,7 @@ assert os.path.exists(RESERVE)
 with closing(FolderStore(disk)) as store:
     catalog = Catalog(store)
     assert len(list(catalog.documents(CONFIG))) == 121
-    assert list(catalog.get_text(CONFIG, catalog.by_document(CONFIG, "text 3").token_digest)) == ids(3)
+    assert list(catalog.texts.get(CONFIG, catalog.by_document(CONFIG, "text 3").token_digest)) == ids(3)
     for key, data in (("v1/a/b/ab/x", b"x" * 5000), ("v1/a/b/catalog/x.json", b"{}")):
         try:
             store.put(key, data)
@@ -76,7 +76,7 @@ with closing(FolderStore(disk)) as store:
     catalog = Catalog(store)
     for number in range(50, 120):
         entry = catalog.by_document(CONFIG, f"text {number}")
-        assert list(catalog.get_text(CONFIG, entry.token_digest)) == ids(number)
+        assert list(catalog.texts.get(CONFIG, entry.token_digest)) == ids(number)
     catalog.add_text(CONFIG, "text 0", ids(0))
 os.unlink(os.path.join(disk, ".filler"))
 with closing(FolderStore(disk)) as store:

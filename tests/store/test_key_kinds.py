@@ -289,22 +289,22 @@ SHIFT = pack_arrays(SHIFT_MAGIC, {"prompts": 1}, {"key 0000": np.zeros((1, 2, 4)
 def shifted(store):
     """A catalog whose report on links names a shift, and one that nothing names."""
     catalog = Catalog(store)
-    digest = catalog.put_link_shift(CONFIG, SHIFT)
-    catalog.put_link_report(CONFIG, json.dumps({"version": 2, "shift": digest}).encode())
-    spare = catalog.put_link_shift(CONFIG, pack_arrays(SHIFT_MAGIC, {}, {}))
+    digest = catalog.models.put_link_shift(CONFIG, SHIFT)
+    catalog.models.put_link_report(CONFIG, json.dumps({"version": 2, "shift": digest}).encode())
+    spare = catalog.models.put_link_shift(CONFIG, pack_arrays(SHIFT_MAGIC, {}, {}))
     return catalog, catalog.keys(CONFIG), digest, spare
 
 
 def test_a_link_shift_stays_while_the_report_names_it():
     store = AgedStore()
     catalog, space, digest, spare = shifted(store)
-    assert catalog.link_shift(CONFIG, digest) == SHIFT
+    assert catalog.models.link_shift(CONFIG, digest) == SHIFT
     store.age(2 * DAY)
     assert collect(store).failures == ()
     assert space.shift(digest) in store.keys("")
     with pytest.raises(NotFoundError, match="check-model again"):
-        catalog.link_shift(CONFIG, spare)
-    catalog.put_link_report(CONFIG, b'{"version": 2, "shift": ""}')
+        catalog.models.link_shift(CONFIG, spare)
+    catalog.models.put_link_report(CONFIG, b'{"version": 2, "shift": ""}')
     store.age(2 * DAY)
     assert collect(store, allow_empty_catalog=True).failures == ()
     assert list(store.keys("")) == [space.link_report]
@@ -319,7 +319,7 @@ def test_a_damaged_link_shift_is_found_and_not_read():
     assert target.get(space.shift(digest)) == SHIFT
     store.put(space.shift(digest), SHIFT[:-1])
     with pytest.raises(CorruptError, match="check-model again"):
-        catalog.link_shift(CONFIG, digest)
+        catalog.models.link_shift(CONFIG, digest)
     [damage] = verify_store(store, [catalog]).damaged
     assert damage.key == space.shift(digest)
     other = b"no shift"
@@ -331,18 +331,18 @@ def test_a_damaged_link_shift_is_found_and_not_read():
 def test_a_server_takes_no_report_that_names_no_shift(tmp_path, report):
     with closing(FolderStore(tmp_path)) as behind, serving(behind) as url, closing(HttpStore(url)) as store:
         with pytest.raises(ArgumentError, match="link"):
-            Catalog(store).put_link_report(CONFIG, report)
-        assert shifted(store)[0].link_shift(CONFIG, sha256(SHIFT).hexdigest()) == SHIFT
+            Catalog(store).models.put_link_report(CONFIG, report)
+        assert shifted(store)[0].models.link_shift(CONFIG, sha256(SHIFT).hexdigest()) == SHIFT
 
 
 def test_a_sealed_report_keeps_its_shift():
     keyring = Keyring([bytes(32)])
     store = AgedStore()
     catalog = Catalog(store, keyring=keyring)
-    digest = catalog.put_link_shift(CONFIG, SHIFT)
-    catalog.put_link_report(CONFIG, json.dumps({"shift": digest}).encode())
+    digest = catalog.models.put_link_shift(CONFIG, SHIFT)
+    catalog.models.put_link_report(CONFIG, json.dumps({"shift": digest}).encode())
     assert b"shift" not in store.get(catalog.keys(CONFIG).link_report)
     store.age(2 * DAY)
     collect(store)  # what cannot be read names who knows what
     collect(store, keyring=keyring)
-    assert catalog.link_shift(CONFIG, digest) == SHIFT
+    assert catalog.models.link_shift(CONFIG, digest) == SHIFT

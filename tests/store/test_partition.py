@@ -32,7 +32,7 @@ def catalog():
         catalog.put_blob(
             CONFIG, blob, document_id=f"document {number}", header_bytes=4, tokens=3, token_digest=digest_tokens(tokens)
         )
-        catalog.put_text(CONFIG, tokens)
+        catalog.texts.put(CONFIG, tokens)
         catalog.store.put(space.profile(hashlib.sha256(blob).hexdigest()), blob)
     catalog.store.put(f"{space.root}catalog.bak", b"kept by hand")
     catalog.store.put(f"{space.root}zz/other", b"kept by hand")

@@ -61,10 +61,10 @@ THEIRS = {
 
 def add(catalog, name, ids, **options):
     """A document with a text and a blob."""
-    catalog.put_text(CONFIG, ids, document_id=name)
+    catalog.texts.put(CONFIG, ids, document_id=name)
     numbers = torch.ones(1, len(ids), 2)
-    blob = catalog.seal(encode(KVCache.from_tensors([numbers], [numbers], token_ids=ids), **options))
-    info = catalog.blob_reader().read_header(blob)
+    blob = catalog.blobs.seal(encode(KVCache.from_tensors([numbers], [numbers], token_ids=ids), **options))
+    info = catalog.blobs.reader().read_header(blob)
     return catalog.put_blob(
         CONFIG, blob, document_id=name, header_bytes=info.header_bytes, tokens=len(ids),
         token_digest=digest_tokens(ids), overwrite=True,
@@ -151,7 +151,9 @@ def entry_of(index, document, chunk, ids):
 
 
 def key_of(catalog, entry):
-    return catalog.keys(CONFIG).prefix_entry(prefix_digest(entry.scheme, entry.chunk_hash, catalog.naming_secret))
+    return catalog.keys(CONFIG).prefix_entry(
+        prefix_digest(entry.scheme, entry.chunk_hash, catalog.objects.naming_secret)
+    )
 
 
 def test_an_entry_is_what_the_format_says():

@@ -37,7 +37,7 @@ with closing(FolderStore(disk)) as store:
     for number in range(5):
         catalog.add_text(CONFIG, f"text {number}", [number, 2, 3])
     store.put("a/k", b"x")
-    catalog.put_text(CONFIG, [9, 9])  # garbage
+    catalog.texts.put(CONFIG, [9, 9])  # garbage
     before = sorted(store.keys(""))
 remount("ro")
 with closing(FolderStore(disk)) as store:
@@ -47,7 +47,7 @@ with closing(FolderStore(disk)) as store:
     assert {one.document_id for one in catalog.documents(CONFIG)} == {f"text {n}" for n in range(5)}
     for number in range(5):
         entry = catalog.by_document(CONFIG, f"text {number}")
-        assert catalog.get_text(CONFIG, entry.token_digest) == (number, 2, 3)
+        assert catalog.texts.get(CONFIG, entry.token_digest) == (number, 2, 3)
     assert catalog.by_document(CONFIG, "nobody's") is None
 for words in (("ls",), ("ls", "--configs"), ("stat", "text 1"), ("verify",), ("gc", "--dry-run")):
     code, words = kvwire(*words)

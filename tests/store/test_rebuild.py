@@ -25,9 +25,9 @@ def store():
 def add(catalog, name, seed=0, *, ids=True, named=True, chunk_tokens=64):
     """Encode a document as a corpus does; gives its entry and its cache."""
     cache = make_cache(70, seed, ids=ids)
-    config, blob = cache.meta.config_digest(), catalog.seal(encode(cache, levels=2, chunk_tokens=chunk_tokens))
-    info = catalog.blob_reader().read_header(blob)
-    catalog.put_text(config, cache.token_ids, document_id=name if named else "", overwrite=True)
+    config, blob = cache.meta.config_digest(), catalog.blobs.seal(encode(cache, levels=2, chunk_tokens=chunk_tokens))
+    info = catalog.blobs.reader().read_header(blob)
+    catalog.texts.put(config, cache.token_ids, document_id=name if named else "", overwrite=True)
     entry = catalog.put_blob(
         config, blob, document_id=name, header_bytes=info.header_bytes, tokens=70, token_digest=info.meta.token_digest,
         levels=[(level.name, level.cumulative_bytes) for level in info.levels],
@@ -47,7 +47,7 @@ def test_the_same_entries_are_written_again(store, keyring):
     catalog = Catalog(store, "alice", keyring=keyring)
     first = add(catalog, "first")
     add(catalog, "second", 1)
-    catalog.put_text(first.config, first.cache.token_ids, document_id="another name")
+    catalog.texts.put(first.config, first.cache.token_ids, document_id="another name")
     catalog.alias(first.entry, "another name")
     catalog.add_text(first.config, "text alone", (5, 6, 7))
     before = {entry.document_id: entry for entry in catalog.documents(first.config)}
@@ -126,7 +126,7 @@ def test_a_document_whose_blob_is_lost_is_kept_as_text_and_a_dry_run_writes_noth
     assert set(store.keys("")) == before
     assert rebuild(store).texts == 1
     assert catalog.by_document(one.config, "doc").is_text
-    assert catalog.get_text(one.config, one.entry.token_digest) == one.cache.token_ids
+    assert catalog.texts.get(one.config, one.entry.token_digest) == one.cache.token_ids
 
 
 def test_damage_and_strangers_are_told_of_and_left_alone(store):
@@ -151,10 +151,10 @@ def test_damage_and_strangers_are_told_of_and_left_alone(store):
 def test_a_profile_is_in_use_again(store):
     catalog = Catalog(store)
     one = add(catalog, "doc")
-    profile = catalog.put_profile(one.config, b"a profile")
+    profile = catalog.profiles.put(one.config, b"a profile")
     catalog.add(_with_profile(one.entry, profile))
     assert rebuild(store).profiles == 0  # no blob names it in its header
-    catalog.set_current_profile(one.config, profile)
+    catalog.profiles.set_current(one.config, profile)
     assert rebuild(store).profiles == 0
 
 

@@ -60,14 +60,14 @@ def test_everything_that_is_written_can_be_without_the_permission_to_list(pose, 
     pose.allowed -= {"s3:ListBucket"}
     catalog = Catalog(store)
     assert catalog.by_document(CONFIG, "d") is None
-    digest = catalog.put_profile(CONFIG, b"profile")
-    catalog.set_current_profile(CONFIG, digest)
+    digest = catalog.profiles.put(CONFIG, b"profile")
+    catalog.profiles.set_current(CONFIG, digest)
     entry = catalog.put_blob(CONFIG, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
-    catalog.put_text(CONFIG, [1, 2], document_id="d")
+    catalog.texts.put(CONFIG, [1, 2], document_id="d")
     assert catalog.by_document(CONFIG, "d") == entry
-    assert catalog.current_profile(CONFIG) == digest
-    assert catalog.link_report(CONFIG) is None
-    assert catalog.model(CONFIG) is None
+    assert catalog.profiles.current(CONFIG) == digest
+    assert catalog.models.link_report(CONFIG) is None
+    assert catalog.models.get(CONFIG) is None
     assert catalog.kept.find(CONFIG, ["1" * 64]) is None
     assert store.replace("v", b"1", "")
     assert not store.replace("v", b"2", "")

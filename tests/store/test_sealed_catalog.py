@@ -21,9 +21,9 @@ def store(request, tmp_path):
 
 def filled(store, keyring=RING, tenant="alice"):
     catalog = Catalog(store, tenant, b"salt", keyring=keyring)
-    digest = catalog.put_text(CONFIG, TOKENS)
-    sealed = catalog.seal(BLOB)
-    info = catalog.blob_reader().read_header(sealed)
+    digest = catalog.texts.put(CONFIG, TOKENS)
+    sealed = catalog.blobs.seal(BLOB)
+    info = catalog.blobs.reader().read_header(sealed)
     entry = catalog.put_blob(
         CONFIG, sealed, document_id="secret plans", header_bytes=info.header_bytes, tokens=100, token_digest=digest
     )
@@ -35,8 +35,8 @@ def test_what_is_written_is_read_and_nothing_readable_lies_in_the_store(store):
     assert catalog.by_document(CONFIG, "secret plans") == entry
     assert catalog.by_tokens(CONFIG, entry.token_digest) == entry
     assert list(catalog.documents(CONFIG)) == [entry]
-    assert catalog.get_text(CONFIG, entry.token_digest) == TOKENS
-    reader = catalog.blob_reader()
+    assert catalog.texts.get(CONFIG, entry.token_digest) == TOKENS
+    reader = catalog.blobs.reader()
     stored = store.get(entry.blob_key)
     reader.read_header(stored)
     assert reader.parsed.info == read_header(BLOB)
@@ -59,10 +59,10 @@ def test_without_the_key_nothing_is_readable(store):
         with pytest.raises((AuthError, CorruptError), match="--keys" if ring is None else None):
             catalog.by_document(CONFIG, "secret plans")
         with pytest.raises((AuthError, CorruptError)):
-            catalog.get_text(CONFIG, entry.token_digest)
+            catalog.texts.get(CONFIG, entry.token_digest)
     bob = Catalog(store, "bob", b"salt", keyring=RING)
     with pytest.raises(AuthError):  # another tenant's objects do not open
-        bob.blob_reader().read_header(store.get(entry.blob_key))
+        bob.blobs.reader().read_header(store.get(entry.blob_key))
 
 
 def test_entries_that_were_not_sealed_are_not_believed(store):
@@ -79,13 +79,13 @@ def test_entries_and_pointers_under_anothers_key_are_not_believed(store):
     store.put(space.document("other"), store.get(space.document("secret plans")))
     with pytest.raises(CorruptError):
         catalog.by_document(CONFIG, "other")
-    digest = catalog.put_profile(CONFIG, b"a profile")
-    catalog.set_current_profile(CONFIG, digest)
-    assert catalog.get_profile(CONFIG, digest) == b"a profile"
-    assert catalog.current_profile(CONFIG) == digest
+    digest = catalog.profiles.put(CONFIG, b"a profile")
+    catalog.profiles.set_current(CONFIG, digest)
+    assert catalog.profiles.get(CONFIG, digest) == b"a profile"
+    assert catalog.profiles.current(CONFIG) == digest
     store.put(catalog.keys(other).current_profile, store.get(space.current_profile))
     with pytest.raises(CorruptError):
-        catalog.current_profile(other)
+        catalog.profiles.current(other)
 
 
 def test_verifying_deletes_nothing_that_it_cannot_read(store):

@@ -422,7 +422,7 @@ def test_a_document_is_found_while_the_remote_is_down_and_put_there_later(remote
         assert content_digest(remote.written[0]) == entry.sha256
         assert Catalog(remote.inner).by_document(CONFIG, "doc") == entry
         assert Catalog(remote.inner).by_document(CONFIG, "other") == text
-        assert Catalog(remote.inner).get_text(CONFIG, text.token_digest) == (1, 2, 3)
+        assert Catalog(remote.inner).texts.get(CONFIG, text.token_digest) == (1, 2, 3)
         assert remote.inner.get(entry.blob_key) == blob
 
 

@@ -114,14 +114,14 @@ async def test_a_catalog_works_over_it(behind, store):
     config = "c" * 64
     writer = Catalog(behind)
     entry = writer.put_blob(config, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
-    digest = writer.put_profile(config, b"profile")
-    writer.set_current_profile(config, digest)
+    digest = writer.profiles.put(config, b"profile")
+    writer.profiles.set_current(config, digest)
     catalog = Catalog(store)
     assert await run(catalog.by_document, config, "d") == entry
     assert await run(catalog.by_tokens, config, "1" * 64) == entry
     assert await run(catalog.by_document, config, "e") is None
-    assert await run(catalog.current_profile, config) == digest
-    assert await run(catalog.get_profile, config, digest) == b"profile"
+    assert await run(catalog.profiles.current, config) == digest
+    assert await run(catalog.profiles.get, config, digest) == b"profile"
 
 
 async def test_threads_share_it(store):

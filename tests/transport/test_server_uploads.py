@@ -216,7 +216,7 @@ def entries():
     behind = MemoryStore()
     catalog = Catalog(behind)
     catalog.put_blob(CONFIG, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
-    catalog.set_current_profile(CONFIG, catalog.put_profile(CONFIG, b"profile"))
+    catalog.profiles.set_current(CONFIG, catalog.profiles.put(CONFIG, b"profile"))
     return {one.key: behind.get(one.key) for one in behind.scan("") if one.key.endswith(".json")}
 
 

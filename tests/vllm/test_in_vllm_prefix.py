@@ -102,7 +102,7 @@ def test_saved_by_one_loaded_by_another(places):
     cache = decoded(one, hit.document.document_id)
     assert distance(first, one.expected(longer, cache)) <= CLOSE
     exact = one.expected(longer)
-    encoded_here = one.corpus.catalog.get_text(one.corpus.meta.config_digest(), hit.document.token_digest)
+    encoded_here = one.corpus.catalog.texts.get(one.corpus.meta.config_digest(), hit.document.token_digest)
     assert list(encoded_here) == prompt
     info = one.corpus.read_header(hit.document)
     raw = sum(side.numel() * 2 for side in (*own.keys, *own.values))

@@ -59,7 +59,7 @@ def open_document(catalog: Catalog, entry: CatalogEntry, session: aiohttp.Client
     Raises:
         ArgumentError: The store needs a session and none is given.
     """
-    sources = [open_source(catalog.store, key, session) for key in catalog.blobs_of(entry)]
+    sources = [open_source(catalog.store, key, session) for key in catalog.blobs.of(entry)]
     if not entry.parts:
         return sources[0]
     from kvwire.store.crypto.joined import Extents

@@ -1,0 +1,109 @@
+"""The objects of one tenant in a store: their keys, and what is sealed of them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvwire.errors import ArgumentError, AuthError, ConflictError, NotFoundError, StorageError
+from kvwire.store.catalog.announcements import is_old
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import KeySpace
+from kvwire.store.listing import ahead, read_ahead
+from kvwire.types import SEALED_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kvwire.store.base import Store
+    from kvwire.store.catalog_entry import CatalogEntry
+    from kvwire.store.crypto.sealing import TenantKeys
+
+Config: TypeAlias = str | KeySpace
+"""A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""
+_WRITERS = 8
+MAX_SMALL_BYTES = 1 << 30
+"""Of a profile or text: more is not read."""
+
+
+class TenantObjects:
+    """One tenant's objects in a store: all parts of its catalog read and write through this."""
+
+    def __init__(self, store: Store, tenant: str, keys: TenantKeys | None) -> None:
+        """Keep the store; nothing is read or written yet."""
+        self.store, self.tenant, self.secrets = store, tenant, keys
+
+    def keys(self, config: Config) -> KeySpace:
+        """The keys of this tenant for one model configuration."""
+        space = config if isinstance(config, KeySpace) else KeySpace.of(self.tenant, config)
+        if space.tenant != self.tenant:
+            msg = "that model configuration is another tenant's: list the configurations of this one"
+            raise ArgumentError(msg)
+        return space
+
+    @property
+    def naming_secret(self) -> bytes:
+        """Keys the names that could be guessed from hashes of short texts; empty where nothing is sealed."""
+        return self.secrets.naming_secret if self.secrets else b""
+
+    def read(self, key: str, most: int = MAX_ENTRY_BYTES + 1) -> bytes | None:
+        """Read an object, and open it where it is sealed; None where it is not there."""
+        try:
+            data = self.store.get(key, 0, most)
+        except NotFoundError:
+            return None
+        if content_digest(key):
+            return data
+        if self.secrets:
+            return self.secrets.unseal(data, key)
+        if data.startswith(SEALED_MAGIC):
+            msg = f"{key} is sealed: give the keyring that it was written with (--keys)"
+            raise AuthError(msg)
+        return data
+
+    def read_each(self, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
+        """``read`` several objects, several at a time where the store is far."""
+        return read_ahead(self.store, keys, self.read)
+
+    def intact(self, key: str, most: int | None = None) -> bytes | None:
+        """Content that its key names by digest; None where it is damaged, not only in a copy of it nearby."""
+        for _ in range(2):
+            data = self.store.get(key, 0, most)
+            if hashlib.sha256(data).hexdigest() == content_digest(key):
+                return data
+            self.store.distrust(key)
+        return None
+
+    def is_young(self, key: str) -> bool:
+        """Whether content is there and will be for a while; False where the store cannot tell."""
+        try:
+            return not is_old(self.store.stat(key).modified)
+        except (NotFoundError, StorageError):
+            return False
+
+    def sealed(self, key: str, data: bytes) -> bytes:
+        """An object of the catalog as it is to be stored; content is never sealed here."""
+        return self.secrets.seal(data, key) if self.secrets and not content_digest(key) else data
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write an object, sealed where this tenant's are."""
+        self.store.put(key, self.sealed(key, data))
+
+    def write_many(self, entries: Iterable[tuple[str, bytes]]) -> None:
+        """Write objects of the catalog, several at a time where the store knows how to."""
+        if self.store.is_local:
+            self.store.put_many((key, self.sealed(key, data)) for key, data in entries)
+            return
+        for _, written in ahead(entries, lambda pair: self.write(*pair), _WRITERS):
+            written()
+
+    def replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
+        """Write an entry where it is still the one that was read."""
+        key = space.document(entry.document_id)
+        if not self.store.replace(key, self.sealed(key, entry.to_json()), etag):
+            msg = (
+                f"document {entry.document_id!r} was changed by another writer meanwhile, and its entry is as that one "
+                "left it: look at the document and append again, or to a fork (--fork)"
+            )
+            raise ConflictError(msg)
