@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvwire.store.catalog.catalog import Catalog
-    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog.objects import Config
     from kvwire.store.catalog_entry import CatalogEntry
 
 VERSION = 1
@@ -101,5 +101,5 @@ class LastUses:
                 return False
         except NotFoundError:
             pass
-        self._catalog.put_entry(key, LastUse(entry.document_id, entry.token_digest).to_json())
+        self._catalog.objects.write(key, LastUse(entry.document_id, entry.token_digest).to_json())
         return True

@@ -138,7 +138,7 @@ class PageLoader(Loader):
                 if kept is not None and (trouble := _lay_over(work, documents, await self._in_time(reading, until))):
                     tokens = min(tokens, len(texts[documents[0]]))
                     work.misses.append(trouble)
-                self._remember()
+                self._remember(load)
                 prompt = getattr(work, "prompt", None)
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
                     return Loaded(None, 0, -1, load.bytes, tuple(work.misses))

@@ -387,7 +387,7 @@ class Loader:
                 filled.load.cut(begun.wanted) if begun else None
                 answer = await self._closer.answer(filled, goal, list(question), tokens, asked.stop, then)
                 self._engine_looks &= filled.load.work.can_look
-                self._remember([one.found.entry for one in filled.load.documents if one.found.entry])
+                self._remember(filled.load)
                 if asked.chat is None:
                     return answer
                 apart = await asyncio.to_thread(asked.chat.apart, self._engine, filled.load.texts)
@@ -485,9 +485,9 @@ class Loader:
             on_late=chosen.on_late,
         )
 
-    def _remember(self, used: Sequence[CatalogEntry]) -> None:
+    def _remember(self, load: Load) -> None:
         """Write down estimates and last uses in a thread; while that runs, later loads leave it to those after them."""
-        self._used += self._uses.wanted(used)
+        self._used += self._uses.wanted(each.found.entry for each in load.work.documents.values() if each.found.entry)
         if self._writing is None or self._writing.done():
             due, self._used = self._used, []
             self._writing = self._session.threads.blocking.submit(self._write_down, self.estimates, due)

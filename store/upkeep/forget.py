@@ -188,7 +188,7 @@ class _Look:
                 self._tell("entries", _TELL_EVERY)
             if entry.is_text:
                 continue
-            blobs = catalog.blobs_of(entry)
+            blobs = catalog.blobs.of(entry)
             self.sizes.update(blobs)
             key, name = space.document(entry.document_id), entry.document_id
             times = written.get(key, 0.0), marked.get(space.last_use(name), 0.0)

@@ -34,8 +34,8 @@ def test_a_killed_turn_is_whole_or_never_was(demo_model, tmp_path):
             assert verify_store(store, [catalog]).damaged == ()
             (space,) = catalog.configurations()
             entry = catalog.by_document(space, "sessions/anna")
-            text = catalog.text_of(space, entry)
-            assert len(text) == catalog.read_header(entry).tokens == entry.tokens
+            text = catalog.texts.of(space, entry)
+            assert len(text) == catalog.blobs.header(entry).tokens == entry.tokens
             return text
 
     turn()

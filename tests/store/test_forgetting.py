@@ -85,7 +85,7 @@ def put(catalog, name, size=100):
     ids = [ord(letter) for letter in name]
     return catalog.put_blob(
         CONFIG, name.encode().ljust(size, b"."), document_id=name, header_bytes=4, tokens=len(ids),
-        token_digest=catalog.put_text(CONFIG, ids),
+        token_digest=catalog.texts.put(CONFIG, ids),
     )  # fmt: skip
 
 
