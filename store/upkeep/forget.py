@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError, AuthError, NotFoundError
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.last_use import SAVED
+from kvwire.store.listing import ahead
 from kvwire.store.upkeep.walk import added, catalogs
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvwire.store.upkeep.walk import OnProgress
 
 _TELL_EVERY = 1000
+_WRITERS = 8
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,26 @@ def forget(  # noqa: PLR0913 - what may be forgotten, and what holds it back
             f"{max_fraction:.0%}, so nothing was: look with --dry-run; where this is right, pass --yes (max_fraction=1)"
         )
         raise ArgumentError(msg)
-    total = Forgotten(left=whole, failures=tuple(look.failures))
-    for document, size in doomed:
-        if dry_run or look.remove(document):
-            total = added(total, Forgotten(1, size, -size))
+    total, threads = Forgotten(left=whole, failures=tuple(look.failures)), 1 if store.is_local else _WRITERS
+    remove = (lambda _: True) if dry_run else look.remove
+    for window in _windows(doomed):
+        for (_, size), is_gone in ahead(window, remove, threads):
+            if is_gone():
+                total = added(total, Forgotten(1, size, -size))
     return total
+
+
+def _windows(doomed: Iterable[tuple[Stored, int]]) -> Iterator[list[tuple[Stored, int]]]:
+    """Documents that may go side by side: none of them stands on another, which has to stay until it is gone."""
+    window: list[tuple[Stored, int]] = []
+    stood_on = set[tuple[str, ...]]()
+    for document, size in doomed:
+        if document.blobs in stood_on:
+            yield window
+            window, stood_on = [], set()
+        window.append((document, size))
+        stood_on.update(document.blobs[:end] for end in range(1, len(document.blobs)))
+    yield window
 
 
 class _Look:
@@ -197,8 +214,9 @@ class _Look:
             self.documents.append(Stored(key, tuple(blobs), max(times), may_go))
         self._tell("entries", count % _TELL_EVERY)
 
-    def remove(self, document: Stored) -> bool:
+    def remove(self, doomed: tuple[Stored, int]) -> bool:
         """Take a document out, unless it was written or used since it was looked at."""
+        document = doomed[0]
         catalog, space, name = self._places[document.key]
         store = catalog.store
         for key in (document.key, space.last_use(name)):

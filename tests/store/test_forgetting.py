@@ -13,7 +13,7 @@ from kvwire.runtime.saving import PROMPTS
 from kvwire.store import Catalog, collect, forget
 from kvwire.store.last_use import SAVED, LastUse, LastUses
 from kvwire.store.testing import StoreWrapper
-from kvwire.store.upkeep.forget import Stored, choose
+from kvwire.store.upkeep.forget import Stored, _windows, choose
 
 from .conftest import CONFIG, DAY, AgedStore
 
@@ -69,6 +69,15 @@ def test_what_goes_is_what_the_rules_say(documents, keep, since):
         and used_with_all_behind(each, documents) <= since
     ]  # fmt: skip
     assert not may_go or bytes_of(left) <= keep < inf
+
+
+@given(STORES, st.integers(0, 30))
+def test_windows_keep_the_order_and_never_hold_a_document_with_what_stands_on_it(documents, keep):
+    doomed = list(choose(documents, SIZES, keep))
+    windows = list(_windows(doomed))
+    assert [pair for window in windows for pair in window] == doomed
+    for window in windows:
+        assert not any(stands_on(leaf, root) for leaf, _ in window for root, _ in window)
 
 
 @pytest.fixture
