@@ -74,8 +74,9 @@ class _Marks:
 
     def __init__(self, said: Sequence[str]) -> None:
         """Draw words that none of the texts has."""
-        while any((word := f"Xx{secrets.token_hex(12)}") in text for text in said):
-            pass
+        word = f"Xx{secrets.token_hex(12)}"
+        while any(word in text for text in said):
+            word = f"Xx{secrets.token_hex(12)}"
         self._word, self._said = word, said
         self.documents = f"{word}d"
         self.shown = [f"{word}t{number}e" if text else "" for number, text in enumerate(said)]

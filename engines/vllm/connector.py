@@ -24,6 +24,7 @@ from .events import StoredEvents, stored_event
 from .metrics import TransferCounts, TransferMetrics
 from .opening import ConnectorSettings, check_version, log_as_vllm
 from .pages import PackedPages, StridedPages
+from .proxy.telling import OutcomeSender
 from .requests import PARAMS
 from .saving import PageSave, Saver, Saving
 from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
@@ -110,6 +111,7 @@ class KvwireConnector(KVConnectorBase_V1):
         self._scheduling: ConnectorScheduler | None = None
         self._working: ConnectorWorker | None = None
         self._saver: Saver | None = None
+        self._telling: OutcomeSender | None = None
         self._bad: set[int] = set()
         self._step_tokens, self._step_began = 0, 0.0
         self._outcomes: list[tuple[str, LoadOutcome]] = []
@@ -118,6 +120,7 @@ class KvwireConnector(KVConnectorBase_V1):
         self._workers = parallel.tensor_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
+            self._telling = OutcomeSender(settings.outcomes) if settings.outcomes else None
             self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
             self._scheduling = ConnectorScheduler(
                 self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
@@ -188,6 +191,8 @@ class KvwireConnector(KVConnectorBase_V1):
         why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed, event=event)
         if told is not None and why is not None:
             told[PARAMS] |= {"not_saved": why} if why else {"saving_tokens": len(prompt)}
+        if told is not None and self._telling is not None:
+            self._telling.send(request.request_id, told[PARAMS])
         return why == "", told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -303,6 +308,8 @@ class KvwireConnector(KVConnectorBase_V1):
             self._saver.close()
         if self._scheduling is not None:
             self._scheduling.close()
+        if self._telling is not None:
+            self._telling.close()
 
 
 _CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"

@@ -17,6 +17,7 @@ from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
 
 from .loading import PageLoader
+from .proxy.telling import check_path
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _TEXTS = (
     "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",
+    "outcomes",
 )  # fmt: skip
 _LONGEST_S = 86400.0
 _OLDEST, _TESTED = (0, 32), (0, 32)
@@ -67,6 +69,7 @@ class ConnectorSettings(CorpusSettings):
         max_kl: See ``LoadSettings``; null: any level. A request that names a level gets that.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
         save: Which prompts are kept that vLLM computes; see ``Saving``.
+        outcomes: Path of the socket at which a proxy is told what became of requests (``kvwire vllm-proxy``).
     """
 
     link: str | None = None
@@ -76,6 +79,7 @@ class ConnectorSettings(CorpusSettings):
     max_kl: float | None = MAX_KL
     index: str = "kvwire"
     save: SaveMode = "off"
+    outcomes: str | None = None
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> ConnectorSettings:
@@ -95,6 +99,8 @@ class ConnectorSettings(CorpusSettings):
         if extra.get("save", "off") not in _SAVE:
             msg = f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}"
             raise ArgumentError(msg)
+        if extra.get("outcomes") is not None:
+            check_path(extra["outcomes"])
         check_max_kl(extra.get("max_kl"))
         hash_scheme(extra.get("index") or "kvwire", "")
         if not extra.get("store"):
