@@ -160,8 +160,7 @@ class KvwireConnector(KVConnectorBase_V1):
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
         if names_documents(request.cache_salt) and (choice is None or trouble):  # they are not loaded
             _keep_apart(request, apart(request.cache_salt or "", prompt))
-        asks = choice.save if choice is not None else False
-        self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
+        self._saving.begin(name, request.cache_salt, choice, trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
@@ -185,15 +184,21 @@ class KvwireConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
-        told, prompt = self.scheduling.end(request.request_id), request.prompt_token_ids or []
-        is_computed = request.num_output_tokens > 0
-        event = partial(stored_event, request, self._block_tokens) if self._tells else None
-        why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed, event=event)
-        if told is not None and why is not None:
-            told[PARAMS] |= {"not_saved": why} if why else {"saving_tokens": len(prompt)}
+        name, prompt = request.request_id, request.prompt_token_ids or []
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token's rows are not computed
+        saved = self._saving.end(
+            name, prompt, block_ids, is_computed=request.num_output_tokens > 0,
+            event=partial(stored_event, request, self._block_tokens) if self._tells else None,
+            answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
+            head=self.scheduling.missing_head(name),
+            built_on=lambda had: self.scheduling.built_on(name, had=had),
+        )  # fmt: skip
+        told = self.scheduling.end(name)
+        if told is not None and saved is not None:
+            told[PARAMS] |= {"not_saved": saved} if isinstance(saved, str) else {"saving_tokens": saved}
         if told is not None and self._telling is not None:
             self._telling.send(request.request_id, told[PARAMS])
-        return why == "", told
+        return isinstance(saved, int), told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what workers tell of loads and of the store."""

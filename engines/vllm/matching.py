@@ -59,6 +59,8 @@ class Matched:
         kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
         is_other_text: The prompt has other text than the salt names, and what agrees of it is not loaded.
         refused: Why the request cannot be served as asked, in words.
+        lacks_head: The store lacks the rows of what stands before the documents.
+        context: The level that rows of the pieces were computed over; None: none was lossy.
     """
 
     salt: str
@@ -67,6 +69,8 @@ class Matched:
     kept: KeptRepair | None = None
     is_other_text: bool = False
     refused: str = ""
+    lacks_head: bool = False
+    context: int | None = None
 
 
 def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
@@ -79,7 +83,7 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
         return Matched(salt, (), refused=missing)
     front, trouble = _front(corpus, choice, entries[0], prompt)
     if trouble:
-        return Matched(salt, (), trouble, is_other_text=True)
+        return Matched(salt, (), trouble, is_other_text=True, lacks_head=choice.head > 0)
     pieces = list(front)
     position = sum(piece.tokens for piece in pieces)
     is_other = False
@@ -161,7 +165,7 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
         return Matched(salt, (), "; ".join(troubles))
     name, ids, rest = hit.document.document_id, hit.token_ids[hit.opening :], tokens - hit.opening
     pieces = (*([front] if front else []), *([Piece(name, ids, rest)] if rest > 0 else []))
-    return Matched(salt, pieces, "; ".join(troubles))
+    return Matched(salt, pieces, "; ".join(troubles), context=hit.info.context_level)
 
 
 def _opening_piece(corpus: Corpus, opening: tuple[int, ...]) -> Piece | None:

@@ -77,6 +77,8 @@ class _Asked:
     computed: int = 0
     loads: int = 0
     told: dict[str, Any] = field(default_factory=dict)
+    context: int | None = None
+    lacks_head: bool = False
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     is_other_text: bool = False
 
@@ -207,6 +209,24 @@ class ConnectorScheduler:
         asked.is_other_text = False
         return apart(asked.salt, asked.prompt)
 
+    def missing_head(self, request_id: str) -> int:
+        """How many first tokens of a request's prompt its documents stand behind, and the store lacks the rows of."""
+        asked = self._asked.get(request_id)
+        return asked.choice.head if asked is not None and asked.lacks_head and asked.choice else 0
+
+    def built_on(self, request_id: str, *, had: bool) -> int | None:
+        """The coarsest level that rows of a request are of, or were computed over; None: all were computed here.
+
+        had: vLLM had some in its memory, under a salt that names the level.
+        """
+        asked = self._asked.get(request_id)
+        if asked is None or asked.choice is None:
+            return None
+        told = asked.outcome.told()
+        levels = [asked.choice.level if had else None]
+        levels += [told.get("level"), asked.context] if told.get("loaded_tokens") else []
+        return min((each for each in levels if each is not None), default=None)
+
     def end(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request."""
         asked = self._asked.pop(request_id, None)
@@ -265,6 +285,7 @@ class ConnectorScheduler:
         self._failures = 0
         asked.told["cache_salt"] = matched.salt
         asked.is_other_text = matched.is_other_text and asked.salt == matched.salt
+        asked.lacks_head = matched.lacks_head
         if matched.refused:
             self._refuse(request_id, asked, matched.refused)
             return ()
@@ -279,7 +300,7 @@ class ConnectorScheduler:
             return ()
         if matched.trouble:
             asked.told["trouble"] = matched.trouble
-        asked.kept = matched.kept
+        asked.kept, asked.context = matched.kept, matched.context
         return matched.pieces
 
     def _refuse(self, request_id: str, asked: _Asked, why: str) -> None:

@@ -172,6 +172,28 @@ def test_a_prefix_that_was_computed_is_kept_and_then_loaded(places):
     assert distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id))) <= CLOSE
 
 
+def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
+    """Each turn begins with the last one's prompt and answer, which another vLLM loads; it computes the rest alone."""
+    one, other = places
+    whole, before, cache = drawn(60, 333), 0, None
+    for turn, place in enumerate((one, other, one, other)):
+        ((first, tokens, told, _),) = place.ask(prefix(place, whole, save=True), tokens=9)
+        assert told.get("loaded_tokens", 0) == before
+        assert distance(first, place.expected(whole, cache)) <= CLOSE
+        assert told["saving_tokens"] == len(whole) + 8  # the last token was said and not run
+        whole += tokens[:8]
+        hit = found(place, [*whole, 1][: len(whole)])
+        before, cache = len(whole), decoded(one, hit.document.document_id, tokens=len(whole))
+        assert (hit.tokens, hit.info.context_level) == (before, LEVEL if turn else None)
+        assert len(hit.document.parts or (1,)) == turn + 1
+        whole += drawn(61 + turn, 20 + turn)
+    ((_, _, told, _),) = one.ask(prefix(one, whole, LEVEL + 1))  # finer than what its rows were computed over
+    assert "computed over a coarser level" in told["trouble"]
+    # what vLLM has in its memory may have been loaded: its level is that of the salt
+    ((_, _, told, _),) = one.ask(prefix(one, whole[:before], save=True), tokens=3)
+    assert "saving_tokens" in told
+
+
 def counted(place, name):
     """One of vLLM's metrics."""
     return sum(each.value for each in place.llm.get_metrics() if each.name == f"vllm:{name}")
