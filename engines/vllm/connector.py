@@ -125,6 +125,7 @@ class KvwireConnector(KVConnectorBase_V1):
             self._scheduling = ConnectorScheduler(
                 self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
                 is_strict=transfer.kv_load_failure_policy == "fail", index=settings.index, least_tokens=block,
+                link_bound=settings.link_bound,
             )  # fmt: skip
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
             self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config))

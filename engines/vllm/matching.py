@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry, KeptRepair, PrefixIndex
 
+    from .quality import LinkQuality
     from .requests import Choice
 
     Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
@@ -60,6 +61,7 @@ class Matched:
         is_other_text: The prompt has other text than the salt names, and what agrees of it is not loaded.
         refused: Why the request cannot be served as asked, in words.
         lacks_head: The store lacks the rows of what stands before the documents.
+        expected_kl: Of linked documents that nothing repairs, from full prefill, as it was measured; None: it was not.
         context: The level that rows of the pieces were computed over; None: none was lossy.
     """
 
@@ -70,10 +72,13 @@ class Matched:
     is_other_text: bool = False
     refused: str = ""
     lacks_head: bool = False
+    expected_kl: float | None = None
     context: int | None = None
 
 
-def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
+def match_documents(
+    corpus: Corpus, choice: Choice, prompt: Sequence[int], quality: LinkQuality | None = None
+) -> Matched:
     """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
     entries = entries_of(corpus, choice)
     kept = kept_of(corpus, choice, entries)
@@ -110,7 +115,14 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
     if choice.repair and len(pieces) > repaired:
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[:repaired]
-    return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None, is_other)
+    expected, linked = None, len(pieces) > 1 + len(front)
+    if linked and not choice.repair and quality is not None:
+        level = entries[0].levels[choice.level][0] if entries[0] and choice.level is not None else ""
+        expected = quality.expected_kl(level)
+        if why := quality.trouble(level):
+            pieces, trouble, expected = pieces[: 1 + len(front)], why, None
+    kept = kept if kept and len(pieces) > 1 else None
+    return Matched(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected)
 
 
 def _front(

@@ -67,6 +67,8 @@ class ConnectorSettings(CorpusSettings):
         load_s: Longest load without a deadline.
         pause_s: How long a store that failed three times in a row is left alone; 0: it is always asked.
         max_kl: See ``LoadSettings``; null: any level. A request that names a level gets that.
+        link_bound: Of what documents tell a question, the share that links may lose by ``kvwire check-model``; else
+            only the first of linked documents is loaded. null: any.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
         save: Which prompts are kept that vLLM computes; see ``Saving``.
         outcomes: Path of the socket at which a proxy is told what became of requests (``kvwire vllm-proxy``).
@@ -77,6 +79,7 @@ class ConnectorSettings(CorpusSettings):
     load_s: float = 30.0
     pause_s: float = 10.0
     max_kl: float | None = MAX_KL
+    link_bound: float | None = None
     index: str = "kvwire"
     save: SaveMode = "off"
     outcomes: str | None = None
@@ -102,6 +105,10 @@ class ConnectorSettings(CorpusSettings):
         if extra.get("outcomes") is not None:
             check_path(extra["outcomes"])
         check_max_kl(extra.get("max_kl"))
+        bound = extra.get("link_bound")
+        if bound is not None and (type(bound) not in (int, float) or not 0 <= bound <= 1):
+            msg = "kv_connector_extra_config: link_bound is a share from 0 to 1"
+            raise ArgumentError(msg)
         hash_scheme(extra.get("index") or "kvwire", "")
         if not extra.get("store"):
             msg = 'name the store of the documents: "kv_connector_extra_config": {"store": "file:///folder"}'

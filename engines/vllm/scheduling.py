@@ -13,6 +13,7 @@ from kvwire.errors import ArgumentError, KvwireError
 
 from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
+from .quality import LinkQuality
 from .requests import PARAMS, SALTED, Choice
 
 if TYPE_CHECKING:
@@ -100,15 +101,17 @@ class ConnectorScheduler:
         is_strict: bool = False,
         index: str = "kvwire",
         least_tokens: int = 1,
+        link_bound: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Ask nothing yet.
 
         pause_s: how long a store that failed several times in a row is left alone. is_strict: requests that do not get
-        what they ask for fail.
+        what they ask for fail. link_bound: see ``LinkQuality``.
         """
         self._corpus, self._patience_s, self._clock = corpus, patience_s, clock
         self._pause_s, self._is_strict = pause_s, is_strict
+        self._quality = LinkQuality(corpus, link_bound)
         self._failures, self._paused_until = 0, 0.0
         self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
@@ -136,7 +139,7 @@ class ConnectorScheduler:
         if trouble:
             asked.told["trouble"] = trouble
         elif asked.choice.mode == "documents":
-            asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt)
+            asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt, self._quality)
         elif asked.choice.mode == "prefix":
             asked.looking = self._pool.submit(match_prefix, self._corpus, self._index, asked.choice, asked.prompt)
         return asked.choice
@@ -301,6 +304,8 @@ class ConnectorScheduler:
         if matched.trouble:
             asked.told["trouble"] = matched.trouble
         asked.kept, asked.context = matched.kept, matched.context
+        if matched.expected_kl is not None:
+            asked.told["expected_kl"] = round(matched.expected_kl, 5)
         return matched.pieces
 
     def _refuse(self, request_id: str, asked: _Asked, why: str) -> None:

@@ -140,14 +140,14 @@ def test_a_prompt_gets_what_it_shares_with_a_document(places):
     assert distance(first, other.expected(prompt)) <= 1e-5
 
 
-def test_rows_that_were_loaded_are_never_kept(places):
+def test_rows_that_were_loaded_are_kept_where_that_is_asked_for_alone(places):
     """Neither of linked documents, nor of a prefix, nor what vLLM kept of them under their salt."""
     one, _ = places
     before = set(saved(one))
     text = one.corpus.text(one.corpus.find("b"))
     for names, level in (("cab", 1), ("cab", 1), ("bd", 2)):
         one.ask(one.body(names, level))
-    asked = prefix(one, [*text, *drawn(4, 100)], 1, save=True)
+    asked = prefix(one, [*text, *drawn(4, 100)], 1)
     ((_, _, told, _),) = one.ask(asked)
     assert told["promised_tokens"] == LENGTHS["b"]
     assert "were loaded" in told["not_saved"]
