@@ -164,12 +164,14 @@ def test_a_prefix_that_was_computed_is_kept_and_then_loaded(places):
     one, other = places
     prompt = drawn(6, 300)
     ((first, _, told, _),) = other.ask(prefix(other, prompt, save=True))
-    assert told["saving_tokens"] == 300
+    assert told["saving_tokens"] == 303  # with the answer, whose last token was not run
     assert distance(first, other.expected(prompt)) <= 1e-5
     hit = found(other, prompt)
     ((first, _, told, _),) = one.ask(prefix(one, [*prompt, *QUESTION]))
     assert told["promised_tokens"] == 300
-    assert distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id))) <= CLOSE
+    assert (
+        distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id, tokens=300))) <= CLOSE
+    )
 
 
 def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
@@ -209,7 +211,7 @@ def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
     other.ask(other.body("da", 1))
     more = {name: counted(other, f"kvwire_{name}") - before[name] for name in COUNTED}
     assert (more["loads"], more["loaded_tokens"], more["lost_tokens"]) == (1, LENGTHS["d"] + LENGTHS["a"], 0)
-    assert (more["saved_prompts"], more["saved_tokens"], more["unsaved_prompts"]) == (1, 200, 0)
+    assert (more["saved_prompts"], more["saved_tokens"], more["unsaved_prompts"]) == (1, 203, 0)
     assert min(more["loaded_bytes"], more["saved_bytes"]) > 1000
 
 
