@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -20,44 +20,66 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Place
     from kvwire.engines.transformers.tokenizing import PieceTokenizer
 
-    Around = Callable[[PieceTokenizer, Chat, str, str], tuple[str, str]]
 
 _SAID = "a"
 """What somebody says where it does not matter."""
 
 
+@dataclass(frozen=True)
+class Script:
+    """A prompt that is written around documents, or around an answer.
+
+    Attributes:
+        said: What people said in it: control tokens that these texts spell are text.
+        write: Makes the prompt, of other texts in their place, and of what stands for the documents.
+        trouble: What to say where it has the documents so many times, and not once.
+    """
+
+    said: tuple[str, ...]
+    write: Callable[[Sequence[str], str], str]
+    trouble: str
+
+    def around(self, said: Sequence[str], mark: str) -> tuple[str, str]:
+        """What stands before and behind the documents."""
+        head, *rest = self.write(said, mark).split(mark)
+        if len(rest) != 1:
+            raise ArgumentError(self.trouble.format(len(rest)))
+        return head, rest[0]
+
+
 def render(pieces: PieceTokenizer, chat: Chat, question: str, *, further: bool = False) -> RenderedChat:
     """Render a chat's template around documents, or around an answer behind which the chat goes on."""
-    marks = _Marks(chat, question)
-    around = _behind_answer if further else _around
-    head, tail = around(pieces, chat, question, marks.documents)
+    script = _answer_script(pieces, chat, question) if further else _chat_script(pieces, chat, question)
+    return RenderedChat(*read_around(pieces, script), _stop(pieces, chat, _Marks(script.said).documents))
+
+
+def read_around(pieces: PieceTokenizer, script: Script) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids before and behind a script's documents."""
+    marks = _Marks(script.said)
+    head, tail = script.around(script.said, marks.documents)
     front, rest = pieces(head, "first", "frame"), pieces(tail, "last", "frame")
-    if _control(pieces, front, rest) != _control(pieces, *_harmless(pieces, chat, question, marks.documents, around)):
-        shown = marks.shown(chat)  # a text spells control tokens: only the template's own count
-        head, tail = around(pieces, *shown, marks.documents)
-        front, rest = marks.read(pieces, head, "first"), marks.read(pieces, tail, "last")
+    quiet = script.around([_SAID if text else "" for text in script.said], marks.documents)
+    if _control(pieces, front, rest) != _control(
+        pieces, pieces(quiet[0], "first", "frame"), pieces(quiet[1], "last", "frame")
+    ):
+        head, tail = script.around(marks.shown, marks.documents)  # a text spells control tokens: only the
+        front, rest = marks.read(pieces, head, "first"), marks.read(pieces, tail, "last")  # template's own count
     if tuple(front[: len(pieces.opening)]) != pieces.opening:  # documents were computed behind it
         front = [*pieces.opening, *front]
-    return RenderedChat(tuple(front), tuple(rest), _stop(pieces, chat, marks.documents))
+    return tuple(front), tuple(rest)
 
 
 class _Marks:
     """Words that stand for texts while a template is rendered: letters and digits, which templates leave alone."""
 
-    def __init__(self, chat: Chat, question: str) -> None:
+    def __init__(self, said: Sequence[str]) -> None:
         """Draw words that none of the texts has."""
-        said = [chat.system or "", chat.before, chat.after, question, *(turn.text for turn in chat.turns)]
-        while any((word := f"Xx{secrets.token_hex(12)}") in text for text in said):
-            pass
+        word = f"Xx{secrets.token_hex(12)}"
+        while any(word in text for text in said):
+            word = f"Xx{secrets.token_hex(12)}"
         self._word, self._said = word, said
         self.documents = f"{word}d"
-
-    def shown(self, chat: Chat) -> tuple[Chat, str]:
-        """The chat with a mark in place of each text, and so the question."""
-        marked = [f"{self._word}t{number}e" if text else "" for number, text in enumerate(self._said)]
-        system, before, after, asked, *others = marked
-        turns = tuple(replace(turn, text=text) for turn, text in zip(chat.turns, others, strict=True))
-        return Chat(None if chat.system is None else system, turns, before, after), asked
+        self.shown = [f"{word}t{number}e" if text else "" for number, text in enumerate(said)]
 
     def read(self, pieces: PieceTokenizer, text: str, place: Place) -> list[int]:
         """Read what the template made of marks: its own words as the frame, what was said as text."""
@@ -72,52 +94,51 @@ class _Marks:
         return ids
 
 
-def _harmless(
-    pieces: PieceTokenizer, chat: Chat, question: str, mark: str, around: Around
-) -> tuple[list[int], list[int]]:
-    """The same chat in which everybody says next to nothing."""
-
-    def said(text: str) -> str:
-        return "a" if text else ""
-
-    turns = tuple(replace(turn, text=said(turn.text)) for turn in chat.turns)
-    system = None if chat.system is None else said(chat.system)
-    quiet = Chat(system, turns, said(chat.before), said(chat.after))
-    head, tail = around(pieces, quiet, said(question), mark)
-    return pieces(head, "first", "frame"), pieces(tail, "last", "frame")
-
-
 def _control(pieces: PieceTokenizer, *texts: Sequence[int]) -> list[list[int]]:
     return [[token for token in ids if token in pieces.control] for ids in texts]
 
 
-def _around(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tuple[str, str]:
-    """What the template puts before and behind the documents."""
-    head, *rest = _rendered(pieces.tokenizer, chat, f"{chat.before}{mark}{question}{chat.after}").split(mark)
-    if len(rest) != 1:
-        msg = (
-            f"the model's chat template has the user's text {len(rest)} times, and documents are linked once; ask "
-            "without a chat, or with a template of its own for documents"
-        )
-        raise ArgumentError(msg)
-    return head, rest[0]
+def _said_in(chat: Chat, question: str) -> tuple[str, ...]:
+    return (chat.system or "", chat.before, chat.after, question, *(turn.text for turn in chat.turns))
 
 
-def _behind_answer(pieces: PieceTokenizer, chat: Chat, question: str, mark: str) -> tuple[str, str]:
-    """What the template puts before and behind an answer, up to the next one."""
-    answered = replace(chat, turns=(*chat.turns, Turn("user", _SAID), Turn("assistant", mark)))
-    content = f"{chat.before}{question}{chat.after}"
-    head, *rest = _rendered(pieces.tokenizer, answered, content).split(mark)
-    if len(rest) != 1:
-        msg = f"the model's chat template has an earlier answer {len(rest)} times: such a chat cannot be continued"
-        raise ArgumentError(msg)
-    return head, rest[0]
+def _saying(chat: Chat, said: Sequence[str]) -> tuple[Chat, str]:
+    """The chat with other texts in place of its own, and the question."""
+    system, before, after, question, *others = said
+    turns = tuple(replace(turn, text=text) for turn, text in zip(chat.turns, others, strict=True))
+    return Chat(None if chat.system is None else system, turns, before, after), question
+
+
+def _chat_script(pieces: PieceTokenizer, chat: Chat, question: str) -> Script:
+    """Documents in the user's last turn, before the question."""
+
+    def write(said: Sequence[str], mark: str) -> str:
+        other, asked = _saying(chat, said)
+        return _rendered(pieces.tokenizer, other, f"{other.before}{mark}{asked}{other.after}")
+
+    trouble = (
+        "the model's chat template has the user's text {} times, and documents are linked once; ask without a chat, or "
+        "with a template of its own for documents"
+    )
+    return Script(_said_in(chat, question), write, trouble)
+
+
+def _answer_script(pieces: PieceTokenizer, chat: Chat, question: str) -> Script:
+    """An answer, and the turn that follows it."""
+
+    def write(said: Sequence[str], mark: str) -> str:
+        other, asked = _saying(chat, said)
+        answered = replace(other, turns=(*other.turns, Turn("user", _SAID), Turn("assistant", mark)))
+        return _rendered(pieces.tokenizer, answered, f"{other.before}{asked}{other.after}")
+
+    trouble = "the model's chat template has an earlier answer {} times: such a chat cannot be continued"
+    return Script(_said_in(chat, question), write, trouble)
 
 
 def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int]) -> str:
     """Where a conversation's tokens are not those that the template gives all turns at once."""
-    mark = _Marks(chat, "").documents
-    before, _ = _behind_answer(pieces, replace(chat, before="", after=""), _SAID, mark)
+    script = _answer_script(pieces, replace(chat, before="", after=""), _SAID)
+    before, _ = script.around(script.said, _Marks(script.said).documents)
     if _rendered(pieces.tokenizer, chat, _SAID) != before:
         return "the chat template writes earlier turns in another way once more follow: they stay as they were written"
     text = str(pieces.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
@@ -132,9 +153,9 @@ def apart(
     pieces: PieceTokenizer, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat
 ) -> str:
     """Where the tokens of a chat around documents are not those that its template gives the same turns at once."""
-    tokenizer = pieces.tokenizer
-    texts = [str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) for ids in documents]
-    whole = _rendered(tokenizer, chat, f"{chat.before}{''.join(texts)}{question}{chat.after}")
+    texts = [str(pieces.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) for ids in documents]
+    script = _chat_script(pieces, chat, question)
+    whole = script.write(script.said, "".join(texts))
     wanted = pieces(whole, "first", "frame")
     if tuple(wanted[: len(pieces.opening)]) != pieces.opening:
         wanted = [*pieces.opening, *wanted]

@@ -24,6 +24,7 @@ from .events import StoredEvents, stored_event
 from .metrics import TransferCounts, TransferMetrics
 from .opening import ConnectorSettings, check_version, log_as_vllm
 from .pages import PackedPages, StridedPages
+from .proxy.telling import OutcomeSender
 from .requests import PARAMS
 from .saving import PageSave, Saver, Saving
 from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
@@ -110,6 +111,7 @@ class KvwireConnector(KVConnectorBase_V1):
         self._scheduling: ConnectorScheduler | None = None
         self._working: ConnectorWorker | None = None
         self._saver: Saver | None = None
+        self._telling: OutcomeSender | None = None
         self._bad: set[int] = set()
         self._step_tokens, self._step_began = 0, 0.0
         self._outcomes: list[tuple[str, LoadOutcome]] = []
@@ -118,10 +120,12 @@ class KvwireConnector(KVConnectorBase_V1):
         self._workers = parallel.tensor_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
+            self._telling = OutcomeSender(settings.outcomes) if settings.outcomes else None
             self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
             self._scheduling = ConnectorScheduler(
                 self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
                 is_strict=transfer.kv_load_failure_policy == "fail", index=settings.index, least_tokens=block,
+                link_bound=settings.link_bound,
             )  # fmt: skip
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
             self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config))
@@ -157,8 +161,7 @@ class KvwireConnector(KVConnectorBase_V1):
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
         if names_documents(request.cache_salt) and (choice is None or trouble):  # they are not loaded
             _keep_apart(request, apart(request.cache_salt or "", prompt))
-        asks = choice.save if choice is not None else False
-        self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
+        self._saving.begin(name, request.cache_salt, choice, trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
@@ -182,13 +185,21 @@ class KvwireConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
-        told, prompt = self.scheduling.end(request.request_id), request.prompt_token_ids or []
-        is_computed = request.num_output_tokens > 0
-        event = partial(stored_event, request, self._block_tokens) if self._tells else None
-        why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed, event=event)
-        if told is not None and why is not None:
-            told[PARAMS] |= {"not_saved": why} if why else {"saving_tokens": len(prompt)}
-        return why == "", told
+        name, prompt = request.request_id, request.prompt_token_ids or []
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token's rows are not computed
+        saved = self._saving.end(
+            name, prompt, block_ids, is_computed=request.num_output_tokens > 0,
+            event=partial(stored_event, request, self._block_tokens) if self._tells else None,
+            answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
+            head=self.scheduling.missing_head(name),
+            built_on=lambda had: self.scheduling.built_on(name, had=had),
+        )  # fmt: skip
+        told = self.scheduling.end(name)
+        if told is not None and saved is not None:
+            told[PARAMS] |= {"not_saved": saved} if isinstance(saved, str) else {"saving_tokens": saved}
+        if told is not None and self._telling is not None:
+            self._telling.send(request.request_id, told[PARAMS])
+        return isinstance(saved, int), told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what workers tell of loads and of the store."""
@@ -303,6 +314,8 @@ class KvwireConnector(KVConnectorBase_V1):
             self._saver.close()
         if self._scheduling is not None:
             self._scheduling.close()
+        if self._telling is not None:
+            self._telling.close()
 
 
 _CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"

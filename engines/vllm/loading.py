@@ -43,7 +43,8 @@ _BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
 def without_weights(corpus: Corpus, dtype: torch.dtype) -> WeightlessEngine:
     """Stands in for the model that vLLM runs."""
     refusal = ArgumentError("there are no weights here to compute with; open the model with kvwire.open_engine")
-    return WeightlessEngine(corpus.meta, corpus.window, dtype, refusal)
+    digest = corpus.model_config_digest
+    return WeightlessEngine(corpus.meta, corpus.window, dtype, refusal, model_config_digest=digest)
 
 
 @dataclass(frozen=True)

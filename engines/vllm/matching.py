@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry, KeptRepair, PrefixIndex
 
+    from .quality import LinkQuality
     from .requests import Choice
 
     Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
@@ -59,6 +60,9 @@ class Matched:
         kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
         is_other_text: The prompt has other text than the salt names, and what agrees of it is not loaded.
         refused: Why the request cannot be served as asked, in words.
+        lacks_head: The store lacks the rows of what stands before the documents.
+        expected_kl: Of linked documents that nothing repairs, from full prefill, as it was measured; None: it was not.
+        context: The level that rows of the pieces were computed over; None: none was lossy.
     """
 
     salt: str
@@ -67,9 +71,14 @@ class Matched:
     kept: KeptRepair | None = None
     is_other_text: bool = False
     refused: str = ""
+    lacks_head: bool = False
+    expected_kl: float | None = None
+    context: int | None = None
 
 
-def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
+def match_documents(
+    corpus: Corpus, choice: Choice, prompt: Sequence[int], quality: LinkQuality | None = None
+) -> Matched:
     """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
     entries = entries_of(corpus, choice)
     kept = kept_of(corpus, choice, entries)
@@ -79,7 +88,7 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
         return Matched(salt, (), refused=missing)
     front, trouble = _front(corpus, choice, entries[0], prompt)
     if trouble:
-        return Matched(salt, (), trouble, is_other_text=True)
+        return Matched(salt, (), trouble, is_other_text=True, lacks_head=choice.head > 0)
     pieces = list(front)
     position = sum(piece.tokens for piece in pieces)
     is_other = False
@@ -106,7 +115,14 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
     if choice.repair and len(pieces) > repaired:
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[:repaired]
-    return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None, is_other)
+    expected, linked = None, len(pieces) > 1 + len(front)
+    if linked and not choice.repair and quality is not None:
+        level = entries[0].levels[choice.level][0] if entries[0] and choice.level is not None else ""
+        expected = quality.expected_kl(level)
+        if why := quality.trouble(level):
+            pieces, trouble, expected = pieces[: 1 + len(front)], why, None
+    kept = kept if kept and len(pieces) > 1 else None
+    return Matched(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected)
 
 
 def _front(
@@ -161,7 +177,7 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
         return Matched(salt, (), "; ".join(troubles))
     name, ids, rest = hit.document.document_id, hit.token_ids[hit.opening :], tokens - hit.opening
     pieces = (*([front] if front else []), *([Piece(name, ids, rest)] if rest > 0 else []))
-    return Matched(salt, pieces, "; ".join(troubles))
+    return Matched(salt, pieces, "; ".join(troubles), context=hit.info.context_level)
 
 
 def _opening_piece(corpus: Corpus, opening: tuple[int, ...]) -> Piece | None:

@@ -17,6 +17,7 @@ from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
 
 from .loading import PageLoader
+from .proxy.telling import check_path
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _TEXTS = (
     "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",
+    "outcomes",
 )  # fmt: skip
 _LONGEST_S = 86400.0
 _OLDEST, _TESTED = (0, 32), (0, 32)
@@ -65,8 +67,11 @@ class ConnectorSettings(CorpusSettings):
         load_s: Longest load without a deadline.
         pause_s: How long a store that failed three times in a row is left alone; 0: it is always asked.
         max_kl: See ``LoadSettings``; null: any level. A request that names a level gets that.
+        link_bound: Of what documents tell a question, the share that links may lose by ``kvwire check-model``; else
+            only the first of linked documents is loaded. null: any.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
         save: Which prompts are kept that vLLM computes; see ``Saving``.
+        outcomes: Path of the socket at which a proxy is told what became of requests (``kvwire vllm-proxy``).
     """
 
     link: str | None = None
@@ -74,8 +79,10 @@ class ConnectorSettings(CorpusSettings):
     load_s: float = 30.0
     pause_s: float = 10.0
     max_kl: float | None = MAX_KL
+    link_bound: float | None = None
     index: str = "kvwire"
     save: SaveMode = "off"
+    outcomes: str | None = None
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> ConnectorSettings:
@@ -95,7 +102,13 @@ class ConnectorSettings(CorpusSettings):
         if extra.get("save", "off") not in _SAVE:
             msg = f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}"
             raise ArgumentError(msg)
+        if extra.get("outcomes") is not None:
+            check_path(extra["outcomes"])
         check_max_kl(extra.get("max_kl"))
+        bound = extra.get("link_bound")
+        if bound is not None and (type(bound) not in (int, float) or not 0 <= bound <= 1):
+            msg = "kv_connector_extra_config: link_bound is a share from 0 to 1"
+            raise ArgumentError(msg)
         hash_scheme(extra.get("index") or "kvwire", "")
         if not extra.get("store"):
             msg = 'name the store of the documents: "kv_connector_extra_config": {"store": "file:///folder"}'

@@ -1,8 +1,9 @@
 """Keeping what vLLM computed: pages are copied beside the model's steps, encoded in a thread, and put into the store.
 
-Only rows that vLLM computed itself are kept. A row that was loaded is lossy, or was computed for another prompt; kept
-once more, its error would reach every prompt that begins with it. Where several workers share the heads of a model, all
-of them copy their own, and the first one encodes and stores.
+Rows that were loaded are not written again. Where a request asks for its prefix and to be saved, what is new becomes a
+part behind what the store has, which says over which level it was computed; else only prompts all of whose rows vLLM
+computed are kept. Where several workers share the heads of a model, all of them copy their own, and the first one
+encodes and stores.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.coding import Document
-from kvwire.types import digest_tokens
+from kvwire.runtime.saving import Rows
+from kvwire.runtime.saving import Saver as RowsSaver
+from kvwire.store.prefix.index import opening_of
+from kvwire.types import KVCache, digest_tokens
 
 from .counting import Counts
+from .loading import without_weights
 from .pages import slots_of
-from .requests import SALTED
+from .requests import SALTED, Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +35,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.runtime.coding import Encoded
     from kvwire.runtime.corpus import Corpus
-    from kvwire.types import KVCache
+    from kvwire.store import CatalogEntry
+    from kvwire.store.prefix.index import PrefixHit
 
     from .pages import Pages
     from .shards import Shards
@@ -58,6 +63,8 @@ class PageSave:
         event: What is told once the prompt is in the store; None: nothing.
         document: The name that the request gave; empty: it is kept under one of its own.
         trouble: Why it is not kept after all, which who asked for a document of this name is told.
+        way: ``whole``: as a document of its own; ``grown``: behind what the store has of it; ``exact``: without loss.
+        level: The coarsest that any of these rows is of, or was computed over; None: vLLM computed them all.
     """
 
     request_id: str
@@ -66,15 +73,20 @@ class PageSave:
     event: object = None
     document: str = ""
     trouble: str = ""
+    way: Literal["whole", "grown", "exact"] = "whole"
+    level: int | None = None
 
 
 @dataclass(eq=False)
 class _Watched:
-    """One request. trouble: why it is not kept."""
+    """One request. trouble: why it is not kept. grows: it may stand on loaded rows. had: vLLM had rows of it."""
 
     salt: str
     trouble: str
     document: str = ""
+    grows: bool = False
+    has_level: bool = True
+    had: bool = False
 
 
 class Saving:
@@ -86,12 +98,14 @@ class Saving:
         self._watched: dict[str, _Watched] = {}
         self._saves: list[PageSave] = []
 
-    def begin(self, request_id: str, salt: str | None, *, asks: bool | str, trouble: str = "") -> None:
+    def begin(self, request_id: str, salt: str | None, choice: Choice | None, trouble: str = "") -> None:
         """Take in a request."""
-        if asks or self._mode == "all":
-            document = asks if isinstance(asks, str) else ""
+        choice = choice or Choice()
+        if choice.save or self._mode == "all":
+            document = choice.save if isinstance(choice.save, str) else ""
             why = self._other_mode(document) or self._trouble or trouble
-            self._watched[request_id] = _Watched(salt or "", why, document)
+            grows = choice.prefix and choice.save is True
+            self._watched[request_id] = _Watched(salt or "", why, document, grows, choice.level is not None)
 
     def _other_mode(self, document: str) -> str:
         """Why no request like this one is kept: whoever may ask may not write over other documents, too."""
@@ -107,19 +121,30 @@ class Saving:
         """Note what vLLM has of a prompt before it computes: rows of other requests with the same salt."""
         watched = self._watched.get(request_id)
         if watched and tokens and watched.salt.startswith(SALTED):
-            watched.trouble = watched.trouble or "vLLM had rows of it that may have been loaded"
+            watched.had = True
+            if not (watched.grows and watched.has_level):
+                more = ": ask for a level" if watched.grows else ""
+                watched.trouble = watched.trouble or f"vLLM had rows of it that may have been loaded{more}"
 
     def loaded(self, request_id: str) -> None:
         """Note that rows of a request are loaded."""
-        if watched := self._watched.get(request_id):
+        if (watched := self._watched.get(request_id)) and not watched.grows:
             watched.trouble = watched.trouble or "some of its rows were loaded"
 
     def end(
         self, request_id: str, prompt: Sequence[int], blocks: Sequence[int], *, is_computed: bool,
-        event: Callable[[], object] | None = None,
-    ) -> str | None:  # fmt: skip
-        """Decide about a request that ended."""
+        event: Callable[[], object] | None = None, answer: Sequence[int] = (), head: int = 0,
+        built_on: Callable[[bool], int | None] | None = None,
+    ) -> str | int | None:  # fmt: skip
+        """Decide about a request that ended; why it is not kept, how many tokens are, or None: nothing was asked.
+
+        answer: tokens behind the prompt whose rows are there, too. head: how many first tokens the store lacks the rows
+        of, that later requests will load. built_on: the level of rows that were loaded, by whether vLLM had some.
+        """
         watched = self._watched.pop(request_id, None)
+        if head and is_computed and not self._trouble and self._mode in ("asked", "all"):
+            self._saves.append(PageSave(request_id, tuple(prompt[:head]), tuple(blocks), way="exact"))
+            return head
         if watched is None:
             return None
         why = watched.trouble
@@ -128,12 +153,17 @@ class Saving:
         if not why and len(prompt) < self._least:
             why = f"its prompt has fewer than {self._least} tokens"
         document = watched.document if self._mode == "named" else ""
+        if not why and watched.grows:
+            level, ids = built_on(watched.had) if built_on else None, (*prompt, *answer)
+            told = event() if event else None
+            self._saves.append(PageSave(request_id, ids, tuple(blocks), told, way="grown", level=level))
+            return len(ids)
         if not why:
             told = event() if event else None
             self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks), told, document))
         elif document:
             self._saves.append(PageSave(request_id, (), (), document=document, trouble=why))
-        return why
+        return why or len(prompt)
 
     def take(self) -> list[PageSave]:
         """What was decided to be kept since the last call."""
@@ -299,9 +329,10 @@ class Saver:
         """In a thread: nothing that goes wrong here may be anybody's trouble."""
         try:
             cache = self._corpus.cache_of(sides[::2], sides[1::2], save.token_ids)
-            done = self._put(save, cache, key)
-            if done is not None:
-                self._counts.add(saved_prompts=1, saved_tokens=done.entry.tokens, saved_bytes=done.entry.size)
+            entry, seconds = self._put(save, cache, key)
+            if entry is not None:
+                new = entry.parts[-1] if save.way == "grown" and entry.parts else entry
+                self._counts.add(saved_prompts=1, saved_tokens=new.tokens, saved_bytes=new.size)
         except Exception as error:  # noqa: BLE001 - see above
             self._failed(error, key, save.document)
             return
@@ -310,17 +341,41 @@ class Saver:
             self._stored.notify_all()
             self._events += [] if save.event is None else [save.event]
             if save.document:
-                self._note(save.document, done.encode_s if done else 0.0)
+                self._note(save.document, seconds)
 
-    def _put(self, save: PageSave, cache: KVCache, digest: str) -> Encoded | None:
-        """Into the store; None where the index leads there already."""
+    def _put(self, save: PageSave, cache: KVCache, digest: str) -> tuple[CatalogEntry | None, float]:
+        """Into the store, and the seconds that took; None where it is there already."""
         if save.document:
-            return self._corpus.save(Document(save.document, save.token_ids), cache)
+            done = self._corpus.save(Document(save.document, save.token_ids), cache)
+            return done.entry, done.encode_s
+        if save.way == "exact":
+            head = Document(f"head-{digest[:32]}", save.token_ids)
+            return self._corpus.encoder().put_exact(head, cache), 0.0
         whole = len(save.token_ids) // self._index.scheme.chunk_tokens * self._index.scheme.chunk_tokens
         hit = self._index.longest(save.token_ids)
-        if hit is not None and hit.tokens >= whole:
-            return None
-        return self._corpus.save(Document(f"{SAVED}{digest[:32]}", save.token_ids), cache, index=(self._scheme,))
+        if hit is not None and hit.tokens >= (whole if save.way == "whole" else len(save.token_ids)):
+            return None, 0.0
+        if save.way == "grown":
+            return self._grown(save, cache, hit), 0.0
+        done = self._corpus.save(Document(f"{SAVED}{digest[:32]}", save.token_ids), cache, index=(self._scheme,))
+        return done.entry, done.encode_s
+
+    def _grown(self, save: PageSave, cache: KVCache, hit: PrefixHit | None) -> CatalogEntry:
+        """As a part behind the longest prefix that the store has."""
+        level, opening = save.level, () if hit is None else opening_of(hit.info)
+        if level is not None:
+            if hit is None or level >= len(hit.info.levels):
+                msg = "the store has no more what its rows were computed over"
+                raise KvwireError(msg)
+            level = None if hit.info.levels[level].lossless else level
+        count = len(opening)
+        ids, first = save.token_ids[count:], cache.slice(count, cache.tokens) if count else cache
+        rows = Rows(
+            ids, KVCache.from_tensors(first.keys, first.values, replace(first.meta, token_digest=""), ids), opening,
+            level, hit.document if hit else None, hit.tokens - count if hit else 0, hit.tokens if hit else 0,
+        )  # fmt: skip
+        corpus = self._corpus.computed_by(without_weights(self._corpus, first.keys[0].dtype))
+        return RowsSaver(corpus, self._index).save(rows)
 
     def _note(self, document: str, encode_s: float = 0.0, error: str = "", message: str = "") -> None:
         """With the lock held: what became of a document."""
@@ -329,6 +384,7 @@ class Saver:
 
     def _failed(self, error: Exception, key: str, document: str = "") -> None:
         words = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
+        self._tell(type(error).__name__, f"a prompt was not kept: {words}")
         with self._stored:
             self._waiting.pop(key, None)
             self._stored.notify_all()
@@ -336,7 +392,6 @@ class Saver:
                 self._note(document, error=type(error).__name__, message=words)
         if self._is_first:
             self._counts.add(unsaved_prompts=1)
-        self._tell(type(error).__name__, f"a prompt was not kept: {words}")
 
     def _tell(self, kind: str, words: str) -> None:
         """Say once what goes wrong for each request."""

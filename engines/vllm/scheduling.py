@@ -13,6 +13,7 @@ from kvwire.errors import ArgumentError, KvwireError
 
 from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
+from .quality import LinkQuality
 from .requests import PARAMS, SALTED, Choice
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class _Asked:
     computed: int = 0
     loads: int = 0
     told: dict[str, Any] = field(default_factory=dict)
+    context: int | None = None
+    lacks_head: bool = False
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     is_other_text: bool = False
 
@@ -98,15 +101,17 @@ class ConnectorScheduler:
         is_strict: bool = False,
         index: str = "kvwire",
         least_tokens: int = 1,
+        link_bound: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Ask nothing yet.
 
         pause_s: how long a store that failed several times in a row is left alone. is_strict: requests that do not get
-        what they ask for fail.
+        what they ask for fail. link_bound: see ``LinkQuality``.
         """
         self._corpus, self._patience_s, self._clock = corpus, patience_s, clock
         self._pause_s, self._is_strict = pause_s, is_strict
+        self._quality = LinkQuality(corpus, link_bound)
         self._failures, self._paused_until = 0, 0.0
         self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
@@ -134,7 +139,7 @@ class ConnectorScheduler:
         if trouble:
             asked.told["trouble"] = trouble
         elif asked.choice.mode == "documents":
-            asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt)
+            asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt, self._quality)
         elif asked.choice.mode == "prefix":
             asked.looking = self._pool.submit(match_prefix, self._corpus, self._index, asked.choice, asked.prompt)
         return asked.choice
@@ -207,6 +212,24 @@ class ConnectorScheduler:
         asked.is_other_text = False
         return apart(asked.salt, asked.prompt)
 
+    def missing_head(self, request_id: str) -> int:
+        """How many first tokens of a request's prompt its documents stand behind, and the store lacks the rows of."""
+        asked = self._asked.get(request_id)
+        return asked.choice.head if asked is not None and asked.lacks_head and asked.choice else 0
+
+    def built_on(self, request_id: str, *, had: bool) -> int | None:
+        """The coarsest level that rows of a request are of, or were computed over; None: all were computed here.
+
+        had: vLLM had some in its memory, under a salt that names the level.
+        """
+        asked = self._asked.get(request_id)
+        if asked is None or asked.choice is None:
+            return None
+        told = asked.outcome.told()
+        levels = [asked.choice.level if had else None]
+        levels += [told.get("level"), asked.context] if told.get("loaded_tokens") else []
+        return min((each for each in levels if each is not None), default=None)
+
     def end(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request."""
         asked = self._asked.pop(request_id, None)
@@ -265,6 +288,7 @@ class ConnectorScheduler:
         self._failures = 0
         asked.told["cache_salt"] = matched.salt
         asked.is_other_text = matched.is_other_text and asked.salt == matched.salt
+        asked.lacks_head = matched.lacks_head
         if matched.refused:
             self._refuse(request_id, asked, matched.refused)
             return ()
@@ -279,7 +303,9 @@ class ConnectorScheduler:
             return ()
         if matched.trouble:
             asked.told["trouble"] = matched.trouble
-        asked.kept = matched.kept
+        asked.kept, asked.context = matched.kept, matched.context
+        if matched.expected_kl is not None:
+            asked.told["expected_kl"] = round(matched.expected_kl, 5)
         return matched.pieces
 
     def _refuse(self, request_id: str, asked: _Asked, why: str) -> None:

@@ -95,6 +95,9 @@ COMMANDS = {
         "kvwire.cli.train_links", "train_links", "Train link tokens or wrappers for linked documents."
     ),
     "token": LazyCommand("kvwire.cli.serve", "token", "Make a bearer token and its line for the tenants file."),
+    "vllm-proxy": LazyCommand(
+        "kvwire.cli.vllm_proxy", "vllm_proxy", "Stand before vLLM: placeholders become documents."
+    ),
 }
 
 

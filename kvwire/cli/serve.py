@@ -101,7 +101,7 @@ class _ServeOptions:
 @command(_ServeOptions)
 def serve(options: _ServeOptions) -> None:
     """Serve a store over HTTP until interrupted; other machines need --token, --tenants or --signing-keys."""
-    with _logs_on_stderr(options.log_level, options.log_format):
+    with logs_on_stderr(options.log_level, options.log_format):
         _serve_store(options)
 
 
@@ -179,7 +179,7 @@ def _raise_open_files(wanted: int) -> None:
 
 
 @contextmanager
-def _logs_on_stderr(level: str, layout: str) -> Iterator[None]:
+def logs_on_stderr(level: str, layout: str) -> Iterator[None]:
     """One handler for all loggers while the block runs; libraries only tell of what goes wrong."""
     from kvwire.transport import JsonLines, TextLines
 

@@ -112,9 +112,10 @@ def texts_to_fit_on(
     engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """``calibration_texts`` as they are computed: cut between documents' own tokens, with the layout's anchors."""
-    layout, size = coding.layout, engine.vocabulary_size
+    layout = coding.layout
     chosen, others = calibration_texts([without_anchors(engine, coding, each) for each in documents], tokens)
     if layout.anchors:
+        size = engine.vocabulary_size
         chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
     return chosen, others
 

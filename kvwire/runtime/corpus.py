@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,19 @@ class Corpus(CorpusReader):
         CorpusReader.__init__(corpus, find_model(catalog, model), catalog, uses)
         corpus._engine = corpus._coding = None  # noqa: SLF001 - of this class
         return corpus
+
+    def computed_by(self, engine: Engine) -> Corpus:
+        """The same corpus, with an engine whose caches it encodes.
+
+        Args:
+            engine: Runs the corpus's model, or stands in for one that runs elsewhere.
+
+        Returns:
+            Another corpus; both share their profiles.
+        """
+        other = copy(self)
+        other._engine = engine  # noqa: SLF001 - of this class
+        return other
 
     def encoder(self) -> Encoder:
         """The steps of encoding, with this corpus's engine and coding; not imported by who only reads."""

@@ -145,14 +145,17 @@ class Encoder:
         ids = engine.opening_tokens
         self.put_exact(Document(f"{OPENING}{'-'.join(map(str, ids))}", ids))
 
-    def put_exact(self, document: Document) -> None:
-        """Keep the rows of what stands before documents, without loss."""
-        engine, ids = self.engine, document.token_ids
-        found = self._catalog.by_tokens(self._config, digest_tokens(ids))
+    def put_exact(self, document: Document, cache: KVCache | None = None) -> CatalogEntry | None:
+        """Keep the rows of what stands before documents, without loss; None where they are there.
+
+        cache: of them, where it was computed elsewhere.
+        """
+        found = self._catalog.by_tokens(self._config, digest_tokens(document.token_ids))
         if found is not None and not found.is_text:
-            return
-        blob = self._catalog.blobs.seal(encode(engine.prefill([ids])[0], None, 0, lossless=True))
-        self.write(document, blob, self._catalog.blobs.reader().read_header(blob), None)
+            return None
+        cache = self.engine.prefill([document.token_ids])[0] if cache is None else cache
+        blob = self._catalog.blobs.seal(encode(cache, None, 0, lossless=True))
+        return self.write(document, blob, self._catalog.blobs.reader().read_header(blob), None)
 
     def neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
         """What measures deviations, where they are wanted."""

@@ -15,14 +15,14 @@ from msgspec import structs
 
 from kvwire.codec import encode
 from kvwire.errors import ConflictError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.coding import Document
+from kvwire.runtime.coding import Computed, Document
 from kvwire.runtime.grow import Grower, Grown, takes_parts
 from kvwire.store.catalog.grown import leading
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import CatalogEntry
+    from kvwire.store import CatalogEntry, PrefixIndex
     from kvwire.types import KVCache
 
 PROMPTS = "prompts/"
@@ -56,10 +56,10 @@ class Rows:
 class Saver:
     """Keeps prompts and answers for one corpus; blocks."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus, index: PrefixIndex | None = None) -> None:
         """Write nothing yet."""
         self._corpus, self._catalog, self._config = corpus, corpus.catalog, corpus.config
-        self._steps, self._index = corpus.encoder(), corpus.index()
+        self._steps, self._index = corpus.encoder(), corpus.index() if index is None else index
 
     @property
     def runs_layers(self) -> bool:
@@ -158,7 +158,9 @@ class Saver:
             info = self._catalog.blobs.reader().read_header(blob)
         else:
             _ = profile.data  # encoders need all of it
-            computed = self._steps.compute(document, profile, cache=cache, neutral_tokens=0)
-            blob, info = self._steps.code(replace(computed, cache=cache), profile, rows.level)
+            computed = Computed(cache, rows.opening, opening=len(rows.opening))
+            if profile.prefix_layers:
+                computed = replace(self._steps.compute(document, profile, cache=cache, neutral_tokens=0), cache=cache)
+            blob, info = self._steps.code(computed, profile, rows.level)
         self._steps.publish(profile)
         return self._steps.write(document, blob, info, profile, etag=etag)

@@ -218,6 +218,8 @@ def test_pages_come_before_loads(told):
         ({"store": 3}, "store is a text"),
         ({"store": "file:///x", "tennant": "me"}, "has no 'tennant'; it may have .*tenant"),
         ({"store": "file:///x", "patience_s": 0}, "patience_s is a number"),
+        ({"store": "file:///x", "link_bound": 2}, "link_bound is a share"),
+        ({"store": "file:///x", "outcomes": "here"}, "outcomes is an absolute path"),
         ({"store": "file:///x", "max_kl": "much"}, "max_kl is a KL divergence in nats"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -228,17 +229,21 @@ def test_a_store_that_dies_leaves_plain_answers(place):
     assert tokens == same
 
 
+def free_port():
+    with closing(socket.create_server(("127.0.0.1", 0))) as found:
+        return str(found.getsockname()[1])
+
+
 def test_the_page_runs_as_written(tmp_path):
     """docs/vllm.md, but for the installation, a path and a port of this run's own."""
     if not (ROOT / "demo" / "model").is_dir():
         pytest.skip("needs the demonstration's model in demo/model")
     page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
-    commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
-    assert len(commands) == 5
+    commands, proxied = (part.partition("```")[0].splitlines() for part in page.split("```bash\n")[1:3])
+    assert (len(commands), len(proxied)) == (5, 2)
     assert commands[0].startswith("python scripts/vllm_environment.py")
-    with closing(socket.create_server(("127.0.0.1", 0))) as found:
-        port = str(found.getsockname()[1])
-    script = "\n".join(commands[1:]).replace("8077", port).replace("file:///tmp/kvwire-vllm", f"file://{tmp_path}/kv")
+    other = {"8077": free_port(), "8078": free_port(), "file:///tmp/kvwire-vllm": f"file://{tmp_path}/kv"}
+    script = re.sub("|".join(other), lambda found: other[found[0]], "\n".join([*commands[1:], *proxied]))
     script = script.replace("body.json", f"{tmp_path}/body.json").replace("demo/", f"{ROOT}/demo/")
     bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "-euc", f"trap 'kill $(jobs -p) || true; wait' EXIT\n{script}"]
@@ -247,8 +252,12 @@ def test_the_page_runs_as_written(tmp_path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    answer, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index('{"id"') :])  # vLLM's log goes on behind it
+    starts = [found.start() for found in re.finditer(r'\{"id"', done.stdout)]
+    answers = [json.JSONDecoder().raw_decode(done.stdout[at:])[0] for at in starts]  # vLLM's log goes on behind each
+    answer, through = answers
     told = answer["kv_transfer_params"]["kvwire"]
+    assert through["kv_transfer_params"]["kvwire"].keys().isdisjoint({"refused", "trouble"})
+    assert answer["choices"][0]["text"].startswith(through["choices"][0]["text"])
     assert "refused" not in told
     prompt = json.loads((tmp_path / "body.json").read_text(encoding="utf-8"))["prompt"]
     assert len(prompt) - 8 < told["promised_tokens"] < len(prompt)  # all but the question

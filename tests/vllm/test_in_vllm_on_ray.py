@@ -21,7 +21,7 @@ from kvwire.cli.app import main
 from kvwire.engines.transformers import open_engine
 from kvwire.offline import RaySettings, VllmSettings, encode_serially, find_documents, read_manifest
 from kvwire.offline.on_vllm import processor_of
-from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import FolderStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -100,7 +100,7 @@ def test_documents_are_those_of_transformers_and_are_encoded_once(cluster, run, 
     engine = open_engine(model, dtype=torch.float32)
     with closing(FolderStore(tmp_path / "store")) as store:
         corpus = Corpus.open(store)
-        serial, profile = Corpus(engine, MemoryStore()), corpus.profile()
+        serial, profile = Corpus(engine, MemoryStore(), coding=Coding(neutral_prefix=0)), corpus.profile()
         serial.set_profile(profile)
         new = [ref for ref in find_documents([str(folder)]) if rows[ref.document_id].status == "encoded"]
         assert [ref.document_id for ref in new] == [*(f"{n:02}" for n in range(2, 8)), "same"]

@@ -140,14 +140,14 @@ def test_a_prompt_gets_what_it_shares_with_a_document(places):
     assert distance(first, other.expected(prompt)) <= 1e-5
 
 
-def test_rows_that_were_loaded_are_never_kept(places):
+def test_rows_that_were_loaded_are_kept_where_that_is_asked_for_alone(places):
     """Neither of linked documents, nor of a prefix, nor what vLLM kept of them under their salt."""
     one, _ = places
     before = set(saved(one))
     text = one.corpus.text(one.corpus.find("b"))
     for names, level in (("cab", 1), ("cab", 1), ("bd", 2)):
         one.ask(one.body(names, level))
-    asked = prefix(one, [*text, *drawn(4, 100)], 1, save=True)
+    asked = prefix(one, [*text, *drawn(4, 100)], 1)
     ((_, _, told, _),) = one.ask(asked)
     assert told["promised_tokens"] == LENGTHS["b"]
     assert "were loaded" in told["not_saved"]
@@ -164,12 +164,36 @@ def test_a_prefix_that_was_computed_is_kept_and_then_loaded(places):
     one, other = places
     prompt = drawn(6, 300)
     ((first, _, told, _),) = other.ask(prefix(other, prompt, save=True))
-    assert told["saving_tokens"] == 300
+    assert told["saving_tokens"] == 303  # with the answer, whose last token was not run
     assert distance(first, other.expected(prompt)) <= 1e-5
     hit = found(other, prompt)
     ((first, _, told, _),) = one.ask(prefix(one, [*prompt, *QUESTION]))
     assert told["promised_tokens"] == 300
-    assert distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id))) <= CLOSE
+    assert (
+        distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id, tokens=300))) <= CLOSE
+    )
+
+
+def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
+    """Each turn begins with the last one's prompt and answer, which another vLLM loads; it computes the rest alone."""
+    one, other = places
+    whole, before, cache = drawn(60, 333), 0, None
+    for turn, place in enumerate((one, other, one, other)):
+        ((first, tokens, told, _),) = place.ask(prefix(place, whole, save=True), tokens=9)
+        assert told.get("loaded_tokens", 0) == before
+        assert distance(first, place.expected(whole, cache)) <= CLOSE
+        assert told["saving_tokens"] == len(whole) + 8  # the last token was said and not run
+        whole += tokens[:8]
+        hit = found(place, [*whole, 1][: len(whole)])
+        before, cache = len(whole), decoded(one, hit.document.document_id, tokens=len(whole))
+        assert (hit.tokens, hit.info.context_level) == (before, LEVEL if turn else None)
+        assert len(hit.document.parts or (1,)) == turn + 1
+        whole += drawn(61 + turn, 20 + turn)
+    ((_, _, told, _),) = one.ask(prefix(one, whole, LEVEL + 1))  # finer than what its rows were computed over
+    assert "computed over a coarser level" in told["trouble"]
+    # what vLLM has in its memory may have been loaded: its level is that of the salt
+    ((_, _, told, _),) = one.ask(prefix(one, whole[:before], save=True), tokens=3)
+    assert "saving_tokens" in told
 
 
 def counted(place, name):
@@ -187,7 +211,7 @@ def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
     other.ask(other.body("da", 1))
     more = {name: counted(other, f"kvwire_{name}") - before[name] for name in COUNTED}
     assert (more["loads"], more["loaded_tokens"], more["lost_tokens"]) == (1, LENGTHS["d"] + LENGTHS["a"], 0)
-    assert (more["saved_prompts"], more["saved_tokens"], more["unsaved_prompts"]) == (1, 200, 0)
+    assert (more["saved_prompts"], more["saved_tokens"], more["unsaved_prompts"]) == (1, 203, 0)
     assert min(more["loaded_bytes"], more["saved_bytes"]) > 1000
 
 

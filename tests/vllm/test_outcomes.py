@@ -15,6 +15,7 @@ from kvwire.engines.vllm.scheduling import ConnectorScheduler, names_documents
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.link_report import LinkReport
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, request_body, request_salt
 
@@ -116,6 +117,32 @@ def test_strict_requests_without_their_documents_fail(told, more):
         assert bad == set(blocks[: -(-promised // BLOCK)])
         assert said.get("refused") or said.get("trouble")
         assert halves.load(halves.body("ab"))[0] == set()
+
+
+REPORT = LinkReport("tiny", 4, 1.0, 0.3, 0.01, (0.15,), {"attention": (0.05,)}, {"standard": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("report", "bound", "loaded", "expected", "words"),
+    [
+        (None, None, 247, None, ""),
+        (None, 0.5, 150, None, "was not measured"),
+        (REPORT, None, 247, 0.25, ""),
+        (REPORT, 0.26, 247, 0.25, ""),
+        (REPORT, 0.2, 150, None, "allows 0.2: what follows the first is computed"),
+    ],
+)
+def test_links_that_lose_too_much_are_told_or_not_made(told, caplog, report, bound, loaded, expected, words):
+    if report is not None:
+        told.corpus.set_link_report(report)
+    with caplog.at_level(logging.WARNING, "kvwire.vllm"), closing(Halves(told, link_bound=bound)) as halves:
+        for _ in range(2):
+            _, _, said, promised = halves.load(halves.body("ab", 1))
+            assert (promised, said["loaded_tokens"], said.get("expected_kl")) == (loaded, loaded, expected)
+            assert words in said.get("trouble", "")
+        assert halves.load(halves.body("a", 1))[3] == 150  # nothing is linked there
+    is_told = report is not None and bound is None
+    assert sum("of 1 that documents tell" in each.message for each in caplog.records) == is_told
 
 
 def test_a_store_that_fails_again_and_again_is_left_alone_for_a_while(told, monkeypatch, caplog):

@@ -17,13 +17,17 @@ import pytest
 import torch
 
 from kvwire.engines.vllm import saving as module
-from kvwire.engines.vllm.loading import PageLoader
+from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.pages import StridedPages, slots_of
 from kvwire.engines.vllm.saving import SAVED, PageSave, Saver, Saving
 from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
+from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document, Encoded
+from kvwire.runtime.saving import Rows
+from kvwire.runtime.saving import Saver as RowsSaver
 from kvwire.store import MemoryStore
+from kvwire.types import KVCache, digest_tokens
 from kvwire.vllm import Choice, request_body
 
 from .halves import BLOCK, Halves, check
@@ -40,19 +44,19 @@ def decided(
     mode="asked", *, asks=True, salt=None, trouble="", here="", had=(), loaded=False, prompt=IDS, computed=True
 ):
     saving = Saving(mode, 16, here)
-    saving.begin("r", salt, asks=asks, trouble=trouble)
+    saving.begin("r", salt, Choice(save=asks), trouble)
     for tokens in had:
         saving.had("r", tokens)
     if loaded:
         saving.loaded("r")
     why = saving.end("r", prompt, BLOCKS, is_computed=computed)
     saves = saving.take()
-    assert bool(saves) == (why == "")
+    assert bool(saves) == isinstance(why, int)
     assert saving.take() == []
     assert saving.end("r", prompt, BLOCKS, is_computed=True) is None
     if saves:
         assert saves == [PageSave("r", tuple(prompt), BLOCKS)]
-    return why
+    return "" if saves else why
 
 
 def test_a_document_is_kept_under_the_name_that_is_asked_for_where_that_is_allowed():
@@ -62,7 +66,7 @@ def test_a_document_is_kept_under_the_name_that_is_asked_for_where_that_is_allow
     assert decided("named", asks=False) is None
     saving = Saving("named", 1)
     for name, computed in (("kept", True), ("early", False)):
-        saving.begin(name, None, asks=f"books/{name}")
+        saving.begin(name, None, Choice(save=f"books/{name}"))
         saving.end(name, IDS[:1], BLOCKS, is_computed=computed)
     why = "it ended before its prompt was computed"
     assert saving.take() == [
@@ -95,6 +99,33 @@ def test_a_document_is_kept_under_the_name_that_is_asked_for_where_that_is_allow
 def test_only_rows_that_were_computed_here_are_kept(given, why):
     found = decided(**given)
     assert found is why if why is None else (why in found and bool(why) == bool(found))
+
+
+@pytest.mark.parametrize(
+    ("had", "loaded", "level", "built_on"),
+    [(0, False, 1, None), (0, True, 1, 2), (64, False, 1, 1), (64, True, 1, 1), (64, False, None, "ask for a level")],
+)
+def test_a_prefix_that_is_saved_grows_over_what_was_loaded(had, loaded, level, built_on):
+    saving, asked = Saving("asked", 16), Choice(prefix=True, save=True, level=level, deadline_s=9.0)
+    saving.begin("r", "kvwire-prefix-x", asked)
+    saving.had("r", had)
+    if loaded:
+        saving.loaded("r")
+    level_of = lambda is_had: level if is_had else 2 if loaded else None  # noqa: E731 - short
+    found = saving.end("r", IDS, BLOCKS, is_computed=True, answer=(5, 6), built_on=level_of)
+    if isinstance(built_on, str):
+        assert built_on in found
+        return
+    assert found == len(IDS) + 2
+    assert saving.take() == [PageSave("r", (*IDS, 5, 6), BLOCKS, way="grown", level=built_on)]
+
+
+def test_what_stands_before_documents_is_kept_once_it_was_computed():
+    for mode, kept in (("asked", 24), ("all", 24), ("off", None), ("named", None)):
+        saving = Saving(mode, 16)
+        saving.begin("r", "kvwire-documents-x", Choice(("a",), level=1, head=24))
+        assert saving.end("r", IDS, BLOCKS, is_computed=True, head=24) == kept or mode == "all"
+        assert saving.take() == ([PageSave("r", IDS[:24], BLOCKS, way="exact")] if kept else [])
 
 
 # What is kept.
@@ -151,6 +182,67 @@ def test_what_is_kept_is_what_an_engine_encodes(told, model, saver):
     (encoded,) = theirs.encode([Document("x", IDS)])
     assert hit.document.sha256 == encoded.entry.sha256
     assert told.corpus.text(hit.document) == IDS
+
+
+def grown(told, model, saver, cache, ids, level, name):
+    """Keep a prompt whose rows lie in pages."""
+    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        model.pages.write(layer, slots_of(BLOCKS, BLOCK, 0, len(ids)), keys, values)
+    saver.start([PageSave(name, ids, BLOCKS, way="grown", level=level)])
+    wait(saver, [name])
+    return told.corpus.index("kvwire:16").longest([*ids, 1])
+
+
+def test_a_conversation_grows_part_by_part(told, model, saver):
+    """What is new becomes a part that says over which level it was computed; of the same tokens nothing is written."""
+    engine, first = told.engine, IDS[:101]
+    hit = grown(told, model, saver, engine.prefill([first])[0], first, None, "one")
+    assert (hit.tokens, hit.info.context_level, hit.document.parts) == (101, None, ())
+    loaded = told.corpus.decode(hit.document.document_id, 2, dtype=torch.float32)
+    whole = link([loaded, engine.extend(loaded, IDS[101:])])
+    hit = grown(told, model, saver, whole, IDS, 2, "two")
+    assert (hit.tokens, hit.info.context_level, [part.tokens for part in hit.document.parts]) == (170, 2, [101, 69])
+    assert saver._counts.take()["saved_tokens"] == 170
+    exact = whole.slice(101, 170)
+    found = told.corpus.decode(hit.document.document_id, 3, dtype=torch.float32).slice(101, 170)
+    for mine, theirs in zip((*found.keys, *found.values), (*exact.keys, *exact.values), strict=True):
+        assert (mine - theirs).norm() < 0.2 * theirs.norm()
+    before = [each.document_id for each in told.corpus.catalog.documents(told.corpus.config)]
+    grown(told, model, saver, whole, IDS, 2, "again")
+    assert [each.document_id for each in told.corpus.catalog.documents(told.corpus.config)] == before
+
+
+def test_a_conversation_behind_a_bos_stays_behind_it(told, model, saver):
+    """Its document was computed behind a BOS, of which its blob has no rows."""
+    engine, bos = told.engine, (77,)
+    whole = engine.prefill([(*bos, *IDS)])[0]
+    corpus = told.corpus.computed_by(without_weights(told.corpus, torch.float32))
+    first = whole.slice(1, 101)
+    cache = KVCache.from_tensors(first.keys, first.values, replace(first.meta, token_digest=""), IDS[:100])
+    RowsSaver(corpus, told.corpus.index("kvwire:16")).save(Rows(IDS[:100], cache, bos, None))
+    hit = grown(told, model, saver, whole, (*bos, *IDS), None, "grown")
+    assert (hit.tokens, hit.opening, hit.info.neutral_prefix) == (171, 1, bos)
+    assert [part.tokens for part in hit.document.parts] == [100, 70]
+
+
+def test_rows_over_what_the_store_has_no_more_are_not_kept(told, model, saver, caplog):
+    with caplog.at_level(logging.WARNING, "kvwire.vllm"):
+        model.compute(IDS)
+        saver.start([PageSave("r", IDS, BLOCKS, way="grown", level=1)])
+        wait(saver, ["r"])
+    assert "has no more what its rows were computed over" in caplog.text
+
+
+def test_what_stands_before_documents_is_kept_without_loss(told, model, saver):
+    exact = model.compute(IDS)
+    for name in ("r", "again"):
+        saver.start([PageSave(name, IDS[:24], BLOCKS, way="exact")])
+        wait(saver, [name])
+    entry = told.corpus.catalog.by_tokens(told.corpus.config, digest_tokens(IDS[:24]))
+    assert entry.document_id.startswith("head-")
+    found = told.corpus.decode(entry.document_id, 0, dtype=torch.float32)
+    assert torch.equal(found.values[1], exact.values[1][:, :24])
+    assert saver._counts.take()["saved_prompts"] == 1
 
 
 def test_what_is_to_be_told_is_told_once_it_is_stored(told, model, saver, monkeypatch):

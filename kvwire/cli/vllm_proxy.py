@@ -1,0 +1,104 @@
+"""``kvwire vllm-proxy``: stands before vLLM and turns placeholders of documents into what its connector loads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvwire.cli.engines import model_name
+from kvwire.cli.options import JSON, STORE, StoreOptions, command, flag, option
+from kvwire.cli.say import say
+from kvwire.cli.serve import logs_on_stderr
+
+if TYPE_CHECKING:
+    from kvwire.vllm import VllmProxy
+
+
+@dataclass(frozen=True)
+class _ProxyOptions:
+    """What ``kvwire vllm-proxy`` is given."""
+
+    upstream: str = option(
+        "vLLM's address.", envvar="KVWIRE_UPSTREAM", default="http://127.0.0.1:8000", show_default=True
+    )
+    model: str = option(
+        "Folder of the model that vLLM serves: its tokenizer and template are read, no weights.",
+        required=True, envvar="KVWIRE_MODEL",
+    )  # fmt: skip
+    host: str = option(
+        "Address to bind; others than loopback need --client-token.", default="127.0.0.1", show_default=True
+    )
+    port: int = option("0: any free port.", default=8474, show_default=True, type=click.IntRange(0, 65535))
+    client_token: str | None = option("Bearer token that clients must send.", envvar="KVWIRE_CLIENT_TOKEN")
+    upstream_token: str | None = option(
+        "Bearer token for vLLM; by default what clients send.", envvar="KVWIRE_UPSTREAM_TOKEN"
+    )
+    load: str = option(
+        "Of documents that follow one another: all, the first alone, or all whose repaired rows are kept.",
+        default="linked", show_default=True, type=click.Choice(["linked", "first", "kept"]),
+    )  # fmt: skip
+    level: int | None = option("Quality level of all chunks, where a request names none.", type=click.IntRange(0))
+    deadline_s: float | None = option(
+        "Seconds to load for, likewise.", "--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True)
+    )
+    objective: str | None = option(type=click.Choice(["earliest", "quality", "cheapest"]))
+    prefix: bool = flag("Requests without documents load their longest stored prefix.")
+    save: bool = flag("With --prefix, have vLLM keep their prompts and answers.")
+    outcomes: Path | None = option(
+        "Socket for what became of streamed requests; vLLM's setting outcomes names the same.",
+        type=click.Path(path_type=Path, dir_okay=False),
+    )
+    max_body_bytes: int = option("Of a request.", default=32 << 20, show_default=True, type=click.IntRange(1))
+    max_requests: int = option("Answered at a time.", default=512, show_default=True, type=click.IntRange(1))
+    answer_seconds: float = option(
+        "Longest silence of vLLM.", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True)
+    )
+    shutdown_seconds: float = option(
+        "Given to running answers after SIGTERM.", default=30.0, show_default=True, type=click.FloatRange(0)
+    )
+    log_level: str = option(default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
+    log_format: str = option(default="json", show_default=True, type=click.Choice(["json", "text"]))
+    place: StoreOptions = STORE
+    as_json: bool = JSON
+
+
+@command(_ProxyOptions, "vllm-proxy")
+def vllm_proxy(options: _ProxyOptions) -> None:
+    """Stand before vLLM: placeholders {{kvwire:ID}} in OpenAI's requests become documents that its connector loads."""
+    from kvwire.engines.transformers.opening import open_tokenizer
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.vllm import BodyMaker, ProxySettings, VllmProxy, Wanted
+
+    wanted = Wanted(
+        options.level, options.deadline_s, options.objective, options.load, options.prefix, options.save  # type: ignore[arg-type]
+    )  # fmt: skip
+    settings = ProxySettings(
+        upstream=options.upstream, upstream_token=options.upstream_token or "", token=options.client_token or "",
+        outcomes=options.outcomes and options.outcomes.absolute(), max_body_bytes=options.max_body_bytes,
+        max_requests=options.max_requests, answer_s=options.answer_seconds, shutdown_s=options.shutdown_seconds,
+    )  # fmt: skip
+    with (
+        logs_on_stderr(options.log_level, options.log_format),
+        closing(options.place.open_lasting(exists=True)) as store,
+    ):
+        corpus = Corpus.open(store, model=model_name(options.model), **options.place.whose())
+        maker = BodyMaker(corpus, open_tokenizer(options.model), wanted)
+        asyncio.run(_serve(VllmProxy(maker, settings), options))
+
+
+async def _serve(proxy: VllmProxy, options: _ProxyOptions) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with proxy.listen(options.host, options.port) as url:
+        say(json.dumps({"url": url}) if options.as_json else f"before {options.upstream} at {url}")
+        sys.stdout.flush()
+        await stop.wait()
