@@ -278,6 +278,16 @@ def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
+def _donor_names(key: str, data: bytes) -> list[ObjectRef]:
+    from kvwire.store.donor_entry import DonorEntry
+
+    entry = DonorEntry.from_json(data)
+    if not key.endswith(f"/{entry.token_digest}.json"):
+        msg = "the entry is of another text than its key"
+        raise CorruptError(msg)
+    return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
+
+
 def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).profile(ProfilePointer.from_json(data).profile_digest), "profile")]
 
@@ -325,6 +335,7 @@ _SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
 # Folders of two digits keep listings of file systems short.
 _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
 _FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"
+_FEATURE = _FOLDED.replace(r"\.json", r"/[0-9a-f]{64}\.json")
 _CONTENT = r"(?:.*/)?(?P<digest>[0-9a-f]{64})"
 
 
@@ -362,6 +373,9 @@ KINDS: tuple[KeyKind, ...] = (
     _entry("prefix entry", "prefix/" + _FOLDED, lambda s: s.prefix_entries, KeySpace.prefix_entry,
            digest="name", gc_role="derived", accept=_accept_prefix, names=_prefix_names,
            advice="index the document again (kvwire store index)"),
+    _entry("donor entry", "donors/" + _FEATURE, lambda s: s.donor_entries,
+           digest="name", gc_role="derived", accept=lambda key, data: _donor_names(key, bytes(data)),
+           names=_donor_names, advice="index the document again (kvwire store index --index donors)"),
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
            accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
            is_verified=False,  # without it, a new profile is fitted
