@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from kvwire.reuse.assemble import LinkedPrompt, block_mask, link, moved
     from kvwire.reuse.compress import compute_cached, compute_piece, compute_stored
     from kvwire.reuse.edits.place import compute_holes, place_spans
-    from kvwire.reuse.edits.script import EditScript, Span, align
+    from kvwire.reuse.edits.script import EditScript, Span, align, combine_spans, common_spans
     from kvwire.reuse.layout import Anchors, LinkLayout, PromptLayout, Segment, SegmentKind, soft_token
     from kvwire.reuse.layout_presets import (
         PLAIN,
@@ -65,6 +65,8 @@ __all__ = [
     "block_attention",
     "block_mask",
     "checked_rows",
+    "combine_spans",
+    "common_spans",
     "compute_cached",
     "compute_holes",
     "compute_links",
@@ -102,7 +104,7 @@ __getattr__ = lazy(
             "compute_stored",
         ),
         "kvwire.reuse.edits.place": ("compute_holes", "place_spans"),
-        "kvwire.reuse.edits.script": ("EditScript", "Span", "align"),
+        "kvwire.reuse.edits.script": ("EditScript", "Span", "align", "combine_spans", "common_spans"),
         "kvwire.reuse.layout": ("Anchors", "LinkLayout", "PromptLayout", "Segment", "SegmentKind", "soft_token"),
         "kvwire.reuse.layout_presets": (
             "PLAIN",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.content_checks import (
     MAX_TEXT_BYTES,
     check_blob,
@@ -384,6 +384,10 @@ KINDS: tuple[KeyKind, ...] = (
            accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
            is_verified=False,  # without it, links count as nobody measured them
            **_MEASURE),
+    _entry("edit report", r"edits\.json", lambda s: s.edit_report,
+           accept=lambda _, data: parse_object(bytes(data)), names=lambda _, data: [*parse_object(data)][:0],
+           is_verified=False,  # without it, edits count as nobody measured them
+           advice="run kvwire check-model --edits again"),
     _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,
            digest="name", accept=_accept_kept, names=_kept_names,
            advice="the next repair of these documents writes it again"),

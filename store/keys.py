@@ -283,6 +283,11 @@ class KeySpace:
         """Where what was measured of linked documents lies."""
         return f"{self.catalog}links.json"
 
+    @property
+    def edit_report(self) -> str:
+        """Where what was measured of edited caches lies."""
+        return f"{self.catalog}edits.json"
+
     def kept_rows(self, sha256: str) -> str:
         """Key of rows that a repair computed, by their content."""
         return f"{self.all_kept_rows}{check_digest(sha256, 'the SHA-256 of kept rows')[:2]}/{sha256}.kvr"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift
+    from kvwire.runtime.edit_report import EditReport
     from kvwire.store import Catalog, CatalogEntry, DonorIndex, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
@@ -230,6 +231,22 @@ class CorpusReader:
     def set_link_report(self, report: LinkReport) -> None:
         """Keep what was measured of this model's links, for all who load."""
         self.catalog.put_link_report(self.config, report.to_json())
+        self.changes += 1
+
+    def edit_report(self) -> EditReport | None:
+        """What ``kvwire check-model --edits`` measured of this model; None where it was not run.
+
+        Raises:
+            CorruptError: It is damaged.
+        """
+        from kvwire.runtime.edit_report import EditReport  # few loads need it
+
+        data = self.catalog.read(self.config, self.catalog.keys(self.config).edit_report)
+        return None if data is None else EditReport.of_json(data)
+
+    def set_edit_report(self, report: EditReport) -> None:
+        """Keep what was measured of edited caches, for all who load."""
+        self.catalog.put_entry(self.catalog.keys(self.config).edit_report, report.to_json())
         self.changes += 1
 
     def link_shift(self, digest: str) -> LinkShift:

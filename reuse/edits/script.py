@@ -94,6 +94,12 @@ class EditScript:
         return first.tokens if first.start == first.at == 0 else 0
 
     @property
+    def front(self) -> int:
+        """First tokens whose rows are those of a prefill, once holes are computed: none stands behind a foreign row."""
+        stale = (span.start for number, span in enumerate(self.spans) if number or not self.exact)
+        return next(stale, self.tokens)
+
+    @property
     def donors(self) -> tuple[int, ...]:
         """Numbers of the donors that spans are taken from, ascending."""
         return tuple(sorted({span.donor for span in self.spans}))
@@ -161,14 +167,44 @@ def align(donors: Sequence[Sequence[int]], token_ids: Sequence[int], least: int 
     Raises:
         ArgumentError: The prompt is empty or too long.
     """
-    whole = list(token_ids)
-    runs = [
-        run for number, ids in enumerate(donors) for run in _common(list(ids), whole, number) if run.tokens >= least
-    ]
-    if len(donors) > 1:
-        runs = _longest_first(runs, len(whole), least)
-    runs = sorted(sorted(runs, key=lambda run: -run.tokens)[:MAX_SPANS])
-    return EditScript(len(whole), tuple(runs))
+    found = [common_spans(ids, token_ids, number, least) for number, ids in enumerate(donors)]
+    return combine_spans(found, len(token_ids), least)
+
+
+def common_spans(donor: Sequence[int], token_ids: Sequence[int], number: int, least: int = LEAST_SPAN) -> list[Span]:
+    """Find what a prompt shares with one donor.
+
+    Args:
+        donor: Its token ids.
+        token_ids: Of the prompt.
+        number: Of the donor.
+        least: Tokens of the shortest span.
+
+    Returns:
+        Runs of the longest common subsequence, in order; of texts that are too long for it, the ends that they share.
+    """
+    return [run for run in _common(list(donor), list(token_ids), number) if run.tokens >= least]
+
+
+def combine_spans(found: Sequence[Sequence[Span]], tokens: int, least: int = LEAST_SPAN) -> EditScript:
+    """Make a script of what a prompt shares with donors: the longest spans first, none over another.
+
+    Args:
+        found: From ``common_spans``, of each donor.
+        tokens: Length of the prompt.
+        least: Tokens of the shortest span.
+
+    Returns:
+        The script.
+
+    Raises:
+        ArgumentError: The prompt is empty or too long.
+    """
+    runs = [run for runs in found for run in runs]
+    if len(found) > 1:
+        runs = _longest_first(runs, tokens, least)
+    longest = sorted(runs, key=lambda run: -run.tokens)[:MAX_SPANS]
+    return EditScript(tokens, tuple(sorted(longest)))
 
 
 def _common(donor: list[int], whole: list[int], number: int) -> Iterator[Span]:

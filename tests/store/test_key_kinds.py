@@ -109,6 +109,7 @@ def test_every_built_in_kind_lies_where_its_row_says():
         "document entry": space.document("doc"), "token entry": space.token_entry(digest),
         "prefix entry": space.prefix_entry(digest), "donor entry": space.donor_entry(digest, digest),
         "current profile": space.current_profile, "link report": space.link_report,
+        "edit report": space.edit_report,
         "kept repair": space.kept_repair(digest), "model record": space.model_record,
         "announcement": space.announcement("0" * 32),
     }  # fmt: skip
