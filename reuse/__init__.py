@@ -7,6 +7,8 @@ from kvwire._lazy import lazy
 if TYPE_CHECKING:
     from kvwire.reuse.assemble import LinkedPrompt, block_mask, link, moved
     from kvwire.reuse.compress import compute_cached, compute_piece, compute_stored
+    from kvwire.reuse.edits.place import compute_holes, place_spans
+    from kvwire.reuse.edits.script import EditScript, Span, align, combine_spans, common_spans
     from kvwire.reuse.layout import Anchors, LinkLayout, PromptLayout, Segment, SegmentKind, soft_token
     from kvwire.reuse.layout_presets import (
         PLAIN,
@@ -36,6 +38,7 @@ __all__ = [
     "Anchors",
     "AttentionSummary",
     "Chosen",
+    "EditScript",
     "LinkLayout",
     "LinkShift",
     "LinkedPrompt",
@@ -54,13 +57,18 @@ __all__ = [
     "Selector",
     "ShiftLearner",
     "SoftTokens",
+    "Span",
     "Union",
+    "align",
     "anchors",
     "as_stored",
     "block_attention",
     "block_mask",
     "checked_rows",
+    "combine_spans",
+    "common_spans",
     "compute_cached",
+    "compute_holes",
     "compute_links",
     "compute_piece",
     "compute_stored",
@@ -72,6 +80,7 @@ __all__ = [
     "moved",
     "own_tokens",
     "place_modules",
+    "place_spans",
     "read_layout",
     "read_schema",
     "repair_laid_out",
@@ -94,6 +103,8 @@ __getattr__ = lazy(
             "compute_piece",
             "compute_stored",
         ),
+        "kvwire.reuse.edits.place": ("compute_holes", "place_spans"),
+        "kvwire.reuse.edits.script": ("EditScript", "Span", "align", "combine_spans", "common_spans"),
         "kvwire.reuse.layout": ("Anchors", "LinkLayout", "PromptLayout", "Segment", "SegmentKind", "soft_token"),
         "kvwire.reuse.layout_presets": (
             "PLAIN",

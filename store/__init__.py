@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.uses import UseCounts, UseFile
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.donors.index import DONORS, Donor, DonorIndex
     from kvwire.store.http_clients import Addressed, HttpAddress, range_header, range_told
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from kvwire.store.upkeep.verify import Damage, Verified, verify_store
 
 __all__ = [
+    "DONORS",
     "TEXT_LEVEL",
     "Addressed",
     "Catalog",
@@ -53,6 +55,8 @@ __all__ = [
     "Copied",
     "Damage",
     "Data",
+    "Donor",
+    "DonorIndex",
     "FolderStore",
     "Forgotten",
     "HashScheme",
@@ -134,6 +138,7 @@ __getattr__ = lazy(
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
         "kvwire.store.catalog_entry": ("CatalogEntry",),
         "kvwire.store.crypto.keyring": ("Keyring",),
+        "kvwire.store.donors.index": ("DONORS", "Donor", "DonorIndex"),
         "kvwire.store.http_clients": ("Addressed", "HttpAddress", "range_header", "range_told"),
         "kvwire.store.key_kinds": ("KeyKind", "ObjectRef", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": (

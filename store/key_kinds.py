@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.content_checks import (
     MAX_TEXT_BYTES,
     check_blob,
@@ -290,6 +290,16 @@ def _last_use_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).text(mark.token_digest), "text", is_needed=False)]
 
 
+def _donor_names(key: str, data: bytes) -> list[ObjectRef]:
+    from kvwire.store.donor_entry import DonorEntry
+
+    entry = DonorEntry.from_json(data)
+    if not key.endswith(f"/{entry.token_digest}.json"):
+        msg = "the entry is of another text than its key"
+        raise CorruptError(msg)
+    return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
+
+
 def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).profile(ProfilePointer.from_json(data).profile_digest), "profile")]
 
@@ -337,6 +347,7 @@ _SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
 # Folders of two digits keep listings of file systems short.
 _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
 _FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"
+_FEATURE = _FOLDED.replace(r"\.json", r"/[0-9a-f]{64}\.json")
 _CONTENT = r"(?:.*/)?(?P<digest>[0-9a-f]{64})"
 
 
@@ -378,6 +389,9 @@ KINDS: tuple[KeyKind, ...] = (
            digest="name", gc_role="derived", accept=_accept_last_use, names=_last_use_names,
            is_verified=False,  # without it, a document counts as used when it was written
            advice="the next use writes it again"),
+    _entry("donor entry", "donors/" + _FEATURE, lambda s: s.donor_entries,
+           digest="name", gc_role="derived", accept=lambda key, data: _donor_names(key, bytes(data)),
+           names=_donor_names, advice="index the document again (kvwire store index --index donors)"),
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
            accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
            is_verified=False,  # without it, a new profile is fitted
@@ -386,6 +400,10 @@ KINDS: tuple[KeyKind, ...] = (
            accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
            is_verified=False,  # without it, links count as nobody measured them
            **_MEASURE),
+    _entry("edit report", r"edits\.json", lambda s: s.edit_report,
+           accept=lambda _, data: parse_object(bytes(data)), names=lambda _, data: [*parse_object(data)][:0],
+           is_verified=False,  # without it, edits count as nobody measured them
+           advice="run kvwire check-model --edits again"),
     _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,
            digest="name", accept=_accept_kept, names=_kept_names,
            advice="the next repair of these documents writes it again"),

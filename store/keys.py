@@ -273,6 +273,16 @@ class KeySpace:
         """Prefix of the marks of last uses."""
         return f"{self.catalog}used/"
 
+    def donor_entry(self, feature: str, token_digest: str = "") -> str:
+        """Key of the entry of a text below one of its features; without a text, what all of the feature start with."""
+        folder = f"{self.donor_entries}{check_digest(feature, 'the digest of a feature')[:2]}/{feature}/"
+        return f"{folder}{check_digest(token_digest, 'a token digest')}.json" if token_digest else folder
+
+    @property
+    def donor_entries(self) -> str:
+        """Prefix of the catalog entries by features of texts."""
+        return f"{self.catalog}donors/"
+
     @property
     def current_profile(self) -> str:
         """Key of the pointer to the profile in use."""
@@ -282,6 +292,11 @@ class KeySpace:
     def link_report(self) -> str:
         """Where what was measured of linked documents lies."""
         return f"{self.catalog}links.json"
+
+    @property
+    def edit_report(self) -> str:
+        """Where what was measured of edited caches lies."""
+        return f"{self.catalog}edits.json"
 
     def kept_rows(self, sha256: str) -> str:
         """Key of rows that a repair computed, by their content."""

@@ -68,7 +68,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "engines": [{"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
     "reuse": [
         {"assemble.py", "layout.py"},
-        {"layout_presets.py", "link_shift.py", "repair"},
+        {"edits", "layout_presets.py", "link_shift.py", "repair"},
         {"link_rows.py", "schema.py", "soft_tokens.py"},
         {"compress.py", "link_repair.py"},
         {"schema_json.py"},
@@ -76,7 +76,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "store": [
         {"http_clients.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
-        {"kept_repair.py", "model_record.py", "pointers.py", "prefix_entry.py"},
+        {"donor_entry.py", "kept_repair.py", "model_record.py", "pointers.py", "prefix_entry.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files", "memory_snapshot.py"},
@@ -85,6 +85,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"partition.py"},
         {"catalog"},
         {"cache", "prefix"},
+        {"donors"},
         {"upkeep"},
         {"schemes.py"},
         {"testing"},

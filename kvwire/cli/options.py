@@ -102,16 +102,18 @@ RESUME = option(
 
 def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str, ...]) -> tuple[str, ...]:
     """Names between commas, each of which is a way of hashing prompts."""
-    from kvwire.store import hash_scheme
+    from kvwire.store import DONORS, hash_scheme
 
     names = tuple(name.strip() for each in told for name in each.split(","))
     for name in names:
-        hash_scheme(name, "")
+        if name != DONORS:
+            hash_scheme(name, "")
     return names
 
 
 INDEX = option(
-    "Let prompts find the documents that they begin with: kvwire, lmcache:256, sglang:64 (tokens of a chunk).",
+    "Let prompts find the documents that they begin with: kvwire, lmcache:256, sglang:64 (tokens of a chunk); or those "
+    "that they are much like: donors.",
     "--index",
     multiple=True,
     callback=_schemes,

@@ -56,12 +56,20 @@ class Reuse:
         loaded: How many of the prompt's tokens came from the store.
         computed: How many were computed.
         saved: The document that prompt and answer are kept as; empty where they are not.
+        donors: Names of the similar documents whose rows were moved into the prompt, and how many tokens of each.
+        holes: How many tokens between these were computed.
+        repaired: How many moved rows were computed anew.
+        error: KL divergence that such edits had when the model was checked; None where it was not.
     """
 
     document: str
     loaded: int
     computed: int
     saved: str = ""
+    donors: tuple[tuple[str, int], ...] = ()
+    holes: int = 0
+    repaired: int = 0
+    error: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

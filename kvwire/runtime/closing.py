@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvwire.types import Decision
 
     Then = Callable[[Answer, ControllerDriver, Load, Any], Awaitable[Answer]]
+    Edit = Callable[[Load, Estimates, float | None], "Closing"]
 
 _KEEPING_S = 60.0
 _KEPT_SHARE = 0.25
@@ -56,7 +57,7 @@ class CompletedLoad(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Closing:
+class Closing:
     """What follows the last chunk. done: instant of the first token.
 
     beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired. shifted: tokens
@@ -116,19 +117,21 @@ class AnswerStage:
 
     async def answer(
         self, filled: CompletedLoad, goal: Goal, question: list[int], tokens: int,
-        stop: frozenset[int] = frozenset(), then: Then | None = None,
+        stop: frozenset[int] = frozenset(), then: Then | None = None, edit: Edit | None = None,
     ) -> Answer:  # fmt: skip
-        """Repair the prompt where it is to be, run the question, and generate."""
+        """Repair the prompt where it is to be, or edit it, run the question, and generate."""
         driver, load, finish, started, asked_s = filled
         finish = replace(finish, front=load.front_of(finish))  # the controller counts documents' tokens
         due = None if goal.deadline_s is None else started + goal.deadline_s
         found = await self._kept_rows(load, finish, due)
         shift = await self._shift(load, finish, due)
         close = partial(self._close, load, question, finish, due, found, shift)
-        closing = await driver.compute(close)
+        closing = await driver.compute(partial(edit, load, self._estimates, due) if edit else close)
         is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
         repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
-        driver.tell(ev.PromptAssembled(load.work.number, load.work.prompt.cache.tokens, closing.beyond_s, repair_s))
+        if load.is_finished:
+            tokens_there = load.work.prompt.cache.tokens
+            driver.tell(ev.PromptAssembled(load.work.number, tokens_there, closing.beyond_s, repair_s))
         if closing.trouble:
             load.work.misses.append(closing.trouble)
         opening = self._engine.opening_tokens
@@ -158,7 +161,8 @@ class AnswerStage:
             if self._engine.has_tokenizer
             else ""
         )
-        self._keep(load, closing.repaired, found, finish)
+        if edit is None:
+            self._keep(load, closing.repaired, found, finish)
         predicted_s = None if load.predicted_s is None else asked_s + load.predicted_s
         answer = Answer(
             first, closing.logits.cpu(), tuple(out), text, load.work.prompt, finish.decisions,
@@ -167,7 +171,8 @@ class AnswerStage:
             warning, 0 if load.place.front_tokens else finish.front, load.place.front_tokens + len(load.layout.head),
             closing.shifted,
         )  # fmt: skip
-        answer = with_expected_kl(answer, [document.info for document in load.documents])
+        if edit is None:
+            answer = with_expected_kl(answer, [document.info for document in load.documents])
         return answer if then is None else await then(answer, driver, load, closing.past)
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
@@ -214,7 +219,7 @@ class AnswerStage:
     def _close(
         self, load: Load, question: list[int], finish: ev.Finish, due: float | None, found: KeptLookup | None,
         shift: LinkShift | None,
-    ) -> _Closing:  # fmt: skip
+    ) -> Closing:  # fmt: skip
         """Shift and repair the prompt, hand it to the engine and run the question, in the compute thread."""
         load.complete()
         shifting, prompt, share = time.monotonic(), load.work.prompt, finish.repair
@@ -237,7 +242,7 @@ class AnswerStage:
         querying = time.monotonic()
         logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
         done = time.monotonic()
-        return _Closing(
+        return Closing(
             past, logits, querying - linking + began - shifting, done - querying, done,
             done - linking - expected_s + began - shifting, linking - began if repaired else 0.0, repaired, trouble,
             shifted,

@@ -214,7 +214,7 @@ class Corpus(CorpusReader):
             CorruptError: The profile in use is damaged.
         """
         check_new_name(document.document_id, "document")
-        indexes = [self.index(scheme) for scheme in index]
+        indexes = self.indexes(index)
         steps = self.encoder()
         found = steps.save(document, cache)
         steps.add_to(indexes, found, document)

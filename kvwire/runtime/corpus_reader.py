@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift
-    from kvwire.store import Catalog, CatalogEntry, ModelRecord, PrefixIndex, Store, UseCounts
+    from kvwire.runtime.edit_report import EditReport
+    from kvwire.store import Catalog, CatalogEntry, DonorIndex, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 _ALL_LEVELS = 1 << 30
@@ -232,6 +233,22 @@ class CorpusReader:
         self.catalog.models.put_link_report(self.config, report.to_json())
         self.changes += 1
 
+    def edit_report(self) -> EditReport | None:
+        """What ``kvwire check-model --edits`` measured of this model; None where it was not run.
+
+        Raises:
+            CorruptError: It is damaged.
+        """
+        from kvwire.runtime.edit_report import EditReport  # few loads need it
+
+        data = self.catalog.objects.read(self.catalog.keys(self.config).edit_report)
+        return None if data is None else EditReport.of_json(data)
+
+    def set_edit_report(self, report: EditReport) -> None:
+        """Keep what was measured of edited caches, for all who load."""
+        self.catalog.objects.write(self.catalog.keys(self.config).edit_report, report.to_json())
+        self.changes += 1
+
     def link_shift(self, digest: str) -> LinkShift:
         """What is added to linked documents of this model.
 
@@ -275,6 +292,25 @@ class CorpusReader:
         from kvwire.store import PrefixIndex  # most need none
 
         return PrefixIndex(self.catalog, self.config, scheme)
+
+    def donors(self, writer: str = "") -> DonorIndex:
+        """The index by which prompts find documents that are much like them.
+
+        Args:
+            writer: Namespace inside the tenant: what is kept in it is found by this writer alone. Empty: by all.
+
+        Returns:
+            The index, which keeps the texts that it read of late: to be made once.
+        """
+        from kvwire.store import DonorIndex  # most need none
+
+        return DonorIndex(self.catalog, self.config, writer)
+
+    def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex | DonorIndex]:
+        """The indexes of some schemes, ``donors`` among them."""
+        from kvwire.store import DONORS
+
+        return [self.donors() if scheme == DONORS else self.index(scheme) for scheme in schemes]
 
     def count_use(self, document_id: str) -> None:
         """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer."""

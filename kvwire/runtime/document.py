@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
@@ -54,6 +55,8 @@ class FoundDocument:
         trouble: Why the blob cannot be used.
         entry_is_kept: Whether the entry was kept from an earlier load, so that it may be out of date.
         variants: The same text in further corpora.
+        ranges: First tokens of what a load is for, and the ones behind their last; empty: all of it. Chunks that hold
+            nothing of these are passed over, and none is computed from the text.
     """
 
     corpus: Corpus
@@ -64,6 +67,7 @@ class FoundDocument:
     trouble: str = ""
     entry_is_kept: bool = False
     variants: tuple[FoundDocument, ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
 
     @property
     def token_digest(self) -> str:
@@ -222,17 +226,33 @@ class OpenDocument:
             return None
         return self.with_header(info, ids)
 
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The chunks that the load is for, as the blob numbers them."""
+        chunks = self.info.chunks if self.info else -(-self.tokens // CHUNK_TOKENS)
+        every, ranges = range(chunks), self.found.ranges
+        if not ranges:
+            return tuple(every)
+        spans = [(chunk, *self._own_span(chunk)) for chunk in every]
+        return tuple(chunk for chunk, a, b in spans if any(a < stop and start < b for start, stop in ranges))
+
     @property
     def spans(self) -> list[tuple[int, int]]:
         """``span`` of all its chunks."""
-        chunks = self.info.chunks if self.info else -(-self.tokens // CHUNK_TOKENS)
-        return [self.span(chunk) for chunk in range(chunks)]
+        return [self._own_span(number) for number in self.numbers]
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk lies in the document."""
+        """Where one of the load's chunks lies in the document."""
+        return self._own_span(self.numbers[chunk])
+
+    def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
+        """Segments of one of the load's chunks, up to a level; none without a blob."""
+        return self.info.reads(self.numbers[chunk], level) if self.info else ()
+
+    def _own_span(self, number: int) -> tuple[int, int]:
         if self.info:
-            return self.info.chunk_span(chunk)
-        return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
+            return self.info.chunk_span(number)
+        return number * CHUNK_TOKENS, min((number + 1) * CHUNK_TOKENS, self.tokens)
 
     async def fetch(self, reads: Sequence[SegmentInfo], until: float, parts: dict[int, bytes]) -> str:
         """Fetch a chunk's segments, until all that are of use are in: those below one that is lost."""
@@ -255,12 +275,17 @@ class OpenDocument:
 
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
         """What planning needs to know."""
-        has_text = self.token_ids is not None and not self.has_unknown_holes
+        has_text = self.token_ids is not None and not self.has_unknown_holes and not self.found.ranges
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
             made = ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share, exact=self.exact)
         else:
             made = ctl.DocumentPlanInput(tuple(stop - start for start, stop in self.spans), (), has_text)
+        if self.found.ranges and self.info and self.has_blob:
+            numbers = self.numbers
+            tokens, sizes = tuple(made.tokens[at] for at in numbers), tuple(made.fetch_bytes[at] for at in numbers)
+            errors = tuple(made.errors[at] for at in numbers) if made.errors else ()
+            return replace(made, tokens=tokens, fetch_bytes=sizes, errors=errors)
         if self.wanted_tokens is None:
             return made
         end = max(1, self.wanted_chunks)

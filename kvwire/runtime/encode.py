@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus_reader import CorpusReader
-    from kvwire.store import CatalogEntry, PrefixIndex
+    from kvwire.store import CatalogEntry, DonorIndex, PrefixIndex
     from kvwire.types import BlobInfo, KVCache, SoftTokensName
 
 OPENING = "bos-"
@@ -116,9 +116,9 @@ class Encoder:
             self.put_opening()
         return profile
 
-    def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex]:
+    def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex | DonorIndex]:
         """The indexes that are to find what is encoded."""
-        found = [self._corpus.index(scheme) for scheme in schemes]
+        found = self._corpus.indexes(schemes)
         if found and self.coding.neutral_prefix is None:
             self.coding = replace(self.coding, neutral_prefix=0)  # what begins prompts is computed alone
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
@@ -134,7 +134,7 @@ class Encoder:
         info = found.blob or self._corpus.read_header(found.entry)
         return info.neutral_prefix[: info.opening]
 
-    def add_to(self, indexes: Sequence[PrefixIndex], found: Encoded, document: Document) -> None:
+    def add_to(self, indexes: Sequence[PrefixIndex | DonorIndex], found: Encoded, document: Document) -> None:
         """Let indexes find a document."""
         for each in indexes:
             each.add(found.entry, document.token_ids, is_new=not found.skipped, opening=self.opening(found))

@@ -153,9 +153,9 @@ class PromptWorker:
             raise StorageError(LOAD_CANCELLED)
         pieces: dict[int, dict[ChunkId, Piece]] = {}
         for chunk, level in zip(chunks, levels, strict=True):
-            info = self.documents[chunk.document].info
-            reads = info.reads(chunk.chunk, level) if info else ()
-            piece = (chunk.chunk, [self.parts[chunk][each.level] for each in reads], level)
+            document = self.documents[chunk.document]
+            segments = [self.parts[chunk][each.level] for each in document.reads(chunk.chunk, level)]
+            piece = (document.numbers[chunk.chunk], segments, level)
             pieces.setdefault(chunk.document, {})[chunk] = piece
         left = self._left_by_gpu(pieces)
         troubles = self._driver.side_by_side(self._decode_one, left.items())

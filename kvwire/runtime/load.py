@@ -108,7 +108,7 @@ class Load:
         if not self._request.is_partial:
             return await self._run()
         deadline_s, began = self._request.goal.deadline_s, self._driver.clock()
-        limit_s = self._request.limit_s if deadline_s is None else max(0.0, deadline_s)
+        limit_s = min(self._request.limit_s if deadline_s is None else max(0.0, deadline_s), self._request.worth_s)
         running = asyncio.ensure_future(self._run())
         try:
             await asyncio.wait({running}, timeout=limit_s)
@@ -477,8 +477,7 @@ class Load:
 
     async def _fetch(self, asked: ev.Fetch) -> None:
         chunk, document = asked.chunk, self.work.documents[asked.chunk.document]
-        info = document.info
-        reads = [each for each in info.reads(chunk.chunk, asked.level) if each.level >= asked.first] if info else []
+        reads = [each for each in document.reads(chunk.chunk, asked.level) if each.level >= asked.first]
         parts: dict[int, bytes] = {}
         trouble = await document.fetch(reads, asked.until, parts)
         sound = next((at for at, each in enumerate(reads) if each.level not in parts), len(reads))

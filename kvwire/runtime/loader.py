@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from kvwire import controller as ctl
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
-from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.errors import ArgumentError, AuthError, KvwireError, StorageError
 from kvwire.runtime.answer import Asked, ChatAsked
 from kvwire.runtime.closing import AnswerStage, CompletedLoad
 from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.document import LEAST_PATIENCE_S, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, keys_of
 from kvwire.runtime.find import DocumentFinder, all_of, profile_in_use
+from kvwire.runtime.links import UNREPAIRED
 from kvwire.runtime.load import Load
 from kvwire.runtime.prompt import LinksLayout, PlainLayout, SchemaLayout
 from kvwire.runtime.request import LoadRequest
@@ -44,11 +45,13 @@ if TYPE_CHECKING:
     from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.prompt import Layout
-    from kvwire.runtime.prompted import Begun, Prompter
+    from kvwire.runtime.prompted import Begun, Prompter, ReuseMode, Reusing
+    from kvwire.runtime.similar import EditPlan, ReuseCosts, Search
     from kvwire.types import Chat
 
 T = TypeVar("T")
 _ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
+_LEAST_WORTH_S = 0.25  # what donors are given at least, by however little they are planned to save
 _WRITING_S = 6.0  # estimates wait for a lock for five seconds
 
 
@@ -260,17 +263,26 @@ class Loader:
         objective: Objective | None = None,
         tokens: int = 1,
         save: bool = False,
+        reuse: ReuseMode | None = None,
+        donors: Sequence[str] = (),
     ) -> Answer:
-        """Answer a prompt: load the longest beginning that a stored document has, and compute the rest.
+        """Answer a prompt: load what the store has of it, and compute the rest.
 
-        Documents are found by the index ``kvwire`` (``encode --index kvwire``), and so is what was saved here.
+        That is the longest beginning that a stored document has, found by the index ``kvwire`` (``encode --index
+        kvwire``), or runs of tokens of *donors*, documents much like the prompt, found by the index ``donors``. Rows of
+        donors have seen other words than the prompt's, so that the answer may differ a little.
 
         Args:
             token_ids: The whole prompt, with the BOS or without.
             deadline_s: As for ``ask``.
             objective: As for ``ask``.
             tokens: Length of the answer at most.
-            save: Keep prompt and answer as a document, named by its content, for prompts that begin with them.
+            save: Keep prompt and answer as a document, named by its content, for prompts that begin with them, and with
+                ``auto`` and ``donors`` for those like them. What was made of donors is not kept.
+            reuse: ``exact``: the same beginning alone; ``auto``: donors too, where they save a quarter of the time;
+                ``donors``: donors in any case; ``none``: compute all. None: ``auto`` of models for which ``kvwire
+                check-model --edits`` found it safe, else ``exact``.
+            donors: Names of the donors; empty: they are searched.
 
         Returns:
             As ``ask`` does; ``Answer.reused`` says where the tokens came from, and what was saved.
@@ -280,9 +292,47 @@ class Loader:
                 something around documents.
             OverloadedError: As for ``ask``.
         """
-        goal = self._goal(deadline_s, objective)
-        work = self._ask_begun(lambda made, times: made.prompt(token_ids, times, save=save), goal, tokens)
+        goal, reusing = self._goal(deadline_s, objective), self._reusing(reuse, donors)
+        work = self._ask_begun(
+            lambda made, times: made.prompt(token_ids, times, goal, reusing, save=save), goal, tokens
+        )
         return self._session.run(work)
+
+    def plan_prompt(
+        self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = ()
+    ) -> Search:
+        """What ``ask_prompt`` would make a prompt of, and what that takes; only texts and headers are read.
+
+        Args:
+            token_ids: The whole prompt, with the BOS or without.
+            reuse: As for ``ask_prompt``.
+            donors: As for ``ask_prompt``.
+
+        Returns:
+            The plan, and the donors that were looked at.
+
+        Raises:
+            ArgumentError: As for ``ask_prompt``.
+            StorageError: The store fails.
+        """
+        goal, reusing = self._goal(None, None), self._reusing(reuse, donors)
+        times = self._timeouts(None)
+
+        async def search() -> Search:
+            return await self._prompts().search(token_ids, times, goal, reusing)
+
+        return self._session.run(search())
+
+    def _reusing(self, reuse: ReuseMode | None, donors: Sequence[str]) -> Reusing:
+        from kvwire.runtime.prompted import Reusing
+
+        if reuse not in {None, "auto", "exact", "donors", "none"}:
+            msg = f"reuse is auto, exact, donors or none, got {reuse!r}"
+            raise ArgumentError(msg)
+        if donors and reuse in {"exact", "none"}:
+            msg = f"donors are named and not to be used: leave out reuse={reuse!r}"
+            raise ArgumentError(msg)
+        return Reusing(reuse or ("donors" if donors else ""), tuple(donors))
 
     def converse(
         self,
@@ -325,12 +375,50 @@ class Loader:
         if self._settings.system or self._settings.layout:
             msg = "a prompt is all that the model reads: leave out the settings' system and layout"
             raise ArgumentError(msg)
+        timeouts = self._timeouts(goal.deadline_s)
+        begun = await begin(self._prompts(), timeouts)
+        if begun.search is not None and begun.search.plan is not None:
+            try:
+                return await self._ask_edited(begun, begun.search.plan, goal, timeouts, tokens)
+            except AuthError:
+                raise
+            except KvwireError as error:
+                begun.misses.append(f"donors were of no use, so the prompt was computed: {error}")
+        return await self._ask([begun.found], Asked(begun.rest, (), begun.stop), goal, tokens, None, begun=begun)
+
+    def _prompts(self) -> Prompter:
         if self._prompter is None:
             from kvwire.runtime.prompted import Prompter  # most loads name their documents
 
-            self._prompter = Prompter(self._engine, self._corpora[0], self._session, self._finder)
-        begun = await begin(self._prompter, self._timeouts(goal.deadline_s))
-        return await self._ask([begun.found], Asked(begun.rest, (), begun.stop), goal, tokens, None, begun=begun)
+            parts = self._engine, self._corpora[0], self._session, self._finder
+            self._prompter = Prompter(*parts, self._settings, self._reuse_costs)
+        return self._prompter
+
+    def _reuse_costs(self) -> ReuseCosts:
+        from kvwire.runtime.similar import ReuseCosts
+
+        with self._lock:
+            known = self._estimates
+            return ReuseCosts(known.costs(), known.bandwidth.value, known.ttfb.value)
+
+    async def _ask_edited(
+        self, begun: Begun, plan: EditPlan, goal: ctl.Goal, timeouts: Timeouts, tokens: int
+    ) -> Answer:  # fmt: skip
+        """Make a prompt of its donors, and run what is asked last."""
+        from kvwire.runtime.edited import EditLayout
+
+        with self._warming.paused():
+            made, found = await begun.prompter.editing(begun, plan, goal, min(tokens, _ANSWER_TOKENS), timeouts)
+            chosen, worth_s = self._settings, max(plan.rival_s, _LEAST_WORTH_S)
+            request = LoadRequest(
+                layout=EditLayout(self._engine), fetch=chosen.fetch, backend=chosen.backend, goal=goal,
+                timeouts=timeouts, query_tokens=made.computed, is_partial=True, worth_s=worth_s,
+            )  # fmt: skip
+            async with self._filled(found, None, request, begun.started) as filled:
+                filled.load.links = UNREPAIRED
+                answer = await self._closer.answer(filled, goal, list(made.rest), tokens, begun.stop, edit=made.close)
+                self._remember(filled.load)
+                return made.told(answer, begun.told(made))
 
     async def ask_async(
         self,

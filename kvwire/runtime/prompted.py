@@ -10,11 +10,11 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from kvwire.errors import ArgumentError, ConflictError, KvwireError
+from kvwire.errors import ArgumentError, ConflictError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.answer import Reuse
 from kvwire.runtime.document import FoundDocument, in_words
 from kvwire.runtime.find import UNREADABLE
@@ -24,18 +24,23 @@ from kvwire.types import KVCache
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvwire.controller import Goal
     from kvwire.engines.base import Engine, Place
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.document import Timeouts
     from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.edit_report import EditRepair
+    from kvwire.runtime.edited import Editing
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.load import Load
     from kvwire.runtime.saving import Rows, Saver
     from kvwire.runtime.session import Session
-    from kvwire.store import CatalogEntry, PrefixHit
+    from kvwire.runtime.settings import LoadSettings
+    from kvwire.runtime.similar import EditPlan, ReuseCosts, Search, SimilarPrompts
+    from kvwire.store import CatalogEntry, DonorIndex, PrefixHit
     from kvwire.types import Chat
 
 SESSIONS = "sessions/"
@@ -43,6 +48,9 @@ SESSIONS = "sessions/"
 _LEAST_HEAD = 64
 """Tokens of a system text that is kept by itself, for other sessions to share: the index finds none that is shorter."""
 _PROMPT = "prompt"
+LAST_TOKENS = 32
+"""Of a prompt that is made of similar ones, computed in any case: they see it whole, and choose what is repaired."""
+ReuseMode = Literal["auto", "exact", "donors", "none"]
 
 
 class Keep(NamedTuple):
@@ -53,27 +61,136 @@ class Keep(NamedTuple):
     head: int = 0
 
 
+class Reusing(NamedTuple):
+    """What of the store a prompt may be made of.
+
+    Attributes:
+        mode: As ``Loader.ask_prompt`` takes it; empty: as it does where nothing is said.
+        donors: Names of the donors; empty: they are searched.
+        last: How many of the prompt's last tokens are computed in any case.
+    """
+
+    mode: ReuseMode | Literal[""] = ""
+    donors: tuple[str, ...] = ()
+    last: int = LAST_TOKENS
+
+
 class Prompter:
     """Answers prompts and turns of sessions for one loader; used on the session's loop."""
 
-    def __init__(self, engine: Engine, corpus: Corpus, session: Session, finder: DocumentFinder) -> None:
-        """Read nothing yet."""
+    def __init__(
+        self, engine: Engine, corpus: Corpus, session: Session, finder: DocumentFinder, settings: LoadSettings,
+        costs: Callable[[], ReuseCosts],
+    ) -> None:  # fmt: skip
+        """Read nothing yet. costs: what link and engine take by now."""
         self._engine, self._corpus, self._session, self._finder = engine, corpus, session, finder
+        self._settings, self._costs = settings, costs
         self._view = corpus.over(session.view(corpus.catalog.store))
         self._index = self._view.index()
+        self._similar: SimilarPrompts | None = None
+        self._repair: EditRepair | None = None
         self._saver: Saver | None = None
 
-    async def prompt(self, token_ids: Sequence[int], timeouts: Timeouts, *, save: bool) -> Begun:
-        """Find what the store has of a prompt's beginning; without it, the prompt is its own text."""
-        return await self._begun(token_ids, timeouts, Keep() if save else None)
+    async def prompt(
+        self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing, *, save: bool
+    ) -> Begun:
+        """Find what the store has of a prompt; without it, the prompt is its own text."""
+        keep = Keep() if save else None
+        if reusing.mode == "none":
+            return await self._begun(token_ids, timeouts, keep, looks=False)
+        started, misses = time.monotonic(), list[str]()
+        if not await self._may_edit(reusing, timeouts, misses):
+            begun = await self._begun(token_ids, timeouts, keep)
+        else:
+            whole = self._checked(token_ids)
+            hit = await self._longest(whole, timeouts, misses)
+            search = await self._search(whole, hit, timeouts, goal, reusing, misses)
+            begun = await self._begun(token_ids, timeouts, keep, hit=hit, looks=False)
+            begun = replace(begun, search=search, keeps_donors=save)
+        return replace(begun, started=started, misses=[*misses, *begun.misses])
+
+    async def search(self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing) -> Search:
+        """Find what of a prompt is stored, exactly or nearly, and what a load of it would do."""
+        whole, misses = self._checked(token_ids), list[str]()
+        hit = await self._longest(whole, timeouts, misses)
+        found = await self._search(whole, hit, timeouts, goal, reusing, misses)
+        if found is None:
+            raise StorageError(misses[-1])
+        return found
+
+    async def _may_edit(self, reusing: Reusing, timeouts: Timeouts, misses: list[str]) -> bool:
+        """Whether donors are looked for; where nothing was said, only of models that edits were found safe for."""
+        is_asked = reusing.mode in {"auto", "donors"}
+        if reusing.mode == "exact":
+            return False
+        if self._settings.exact or not self._engine.can_repair:
+            if is_asked:
+                why = (
+                    "exact caches were asked for"
+                    if self._settings.exact
+                    else "this engine computes no rows inside a prompt"
+                )
+                misses.append(f"no similar prompt was looked for: {why}")
+            return False
+        return is_asked or (await self._edit_repair(timeouts, misses)).is_safe
+
+    async def _edit_repair(self, timeouts: Timeouts, misses: list[str]) -> EditRepair:
+        """What is done about rows behind edits; what was measured of the model is read once."""
+        if self._repair is None:
+            from kvwire.runtime.edit_report import edit_repair
+
+            asked, layers = (self._settings.repair, self._settings.selector), len(self._engine.meta.layers)
+            try:
+                report = await self._session.look_up(self._view.edit_report, timeouts.soon)
+            except UNREADABLE as error:  # the next prompt tries again
+                misses.append(f"the report on edits was not read, so this load goes without it: {error}")
+                return edit_repair(None, *asked, layers)
+            self._repair = edit_repair(report, *asked, layers)
+        return self._repair
+
+    async def _search(
+        self, whole: tuple[int, ...], hit: PrefixHit | None, timeouts: Timeouts, goal: Goal, reusing: Reusing,
+        misses: list[str],
+    ) -> Search | None:  # fmt: skip
+        """Donors, and whether they pay; a store that fails or is late has none, which is told."""
+        from kvwire.runtime.similar import EditTerms, SimilarPrompts
+
+        chosen, before = self._settings, len(self._engine.opening_tokens)
+        if self._similar is None:
+            max_kl = chosen.max_kl if chosen.quality_floor is None else None
+            self._similar = SimilarPrompts(self._view, self._engine, chosen.writer, max_kl)
+        last = min(reusing.last, len(whole) - before - 1)
+        terms = EditTerms(self._costs(), await self._edit_repair(timeouts, misses), goal, last)
+        look = partial(
+            self._similar.search, whole[before:], hit, terms, misses, named=reusing.donors,
+            is_forced=reusing.mode == "donors",
+        )  # fmt: skip
+        try:
+            return await self._session.look_up(look, timeouts.patience if reusing.donors else timeouts.soon)
+        except UNREADABLE as error:
+            if reusing.donors and isinstance(error, NotFoundError):
+                raise
+            misses.append(f"no similar prompt was used: {error}")
+            return None
+
+    async def editing(
+        self, begun: Begun, plan: EditPlan, goal: Goal, room: int, timeouts: Timeouts
+    ) -> tuple[Editing, list[FoundDocument]]:
+        """What makes a prompt of its donors, and these."""
+        from kvwire.runtime.edited import Editing
+
+        text, rest = begun.whole[: plan.script.tokens], begun.whole[plan.script.tokens :]
+        editing = Editing(self._engine, plan, text, rest, room, goal.floor)
+        finding = [self._finder.of_entry(donor.document, donor.token_ids, timeouts) for donor in plan.donors]
+        return editing, editing.found([await each for each in finding])
 
     async def _begun(
         self, token_ids: Sequence[int], timeouts: Timeouts, keep: Keep | None, chat: Chat | None = None,
-        stop: frozenset[int] = frozenset(),
+        stop: frozenset[int] = frozenset(), *, hit: PrefixHit | None = None, looks: bool = True,
     ) -> Begun:  # fmt: skip
         started, before = time.monotonic(), len(self._engine.opening_tokens)
         whole, misses = self._checked(token_ids), list[str]()
-        hit = await self._longest(whole, timeouts, misses)
+        hit = await self._longest(whole, timeouts, misses) if looks else hit
         if hit is None:
             wanted = len(whole) - 1 - before
             found = FoundDocument(self._corpus, _PROMPT, None, None, whole[before:-1])
@@ -161,6 +278,11 @@ class Prompter:
         """Runs the model."""
         return self._engine
 
+    @property
+    def donors(self) -> DonorIndex:
+        """Where prompts are kept for others like them."""
+        return self._corpus.donors(self._settings.writer)
+
 
 @dataclass(frozen=True, eq=False)
 class Begun:
@@ -177,6 +299,8 @@ class Begun:
         chat: Of a session that is one.
         stop: Token ids that end an answer, and are no part of what is kept.
         head: What the session should have begun with; empty: anything.
+        search: What was found that is like it; None: nothing was looked for.
+        keeps_donors: What is kept of it may serve prompts like it.
     """
 
     prompter: Prompter
@@ -189,6 +313,21 @@ class Begun:
     chat: Chat | None = None
     stop: frozenset[int] = frozenset()
     head: tuple[int, ...] = ()
+    search: Search | None = None
+    keeps_donors: bool = False
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The prompt's token ids behind its opening, where the found document's are known."""
+        return (*(self.found.text or ())[: self.wanted], *self.rest)
+
+    def told(self, made: Editing) -> list[str]:
+        """What is to be told with a prompt that was made of donors."""
+        lost = made.plan.script.reused - made.script.reused
+        told = [*self.misses, f"{lost} tokens of donors did not come, and were computed"] if lost else [*self.misses]
+        if self.keep is not None:
+            told.append("prompt and answer were not kept: rows of other prompts are in it; ask with reuse exact")
+        return told
 
     @property
     def is_whole(self) -> bool:
@@ -250,6 +389,8 @@ class Begun:
         write = partial(self._write, saver, rows, keep)
         runs_layers = await asyncio.to_thread(lambda: saver.runs_layers)
         entry = await (driver.compute(write) if runs_layers else asyncio.to_thread(write))
+        if self.keeps_donors and rows.level is None:
+            await asyncio.to_thread(self.prompter.donors.write, entry, ids)
         return entry.document_id
 
     @staticmethod

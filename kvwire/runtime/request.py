@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvwire.controller import Goal, kl_floor
@@ -43,6 +44,7 @@ class LoadRequest:
         wanted: How many tokens of each document's beginning are of use; None: all.
         is_partial: At the deadline, or where it fails, the load ends with what is there.
         limit_s: Longest partial load without a deadline.
+        worth_s: Longest partial load in any case: from then on, computing what is missing is sooner.
         grace_s: Seconds that a partial load goes on behind its deadline at most, asked again while it does.
     """
 
@@ -62,6 +64,7 @@ class LoadRequest:
     wanted: int | None = None
     is_partial: bool = False
     limit_s: float = 30.0
+    worth_s: float = inf
     grace_s: Callable[[PromptWorker], float] = field(default=lambda _: 0.0)
 
     def plan_input(self, document: OpenDocument, layers: int) -> DocumentPlanInput:

@@ -78,6 +78,8 @@ class LoadSettings:
             documents are repaired only where a share is asked for (``repair``), and link tokens with them.
         system: Token ids of the system text, which is computed in every prompt, before the documents.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
+        writer: Namespace inside the tenant for prompts that are kept for others like them: they serve this writer
+            alone. Empty: the whole tenant.
         policy: Decides instead of the controller's own, for comparisons.
         record: Called with every event and what it led to; ``controller.replay`` takes these.
     """
@@ -110,6 +112,7 @@ class LoadSettings:
     layout: LinkLayout | None = None
     system: tuple[int, ...] = ()
     entries_s: float = 30.0
+    writer: str = ""
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
+from kvwire.store.donors.index import DONORS, DonorIndex
 from kvwire.store.prefix.index import PrefixIndex, opening_of
 from kvwire.store.upkeep.walk import added
 
@@ -42,12 +43,12 @@ class Indexed:
 def index_documents(
     catalog: Catalog, space: KeySpace, schemes: Sequence[str], on_progress: OnProgress | None = None
 ) -> Indexed:
-    """Write the prefix entries of all documents of a model configuration, those that are there already included.
+    """Write the index entries of all documents of a model configuration, those that are there already included.
 
     Args:
         catalog: Of the tenant.
         space: The model configuration.
-        schemes: Ways of hashing prompts, as ``hash_scheme`` takes them.
+        schemes: Ways of hashing prompts, as ``hash_scheme`` takes them, and ``donors``.
         on_progress: Called with the tokens of each document.
 
     Returns:
@@ -57,7 +58,9 @@ def index_documents(
         ArgumentError: There is no such scheme.
         StorageError: The store fails.
     """
-    indexes = [PrefixIndex(catalog, space, scheme) for scheme in schemes]
+    indexes = [
+        DonorIndex(catalog, space) if scheme == DONORS else PrefixIndex(catalog, space, scheme) for scheme in schemes
+    ]
     failures: list[str] = []
     done = Indexed()
     for document in catalog.documents(space, lambda key, error: failures.append(f"{key}: {error}")):

@@ -108,7 +108,9 @@ def test_every_built_in_kind_lies_where_its_row_says():
         "kept rows": space.kept_rows(digest), "link shift": space.shift(digest),
         "document entry": space.document("doc"), "token entry": space.token_entry(digest),
         "prefix entry": space.prefix_entry(digest), "last use": space.last_use("doc"),
+        "donor entry": space.donor_entry(digest, digest),
         "current profile": space.current_profile, "link report": space.link_report,
+        "edit report": space.edit_report,
         "kept repair": space.kept_repair(digest), "model record": space.model_record,
         "announcement": space.announcement("0" * 32),
     }  # fmt: skip

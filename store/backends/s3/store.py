@@ -51,6 +51,7 @@ _UNSATISFIABLE = 416
 _WITHOUT_WORDS = (400, 403)  # refusals whose reason only an answer with a body tells
 _IMMUTABLE = "private, max-age=31536000, immutable"  # private: shared caches must not hand out guarded objects
 _CHANGING = "private, no-cache"
+_MOST_SCANNED = 1000  # prefixes; look-ups of donors list ever new ones
 
 
 class S3Store(Store):
@@ -214,7 +215,8 @@ class S3Store(Store):
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """Objects whose keys start with ``prefix`` and come after ``after``, in order, asked for while iterating."""
         check_after(prefix, after)
-        self._scanned.add(prefix)
+        if len(self._scanned) < _MOST_SCANNED:
+            self._scanned.add(prefix)
         where = self._address
         return listed(self._client, where.bucket, where.root, prefix, after, self._settings.page_keys)
 

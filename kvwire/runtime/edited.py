@@ -1,0 +1,179 @@
+"""A prompt made of similar ones: donors' chunks are loaded, their rows moved into place, and holes computed.
+
+Chunks that do not come, or not before computing the prompt would have ended, leave holes: the answer is never lost.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.reuse import LinkedPrompt, RepairInput, compute_holes, place_spans, repair_prompt, selector_of
+from kvwire.runtime.answer import Reuse, level_kl
+from kvwire.runtime.closing import Closing
+from kvwire.runtime.links import UNREPAIRED
+from kvwire.runtime.prompt import Placement, PlainLayout
+from kvwire.types import ChunkId
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.controller import Estimates
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import Repaired
+    from kvwire.runtime.answer import Answer
+    from kvwire.runtime.document import FoundDocument, OpenDocument
+    from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.load import Load
+    from kvwire.runtime.similar import EditPlan
+
+_ALL = 1.0
+
+
+class EditLayout:
+    """Donors one after the other, in memory of their own: the prompt is made of them afterwards."""
+
+    sees_documents = keeps_repairs = False
+    head: tuple[int, ...] = ()
+
+    def __init__(self, engine: Engine) -> None:
+        """Take the tokens that prompts begin with."""
+        self._plain, self.opening = PlainLayout(engine), engine.opening_tokens
+
+    def place(self, tokens: Sequence[int]) -> Placement:
+        """One after the other."""
+        return self._plain.place(tokens)
+
+    def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
+        """Donors are not linked."""
+        del plan, place, misses
+        return UNREPAIRED
+
+    def check(self, document: OpenDocument) -> OpenDocument:
+        """Any document fits."""
+        return self._plain.check(document)
+
+    def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
+        """Nothing is left to compute."""
+        del prompt, place, done, stop
+        return 0
+
+
+@dataclass(eq=False)
+class Editing:
+    """One prompt that is made of donors.
+
+    Attributes:
+        engine: Runs the model.
+        plan: What it is made of.
+        text: Token ids of the prompt, without its opening and what is asked last.
+        rest: What is asked last.
+        room: Tokens of an answer that there is to be memory for.
+        floor: The coarsest level of rows that may be used.
+        script: What became of the plan's.
+        repaired: Rows that were computed anew beside holes.
+        kl: Expected of the levels of donors, the mean over the prompt's tokens; None where one is not known.
+    """
+
+    engine: Engine
+    plan: EditPlan
+    text: tuple[int, ...]
+    rest: tuple[int, ...]
+    room: int
+    floor: int
+
+    def __post_init__(self) -> None:
+        """Compare once more all that is reused, token by token."""
+        self.plan.script.check([donor.token_ids for donor in self.plan.donors], self.text)
+        self.script, self.repaired = self.plan.script, 0
+        self.kl: float | None = 0.0
+
+    def found(self, documents: Sequence[FoundDocument]) -> list[FoundDocument]:
+        """Donors, of which no more is loaded than what spans touch."""
+        ranges = self.plan.script.ranges
+        return [replace(each, ranges=ranges(number)) for number, each in enumerate(documents)]
+
+    @property
+    def computed(self) -> int:
+        """Tokens that are computed behind the last chunk."""
+        return self.plan.script.computed + self.plan.repaired + len(self.rest)
+
+    def close(self, load: Load, estimates: Estimates, due: float | None) -> Closing:
+        """Make the prompt, and run what is asked last; in the compute thread."""
+        began, engine, opening = time.monotonic(), self.engine, self.engine.opening_tokens
+        load.work.leave()
+        self.script = self.plan.script.without(self._lost(load))
+        total = len(opening) + len(self.text)
+        whole = engine.allocate(min(total + len(self.rest) + self.room, engine.window))
+        prompt = LinkedPrompt([len(self.text)], engine.meta, cache=whole.slice(0, total), opening=opening)
+        if opening:
+            prompt.write_opening(engine.prefill([opening])[0])
+        donors = (
+            [load.work.prompt.document(number) for number in range(len(self.plan.donors))] if self.script.spans else []
+        )
+        rows = place_spans(prompt, donors, self.script)
+        computing = time.monotonic()
+        compute_holes(engine, prompt, (*opening, *self.text), rows)
+        expected_s = estimates.costs().prefill.seconds(len(self.rest), total)
+        repaired, trouble = self._repair(prompt, None if due is None else due - expected_s)
+        engine.synchronize()
+        linking = time.monotonic()
+        load.work.prompt, load.room = prompt, whole
+        past = engine.growing_past(prompt.cache, whole)
+        querying = time.monotonic()
+        logits = engine.forward(past, self.rest, total, logits=1)[-1].float().cpu()
+        done = time.monotonic()
+        repair_s = repaired.select_s + repaired.compute_s if repaired else 0.0
+        load.work.recompute_s += linking - computing - repair_s
+        placed_s = querying - linking + computing - began
+        beyond_s = max(0.0, done - querying - expected_s) + placed_s
+        return Closing(past, logits, placed_s, done - querying, done, beyond_s, repair_s, repaired, trouble, 0)
+
+    def _lost(self, load: Load) -> list[tuple[int, int, int]]:
+        """Tokens of donors that are not there; what is there adds to the expected divergence."""
+        work, lost, total = load.work, list[tuple[int, int, int]](), len(self.text) + len(self.rest)
+        for number, donor in enumerate(self.plan.donors):
+            document = work.documents.get(number)
+            if document is None or document.info is None:
+                lost.append((number, 0, len(donor.token_ids)))
+                continue
+            least = min(max(self.floor, work.inputs[number].floor), len(document.info.levels) - 1)
+            for chunk, (start, stop) in enumerate(document.spans):
+                level = work.levels.get(ChunkId(number, chunk, work.number))
+                if level is None or level < least:
+                    lost.append((number, start, stop))
+                    continue
+                used = sum(
+                    min(b, stop) - max(a, start) for a, b in self.script.ranges(number) if a < stop and start < b
+                )
+                kl = level_kl(document.info, level)
+                self.kl = None if kl is None or self.kl is None else self.kl + kl * used / total
+        return lost
+
+    def _repair(self, prompt: LinkedPrompt, until: float | None) -> tuple[Repaired | None, str]:
+        """Compute a share of the rows anew that stand behind foreign ones; why not, where that cannot be."""
+        plan, head = self.plan, len(prompt.opening)
+        front, total = max(1, head + self.script.front), prompt.cache.tokens
+        if not plan.share or front >= total:
+            return None, ""
+        ids = (*prompt.opening, *self.text)
+        given = RepairInput(self.engine, prompt.cache, ids, (front, total - front), self.rest)
+        stop = None if until is None else lambda: time.monotonic() > until
+        try:
+            made = repair_prompt(given, selector_of("all" if plan.share >= _ALL else plan.selector), plan.share, stop)
+        except (ArgumentError, MismatchError) as error:
+            return None, f"rows behind edits were not computed anew: {error}"
+        self.repaired = len(made.rows)
+        return made, ""
+
+    def told(self, answer: Answer, misses: Sequence[str]) -> Answer:
+        """The answer, with what the prompt was made of."""
+        script, plan = self.script, self.plan
+        used = [sum(stop - start for start, stop in script.ranges(number)) for number in range(len(plan.donors))]
+        donors = tuple((each.document.document_id, n) for each, n in zip(plan.donors, used, strict=True) if n)
+        total = answer.prompt.cache.tokens + len(self.rest)
+        reuse = Reuse("", script.reused, total - script.reused, "", donors, script.computed, self.repaired, plan.error)
+        kl = None if self.kl is None or plan.error is None else self.kl + plan.error
+        return replace(answer, reused=reuse, misses=(*answer.misses, *misses), expected_kl=kl)

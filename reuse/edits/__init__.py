@@ -1,0 +1,1 @@
+"""A stored cache becomes that of a similar prompt: equal tokens are moved, the others are computed."""

@@ -1,0 +1,244 @@
+"""The index itself: entries of texts' features are written, and documents that share many with a prompt are found.
+
+Each entry is an object of its own, below its feature: a look-up lists features, and writers need no lock. Entries are
+not trusted: the texts that they lead to are compared with the prompt, token by token, by whoever uses them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
+from kvwire.store.donor_entry import DonorEntry, feature_digest
+from kvwire.store.donors.sketch import SCHEME, sketch
+from kvwire.store.listing import read_ahead
+from kvwire.store.prefix.index import prefix_info
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.store.base import Listed
+    from kvwire.store.catalog.catalog import Catalog
+    from kvwire.store.catalog.objects import Config
+    from kvwire.store.catalog_entry import CatalogEntry
+    from kvwire.types import BlobInfo
+
+DONORS = "donors"
+"""The index's name, where names of hash schemes stand, too."""
+MOST_OF_FEATURE = 64
+"""Donors of one feature; the one that was written first gives way."""
+FEATURES_READ, _AT_A_TIME = 16, 8
+MOST_CANDIDATES = 6
+_LEAST_SHARED = 2  # features; one may be a phrase that everybody uses, but short texts have few
+_MOST_TOKENS, _MOST_INFOS = 1 << 20, 64
+_DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
+
+
+@dataclass(frozen=True)
+class Donor:
+    """A document whose text is like a prompt's.
+
+    Attributes:
+        document: Its entry in the catalog; it has a blob.
+        token_ids: Its text, without a BOS.
+        shared: How many of the prompt's features it has.
+    """
+
+    document: CatalogEntry
+    token_ids: tuple[int, ...]
+    shared: int = 0
+
+
+class DonorIndex:
+    """One tenant's documents of one model, by their sketches. Any number of threads may use it.
+
+    Attributes:
+        writer: Namespace that entries are written in; prompts of a writer find its own entries and those of all.
+    """
+
+    def __init__(self, catalog: Catalog, config: Config, writer: str = "") -> None:
+        """Read nothing yet."""
+        self._catalog, self._space, self.writer = catalog, catalog.keys(config), writer
+        self._secret = catalog.objects.naming_secret
+        self._lock = Lock()
+        self._texts: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
+
+    def write(
+        self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = (), *, after: int = 0
+    ) -> int:
+        """Write the entries of a document; of features that too many have, the oldest give way.
+
+        Args:
+            document: The document's entry, which is in the catalog already.
+            token_ids: Its text.
+            opening: What it stands behind in prompts, which counts for nothing here.
+            after: Counts for nothing here.
+
+        Returns:
+            How many were written.
+
+        Raises:
+            ArgumentError: The text is not the entry's.
+        """
+        del opening, after
+        if digest_tokens(token_ids) != document.token_digest:
+            msg = f"the text is not that of {document.document_id!r}: index it with its own token ids"
+            raise ArgumentError(msg)
+        data = DonorEntry(SCHEME, document.document_id, document.token_digest).to_json()
+        features = self._features(token_ids, self.writer)
+        self._make_room(features, document.token_digest)
+        keys = [self._space.donor_entry(feature, document.token_digest) for feature in features]
+        self._catalog.objects.write_many([(key, data) for key in keys])
+        return len(keys)
+
+    def add(
+        self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True, opening: Sequence[int] = ()
+    ) -> int:
+        """``write`` what is not there yet; of a document that is not new, one look tells.
+
+        Args:
+            document: The document's entry.
+            token_ids: Its text.
+            is_new: Write in any case.
+            opening: As for ``write``.
+
+        Returns:
+            How many entries were written.
+        """
+        last = [] if is_new else self._features(token_ids, self.writer)[-1:]
+        if last and self._catalog.objects.read(self._space.donor_entry(last[0], document.token_digest)):
+            return 0
+        return self.write(document, token_ids, opening)
+
+    def candidates(self, token_ids: Sequence[int], most: int = MOST_CANDIDATES) -> list[tuple[str, int]]:
+        """Find texts that share features with a prompt.
+
+        Args:
+            token_ids: The prompt.
+            most: How many are wanted.
+
+        Returns:
+            Token digests, and how many of the features that were read each has; those with the most first.
+
+        Raises:
+            StorageError: The store fails.
+        """
+        counts: Counter[str] = Counter()
+        names = [self._features(token_ids, writer) for writer in dict.fromkeys(("", self.writer))]
+        for start in range(0, FEATURES_READ, _AT_A_TIME):
+            features = [each for of_writer in names for each in of_writer[start : start + _AT_A_TIME]]
+            for listed in self._listed(features):
+                counts.update({one.key.rpartition("/")[2].removesuffix(".json") for one in listed})
+            good = [digest for digest, count in counts.items() if count >= _AT_A_TIME // 2]
+            if len(good) >= most:
+                break
+        least = _LEAST_SHARED if len(names[0]) > _AT_A_TIME else 1
+        found = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        return [(digest, count) for digest, count in found if count >= least][:most]
+
+    def donor(self, token_digest: str, shared: int = 0) -> Donor:
+        """Read the text that a candidate leads to; texts of late are kept.
+
+        Args:
+            token_digest: From ``candidates``.
+            shared: The same.
+
+        Returns:
+            The donor.
+
+        Raises:
+            NotFoundError: No document has the text any more.
+            CorruptError: Its entry or text is damaged.
+            StorageError: The store fails.
+        """
+        entry = self._catalog.by_tokens(self._space, token_digest)
+        if entry is None or entry.is_text:
+            msg = f"no document with the text {token_digest[:12]} has a blob any more"
+            raise NotFoundError(msg)
+        with self._lock:
+            ids = self._texts.get(token_digest)
+        return Donor(entry, ids or self._read_text(entry), shared)
+
+    def check(self, donor: Donor) -> BlobInfo:
+        """Read a donor's header; those of late are kept.
+
+        Args:
+            donor: From ``find``.
+
+        Returns:
+            What it says: the rows were computed behind nothing but a BOS, and over no lossy rows.
+
+        Raises:
+            NotFoundError: The blob is gone.
+            CorruptError: The rows are others, or damaged.
+            StorageError: The store fails.
+        """
+        document = donor.document
+        with self._lock:
+            info = self._infos.get((document.sha256, document.token_digest))
+        info = info or prefix_info(self._catalog, document)
+        if info.context_level is not None:
+            msg = f"{document.document_id!r} was computed over lossy rows: it gives none to other prompts"
+            raise CorruptError(msg)
+        with self._lock:
+            self._infos[document.sha256, document.token_digest] = info
+            while len(self._infos) > _MOST_INFOS:
+                self._infos.popitem(last=False)
+        return info
+
+    def find(
+        self, token_ids: Sequence[int], on_miss: Callable[[str], None] = lambda _: None, most: int = MOST_CANDIDATES
+    ) -> list[Donor]:
+        """``donor`` of all candidates.
+
+        Args:
+            token_ids: The prompt.
+            on_miss: Called, in words, with why a candidate is none.
+            most: How many are wanted.
+
+        Returns:
+            Those whose texts are there, in their order.
+
+        Raises:
+            StorageError: The store fails.
+        """
+        found, shared = [], dict(self.candidates(token_ids, most))
+        for digest, opened in read_ahead(
+            self._catalog.store, shared, lambda digest: self.donor(digest, shared[digest])
+        ):
+            try:
+                found.append(opened())
+            except _DAMAGED as error:
+                on_miss(f"the donor {digest[:12]} cannot be used: {error}")
+        return found
+
+    def _read_text(self, entry: CatalogEntry) -> tuple[int, ...]:
+        ids = self._catalog.texts.of(self._space, entry)
+        with self._lock:
+            self._texts[entry.token_digest] = ids
+            while len(self._texts) > 1 and sum(map(len, self._texts.values())) > _MOST_TOKENS:
+                self._texts.popitem(last=False)
+        return ids
+
+    def _features(self, token_ids: Sequence[int], writer: str) -> list[str]:
+        return [feature_digest(SCHEME, feature, writer, self._secret) for feature in sketch(token_ids)]
+
+    def _listed(self, features: Sequence[str]) -> list[list[Listed]]:
+        store, prefixes = self._catalog.store, [self._space.donor_entry(feature) for feature in features]
+        read = read_ahead(store, prefixes, lambda prefix: list(islice(store.scan(prefix), 2 * MOST_OF_FEATURE)))
+        return [listed() for _, listed in read]
+
+    def _make_room(self, features: Sequence[str], token_digest: str) -> None:
+        doomed: list[str] = []
+        for listed in self._listed(features):
+            others = [one for one in listed if token_digest not in one.key]
+            oldest = sorted(others, key=lambda one: (one.modified, one.key))
+            doomed += [one.key for one in oldest[: max(0, len(others) + 1 - MOST_OF_FEATURE)]]
+        if doomed:
+            self._catalog.store.delete_many(doomed)

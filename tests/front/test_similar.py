@@ -1,0 +1,259 @@
+"""Prompts made of similar ones: found, planned, loaded and edited, and never in the way of an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.runtime.corpus import Coding, Document
+from kvwire.runtime.edit_report import EditReport
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.settings import LoadSettings
+from kvwire.store import MemoryStore
+from kvwire.store.testing import CountingStore
+
+from .test_prompts import NEVER, Failing, filled, full, loader
+
+CHEAP = CostModel(PrefillCost(1e-6, 1e-7), DecodeCost(1.0, 1e-3))
+FINE = {"quality_floor": 4}
+INDEX = ("donors", "kvwire")
+
+
+@pytest.fixture(scope="module")
+def texts(small):
+    one, other = small.tokens.values()
+    whole = (*one, *other)
+    return whole[:600], whole[:-601:-1]
+
+
+@pytest.fixture(scope="module")
+def prompt(texts):
+    """Two tokens replaced by three, one put in, one left out; 48 of its own at the end."""
+    ids, other = texts
+    return (*ids[:100], 7, 8, 9, *ids[102:300], 5, *ids[300:400], *ids[401:552], *other[:48])
+
+
+def stored(small, ids, store=None, name="donor", coding=None, index=INDEX, **whose):
+    corpus = filled(small, small.engine, store, coding, **whose)
+    list(corpus.encode([Document(name, ids)], index=index))
+    return corpus
+
+
+@pytest.fixture
+def corpus(small, texts):
+    return stored(small, texts[0])
+
+
+def test_a_prompt_is_made_of_one_like_it(small, corpus, texts, prompt):
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt(prompt, reuse="auto", tokens=3)
+        blind = made.ask_prompt(prompt, reuse="exact")
+        alone = made.ask_prompt([*texts[0], *texts[1][:48]])
+    reused = answer.reused
+    assert reused.donors == (("donor", 100 + 198 + 100 + 151),)
+    assert (reused.loaded, reused.holes, reused.computed) == (549, 20, 52)
+    assert 0 < reused.repaired <= 86
+    assert blind.reused.loaded == 100
+    wanted = full(small.engine, prompt)
+    own = mean_kl(wanted, blind.logits[None])
+    assert mean_kl(wanted, answer.logits[None]) < max(0.1 * mean_kl(wanted, alone.logits[None]), 3 * own)
+    assert answer.bytes > 0
+    assert answer.prompt.tokens == (len(prompt) - 32,)
+    assert answer.timing.recompute_s > 0
+    assert answer.timing.repair_s > 0
+    assert not answer.misses
+
+
+def test_without_edits_the_rows_are_the_donors_and_a_longer_prompt_extends_them(small, texts):
+    corpus = stored(small, texts[0], coding=Coding(lossless=True), index=("donors",))
+    with loader(small.engine, corpus, quality_floor=4) as made:
+        answer = made.ask_prompt([*texts[0], *texts[1][:32]], reuse="donors")
+        list(corpus.encode([Document("donor", texts[0])], index=("kvwire",)))
+        exact = made.ask_prompt([*texts[0], *texts[1][:32]], reuse="donors")
+        assert (exact.reused.document, exact.reused.donors) == ("donor", ())  # there is nothing to edit
+    assert answer.reused.donors == (("donor", 600),)
+    assert (answer.reused.holes, answer.reused.repaired) == (0, 0)
+    for ours, theirs in zip(answer.prompt.cache.keys, exact.prompt.cache.keys, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.allclose(answer.logits, exact.logits, atol=1e-4)
+
+
+def test_all_rows_computed_anew_are_a_prefill(small, corpus, prompt):
+    with loader(small.engine, corpus, repair="all") as made:
+        answer = made.ask_prompt(prompt, reuse="donors")
+    assert answer.reused.donors
+    assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 1e-6
+
+
+def test_several_donors_serve_one_prompt(small, corpus, texts):
+    list(corpus.encode([Document("other", texts[1])], index=INDEX))
+    prompt = (*texts[0][:300], *texts[1][100:400], 5, 6, *texts[0][:32])
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt(prompt, reuse="auto")
+        named = made.ask_prompt(prompt, donors=["other"])
+        assert dict(answer.reused.donors) == {"donor": 300, "other": 300}
+        assert dict(named.reused.donors) == {"donor": 300, "other": 300}  # the first is what it begins with
+        with pytest.raises(NotFoundError):
+            made.ask_prompt(prompt, donors=["nothing"])
+
+
+def test_chunks_that_spans_do_not_touch_stay_where_they_are(small, texts):
+    store = CountingStore(MemoryStore())
+    coding = Coding(chunk_tokens=64)
+    corpus = stored(small, texts[0], store, coding=coding)
+    sizes = [corpus.read_header(corpus.find("donor")).chunk_bytes(chunk, 4) for chunk in range(10)]
+    with loader(small.engine, corpus, quality_floor=4, quality_ceiling=4) as made:
+        answer = made.ask_prompt([5, 6, *texts[0][130:190], *texts[0][400:446], *texts[1][:40]], donors=["donor"])
+    assert answer.reused.donors == (("donor", 106),)
+    chosen = [decision.level for decision in answer.decisions]
+    assert chosen == [4, 4]
+    assert sizes[2] + sizes[6] <= answer.bytes < sizes[2] + sizes[6] + 20_000
+
+
+@pytest.mark.parametrize(("costs", "why"), [(CHEAP, "s without donors"), (NEVER, "")])
+def test_donors_have_to_pay(small, corpus, prompt, costs, why):
+    with Loader(small.engine, corpus, costs=costs, settings=LoadSettings(**FINE)) as made:
+        search = made.plan_prompt(prompt)
+        assert (search.plan is None) == bool(why)
+        (told,) = search.considered
+        assert (told.document, told.tokens, told.spans) == ("donor", 549, 4)
+        assert why in told.refused
+        assert bool(told.refused) == bool(why)
+        answer = made.ask_prompt(prompt, reuse="auto")
+        assert bool(answer.reused.donors) == (not why)
+        assert made.ask_prompt(prompt, reuse="donors").reused.donors
+
+
+def report(holes=0.001):
+    return EditReport("m", 9, (0.02, 0.1), (1.0, 2.0), (holes, holes), (0.05, 0.15), {"attention": ((0.9, 0.9),) * 2})
+
+
+def test_only_a_model_that_was_measured_is_edited_where_nothing_is_said(small, corpus, prompt):
+    def donors(**settings):
+        with loader(small.engine, corpus, **FINE, **settings) as made:
+            answer = made.ask_prompt(prompt)
+            return answer.reused.donors, answer.reused.repaired, answer.reused.error
+
+    assert donors() == ((), 0, None)
+    corpus.set_edit_report(report(holes=0.9))
+    assert donors() == ((), 0, None)
+    corpus.set_edit_report(report())
+    assert donors() == ((("donor", 549),), 0, 0.001)
+    assert donors(repair=0.05) == ((), 0, None)  # which was measured, too
+    corpus.catalog.objects.write(corpus.catalog.keys(corpus.config).edit_report, b"{")
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt(prompt)
+    assert not answer.reused.donors
+    assert "report on edits was not read" in answer.misses[0]
+
+
+def test_nothing_of_the_store_is_used_where_that_is_said(small, corpus, texts):
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt([*texts[0], 5], reuse="none")
+        assert (answer.reused.loaded, answer.bytes) == (0, 0)
+        with pytest.raises(ArgumentError, match="auto, exact, donors or none"):
+            made.ask_prompt(texts[0], reuse="all")
+        with pytest.raises(ArgumentError, match="named and not to be used"):
+            made.ask_prompt(texts[0], reuse="exact", donors=["donor"])
+
+
+def test_exact_caches_are_made_of_no_donors(small, corpus, prompt):
+    with loader(small.engine, corpus, exact=True) as made:
+        answer = made.ask_prompt(prompt, reuse="auto")
+    assert not answer.reused.donors
+    assert any("exact caches were asked for" in miss for miss in answer.misses)
+
+
+@pytest.mark.parametrize("unread", ["catalog/donors", "catalog/tokens", "/texts/", ".kvw"])
+def test_a_store_that_fails_costs_no_answer(small, texts, prompt, unread):
+    store = Failing(MemoryStore())
+    corpus = stored(small, texts[0], store)
+    store.unread = unread
+    with loader(small.engine, corpus, open_s=0.5, patience_s=1.0) as made:
+        answer = made.ask_prompt(prompt, reuse="auto", tokens=2)
+        assert torch.equal(answer.logits, made.ask_prompt(prompt, reuse="exact").logits)
+    assert len(answer.tokens) == 2
+    assert answer.misses
+
+
+def damage(store, word, change):
+    for key in [key for key in store.keys("") if word in key]:
+        change(store, key)
+
+
+@pytest.mark.parametrize(
+    ("word", "change"),
+    [
+        (".kvw", lambda store, key: store.delete(key)),
+        (".kvw", lambda store, key: store.put(key, store.get(key)[:-4000])),
+        (".kvw", lambda store, key: store.put(key, store.get(key)[:3000] + bytes(len(store.get(key)) - 3000))),
+        ("/texts/", lambda store, key: store.put(key, store.get(key)[:-8])),
+        ("/tokens/", lambda store, key: store.put(key, b"{")),
+        ("/donors/", lambda store, key: store.delete(key)),
+    ],
+)
+def test_what_is_damaged_is_computed(small, texts, prompt, word, change):
+    store = MemoryStore()
+    corpus = stored(small, texts[0], store)
+    damage(store, word, change)
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt(prompt, reuse="donors")
+    assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 3e-3
+    assert answer.misses or word == "/donors/"
+
+
+def test_a_prompt_that_is_kept_serves_those_like_it(small, texts, prompt):
+    corpus = filled(small, small.engine)
+    with loader(small.engine, corpus, **FINE) as made:
+        plain = made.ask_prompt(texts[0], save=True)  # no donor, since that was not asked for
+        assert plain.reused.saved
+        found = made.ask_prompt(prompt, reuse="donors", save=True)
+        assert (found.reused.document, found.reused.donors) == (plain.reused.saved, ())
+        lossy = made.ask_prompt((*texts[0][:300], 5, *texts[1]), reuse="auto", save=True)  # rows over lossy ones
+        assert lossy.reused.saved
+        ids = texts[1][::-1]
+        kept = made.ask_prompt(ids, reuse="auto", save=True).reused
+        told = made.ask_prompt((*ids[:200], 7, *ids[201:], *texts[0][:32]), reuse="donors", save=True)
+    assert told.reused.donors == ((kept.saved, 599),)
+    assert not told.reused.saved
+    assert any("rows of other prompts" in miss for miss in told.misses)
+
+
+def test_prompts_of_other_tenants_and_writers_change_no_bit(small, texts, prompt):
+    """A canary: the same answer, to the last bit, whether another tenant or writer has a text much like the prompt."""
+
+    def answer(*planted):
+        store = MemoryStore()
+        corpus = filled(small, small.engine, store)
+        for tenant, writer in planted:
+            theirs = filled(small, small.engine, store, tenant=tenant)
+            (found,) = theirs.encode([Document("secret", texts[0])], index=("kvwire",) if tenant != "default" else ())
+            theirs.donors(writer).write(found.entry, texts[0])
+        with loader(small.engine, corpus, writer="anna", **FINE) as made:
+            return made.ask_prompt(prompt, reuse="donors")
+
+    alone = answer()
+    for planted in ([("elsewhere", "")], [("default", "mallory")], [("elsewhere", "anna"), ("default", "mallory")]):
+        ours = answer(*planted)
+        assert torch.equal(ours.logits, alone.logits)
+        assert not ours.reused.donors
+    assert answer(("default", "anna")).reused.donors
+    assert answer(("default", "")).reused.donors
+
+
+def test_a_donor_that_was_removed_is_no_longer_found(small, corpus, prompt):
+    corpus.catalog.remove(corpus.config, "donor")
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt(prompt, reuse="donors")
+    assert not answer.reused.donors
+    assert not answer.bytes
+
+
+def test_a_deadline_is_kept_or_not_as_without_donors(small, corpus, prompt):
+    with loader(small.engine, corpus, **FINE) as made:
+        answer = made.ask_prompt(prompt, reuse="auto", deadline_s=30.0)
+    assert answer.reused.donors
+    assert answer.timing.ttft_s < 30
