@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from measure import RESULTS, write_json
 
-from kvwire.store.last_use import MARK_EVERY_S
+from kvwire.store.catalog.last_uses import MARK_EVERY_S
 from kvwire.store.upkeep.forget import Stored, choose
 
 if TYPE_CHECKING:

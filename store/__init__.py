@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from kvwire.store.cache import TieredStore, TierSettings, open_tiers, parse_size
     from kvwire.store.catalog.catalog import Catalog
+    from kvwire.store.catalog.last_uses import LastUses
     from kvwire.store.catalog.uses import UseCounts, UseFile
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_after, check_key, check_new_name, is_catalog_key, tenant_hash
-    from kvwire.store.last_use import LastUses
     from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
     from kvwire.store.partition import Part
@@ -149,7 +149,7 @@ __getattr__ = lazy(
             "is_catalog_key",
             "tenant_hash",
         ),
-        "kvwire.store.last_use": ("LastUses",),
+        "kvwire.store.catalog.last_uses": ("LastUses",),
         "kvwire.store.listing": ("read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),

@@ -68,15 +68,15 @@ SHELVES: dict[str, list[set[str]]] = {
     "engines": [{"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
     "reuse": [
         {"assemble.py", "layout.py"},
-        {"edits", "layout_presets.py", "link_shift.py", "repair"},
-        {"link_rows.py", "schema.py", "soft_tokens.py"},
+        {"layout_presets.py", "link_shift.py", "repair"},
+        {"edits", "link_rows.py", "schema.py", "soft_tokens.py"},
         {"compress.py", "link_repair.py"},
         {"schema_json.py"},
     ],
     "store": [
         {"http_clients.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
-        {"donor_entry.py", "kept_repair.py", "model_record.py", "pointers.py", "prefix_entry.py"},
+        {"donor_entry.py", "kept_repair.py", "last_use.py", "model_record.py", "pointers.py", "prefix_entry.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files", "memory_snapshot.py"},
@@ -320,6 +320,7 @@ OPENERS = (
     "kvwire.training.",
     "kvwire.engines.vllm.chat",
     "kvwire.engines.vllm.opening",
+    "kvwire.engines.vllm.proxy.bodies",
 )
 """Modules that may name the engine of one library: the public names, what opens one or tells its model, training."""
 

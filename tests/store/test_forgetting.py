@@ -11,7 +11,8 @@ from kvwire.errors import ArgumentError, AuthError, CorruptError
 from kvwire.runtime.prompted import SESSIONS
 from kvwire.runtime.saving import PROMPTS
 from kvwire.store import Catalog, collect, forget
-from kvwire.store.last_use import SAVED, LastUse, LastUses
+from kvwire.store.catalog.last_uses import LastUses
+from kvwire.store.last_use import SAVED, LastUse
 from kvwire.store.testing import StoreWrapper
 from kvwire.store.upkeep.forget import Stored, _windows, choose
 

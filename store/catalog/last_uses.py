@@ -1,0 +1,65 @@
+"""Marks which saved prompts were used, in the catalog."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvwire.errors import AuthError, KvwireError, NotFoundError
+from kvwire.store.last_use import SAVED, LastUse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvwire.store.catalog.catalog import Catalog
+    from kvwire.store.catalog.objects import Config
+    from kvwire.store.catalog_entry import CatalogEntry
+
+MARK_EVERY_S = 3600.0
+"""A mark is written anew once it is that old: a write an hour for each prompt that is in use."""
+_MOST_WAITING = 10_000
+
+
+class LastUses:
+    """Marks which saved prompts one process uses, each at most once in ``every_s``. For one thread at a time.
+
+    A store that cannot be written to is no trouble: documents then count as used when they were written.
+    """
+
+    def __init__(self, catalog: Catalog, config: Config, every_s: float = MARK_EVERY_S) -> None:
+        """Write nothing yet."""
+        self._catalog, self._space, self._every_s = catalog, catalog.keys(config), every_s
+        self._marked: dict[str, float] = {}  # by document; on the monotonic clock
+        self._may_write = True
+
+    def wanted(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
+        """Those that this process did not mark of late."""
+        due = time.monotonic() - self._every_s
+        saved = (one for one in entries if one.document_id.startswith(SAVED) and not one.is_text)
+        return [one for one in saved if self._may_write and self._marked.get(one.document_id, due) <= due]
+
+    def mark(self, entries: Iterable[CatalogEntry]) -> int:
+        """Mark documents as used now, unless a mark in the store is young; returns how many were written."""
+        count = 0
+        for entry in self.wanted(entries):
+            if len(self._marked) >= _MOST_WAITING:
+                self._marked.clear()
+            self._marked[entry.document_id] = time.monotonic()
+            try:
+                count += self._mark(entry)
+            except AuthError:
+                self._may_write = False
+                break
+            except KvwireError:
+                break  # the store is down or full; the next use after ``every_s`` tries again
+        return count
+
+    def _mark(self, entry: CatalogEntry) -> bool:
+        key = self._space.last_use(entry.document_id)
+        try:
+            if self._catalog.store.stat(key).modified > time.time() - self._every_s:
+                return False
+        except NotFoundError:
+            pass
+        self._catalog.objects.write(key, LastUse(entry.document_id, entry.token_digest).to_json())
+        return True
