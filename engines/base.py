@@ -362,7 +362,7 @@ class Engine(Protocol):
             logits: How many of the last tokens to return logits for; 0 for all.
 
         Returns:
-            Logits ``[tokens, vocabulary_size]``.
+            Logits ``[tokens, vocabulary_size]``, without gradients.
         """
         ...
 

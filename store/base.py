@@ -304,7 +304,7 @@ class Snapshots(Protocol):
 
 
 class _PlainReader:
-    """Reads through ``Store.get``, for stores that keep no versions: of changes, only one that shortens is noticed."""
+    """Reads through ``Store.get``, for stores that keep no versions; an object that has changed is refused."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
@@ -322,8 +322,8 @@ class _PlainReader:
     def read(self, start: int, end: int) -> bytes:
         end = min(end, self.size)
         data = self._store.get(self._key, start, max(start, end))
-        if len(data) != max(0, end - start):
-            msg = f"{self._key} changed its size while being read: open it again"
+        if len(data) != max(0, end - start) or self._store.stat(self._key).etag != self.etag:
+            msg = f"{self._key} changed while being read: open it again"
             raise StorageError(msg)
         return data
 

@@ -310,7 +310,8 @@ def test_sub_folders_import_lower_shelves_alone() -> None:
             if own is None or unit == "testing" or other[0] != room or other == (room, unit):
                 continue
             if theirs is None or theirs >= own:
-                faults.append(f"{name} imports {target}, which stands no lower")
+                why = "import from the file that has it" if target.endswith("__init__") else "which stands no lower"
+                faults.append(f"{name} imports {target}, {why}")
     report(sorted(faults))
 
 

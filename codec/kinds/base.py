@@ -185,7 +185,7 @@ class LevelKind(ABC):
             ArgumentError: They do not go together.
         """
         if settings.prefix_layers or settings.ladder:
-            msg = f"{self.title}'s method knows neither head start nor ladder; leave them out or use kvwire's own"
+            msg = f"{self.title}'s method knows neither prefix layers nor ladder; leave them out or use kvwire's own"
             raise ArgumentError(msg)
 
     def fit(self, texts: Calibration, settings: CodingSettings) -> AnyProfile | None:

@@ -85,7 +85,8 @@ class AskOptions:
         type=click.FloatRange(0, 1),
     )
     selector: str = option(
-        "What chooses these rows: attention, blend, cacheblend, lmcache, first, random; auto: as check-model found.",
+        "What chooses these rows: attention, blend, product, deviation, cacheblend, lmcache, first, random; "
+        "auto: as check-model found.",
         default="auto",
         show_default=True,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvwire.controller import fetched_levels, kl_floor
@@ -110,7 +110,7 @@ class Answer:
     """
 
     first_token: int
-    logits: Tensor
+    logits: Tensor = field(repr=False)
     tokens: tuple[int, ...]
     text: str
     prompt: LinkedPrompt

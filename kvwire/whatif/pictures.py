@@ -184,7 +184,7 @@ def _curves(axes: Axes, policies: Mapping[str, Sequence[float]]) -> None:
         if not len(times):
             continue
         color, dashes, width = known.get(name, ("#56B4E9", "-", 1.0))
-        label = name if name in known else "fixed levels" if len(levels) > 1 else name
+        label = "fixed levels" if name in levels and len(levels) > 1 else name
         shares = np.arange(1, len(times) + 1) / len(times)
         steps = (np.concatenate([times[:1], times]), np.concatenate([[0.0], shares]))
         axes.step(*steps, where="post", color=color, linestyle=dashes, linewidth=width, label=label)

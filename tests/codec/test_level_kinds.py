@@ -43,6 +43,7 @@ from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, Misma
 from .synthetic import make_cache
 
 HALF = 77
+METHODS = methods()
 MAGIC = b"\x89KVH\r\n\x1a\n"
 
 
@@ -185,7 +186,7 @@ def test_a_kind_that_is_not_registered_is_a_newer_format(half, cache, monkeypatc
 def test_a_corpus_asks_the_kind(half):
     cache, settings = make_cache(20, 1), SimpleNamespace(prefix_layers=0, ladder=None)
     kind = kind_of_method("half")
-    assert methods() == (DEFAULT_METHOD, "cachegen", "half")
+    assert methods() == (DEFAULT_METHOD, *METHODS[1:], "half")
     assert kind.number == HALF
     assert kind.codec is CODECS[HALF]
     fitted = kind.fit(SimpleNamespace(caches=lambda: [cache]), settings)
@@ -257,7 +258,7 @@ def test_layered_settings():
 def test_cachegen_settings():
     kind = kind_of(CODEC_CACHEGEN)
     for settings in (SimpleNamespace(prefix_layers=1, ladder=None), SimpleNamespace(prefix_layers=0, ladder=Ladder())):
-        with pytest.raises(ArgumentError, match="CacheGen's method knows neither head start nor ladder"):
+        with pytest.raises(ArgumentError, match="CacheGen's method knows neither prefix layers nor ladder"):
             kind.check_settings(settings)
     with pytest.raises(CorruptError, match="never do"):
         kind.read_profile_inside(b"")

@@ -8,16 +8,8 @@ import pytest
 
 from kvwire.controller import Controller, ControllerSettings, Estimates, Goal, replay
 from kvwire.controller import events as ev
-from kvwire.controller.policies import (
-    Adaptive,
-    CacheBlend,
-    CacheGen,
-    CacheGenArtefact,
-    CacheGenTimed,
-    Fixed,
-    Raw,
-    TextOnly,
-)
+from kvwire.controller.policies import Adaptive, Fixed
+from kvwire.controller.simulator import policy_named, policy_names
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
@@ -27,16 +19,7 @@ from .playing import COSTS, MB, RTT_S, document
 
 RATE = RateTrace((0.0, 0.05, 0.3), (4 * MB, 1 * MB, 6 * MB), 1.0)
 TROUBLE = Trouble(fail=0.1, stall=0.1, corrupt=0.1, noise=0.2)
-POLICIES = [
-    Adaptive(),
-    CacheBlend(),
-    CacheGen(),
-    CacheGenTimed(),
-    CacheGenArtefact(lambda start, _: RATE.at(start)),
-    Fixed(2),
-    Raw(),
-    TextOnly(),
-]
+POLICIES = [Fixed(2), *(policy_named(name, RATE) for name in policy_names(0))]
 
 
 def recorded(policy):

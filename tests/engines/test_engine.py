@@ -11,6 +11,7 @@ from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import KVCache
 
+from .conformance import EngineConformance
 from .families import (
     FAMILIES,
     SLIDES,
@@ -28,8 +29,6 @@ from .families import (
 )
 
 TOLERANCE = 1e-5
-SEEN = 1e-2
-"""A difference that shows that two caches are not the same."""
 
 
 @torch.no_grad()
@@ -37,16 +36,12 @@ def own_logits(engine, ids):
     return engine.model(input_ids=torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batches_equal_documents_alone(family):
-    engine = engine_of(family)
-    together = engine.prefill(documents())
-    assert len(together) == len(documents())
-    for cache, ids in zip(together, documents(), strict=True):
-        (alone,) = engine.prefill([ids])
-        assert cache_error(cache, alone) < TOLERANCE
-        assert cache.token_ids == tuple(ids)
-        assert cache.meta.offset == 0
+class TestTransformers(EngineConformance):
+    tolerance = TOLERANCE
+
+    @pytest.fixture(params=FAMILIES)
+    def engine(self, request):
+        return engine_of(request.param)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,22 +66,6 @@ def test_batches_hold_as_many_tokens_as_asked():
             assert cache_error(cache, other) < TOLERANCE
             assert cache.keys[0].untyped_storage().nbytes() == cache.keys[0].numel() * 4  # it owns its memory
     assert engine.prefill([]) == []
-
-
-@pytest.mark.parametrize("offset", [0, 21])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_extend_equals_the_tail_of_a_prefill(family, offset):
-    engine, ids, cut = engine_of(family), tokens(29), 17
-    whole = engine.extend(None, ids, offset=offset)
-    assert whole.meta.offset == offset
-    if not offset:
-        assert cache_error(whole, engine.prefill([ids])[0]) < TOLERANCE
-    tail = engine.extend(whole.slice(0, cut), ids[cut:])
-    assert tail.meta.offset == offset + cut
-    assert tail.token_ids == tuple(ids[cut:])
-    assert cache_error(tail, whole.slice(cut, len(ids))) < TOLERANCE
-    ignorant = engine.extend(None, ids[cut:], offset=offset + cut)
-    assert cache_error(ignorant, whole.slice(cut, len(ids))) > SEEN
 
 
 def test_extend_takes_a_prefix_without_positions_and_keeps_only_what_is_new_alive():

@@ -70,7 +70,7 @@ def test_a_method_that_needs_a_profile_says_so(small):
 
 def test_settings_that_a_method_does_not_know():
     for settings in ({"prefix_layers": 1}, {"ladder": Ladder()}):
-        with pytest.raises(ArgumentError, match="neither head start nor ladder"):
+        with pytest.raises(ArgumentError, match="neither prefix layers nor ladder"):
             Coding("cachegen", **settings)
     with pytest.raises(ArgumentError, match="no method 'zip'"):
         Coding("zip")

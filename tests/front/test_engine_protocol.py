@@ -25,6 +25,7 @@ from kvwire.runtime.quality import Reference, calibrate_error, mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
+from ..engines.conformance import EngineConformance
 from .answers import troubles
 from .tiny_engine import VOCABULARY, TinyEngine
 
@@ -56,13 +57,10 @@ def corpus(engine):
     return corpus
 
 
-def test_a_prefix_and_what_follows_are_one_prefill(engine):
-    ids = TEXTS["first"]
-    (whole,) = engine.prefill([ids])
-    parts = [engine.extend(None, ids[:100])]
-    parts.append(engine.extend(parts[0], ids[100:]))
-    for layer, keys in enumerate(whole.keys):
-        assert torch.allclose(torch.cat([part.keys[layer] for part in parts], 1), keys, atol=1e-4)
+class TestTinyEngine(EngineConformance):
+    @pytest.fixture
+    def engine(self):
+        return TinyEngine()
 
 
 def test_a_profile_is_fitted_and_calibrated_without_statistics(engine, corpus):
@@ -153,6 +151,7 @@ def test_linked_documents_are_loaded_and_answered_from(engine, corpus, order):
     assert agreement == 1.0
     assert answer.tokens[:5] == reference.tokens[-5:]
     assert answer.text == ""
+    assert "tensor(" not in repr(answer)
     assert not troubles(answer.misses)
 
 

@@ -76,6 +76,14 @@ def test_pictures_and_report_are_written(run, tmp_path):
 
 def test_a_picture_bears_policies_without_a_first_token(tmp_path):
     draw_cdf({"a": {"adaptive": [0.1, 0.2], "raw": []}}, None, tmp_path / "cdf.png")
+
+
+def test_only_levels_share_a_line_in_pictures(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda _, _handles, labels, **_more: told.extend(labels))
+    times = {"adaptive": [0.1], "level-0": [0.2], "level-1": [0.3], "one of my own": [0.4]}
+    draw_cdf({"a": times}, 0.5, tmp_path / "cdf.png")
+    assert told == ["adaptive", "fixed levels", "one of my own", "deadline"]
     assert (tmp_path / "cdf.png").stat().st_size > 1000
 
 

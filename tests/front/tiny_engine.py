@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvwire.codec import rotate, rotation
 from kvwire.engines.base import Engine
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime
 
 HEADS, DIM, WIDTH, LAYERS, VOCABULARY = 2, 8, 16, 2, 50
@@ -61,11 +63,13 @@ class TinyEngine(Engine):
         self._run(past, token_ids, start)
         keys = [key[:, -len(token_ids) :] for key, _ in past]
         values = [value[:, -len(token_ids) :] for _, value in past]
-        meta = CacheMeta("tiny", "1" * 64, "", "float32", self._meta.layers, self._meta.ropes, offset=start)
-        return KVCache.from_tensors(keys, values, meta, token_ids)
+        return KVCache.from_tensors(keys, values, replace(self._meta, offset=start), token_ids)
 
     def past_key_values(self, cache):
-        return [(key, value) for key, value in zip(cache.keys, cache.values, strict=True)]
+        if cache.kept or not cache.meta.shares_config(self._meta):
+            msg = "a cache of another model, or a pruned one"
+            raise MismatchError(msg)
+        return list(zip(cache.keys, cache.values, strict=True))
 
     def forward(self, past, token_ids, start, *, logits=0):
         hidden = self._run([] if past is None else past, token_ids, start)

@@ -1,11 +1,13 @@
 """The stores of this process and this machine pass the suite."""
 
 import time
+from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
 
-from kvwire.store import FolderStore, MemoryStore, testing
+from kvwire.errors import StorageError
+from kvwire.store import FolderStore, MemoryStore, open_object, testing
 from kvwire.store.memory_snapshot import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
@@ -31,6 +33,21 @@ class TestMemoryStore(StoreConformance):
         store.put("k", b"x")
         store.close()
         assert list(store.keys("")) == []
+
+
+class WithoutSnapshots(MemoryStore):
+    snapshot = None
+
+
+@pytest.mark.parametrize("later", [b"new new new", b"newer and longer", b"new"])
+def test_a_reader_of_a_store_without_snapshots_refuses_what_has_changed(later):
+    store = WithoutSnapshots()
+    store.put("k", b"old old old")
+    with closing(open_object(store, "k")) as reader:
+        assert reader.read(0, 3) == b"old"
+        store.put("k", later)
+        with pytest.raises(StorageError, match="changed while being read"):
+            reader.read(0, 3)
 
 
 class TestFolderStore(StoreConformance):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire.codec import decode
+from kvwire.codec.format.codecs import CODECS
 from kvwire.errors import CorruptError, FormatVersionError, MismatchError
 
 from .. import surgery as cut
@@ -31,7 +32,7 @@ def test_orders_that_no_encoder_writes(blob, codecs):
     refused_by_head(with_codecs(blob, codecs), match="order that no encoder writes")
 
 
-@pytest.mark.parametrize("codecs", [(1, 1, 1, 4), (0, 1, 1, 1), (1, 1, 1, 2**40), (255, 255, 255, 255)])
+@pytest.mark.parametrize("codecs", [(1, 1, 1, max(CODECS) + 1), (0, 1, 1, 1), (1, 1, 1, 2**40), (255, 255, 255, 255)])
 def test_unknown_codecs(blob, codecs):
     refused_by_head(with_codecs(blob, codecs, entries=False), FormatVersionError, "upgrade")
 
