@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvwire.store import FolderStore, MemoryStore, testing
-from kvwire.store.memory_snapshot import MemorySnapshot
+from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
 
