@@ -28,7 +28,7 @@ from quality import CONTINUATION, Exact, compare, predictions
 
 import kvwire
 from kvwire.codec import Ladder
-from kvwire.codec.planes import planes_of
+from kvwire.codec.backend import planes_of
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.transform.analysis import energy_of
 from kvwire.codec.transform.levels import chunk_levels_naive

@@ -27,7 +27,7 @@ from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.transport import parse_link
-from kvwire.transport.testing.serving import serving
+from kvwire.transport.testing import serving
 
 SYSTEM = "You listen to a novel and say in one sentence what may happen next."
 

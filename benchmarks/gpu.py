@@ -25,7 +25,7 @@ from gpu_parts.timing import Device, Effort
 from measure import RESULTS, table, write_json
 
 from kvwire.codec.backend import interpreted, uses_triton
-from kvwire.codec.transform.quantiser import Ladder
+from kvwire.codec.transform.levels import Ladder
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:

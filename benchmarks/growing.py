@@ -25,7 +25,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import parse_link
-from kvwire.transport.testing.serving import serving
+from kvwire.transport.testing import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 from fault_parts.servers import CREDENTIALS, ministack
 
 from kvwire.errors import KvwireError
-from kvwire.store import KeySpace, MemoryStore, S3Settings, S3Store, open_tiers
-from kvwire.store.cache import TierSettings
+from kvwire.store import KeySpace, MemoryStore, S3Settings, S3Store, TierSettings, open_tiers
 from kvwire.transport import (
     BlobFetcher,
     FetchSettings,

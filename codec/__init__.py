@@ -6,10 +6,9 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.codec.api.decode import BlobDecoder, decode
-    from kvwire.codec.api.encode import CHUNK_TOKENS, encode
+    from kvwire.codec.api.encode import CHUNK_TOKENS, encode, trial_blob
     from kvwire.codec.api.inspect import inspect, level_index, verify
-    from kvwire.codec.api.trial import trial_blob
-    from kvwire.codec.backend import Backend, uses_triton
+    from kvwire.codec.backend import Backend, Plane, planes_of, uses_triton
     from kvwire.codec.fitting.fit import fit_profile
     from kvwire.codec.fitting.gathering import StatisticsBuilder
     from kvwire.codec.fitting.statistics import Statistics
@@ -17,14 +16,13 @@ if TYPE_CHECKING:
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text, read_text_documents
     from kvwire.codec.gpu.streams import Pending, StreamEvent
-    from kvwire.codec.kinds.base import LevelKind, kind_of_method
+    from kvwire.codec.kinds.base import LevelKind, kind_of_method, read_profile
     from kvwire.codec.kinds.cachegen_coding import fit_cachegen_profile
     from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
-    from kvwire.codec.kinds.profiles import read_profile
     from kvwire.codec.kinds.requests import AnyProfile
-    from kvwire.codec.planes import Plane, planes_of
     from kvwire.codec.profile.lazy import loaded_part, open_profile
     from kvwire.codec.profile.profile import ERROR_NOTE, Profile
+    from kvwire.codec.transform.levels import Ladder
     from kvwire.codec.transform.positions import (
         positions_off,
         positions_on,
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
         rows_on,
         shift_keys,
     )
-    from kvwire.codec.transform.quantiser import Ladder
     from kvwire.types import CacheMeta, KVCache, PagedKVCache
 
 __all__ = [
@@ -89,10 +86,9 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.codec.api.decode": ("BlobDecoder", "decode"),
-        "kvwire.codec.api.encode": ("CHUNK_TOKENS", "encode"),
+        "kvwire.codec.api.encode": ("CHUNK_TOKENS", "encode", "trial_blob"),
         "kvwire.codec.api.inspect": ("inspect", "level_index", "verify"),
-        "kvwire.codec.api.trial": ("trial_blob",),
-        "kvwire.codec.backend": ("Backend", "uses_triton"),
+        "kvwire.codec.backend": ("Backend", "Plane", "planes_of", "uses_triton"),
         "kvwire.codec.fitting.fit": ("fit_profile",),
         "kvwire.codec.fitting.gathering": ("StatisticsBuilder",),
         "kvwire.codec.fitting.statistics": ("Statistics",),
@@ -100,11 +96,9 @@ __getattr__ = lazy(
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text", "read_text_documents"),
         "kvwire.codec.gpu.streams": ("Pending", "StreamEvent"),
-        "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method"),
+        "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method", "read_profile"),
         "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),
         "kvwire.codec.kinds.cachegen_profile": ("CacheGenProfile",),
-        "kvwire.codec.kinds.profiles": ("read_profile",),
-        "kvwire.codec.planes": ("Plane", "planes_of"),
         "kvwire.codec.kinds.requests": ("AnyProfile",),
         "kvwire.codec.profile.lazy": ("loaded_part", "open_profile"),
         "kvwire.codec.profile.profile": ("ERROR_NOTE", "Profile"),
@@ -117,7 +111,7 @@ __getattr__ = lazy(
             "rows_on",
             "shift_keys",
         ),
-        "kvwire.codec.transform.quantiser": ("Ladder",),
+        "kvwire.codec.transform.levels": ("Ladder",),
         "kvwire.types": ("CacheMeta", "KVCache", "PagedKVCache"),
     },
 )

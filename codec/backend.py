@@ -10,12 +10,16 @@ import logging
 import os
 import re
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvwire.types import LayerSpec
+
 
 Backend = Literal["auto", "triton", "numba"]
 """``auto``: Triton on a GPU where it can run, else numba. ``triton`` and ``numba`` force either."""
@@ -130,3 +134,28 @@ def _driver_trouble() -> str:
 @lru_cache(maxsize=8)
 def _say_once(kind: str, missing: str) -> None:
     _LOG.warning("caches on %s are coded by the processor and copied: %s", kind, missing)
+
+
+Side = Literal["key", "value"]
+SIDES: tuple[Side, ...] = ("key", "value")
+Plane = tuple[Side, int]
+"""The keys or the values of one layer."""
+
+
+def plane_width(layers: tuple[LayerSpec, ...], plane: Plane) -> int:
+    """Count the elements of a plane for one token."""
+    side, layer = plane
+    spec = layers[layer]
+    return 0 if spec.kind == "none" else (spec.key_width if side == "key" else spec.value_width)
+
+
+def planes_of(layers: tuple[LayerSpec, ...]) -> list[Plane]:
+    """List every plane that holds something.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        All keys by layer, then all values.
+    """
+    return [(side, layer) for side in SIDES for layer in range(len(layers)) if plane_width(layers, (side, layer))]

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from kvwire._json import strict_json
     from kvwire.store.backends.folder.store import FolderStore
     from kvwire.store.backends.memory import MemoryStore
-    from kvwire.store.backends.s3 import S3Settings, S3Store
+    from kvwire.store.backends.s3.address import S3Settings
+    from kvwire.store.backends.s3.store import S3Store
     from kvwire.store.base import (
         Data,
         Listed,
@@ -19,31 +20,29 @@ if TYPE_CHECKING:
         clamp_range,
         open_object,
     )
-    from kvwire.store.cache import TieredStore, TierSettings, open_tiers, parse_size
+    from kvwire.store.cache.settings import TierSettings
+    from kvwire.store.cache.tiered import TieredStore, open_tiers, parse_size
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.last_uses import LastUses
     from kvwire.store.catalog.uses import UseCounts, UseFile
-    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.donors.index import DONORS, Donor, DonorIndex
     from kvwire.store.http_clients import Addressed, HttpAddress, range_header, range_told
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_after, check_key, check_new_name, is_catalog_key, tenant_hash
-    from kvwire.store.listing import read_ahead, tenants
-    from kvwire.store.model_record import ModelRecord
-    from kvwire.store.partition import Part
+    from kvwire.store.listing import Part, read_ahead, tenants
     from kvwire.store.prefix.index import PrefixHit, PrefixIndex
     from kvwire.store.prefix.schemes import HashScheme, hash_scheme
-    from kvwire.store.prefix_entry import PrefixEntry
+    from kvwire.store.records import CatalogEntry, ModelRecord, PrefixEntry
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import collect
-    from kvwire.store.upkeep.collected import Collected
     from kvwire.store.upkeep.copy import Copied, copy_store
     from kvwire.store.upkeep.forget import Forgotten, forget
     from kvwire.store.upkeep.indexing import Indexed, index_documents
     from kvwire.store.upkeep.rebuild import Rebuilt, rebuild
     from kvwire.store.upkeep.verify import Damage, Verified, verify_store
+    from kvwire.store.upkeep.walk import Collected
 
 __all__ = [
     "DONORS",
@@ -122,7 +121,8 @@ __getattr__ = lazy(
         "kvwire._json": ("strict_json",),
         "kvwire.store.backends.folder.store": ("FolderStore",),
         "kvwire.store.backends.memory": ("MemoryStore",),
-        "kvwire.store.backends.s3": ("S3Settings", "S3Store"),
+        "kvwire.store.backends.s3.address": ("S3Settings",),
+        "kvwire.store.backends.s3.store": ("S3Store",),
         "kvwire.store.base": (
             "Data",
             "Listed",
@@ -133,10 +133,11 @@ __getattr__ = lazy(
             "clamp_range",
             "open_object",
         ),
-        "kvwire.store.cache": ("TierSettings", "TieredStore", "open_tiers", "parse_size"),
+        "kvwire.store.cache.settings": ("TierSettings",),
+        "kvwire.store.cache.tiered": ("TieredStore", "open_tiers", "parse_size"),
         "kvwire.store.catalog.catalog": ("Catalog",),
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
-        "kvwire.store.catalog_entry": ("CatalogEntry",),
+        "kvwire.store.records": ("CatalogEntry", "ModelRecord", "PrefixEntry"),
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.donors.index": ("DONORS", "Donor", "DonorIndex"),
         "kvwire.store.http_clients": ("Addressed", "HttpAddress", "range_header", "range_told"),
@@ -150,16 +151,13 @@ __getattr__ = lazy(
             "tenant_hash",
         ),
         "kvwire.store.catalog.last_uses": ("LastUses",),
-        "kvwire.store.listing": ("read_ahead", "tenants"),
+        "kvwire.store.listing": ("Part", "read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
-        "kvwire.store.model_record": ("ModelRecord",),
         "kvwire.store.prefix.index": ("PrefixHit", "PrefixIndex"),
         "kvwire.store.prefix.schemes": ("HashScheme", "hash_scheme"),
-        "kvwire.store.partition": ("Part",),
-        "kvwire.store.prefix_entry": ("PrefixEntry",),
         "kvwire.store.schemes": ("open_store",),
         "kvwire.store.upkeep.collect": ("collect",),
-        "kvwire.store.upkeep.collected": ("Collected",),
+        "kvwire.store.upkeep.walk": ("Collected",),
         "kvwire.store.upkeep.copy": ("Copied", "copy_store"),
         "kvwire.store.upkeep.forget": ("Forgotten", "forget"),
         "kvwire.store.upkeep.indexing": ("Indexed", "index_documents"),

@@ -12,8 +12,8 @@ from msgspec.structs import asdict
 
 from kvwire._json import check_version, json_object, record
 from kvwire.errors import ArgumentError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 from kvwire.store.keys import MAX_NAME_CHARS
+from kvwire.store.records import MAX_ENTRY_BYTES
 
 VERSION = 1
 _WHAT = "a donor entry"

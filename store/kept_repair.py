@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from kvwire._json import check_version, json_object, record
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
+from kvwire.store.records import MAX_ENTRY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.content_checks import (
     MAX_TEXT_BYTES,
     check_blob,
@@ -24,7 +23,14 @@ from kvwire.store.content_checks import (
 )
 from kvwire.store.keys import KeySpace, check_key, is_catalog_key
 from kvwire.store.last_use import LastUse
-from kvwire.store.pointers import Announcement, LinkReportShift, ProfilePointer
+from kvwire.store.records import (
+    MAX_ENTRY_BYTES,
+    Announcement,
+    CatalogEntry,
+    LinkReportShift,
+    ProfilePointer,
+    parse_object,
+)
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
 if TYPE_CHECKING:
@@ -264,7 +270,7 @@ def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
 
 
 def _accept_prefix(key: str, data: Data) -> None:
-    from kvwire.store.prefix_entry import PrefixEntry, prefix_digest
+    from kvwire.store.records import PrefixEntry, prefix_digest
 
     space, entry = _space_of(key), PrefixEntry.from_json(bytes(data))
     if space.prefix_entry(prefix_digest(entry.scheme, entry.chunk_hash)) != key:
@@ -273,7 +279,7 @@ def _accept_prefix(key: str, data: Data) -> None:
 
 
 def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
-    from kvwire.store.prefix_entry import PrefixEntry
+    from kvwire.store.records import PrefixEntry
 
     entry = PrefixEntry.from_json(data)
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
@@ -310,7 +316,7 @@ def _report_names(key: str, data: bytes) -> list[ObjectRef]:
 
 
 def _accept_model(key: str, data: Data) -> None:
-    from kvwire.store.model_record import ModelRecord
+    from kvwire.store.records import ModelRecord
 
     record = ModelRecord.from_json(bytes(data))
     space = _space_of(key)
@@ -320,7 +326,7 @@ def _accept_model(key: str, data: Data) -> None:
 
 
 def _model_names(key: str, data: bytes) -> list[ObjectRef]:
-    from kvwire.store.model_record import ModelRecord
+    from kvwire.store.records import ModelRecord
 
     digest = ModelRecord.from_json(data).profile_digest
     return [ObjectRef(_space_of(key).profile(digest), "profile", is_needed=False)] if digest else []

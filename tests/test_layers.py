@@ -35,7 +35,7 @@ FLOORS = {
 # Within a room: sub-folders and files, lowest shelf first. A file imports its own sub-folder and lower shelves alone.
 SHELVES: dict[str, list[set[str]]] = {
     "codec": [
-        {"backend.py", "entropy", "planes.py", "workers.py"},
+        {"backend.py", "entropy", "workers.py"},
         {"format"},
         {"profile"},
         {"prediction"},
@@ -75,14 +75,14 @@ SHELVES: dict[str, list[set[str]]] = {
     ],
     "store": [
         {"http_clients.py", "keys.py"},
-        {"base.py", "catalog_entry.py"},
-        {"donor_entry.py", "kept_repair.py", "last_use.py", "model_record.py", "pointers.py", "prefix_entry.py"},
+        {"base.py"},
+        {"records.py"},
+        {"donor_entry.py", "kept_repair.py", "last_use.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
-        {"files", "memory_snapshot.py"},
+        {"files"},
         {"backends", "crypto"},
         {"listing.py"},
-        {"partition.py"},
         {"catalog"},
         {"cache", "prefix"},
         {"donors"},
@@ -90,7 +90,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"schemes.py"},
         {"testing"},
     ],
-    "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
+    "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing.py"}],
     DOOR: [
         {"_version.py", "errors.py"},
         {"_forks.py", "_html.py", "_json.py", "_lazy.py", "_printable.py", "_user_file.py"},

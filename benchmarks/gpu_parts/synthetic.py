@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from kvwire.codec import Ladder, Profile, rotation
+from kvwire.codec.backend import plane_width
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, class_of, fit_tables
 from kvwire.codec.fitting.fit import GROUP_WIDTH, group_planes
-from kvwire.codec.planes import plane_width
 from kvwire.codec.profile.group import Group
 from kvwire.codec.transform.analysis import scatter_planes
 from kvwire.types import KVCache
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpu_parts.shapes import Shape
-    from kvwire.codec.planes import Plane
+    from kvwire.codec.backend import Plane
     from kvwire.types import LayerSpec
 
 VOCABULARY = 32768

@@ -13,7 +13,7 @@ from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.header import Header
 from kvwire.codec.format.segment import ChunkSegments
 from kvwire.codec.gpu.streams import Pending, StreamEvent
-from kvwire.codec.kinds.base import kind_of
+from kvwire.codec.kinds.base import kind_of, profile_for
 from kvwire.codec.kinds.outputs import (
     DTYPES,
     check_claim,
@@ -23,7 +23,6 @@ from kvwire.codec.kinds.outputs import (
     drop_pruned,
     empty_for,
 )
-from kvwire.codec.kinds.profiles import profile_for
 from kvwire.codec.kinds.requests import DecodeRequest
 from kvwire.codec.workers import each
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.backend import Backend
-    from kvwire.codec.format.kept import Kept
+    from kvwire.codec.format.header import Kept
     from kvwire.codec.kinds.base import LevelDecoder
+    from kvwire.codec.kinds.outputs import SinkPlacer
     from kvwire.codec.kinds.requests import AnyProfile
-    from kvwire.codec.kinds.sinks import SinkPlacer
     from kvwire.codec.profile.profile import Profile
     from kvwire.types import BlobInfo, SegmentInfo
 
@@ -112,7 +111,7 @@ class BlobDecoder:
         self._out = empty_for(self._header, device, dtype, offset) if out is None else out
         self._sinks: SinkPlacer | None = None
         if (self.info.sinks or (begins and self.info.can_begin)) and profile is not None:
-            from kvwire.codec.kinds.sinks import SinkPlacer  # blobs of old have none
+            from kvwire.codec.kinds.outputs import SinkPlacer  # blobs of old have none
 
             self._sinks = SinkPlacer(self._header, cast("Profile", profile), self._out, offset, begins=begins)
         self._use_device(backend, workspace_bytes)

@@ -1,4 +1,4 @@
-"""``encode``: a cache to a blob."""
+"""``encode``: a cache to a blob, or a trial of a few chunks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvwire.codec.backend import Backend, uses_triton
-from kvwire.codec.format.codecs import CODEC_LAYERED, CODEC_LOSSLESS
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODEC_LOSSLESS, MAX_LEVELS
 from kvwire.codec.format.header import MAX_CHUNK_TOKENS
-from kvwire.codec.format.limits import MAX_LEVELS
 from kvwire.codec.format.metadata_json import prefix_from_json
 from kvwire.codec.format.pack import Draft, pack_blob
 from kvwire.codec.kinds.base import kind_of
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.kinds.requests import AnyProfile
-    from kvwire.codec.transform.quantiser import Ladder
+    from kvwire.codec.transform.levels import Ladder
     from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, KVCache, SoftTokensName
+
 
 CHUNK_TOKENS = 256
 """The grain of the controller's decisions: some tens of kilobytes on the wire, some milliseconds to decode."""
@@ -171,3 +171,44 @@ def _named(cache: KVCache, *, lossless: bool) -> CacheMeta:
         stored = next(tensor.dtype for tensor in (*cache.keys, *cache.values) if tensor.numel())
         meta = replace(meta, dtype=str(stored).removeprefix("torch."))
     return meta if ids is None else replace(meta, token_digest=digest_tokens(ids))
+
+
+def trial_blob(cache: KVCache, profile: AnyProfile | None = None, *, hidden: Tensor | None = None) -> bytes:
+    """Make a blob of one chunk that takes as long to decode as real ones do, for timing and for warming up.
+
+    With a layered profile its content is random, as wide as the profile expects: what only encoders solve of a profile,
+    seconds for a large model, is neither read nor solved. With another profile, or none, the cache is encoded.
+
+    Args:
+        cache: Of the model; its layout, length and token ids are used.
+        profile: To decode with; None: the blob carries its own.
+        hidden: As for ``encode``.
+
+    Returns:
+        The blob.
+
+    Raises:
+        ArgumentError: As ``encode`` says.
+        MismatchError: The profile is of another model.
+    """
+    if profile is None or profile.codec != CODEC_LAYERED:
+        return encode(cache, profile, chunk_tokens=cache.tokens, hidden=hidden)
+    from kvwire.codec.kinds.layered import TrialEncoder  # who has no profile goes without
+
+    encoder = TrialEncoder(EncodeRequest(cache, profile, None, cache.tokens, hidden, on_device=False))
+    segments = encoder.encode_all([(0, cache.tokens)], 1)
+    digest = "" if cache.token_ids is None else digest_tokens(cache.token_ids)
+    return pack_blob(
+        Draft(
+            meta=replace(cache.meta, token_digest=digest),
+            token_ids=cache.token_ids,
+            tokens=cache.tokens,
+            chunk_tokens=cache.tokens,
+            levels=tuple(encoder.levels),
+            profile_digest=encoder.profile_digest,
+            profile_bytes=b"",
+            segments=segments,
+            prefix_layers=encoder.prefix_layers,
+            error_to_kl=encoder.error_to_kl,
+        )
+    )

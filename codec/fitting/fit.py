@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from kvwire.codec.backend import SIDES, plane_width, planes_of
 from kvwire.codec.entropy import kernels
 from kvwire.codec.entropy.tables import (
     ALPHABET,
@@ -32,12 +33,11 @@ from kvwire.codec.fitting.moments import Features, MomentSums, spans, tokens_of,
 from kvwire.codec.fitting.regression import predict
 from kvwire.codec.fitting.rounding import Precision, factor_of, round_rows
 from kvwire.codec.fitting.sinks import learn_sinks
-from kvwire.codec.planes import SIDES, plane_width, planes_of
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group, SteppedGroup
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, gather_planes
-from kvwire.codec.transform.quantiser import Ladder, quantise, split_levels
+from kvwire.codec.transform.levels import Ladder, quantise, split_levels
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.fitting.moments import FeatureMoments, Moments
     from kvwire.codec.fitting.regression import Prediction
     from kvwire.codec.fitting.statistics import Statistics
-    from kvwire.codec.planes import Plane
     from kvwire.codec.profile.group import Factor
     from kvwire.types import KVCache, LayerSpec
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.fitting.statistics import Statistics
-from kvwire.codec.planes import plane_width, planes_of
 from kvwire.codec.transform.positions import positions_off, rotate
 from kvwire.errors import ArgumentError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec.planes import Plane
+    from kvwire.codec.backend import Plane
     from kvwire.types import CacheMeta, KVCache, LayerSpec, Side
 
 _DRAWS = 4

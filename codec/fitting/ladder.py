@@ -11,7 +11,7 @@ import numpy as np
 from kvwire.codec.entropy.tables import GRID_PER_LEVEL, scale_of
 from kvwire.codec.profile.group import Factor, QuantisedMatrix
 from kvwire.codec.profile.profile import ERROR_NOTE
-from kvwire.codec.transform.quantiser import RATIO, Ladder
+from kvwire.codec.transform.levels import RATIO, Ladder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

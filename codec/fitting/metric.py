@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvwire.codec.planes import plane_width
+from kvwire.codec.backend import plane_width
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.fitting.moments import Moments
     from kvwire.codec.fitting.statistics import Statistics
-    from kvwire.codec.planes import Plane
     from kvwire.types import LayerSpec
 
 _METRIC_FLOOR = 0.01

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.planes import Plane
+    from kvwire.codec.backend import Plane
     from kvwire.types import KVCache
 
 _CHUNK = 1024

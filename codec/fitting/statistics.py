@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec.planes import Plane
+    from kvwire.codec.backend import Plane
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, DEFAULT_METHOD
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, DEFAULT_METHOD, MAX_CHUNK_SYMBOLS, MAX_LEVELS
 from kvwire.codec.format.header import (
     ALIGNMENT,
     BEGINNING,
     CRC_AT,
     ENTRY,
     MAGIC,
+    MAX_BITS,
     MAX_CHUNK_TOKENS,
     MAX_HEADER_BYTES,
     MAX_SHIFT,
     MAX_STEP,
+    MIN_BITS,
     MISSING,
     NEUTRAL,
     PART,
@@ -32,10 +34,11 @@ from kvwire.codec.format.header import (
     VERSION,
     Header,
     Level,
+    id_bytes,
+    kept_sizes,
+    soft_from_json,
+    unpack_ids,
 )
-from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, unpack_ids
-from kvwire.codec.format.kept import kept_sizes
-from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS, MAX_LEVELS
 from kvwire.codec.format.metadata_json import (
     deviation_from_json,
     elements_per_token,
@@ -203,15 +206,7 @@ def _opening(metadata: dict[str, Any]) -> int:
 def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
     """Which soft tokens the document has; no other ids lie beyond them."""
     raw = metadata.get("soft_tokens")
-
-    def read() -> SoftTokensName | None:
-        if raw is None:
-            return None
-        from kvwire.codec.format.soft import soft_from_json  # few documents have any
-
-        return soft_from_json(raw)
-
-    soft = _flagged(read, fields, SOFT, "soft tokens")
+    soft = _flagged(lambda: None if raw is None else soft_from_json(raw), fields, SOFT, "soft tokens")
     if soft is not None and (token_ids is None or max(token_ids) >= soft.first + soft.count):
         msg = "the blob's token ids lie beyond its soft tokens; fetch it again"
         raise CorruptError(msg)
@@ -270,18 +265,9 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         msg = "the blob's header holds impossible numbers; fetch it again"
         raise CorruptError(msg)
     return _Prologue(
-        (major, minor),
-        header_bytes,
-        file_bytes,
-        meta_stored,
-        meta_raw,
-        tokens,
-        chunk_tokens,
-        levels,
-        bits,
-        profile_bytes,
-        incompatible,
-    )
+        (major, minor), header_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits,
+        profile_bytes, incompatible,
+    )  # fmt: skip
 
 
 def _header_crc(header: bytes) -> int:
@@ -433,10 +419,7 @@ def _predicted_kl(error: float, scale: float, exponent: float) -> float:
 def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
     """The chunks' errors, weighted by their tokens."""
     present = column["offset"] != MISSING
-    errors, energies = (
-        column["error"][present],
-        column["energy"][present],
-    )  # checked as they are: casting a NaN may warn
+    errors, energies = column["error"][present], column["energy"][present]  # not cast: that may warn of a NaN
     if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
         msg = "the blob's index holds impossible errors; fetch the blob's header again"
         raise CorruptError(msg)

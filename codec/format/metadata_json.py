@@ -14,7 +14,7 @@ import numpy as np
 import zstandard
 
 from kvwire._json import strict_json
-from kvwire.codec.format.limits import MAX_SINKS
+from kvwire.codec.format.codecs import MAX_SINKS
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 

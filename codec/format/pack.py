@@ -22,9 +22,10 @@ from kvwire.codec.format.header import (
     SINKS,
     SOFT,
     VERSION,
+    pack_ids,
+    pack_kept,
+    soft_to_json,
 )
-from kvwire.codec.format.ids import pack_ids
-from kvwire.codec.format.kept import pack_kept
 from kvwire.codec.format.metadata_json import (
     MAX_JSON_BYTES,
     MAX_NEUTRAL,
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvwire.codec.format.header import Level
-    from kvwire.codec.format.kept import Kept
+    from kvwire.codec.format.header import Kept, Level
     from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, SoftTokensName
 
 _LARGEST_ERROR = 1e38
@@ -172,8 +172,6 @@ def _rare(draft: Draft) -> dict[str, Any]:
         fields["deviation"] = deviation_to_json(record)
     fields |= _behind(draft)
     if draft.soft_tokens is not None:
-        from kvwire.codec.format.soft import soft_to_json  # few documents have any
-
         fields["soft_tokens"] = soft_to_json(draft.soft_tokens)
     if draft.prefix:
         fields["prefix"] = [draft.prefix.tokens, draft.prefix.token_digest, draft.prefix.document]

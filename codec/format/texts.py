@@ -10,7 +10,7 @@ import zstandard
 from isal.isal_zlib import crc32
 
 from kvwire._json import strict_json
-from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
+from kvwire.codec.format.header import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
 from kvwire.codec.format.metadata_json import decompress
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import TEXT_MAGIC

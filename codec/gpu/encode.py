@@ -11,20 +11,25 @@ errors and checks, for the class lists, for escapes if there are any, for the le
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kvwire.codec.entropy.tables import LARGEST
+from kvwire.codec.backend import interpreted
+from kvwire.codec.entropy.rans import Lanes, lanes_for
+from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, FINEST_SCALE, GRID_PER_LEVEL, LARGEST
 from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.segment import pack_segment
+from kvwire.codec.gpu import encode_kernels as kernels
 from kvwire.codec.gpu.analysis import Transform
-from kvwire.codec.gpu.encode_levels import measured, quantised, split_values, squared_errors
-from kvwire.codec.gpu.encode_streams import encode_batch
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.transform.analysis import gather_planes
-from kvwire.codec.transform.quantiser import quantise
+from kvwire.codec.transform.levels import RATIO, quantise
+from kvwire.codec.workers import each
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,9 +39,236 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.gpu.analysis import Span
+    from kvwire.codec.gpu.profile import DeviceProfile
     from kvwire.codec.prediction.text import TextPredictor
-    from kvwire.codec.transform.quantiser import Ladder
+    from kvwire.codec.transform.levels import Ladder
     from kvwire.types import KVCache
+
+
+_LANE_BLOCK = 64
+"""Lanes of a program, one for each thread: two warps of 32 threads, or one of 64."""
+_WORD_BLOCK = 128
+
+
+def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> list[list[tuple[bytes, int]]]:
+    """Code a batch. Escapes become 0 in ``batch.symbols``."""
+    chunks, levels, columns = batch.classes.shape
+    rows = _rows(batch.classes)
+    escapes = _escape(batch, rows[:, 0].contiguous(), known)
+    counts = torch.cat([(rows >= 0).sum(2).flatten(), escapes.sum(1)]).cpu().numpy()  # the host waits
+    entry, codes = torch.stack([batch.entry, batch.codes]).cpu().numpy()
+    listed = _escaped(batch, counts[chunks * levels :])
+    described = _described(batch, counts[: chunks * levels])
+    coded = (rows >= 0).flatten().nonzero()[:, 0]
+    of_column = (coded % max(1, columns)).int()
+    lanes = encode_streams(batch.symbols, levels * columns, described, of_column, rows.flatten()[coded], known.packed)
+
+    def packed(stream: int) -> tuple[bytes, int]:
+        chunk, level = divmod(stream, levels)
+        classes = np.where(entry[chunk] == level, codes[chunk], 0)[entry[chunk] >= level].astype(np.uint8)
+        escaped = b"" if level else listed[chunk].tobytes()
+        _, tokens, _, columns, *_ = described[stream]
+        return pack_segment(classes.tobytes(), escaped, lanes[stream]), int(tokens * columns)
+
+    segments = each(packed, range(chunks * levels), threads)
+    return [segments[first : first + levels] for first in range(0, len(segments), levels)]
+
+
+def _rows(classes: Tensor) -> Tensor:
+    """Where each column's table begins in ``DeviceProfile.packed``, int32; -1 where it is not coded."""
+    base = torch.arange(classes.shape[1], device=classes.device)[:, None] == 0
+    row = classes.int() - 1
+    row = torch.where(base, ALPHABET * row, CLASSES * ALPHABET + RATIO * CONTEXTS * row)
+    return torch.where(classes > 0, row, -1)
+
+
+def _escape(batch: Batch, rows: Tensor, known: DeviceProfile) -> Tensor:
+    """Turn base symbols without a slot into escapes; int32 ``[chunks, columns]``, number of escapes."""
+    chunks, levels, columns = batch.classes.shape
+    escapes = torch.empty(chunks, columns, dtype=torch.int32, device=known.device)
+    ends = torch.tensor(batch.bounds, device=known.device)
+    block = block_of(COLUMN_BLOCK, columns)
+    kernels.escape[(chunks, -(-columns // block))](
+        batch.symbols, ends, rows, known.packed, escapes, columns, levels, ROWS=ROW_BLOCK, BLOCK=block
+    )
+    return escapes
+
+
+def _escaped(batch: Batch, counts: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    """Escaped values of each chunk at level 0, token by token, column by column."""
+    listed = np.zeros(0, "<i4")
+    if counts.any():
+        index = (batch.symbols[:, 0] == 0).flatten().nonzero()[:, 0]  # the host waits
+        values = batch.values.flatten()[index]
+        for _ in range(batch.classes.shape[1] - 1):
+            values = coarser(values)
+        listed = values.cpu().numpy().astype("<i4")
+    return np.split(listed, np.cumsum(counts)[:-1])
+
+
+def _described(batch: Batch, coded: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A batch's streams, level by level of chunk after chunk, as ``encode_streams`` takes them.
+
+    coded: number of coded columns of each.
+    """
+    _, levels, columns = batch.classes.shape
+    tokens = np.repeat(np.diff(batch.bounds), levels)
+    lanes = np.array([lanes_for(int(symbols)) for symbols in tokens * coded], np.int64)
+    first = np.repeat(batch.bounds[:-1], levels) * levels + np.tile(np.arange(levels), len(batch.bounds) - 1)
+    room = lanes * tokens * -(-coded // lanes)
+    return np.stack([first * columns, tokens, _before(coded), coded, lanes, _before(lanes), _before(room)], axis=1)
+
+
+def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum of all counts before each one."""
+    out: NDArray[np.int64] = np.cumsum(counts) - counts
+    return out
+
+
+def encode_streams(
+    symbols: Tensor, stride: int, described: NDArray[np.int64], columns: Tensor, rows: Tensor, packed: Tensor
+) -> list[Lanes]:
+    """Run the entropy coder over many streams at once, see ``encode_kernels.encode_lanes``."""
+    _, tokens, _, coded, of_stream, _, _ = described.T
+    lanes, room = int(of_stream.sum()), int((of_stream * tokens * -(-coded // of_stream)).sum())
+    device = symbols.device
+    states, counts = torch.empty(2, lanes, dtype=torch.int32, device=device)
+    begins = torch.empty(lanes, dtype=torch.int64, device=device)
+    words = torch.empty(room, dtype=torch.int16, device=device)
+    streams = torch.from_numpy(described).to(device)
+    stream_of = torch.from_numpy(np.repeat(np.arange(len(described), dtype=np.int32), of_stream)).to(device)
+    block = block_of(_LANE_BLOCK, lanes)
+    warps = 1 if torch.version.hip else 2
+    kernels.encode_lanes[(-(-lanes // block),)](
+        symbols, stride, streams, stream_of, columns, rows, packed, words, states, begins, counts, lanes,
+        BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    targets = counts.cumsum(0) - counts
+    host_states, host_counts = torch.stack([states, counts]).cpu().numpy()  # the host waits
+    totals = np.add.reduceat(host_counts.astype(np.int64), _before(of_stream))
+    out = torch.empty(int(totals.sum()), dtype=torch.int16, device=device)
+    kernels.gather_words[(lanes,)](words, begins, counts, targets, out, BLOCK=_WORD_BLOCK)
+    of_lanes = np.cumsum(of_stream)[:-1]
+    pieces = zip(
+        np.split(host_states.view(np.uint32), of_lanes),
+        np.split(host_counts.astype(np.uint16), of_lanes),
+        np.split(out.cpu().numpy().view(np.uint16), np.cumsum(totals)[:-1]),  # the host waits
+        strict=True,
+    )
+    return [Lanes(*piece) for piece in pieces]
+
+
+COLUMN_BLOCK = 128
+ROW_BLOCK = 4
+_ROWS = 1024
+"""Tokens quantised at a time: what float32 takes stays small against the batch."""
+
+
+def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """Quantise as ``transform.quantiser.quantise`` does, without its check."""
+    out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
+    sizes = [torch.zeros((), dtype=torch.float32, device=coefficients.device)]
+    for part, target in zip(torch.split(coefficients, _ROWS), torch.split(out, _ROWS), strict=True):
+        scaled = part * float(np.float32(1.0 / step))
+        if scaled.numel():
+            sizes.append(scaled.abs().amax())
+        target.copy_(scaled.round_())
+    return out, torch.stack(sizes).amax()
+
+
+def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Measure every column of every chunk."""
+    chunks, columns = len(bounds) - 1, coefficients.shape[1]
+    ends = torch.tensor(bounds, device=coefficients.device)
+    magnitudes, squares = torch.empty(2, chunks, columns, dtype=torch.float32, device=coefficients.device)
+    block = block_of(COLUMN_BLOCK, columns)
+    kernels.measure[(chunks, -(-columns // block))](coefficients, ends, magnitudes, squares, columns, BLOCK=block)
+    scale = (magnitudes / ends.diff()[:, None]).double() * math.sqrt(2)
+    grid = GRID_PER_LEVEL * torch.log(scale.clamp(min=1e-30) / FINEST_SCALE) / math.log(3.0)
+    return grid.round_().long() + 1, squares
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Chunks that follow each other, quantised, with all that their segments say, on the device.
+
+    Attributes:
+        bounds: Chunk i has rows ``bounds[i]`` to ``bounds[i + 1]``.
+        values: int32 ``[tokens, columns]`` of the last level.
+        symbols: uint8 ``[tokens, levels, columns]``, see ``encode_kernels.split``.
+        classes: uint8 ``[chunks, levels, columns]``, 0 while a column is not coded.
+        entry: uint8 ``[chunks, columns]``, the level at which a column enters (one beyond the last: never).
+        codes: uint8 ``[chunks, columns]``, its byte in the class list there.
+    """
+
+    bounds: tuple[int, ...]
+    values: Tensor
+    symbols: Tensor
+    classes: Tensor
+    entry: Tensor
+    codes: Tensor
+
+
+def split_values(
+    values: Tensor, unit: Tensor, bounds: tuple[int, ...], shifts: tuple[int, ...], known: DeviceProfile
+) -> Batch:
+    """Split quantised values into levels and decide where columns enter and in which class."""
+    (tokens, columns), chunks, levels = values.shape, len(bounds) - 1, len(shifts)
+    symbols = torch.empty(tokens, levels, columns, dtype=torch.uint8, device=values.device)
+    size = torch.empty(chunks, columns, dtype=torch.int32, device=values.device)
+    ends = torch.tensor(bounds, device=values.device)
+    block = block_of(COLUMN_BLOCK, columns)
+    grid = (chunks, -(-columns // block))
+    kernels.split[grid](values, ends, symbols, size, columns, LEVELS=levels, ROWS=ROW_BLOCK, BLOCK=block)
+    entry = torch.zeros_like(size)
+    for _ in shifts:
+        entry += size == 0
+        size = coarser(size)
+    coded, codes = torch.zeros_like(unit), torch.zeros_like(unit)
+    classes = torch.empty(chunks, levels, columns, dtype=torch.uint8, device=values.device)
+    for level, shift in enumerate(shifts):
+        fresh, chosen = entry == level, (unit - shift).clamp(1, CLASSES)
+        delta = chosen - (known.spread - shift).clamp(1, CLASSES)
+        codes = torch.where(fresh, torch.where(delta >= 0, 2 * delta, -2 * delta - 1) + 1, codes)
+        risen = torch.where(coded > 0, (coded + GRID_PER_LEVEL).clamp(1, CLASSES), 0)
+        coded = torch.where(fresh, chosen, risen)
+        classes[:, level] = coded
+    return Batch(bounds, values, symbols, classes, entry.to(torch.uint8), codes.to(torch.uint8))
+
+
+def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: DeviceProfile) -> Tensor:
+    """Measure every chunk decoded at every level."""
+    chunks, levels, columns = batch.classes.shape
+    missed = torch.empty(batch.classes.shape, dtype=torch.float32, device=coefficients.device)
+    ends = torch.tensor(batch.bounds, device=coefficients.device)
+    sizes = torch.tensor(steps, dtype=torch.float32, device=coefficients.device)
+    block = block_of(COLUMN_BLOCK, columns)
+    grid = (chunks, -(-columns // block), levels)
+    kernels.squared_errors[grid](
+        coefficients,
+        batch.values,
+        ends,
+        batch.classes,
+        known.sizes,
+        sizes,
+        missed,
+        columns,
+        LEVELS=levels,
+        ROWS=ROW_BLOCK,
+        BLOCK=block,
+    )
+    return missed.sum(2, dtype=torch.float64)
+
+
+def coarser(values: Tensor) -> Tensor:
+    """Go one level down."""
+    return torch.div(values + 1, RATIO, rounding_mode="floor")
+
+
+def block_of(usual: int, count: int) -> int:
+    """Choose the elements of a program; the interpreter takes as long for many as for few, so there one does all."""
+    return 1 << max(0, count - 1).bit_length() if interpreted() else usual
+
 
 WORKING_BYTES = 1 << 30
 """Device memory for the working set of a batch of chunks, beside the cache and the profile: enough lanes to keep a GPU

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvwire.codec.backend import SIDES
 from kvwire.codec.gpu.tiles import angle_columns
-from kvwire.codec.planes import SIDES
 from kvwire.codec.transform.analysis import scatter_planes
 from kvwire.types import KVCache, PagedKVCache
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.gpu.batch import UploadedBatch
     from kvwire.codec.gpu.profile import DeviceProfile
     from kvwire.codec.gpu.staging import ParsedChunk
-    from kvwire.codec.planes import Plane
     from kvwire.codec.transform.reconstruct import CosSin
     from kvwire.types import CacheMeta
 

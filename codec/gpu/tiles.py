@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.gpu.profile import DeviceProfile
-    from kvwire.codec.planes import Plane
     from kvwire.types import CacheMeta, KVCache, RopeRegime
 
 MOST_PAIRS = 64

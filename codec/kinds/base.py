@@ -10,9 +10,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from kvwire.codec.format.codecs import CODECS, SegmentCodec, codec_of_method
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, SegmentCodec, codec_of_method
 from kvwire.codec.workers import each
-from kvwire.errors import ArgumentError, CorruptError
+from kvwire.errors import ArgumentError, CorruptError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, KVCache, PagedKVCache
 
     Span = tuple[int, int]
+    from kvwire.codec.format.header import Header
 
 
 class LevelEncoder(ABC):
@@ -244,3 +245,44 @@ def kind_of_method(method: str) -> LevelKind:
         ArgumentError: No kind has this method.
     """
     return kind_of(codec_of_method(method).number)
+
+
+def read_profile(data: bytes) -> AnyProfile:
+    """Read a stored profile, of whichever kind its first bytes say.
+
+    Args:
+        data: The file's bytes.
+
+    Returns:
+        The profile.
+
+    Raises:
+        CorruptError: The bytes are no profile.
+        TruncatedError: They end too early.
+        FormatVersionError: A later version wrote them.
+    """
+    magics = {codec.profile_magic: number for number, codec in CODECS.items() if codec.profile_magic}
+    found = next((number for magic, number in magics.items() if data.startswith(magic)), CODEC_LAYERED)
+    return kind_of(found).read_profile(data)
+
+
+def profile_for(header: Header, profile: AnyProfile | None) -> AnyProfile | None:
+    """Choose what a blob's lossy levels are decoded with, and check it."""
+    wanted, codec = header.info.profile_digest, header.lossy_codec
+    if codec is None:
+        return None
+    if not wanted:
+        profile = kind_of(codec).read_profile_inside(header.profile_bytes)
+    elif profile is None or profile.digest != wanted:
+        have = "none was given" if profile is None else f"{profile.digest[:12]} was given"
+        msg = f"the blob was encoded with profile {wanted[:12]}, {have}; pass profile= as stored beside the blob"
+        raise MismatchError(msg)
+    profile.check_fits(header.info.meta)
+    if profile.codec != codec:
+        msg = (
+            "the blob is of another method than the profile that it names, which does not know its levels; "
+            "fetch the blob's header again"
+        )
+        raise CorruptError(msg)
+    kind_of(codec).check_blob(header.info, profile)
+    return profile

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvwire.codec.backend import Side, plane_width, planes_of
 from kvwire.codec.entropy.range_coder import sound
 from kvwire.codec.format.arrays import pack_arrays, typed, unpack_arrays
-from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
-from kvwire.codec.format.limits import MAX_LEVELS
+from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS, MAX_LEVELS
 from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
-from kvwire.codec.planes import Side, plane_width, planes_of
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:

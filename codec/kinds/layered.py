@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import numpy as np
 
 from kvwire.codec.entropy.tables import scale_of
-from kvwire.codec.format.codecs import CODEC_LAYERED
+from kvwire.codec.format.codecs import CODEC_LAYERED, MAX_CHUNK_SYMBOLS
 from kvwire.codec.format.header import Level
-from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS
 from kvwire.codec.format.pack import Coded
 from kvwire.codec.format.segment import SegmentState, decode_segment
 from kvwire.codec.gpu.staging import suits_gpu
@@ -18,7 +17,7 @@ from kvwire.codec.kinds.outputs import device_of, positions_for
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, fast_bfloat16
-from kvwire.codec.transform.quantiser import Ladder, ladder_for
+from kvwire.codec.transform.levels import Ladder, ladder_for
 from kvwire.codec.transform.reconstruct import place_group
 from kvwire.codec.transform.sinks import find_sinks, frame_of_beginning
 from kvwire.codec.workers import one_core

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from kvwire.codec.backend import planes_of
 from kvwire.codec.format.codecs import CODEC_LOSSLESS
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.pack import Coded
@@ -12,7 +13,6 @@ from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.lossless_grid import FORMATS
 from kvwire.codec.kinds.lossless_streams import decode_lossless, encode_lossless
 from kvwire.codec.kinds.outputs import positions_for
-from kvwire.codec.planes import planes_of
 from kvwire.codec.transform.analysis import gather_planes, scatter_planes
 from kvwire.codec.transform.positions import positions_off, rotation
 from kvwire.errors import FormatVersionError

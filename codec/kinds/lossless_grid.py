@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.entropy.exponent_kernels import Fields
-from kvwire.codec.entropy.rans_naive import PROBABILITY_BITS
-from kvwire.codec.entropy.tables import CONTEXTS, POINTS, Tables
+from kvwire.codec.entropy.tables import CONTEXTS, POINTS, PROBABILITY_BITS, Tables
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:

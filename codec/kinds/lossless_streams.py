@@ -20,7 +20,7 @@ import zstandard
 from kvwire.codec.entropy import exponent_kernels
 from kvwire.codec.entropy.rans import MAX_LANES, Lanes, decode_base, encode_base, lanes_for
 from kvwire.codec.entropy.tables import ALPHABET
-from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS
+from kvwire.codec.format.codecs import MAX_CHUNK_SYMBOLS
 from kvwire.codec.format.metadata_json import decompress
 from kvwire.codec.kinds.lossless_grid import (
     FLIP,

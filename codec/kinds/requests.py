@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvwire.codec.format.header import Header
     from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
     from kvwire.codec.profile.profile import Profile
-    from kvwire.codec.transform.quantiser import Ladder
+    from kvwire.codec.transform.levels import Ladder
     from kvwire.types import CacheMeta, KVCache
 
 

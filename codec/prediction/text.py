@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvwire.codec.profile.expectations import ROWS_BYTES
+from kvwire.codec.profile.group import ROWS_BYTES
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:

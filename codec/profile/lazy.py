@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kvwire._forks import reentrant_lock_of_process
+from kvwire.codec.backend import plane_width
 from kvwire.codec.format.arrays import describe, read_listed, typed
-from kvwire.codec.planes import plane_width
 from kvwire.codec.profile.group import Group, QuantisedMatrix
 from kvwire.codec.profile.profile import MAGIC, Profile, has_sound_metric, has_sound_outline
 from kvwire.codec.profile.stored import (

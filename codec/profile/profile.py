@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 import torch
 
+from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import describe, pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
@@ -25,8 +26,7 @@ from kvwire.codec.format.metadata_json import (
     layers_from_json,
     layers_to_json,
 )
-from kvwire.codec.planes import plane_width, planes_of
-from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
+from kvwire.codec.profile.group import ROWS_BYTES, Expectations
 from kvwire.codec.profile.stored import arrays_of, group_of
 from kvwire.errors import CorruptError
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.format.arrays import Arrays
-    from kvwire.codec.planes import Plane
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, LayerSpec
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvwire.codec.backend import SIDES
 from kvwire.codec.format.arrays import typed
-from kvwire.codec.planes import SIDES
 from kvwire.codec.profile.group import (
     MOST_PIECES,
     Factor,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.format.arrays import Arrays
-    from kvwire.codec.planes import Plane
     from kvwire.types import LayerSpec
 
 _STEEPEST_ROW = 120

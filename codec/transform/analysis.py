@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.planes import Plane, Side
+    from kvwire.codec.backend import Plane, Side
     from kvwire.codec.prediction.text import TextPredictor
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, KVCache

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvwire.codec.backend import Plane
     from kvwire.codec.format.segment import SegmentState
-    from kvwire.codec.planes import Plane
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, KVCache
 

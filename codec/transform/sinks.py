@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import zstandard
 
-from kvwire.codec.format.limits import MAX_SINKS
+from kvwire.codec.format.codecs import MAX_SINKS
 from kvwire.codec.format.metadata_json import decompress
 from kvwire.codec.profile.group import unzigzag, zigzag
 from kvwire.codec.transform.analysis import gather_planes

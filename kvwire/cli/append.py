@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.engines import open_engine
+from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, NotFoundError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.engines import open_engine
+from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import (
     BACKEND,
     DEVICE,
@@ -205,7 +205,7 @@ def _laid_out(settings: LoadSettings, engine: Engine, options: AskOptions) -> Lo
     asked = "" if options.chat else options.system
     if not (options.links or options.soft_tokens or asked):
         return settings
-    from kvwire.cli.engines import use_layout
+    from kvwire.cli.inputs import use_layout
 
     if options.schema:
         msg = "modules of a schema stand where it has them: leave out --links, --soft-tokens and --system"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire._json import strict_json
-from kvwire.cli.engines import open_engine
+from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, StorageError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvwire.cli.engines import open_engine
+from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import JSON, command, option
 from kvwire.cli.say import error_as_data, leave, say, say_text
 from kvwire.errors import KvwireError, NotFoundError

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.engines import open_engine
-from kvwire.cli.inputs import read_file
+from kvwire.cli.inputs import open_engine, read_file
 from kvwire.cli.options import (
     BACKEND,
     CALIBRATION,
@@ -243,7 +242,7 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     from kvwire.runtime.corpus import Corpus
 
     engine = open_engine(options.model, options.device, options.dtype)
-    from kvwire.cli.engines import use_layout
+    from kvwire.cli.inputs import use_layout
 
     layout = use_layout(engine, options.links, options.soft_tokens)
     coding = Coding(

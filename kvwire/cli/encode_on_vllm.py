@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvwire.cli.engines import model_name
+from kvwire.cli.inputs import model_name
 from kvwire.cli.options import use_file
 from kvwire.codec import DEFAULT_METHOD
 from kvwire.errors import ArgumentError
@@ -57,7 +57,7 @@ def vllm_settings(place: StoreOptions, options: Any) -> VllmSettings:  # noqa: A
 
 def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
     """Open the store for a model that runs elsewhere; also called in actors."""
-    from kvwire.cli.engines import open_tokenizer
+    from kvwire.cli.inputs import open_tokenizer
     from kvwire.offline.on_vllm import reading_engine
     from kvwire.runtime.corpus import Coding, Corpus, find_model
 

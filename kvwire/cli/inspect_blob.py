@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvwire.cli.engines import model_name, open_engine
+from kvwire.cli.inputs import model_name, open_engine
 from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, option
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say

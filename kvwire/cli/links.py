@@ -20,7 +20,7 @@ from kvwire.controller.simulator import (
     with_outages,
 )
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
-from kvwire.store.cache import parse_size
+from kvwire.store import parse_size
 
 if TYPE_CHECKING:
     from kvwire.controller.simulator import RateTrace

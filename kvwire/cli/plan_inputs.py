@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import click
 
 from kvwire._json import json_object
-from kvwire.cli.engines import open_engine
-from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import open_engine, read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, STORE, StoreOptions, argument, flag, option
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.engines import open_engine
-from kvwire.cli.inputs import read_file
+from kvwire.cli.inputs import open_engine, read_file
 from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME, argument, command, option
 from kvwire.cli.say import say, stages
 from kvwire.codec import DEFAULT_METHOD, methods

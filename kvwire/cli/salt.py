@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvwire.cli.engines import model_name, open_tokenizer
+from kvwire.cli.inputs import model_name, open_tokenizer
 from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.engines import model_name
+from kvwire.cli.inputs import model_name
 from kvwire.cli.options import JSON, STORE, StoreOptions, command, flag, option
 from kvwire.cli.say import say
 from kvwire.cli.serve import logs_on_stderr

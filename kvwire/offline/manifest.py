@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvwire._lazy import require
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
-from kvwire.store.files.writer import put_in_place
+from kvwire.store.files.files import put_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -89,13 +89,9 @@ def encode_on_ray(
 def _rows(
     lines: list[str], made_of: tuple[object, ...], needs: Mapping[str, Any], spread: RaySettings
 ) -> Generator[Row]:
-    import ray.data  # which sets up its log
+    import ray.data
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # rows tell how far the run is
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    data = ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=blocks_of(lines, spread))
+    data = dataset_of(lines, spread)
     actors = min(spread.actors or _most_actors(ray.cluster_resources(), spread), data.num_blocks())
     told = data.map_batches(
         Encoder,
@@ -104,8 +100,26 @@ def _rows(
         compute=ray.data.ActorPoolStrategy(size=actors),
         **needs,
     )
-    for rows in told.iter_batches(batch_size=None, prefetch_batches=0):
-        yield from (Row.from_dict(json.loads(row)) for row in rows["row"])
+    yield from rows_of(told)
+
+
+def dataset_of(lines: Sequence[str], spread: RaySettings) -> Any:  # noqa: ANN401 - Ray's
+    """Documents as Ray hands them out, in their order."""
+    import ray.data  # which sets up its log
+
+    for name in ("ray.data", "ray.llm"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # rows tell how far the run is
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    blocks = min(-(-len(lines) // spread.batch), _MOST_BLOCKS)
+    return ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=blocks)
+
+
+def rows_of(data: Any) -> Generator[Row]:  # noqa: ANN401 - Ray's
+    """Rows as they are done."""
+    for batch in data.iter_batches(batch_size=None, prefetch_batches=0):
+        yield from (Row.from_dict(json.loads(row)) for row in batch["row"])
 
 
 def start_ray(spread: RaySettings) -> None:
@@ -114,11 +128,6 @@ def start_ray(spread: RaySettings) -> None:
 
     if not ray.is_initialized():
         ray.init(address=spread.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-
-
-def blocks_of(lines: Sequence[str], spread: RaySettings) -> int:
-    """How many blocks Ray plans with."""
-    return min(-(-len(lines) // spread.batch), _MOST_BLOCKS)
 
 
 def _most_actors(resources: Mapping[str, float], spread: RaySettings) -> int:

@@ -8,7 +8,6 @@ rows are those of the other ways. Ray only distributes.
 from __future__ import annotations
 
 import json
-import logging
 from array import array
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from kvwire._lazy import require
 from kvwire.engines.weightless import WeightlessEngine
 from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError, StorageError
 from kvwire.offline.manifest import Row
-from kvwire.offline.on_ray import RaySettings, blocks_of, start_ray
+from kvwire.offline.on_ray import RaySettings, dataset_of, rows_of, start_ray
 from kvwire.offline.refs import DocumentRef
 from kvwire.offline.steps import DocumentSteps, RunOptions, failed_row, told
 from kvwire.offline.vllm_stage import OUTCOME, telling
@@ -195,12 +194,7 @@ def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any: 
 def _rows(lines: list[str], made_of: tuple[Any, ...], vllm: VllmSettings, spread: RaySettings) -> Generator[Row]:
     import ray.data
 
-    for name in ("ray.data", "ray.llm"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    data = ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=blocks_of(lines, spread))
+    data = dataset_of(lines, spread)
     one = ray.data.ActorPoolStrategy(size=1)
     given: dict[str, Any] = {"fn_constructor_args": made_of, "batch_size": spread.batch, "compute": one}
     read = data.map_batches(Reader, **given, num_cpus=spread.cpus).materialize()
@@ -210,15 +204,10 @@ def _rows(lines: list[str], made_of: tuple[Any, ...], vllm: VllmSettings, spread
         most = _most_engines(ray.nodes(), vllm, spread.cpus) or spread.actors or 1  # 0: each is over several machines
         engines = max(1, min(spread.actors or most, most, -(-count // spread.batch)))
         saved = processor_of(vllm, spread, engines)(due)
-        rows = _each(saved.map_batches(Teller, **given, num_cpus=_LIGHT_CPUS))
+        rows = rows_of(saved.map_batches(Teller, **given, num_cpus=_LIGHT_CPUS))
     for batch in read.select_columns(["row", "is_due"]).iter_batches(batch_size=None, prefetch_batches=0):
         for row, is_due in zip(batch["row"], batch["is_due"], strict=True):
             yield next(rows) if is_due else Row.from_dict(json.loads(row))
-
-
-def _each(data: Any) -> Iterator[Row]:  # noqa: ANN401 - Ray's
-    for batch in data.iter_batches(batch_size=None, prefetch_batches=0):
-        yield from (Row.from_dict(json.loads(row)) for row in batch["row"])
 
 
 def _is_due(row: Mapping[str, Any]) -> bool:

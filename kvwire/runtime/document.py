@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile, Backend
-    from kvwire.codec.format.kept import Kept
+    from kvwire.codec.format.header import Kept
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout
     from kvwire.runtime.corpus import Corpus

@@ -18,7 +18,7 @@ from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchEr
 from kvwire.runtime.coding import Computed, Document, Encoded
 from kvwire.runtime.prefill import states_of
 from kvwire.store import check_new_name
-from kvwire.store.catalog_entry import MAX_PART_HEADERS_BYTES, MAX_PARTS
+from kvwire.store.records import MAX_PART_HEADERS_BYTES, MAX_PARTS
 from kvwire.types import BlobPrefix, digest_tokens
 from kvwire.types.cache import plain_token_ids
 

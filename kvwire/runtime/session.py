@@ -20,7 +20,7 @@ from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, 
 from kvwire.runtime.driver import ControllerDriver
 from kvwire.runtime.threads import LOOK_UPS, LookUp, look_up_here
 from kvwire.store import Store, open_object
-from kvwire.transport import ReadTimeouts, RejectedError, StalledError, open_session, open_source, read_object
+from kvwire.transport import ReadTimeouts, RejectedError, StalledError, open_source, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -144,10 +144,11 @@ class Session:
             loop.close()
             _RUNNING.discard(self)
 
-    @property
     def http(self) -> aiohttp.ClientSession:
         """The HTTP session, on the session's loop."""
         if self._http is None:
+            from kvwire.transport import open_session  # aiohttp takes 95 ms: only stores behind HTTP need it
+
             self._http = open_session(connections=self._fetch.concurrency, link=self.link)
         return self._http
 

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvwire._forks import lock_of_process
 from kvwire.errors import NotFoundError
-from kvwire.store.base import Listed, ObjectStat, Store
+from kvwire.store.base import Listed, ObjectStat, Store, clamp_range
+from kvwire.store.key_kinds import entity_tag
 from kvwire.store.keys import check_after, check_key
-from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvwire.store.base import Data, ObjectReader
+
+
+class MemorySnapshot:
+    """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version."""
+
+    def __init__(self, key: str, data: bytes, modified: float) -> None:
+        """Keep the content."""
+        self._key = key
+        self.data = data
+        self.modified = modified
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return len(self.data)
+
+    @cached_property
+    def etag(self) -> str:
+        """SHA-256, from the key where it carries one."""
+        return entity_tag(self._key, self.data)
+
+    def read(self, start: int, end: int | None) -> bytes:
+        """Read a range."""
+        start, stop = clamp_range(start, end, len(self.data))
+        return self.data[start:stop]
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
 
 class MemoryStore(Store):

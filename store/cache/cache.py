@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
 from kvwire.store.cache.eviction import TierIndex
@@ -102,7 +102,6 @@ Step: TypeAlias = Hit | DiskHit | Wait | Fetch | None
 """None: the object or the range ends here."""
 
 
-@runtime_checkable
 class Cached(Protocol):
     """A store whose content is read through a ``RangeCache``."""
 

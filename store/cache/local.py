@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvwire._forks import in_child
-from kvwire.store.files.writer import sync_folder
+from kvwire.store.files.files import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

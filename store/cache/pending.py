@@ -25,7 +25,7 @@ from isal.isal_zlib import crc32
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.cache.local import make_folder
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.files.writer import sync_folder
+from kvwire.store.files.files import sync_folder
 from kvwire.store.key_kinds import content_digest, kind_of
 from kvwire.store.keys import MAX_KEY_CHARS, KeySpace, check_key
 

@@ -22,13 +22,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
+from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.base import Listed, ObjectStat, Store, clamp_range, holds, merged, open_object
 from kvwire.store.cache.pending import upload_entry
 from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.key_kinds import check_place, content_digest, entity_tag
 from kvwire.store.keys import check_after, check_key, is_catalog_key
-from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,8 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, NotFoundError
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
-from kvwire.store.pointers import Announcement
+from kvwire.store.records import MAX_ENTRY_BYTES, Announcement
 
 if TYPE_CHECKING:
     from collections.abc import Collection

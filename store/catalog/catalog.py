@@ -14,14 +14,12 @@ from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.catalog.blobs import Blobs
-from kvwire.store.catalog.models import Models
+from kvwire.store.catalog.blobs import Blobs, Texts
 from kvwire.store.catalog.objects import TenantObjects
-from kvwire.store.catalog.profiles import Profiles
-from kvwire.store.catalog.texts import Texts
-from kvwire.store.catalog_entry import CatalogEntry
+from kvwire.store.catalog.profiles import Models, Profiles
 from kvwire.store.keys import KeySpace, check_new_name, check_tenant, tenant_hash
 from kvwire.store.listing import children
+from kvwire.store.records import CatalogEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

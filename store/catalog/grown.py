@@ -14,16 +14,15 @@ from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
-from kvwire.store.catalog_entry import BlobPart, CatalogEntry
 from kvwire.store.keys import check_new_name
+from kvwire.store.records import BlobPart, CatalogEntry
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.store.catalog.blobs import Blobs
+    from kvwire.store.catalog.blobs import Blobs, Texts
     from kvwire.store.catalog.objects import Config, TenantObjects
-    from kvwire.store.catalog.texts import Texts
     from kvwire.store.keys import KeySpace
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.objects import Config
-    from kvwire.store.catalog_entry import CatalogEntry
+    from kvwire.store.records import CatalogEntry
 
 MARK_EVERY_S = 3600.0
 """A mark is written anew once it is that old: a write an hour for each prompt that is in use."""

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, ConflictError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import is_old
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 from kvwire.store.key_kinds import content_digest
 from kvwire.store.keys import KeySpace
 from kvwire.store.listing import ahead, read_ahead
+from kvwire.store.records import MAX_ENTRY_BYTES
 from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvwire.store.base import Store
-    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.sealing import TenantKeys
+    from kvwire.store.records import CatalogEntry
 
 Config: TypeAlias = str | KeySpace
 """A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvwire.codec.format.header import Header
-    from kvwire.store.catalog_entry import BlobPart
     from kvwire.store.crypto.sealing import BlobReader
+    from kvwire.store.records import BlobPart
     from kvwire.types import BlobInfo, SegmentInfo
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, AuthError
-from kvwire.store.files.os_errors import reading
+from kvwire.store.files.files import reading
 
 if TYPE_CHECKING:
     import os

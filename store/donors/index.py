@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.store.base import Listed
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.objects import Config
-    from kvwire.store.catalog_entry import CatalogEntry
+    from kvwire.store.records import CatalogEntry
     from kvwire.types import BlobInfo
 
 DONORS = "donors"

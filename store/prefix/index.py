@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.prefix.schemes import hash_scheme
-from kvwire.store.prefix_entry import PrefixEntry, prefix_digest
+from kvwire.store.records import PrefixEntry, prefix_digest
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.objects import Config
-    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.prefix.schemes import HashScheme
+    from kvwire.store.records import CatalogEntry
     from kvwire.types import BlobInfo
 
     OnMiss: TypeAlias = Callable[[str], None]

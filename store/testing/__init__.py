@@ -10,10 +10,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvwire.store.testing.counting import CountingStore, Tally
 from kvwire.store.testing.faulty import FaultyStore, StoreFault
-from kvwire.store.testing.slow import SlowStore
-from kvwire.store.testing.wrapping import Request, StoreWrapper
+from kvwire.store.testing.wrapping import CountingStore, Request, SlowStore, StoreWrapper, Tally
 
 if TYPE_CHECKING:
     from kvwire.store.testing.blobs import BlobConformance

@@ -11,8 +11,7 @@ import pytest
 
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.store import Addressed, HttpAddress, Store, open_object
-from kvwire.store.testing.hooks import Hooks
-from kvwire.store.testing.samples import BAD_KEYS, BAD_PREFIXES, SPACE, blob, catalog_entry, digest, noise
+from kvwire.store.testing.samples import BAD_KEYS, BAD_PREFIXES, SPACE, Hooks, blob, catalog_entry, digest, noise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import NotFoundError, StorageError
 from kvwire.store import Store, open_object
-from kvwire.store.testing.hooks import Hooks
-from kvwire.store.testing.samples import ODD_KEYS
+from kvwire.store.testing.samples import ODD_KEYS, Hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

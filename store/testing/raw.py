@@ -8,8 +8,7 @@ import pytest
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store import Store, open_object
-from kvwire.store.testing.hooks import Hooks
-from kvwire.store.testing.samples import blob
+from kvwire.store.testing.samples import Hooks, blob
 
 
 class RawTests(Hooks):

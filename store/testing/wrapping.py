@@ -1,16 +1,21 @@
-"""A store around a store: every call goes through one function, which a subclass makes slow, faulty or counted."""
+"""Stores around a store: every call goes through one function, which a subclass makes slow, faulty or counted."""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from kvwire.errors import ArgumentError
 from kvwire.store import Addressed, Snapshots, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvwire.store import Data, HttpAddress, Listed, ObjectReader, ObjectStat
+
 
 T = TypeVar("T")
 
@@ -119,3 +124,100 @@ class _Reader:
 
     def close(self) -> None:
         self._inner.close()
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Number of calls, failed ones included, and of payload bytes that they brought or took along."""
+
+    requests: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(self.requests + other.requests, self.bytes + other.bytes)
+
+
+class CountingStore(StoreWrapper):
+    """Counts calls and bytes by method and key. ``keys`` counts as ``scan``; a scan's key is its prefix."""
+
+    def __init__(self, inner: Store) -> None:
+        """Take over the inner store, and start from nothing."""
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._tallies: dict[tuple[str, str], Tally] = {}
+
+    def tallies(self) -> dict[tuple[str, str], Tally]:
+        """What was counted, by method and key."""
+        with self._lock:
+            return dict(self._tallies)
+
+    def tally(self, method: str | None = None, key: str | None = None) -> Tally:
+        """The sum over one method or all, and one key or all."""
+        wanted = [
+            one
+            for (a_method, a_key), one in self.tallies().items()
+            if method in (None, a_method) and key in (None, a_key)
+        ]
+        return sum(wanted, Tally())
+
+    def reset(self) -> None:
+        """Start again from nothing."""
+        with self._lock:
+            self._tallies.clear()
+
+    def _do(self, request: Request, call: Callable[[Data], T]) -> T:
+        moved = memoryview(request.data).nbytes
+        try:
+            result = call(request.data)
+            moved += len(result) if isinstance(result, bytes) else 0
+            return result
+        finally:
+            name = request.method, request.key
+            with self._lock:
+                self._tallies[name] = self._tallies.get(name, Tally()) + Tally(1, moved)
+
+
+class SlowStore(StoreWrapper):
+    """Every call waits for a round trip, and its bytes wait for their turn on a link that all threads share.
+
+    latency_s: seconds of each call. bandwidth: bytes/s of payload in both directions together. sleep, clock: seconds;
+    for tests that do not want to wait.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        latency_s: float = 0.0,
+        bandwidth: float = math.inf,
+        sleep: Callable[[float], object] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take over the inner store. Raises ArgumentError where nothing would ever arrive."""
+        if not (latency_s >= 0 and bandwidth > 0):
+            msg = f"latency_s must be 0 or more and bandwidth above 0, got {latency_s} and {bandwidth}"
+            raise ArgumentError(msg)
+        super().__init__(inner)
+        self._latency_s = latency_s
+        self._bandwidth = bandwidth
+        self._sleep = sleep
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._free_at = -math.inf
+
+    def _do(self, request: Request, call: Callable[[Data], T]) -> T:
+        self._wait(self._latency_s, memoryview(request.data).nbytes)
+        result = call(request.data)
+        if isinstance(result, bytes):
+            self._wait(0.0, len(result))
+        return result
+
+    def _wait(self, latency_s: float, size: int) -> None:
+        now = self._clock()
+        with self._lock:
+            self._free_at = max(now, self._free_at) + size / self._bandwidth if size else self._free_at
+            until = max(now, self._free_at) if size else now
+        pause_s = until - now + latency_s
+        if pause_s > 0:
+            self._sleep(pause_s)

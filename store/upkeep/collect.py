@@ -43,18 +43,19 @@ from typing import TYPE_CHECKING, TypeVar
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds, mark
-from kvwire.store.listing import read_ahead
-from kvwire.store.partition import WHOLE, Part
-from kvwire.store.upkeep.collected import Collected, check_fraction, remove_leftovers
+from kvwire.store.listing import WHOLE, Part, read_ahead
 from kvwire.store.upkeep.marks import SAMPLE, MarksFile, SpilledMarks
 from kvwire.store.upkeep.walk import (
     TELL_EVERY,
+    Collected,
     catalogs,
+    check_fraction,
     entries,
     is_there,
     named,
     objects,
     refuse_unknown_kinds,
+    remove_leftovers,
 )
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import IO
 
-    from kvwire.store.partition import Part
+    from kvwire.store.listing import Part
 
 SAMPLE = 64
 """Of what entries name in other parts: one that is there shows that the catalog is not lost."""

@@ -25,8 +25,8 @@ from kvwire.errors import (
 )
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.grown import longer
-from kvwire.store.catalog_entry import BlobPart, CatalogEntry
 from kvwire.store.key_kinds import key_digest
+from kvwire.store.records import BlobPart, CatalogEntry
 from kvwire.store.upkeep.walk import Found, added, catalogs, is_there, objects
 from kvwire.types import digest_tokens
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, NotSealedError
 from kvwire.store.base import open_object
-from kvwire.store.catalog_entry import parse_object
 from kvwire.store.key_kinds import key_digest, kind_of, kinds, mark
-from kvwire.store.listing import ahead
-from kvwire.store.partition import WHOLE
+from kvwire.store.listing import WHOLE, ahead
+from kvwire.store.records import parse_object
 from kvwire.store.upkeep.walk import is_there, objects
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.key_kinds import KeyKind, ObjectRef
     from kvwire.store.keys import KeySpace
-    from kvwire.store.partition import Part
+    from kvwire.store.listing import Part
 
     OnProgress = Callable[[int], None]
 

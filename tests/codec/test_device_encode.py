@@ -20,20 +20,16 @@ from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, Tables, column_classe
 from kvwire.codec.fitting.fit import identity_profile
 from kvwire.codec.format.segment import SegmentState, encode_segment
 from kvwire.codec.gpu import analysis as gpu_analysis
+from kvwire.codec.gpu import encode as device_encode
 from kvwire.codec.gpu import encode_kernels as kernels
-from kvwire.codec.gpu import encode_levels
-from kvwire.codec.gpu import encode_streams as streams
 from kvwire.codec.gpu.analysis import Transform
-from kvwire.codec.gpu.encode import DeviceEncoder
-from kvwire.codec.gpu.encode_levels import split_values
-from kvwire.codec.gpu.encode_streams import encode_batch, encode_streams
+from kvwire.codec.gpu.encode import DeviceEncoder, encode_batch, encode_streams, split_values
 from kvwire.codec.gpu.profile import DeviceProfile, on_device, packed_tables
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform import analysis
-from kvwire.codec.transform.levels import squared_error
-from kvwire.codec.transform.quantiser import quantise, split_levels
+from kvwire.codec.transform.levels import quantise, split_levels, squared_error
 from kvwire.errors import CacheValueError
 from kvwire.types import KVCache
 
@@ -184,14 +180,14 @@ def test_equal_coefficients_give_equal_classes_and_errors():
     rng = np.random.default_rng(4)
     bounds, steps = (0, 9, 40, 41), Ladder().steps
     coefficients = (rng.laplace(0, 1, (41, 30)) * np.logspace(-3, 2, 30)).astype(np.float32)
-    unit, squares = encode_levels.measured(torch.from_numpy(coefficients), bounds)
+    unit, squares = device_encode.measured(torch.from_numpy(coefficients), bounds)
     profile = profile_of(FITTED, np.zeros(30))
     known = DeviceProfile(profile, CPU)
-    values, largest = encode_levels.quantised(torch.from_numpy(coefficients), steps[-1])
+    values, largest = device_encode.quantised(torch.from_numpy(coefficients), steps[-1])
     assert np.array_equal(values.numpy(), quantise(coefficients, steps[-1]))
     assert float(largest) == pytest.approx(abs(coefficients).max() / steps[-1], rel=1e-6)
     batch = split_values(values, unit, bounds, Ladder().shifts, known)
-    missed = encode_levels.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
+    missed = device_encode.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
     for chunk, (start, stop) in enumerate(pairwise(bounds)):
         part = coefficients[start:stop]
         assert np.array_equal(unit[chunk].numpy(), column_classes(part))
@@ -243,7 +239,7 @@ def test_coefficients_of_long_chunks_are_the_processors(profile, step):
     text = TextPredictor(profile, 300, cache.token_ids)
     known = DeviceProfile(profile, CPU)
     made = Transform(cache, text, known, step).analyse(spans)
-    values, _ = encode_levels.quantised(made.coefficients, step)
+    values, _ = device_encode.quantised(made.coefficients, step)
     assert torch.isfinite(made.sums).all()
     for chunk, (start, stop) in enumerate(spans):
         exact, dropped = analysis.analyse(cache, text, start, stop, step)
@@ -367,8 +363,8 @@ def test_a_profile_is_copied_to_a_device_once_and_goes_with_it(plain_profile):
     assert known() is None
 
 
-COLUMNS = {"BLOCK": encode_levels.COLUMN_BLOCK}
-TILES = {"ROWS": encode_levels.ROW_BLOCK, **COLUMNS}
+COLUMNS = {"BLOCK": device_encode.COLUMN_BLOCK}
+TILES = {"ROWS": device_encode.ROW_BLOCK, **COLUMNS}
 WHOLE = {"columns": "i32", "bounds": "*i64"}
 KERNELS = {
     "measure": (WHOLE | {"coefficients": "*fp32", "magnitudes": "*fp32", "squares": "*fp32"}, COLUMNS, 4),
@@ -383,11 +379,11 @@ KERNELS = {
     "encode_lanes": (
         {"symbols": "*u8", "stride": "i32", "streams": "*i64", "stream_of": "*i32", "columns": "*i32", "rows": "*i32"}
         | {"packed": "*i32", "words": "*i16", "states": "*i32", "begins": "*i64", "counts": "*i32", "lanes": "i32"},
-        {"BLOCK": streams._LANE_BLOCK}, 2
+        {"BLOCK": device_encode._LANE_BLOCK}, 2
     ),
     "gather_words": (
         {"words": "*i16", "begins": "*i64", "counts": "*i32", "targets": "*i64", "out": "*i16"},
-        {"BLOCK": streams._WORD_BLOCK}, 4
+        {"BLOCK": device_encode._WORD_BLOCK}, 4
     ),
 }  # fmt: skip
 

@@ -28,15 +28,14 @@ from kvwire.codec import (
     read_profile,
     verify,
 )
+from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODEC_LAYERED, CODEC_LOSSLESS, CODECS, SegmentCodec
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.pack import Coded
-from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind, kind_of
+from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind, kind_of, profile_for
 from kvwire.codec.kinds.lossless_grid import FORMATS
 from kvwire.codec.kinds.outputs import DTYPES, positions_for
-from kvwire.codec.kinds.profiles import profile_for
 from kvwire.codec.kinds.requests import AnyProfile
-from kvwire.codec.planes import plane_width, planes_of
 from kvwire.codec.transform.analysis import gather_planes, scatter_planes
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, MismatchError, TruncatedError
 
@@ -289,5 +288,5 @@ def test_decoding_imports_the_kind_that_it_decodes_alone(cache, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "blob")]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(told.stdout) == [
-        f"kvwire.codec.kinds.{name}" for name in ("base", "layered", "outputs", "profiles", "requests")
+        f"kvwire.codec.kinds.{name}" for name in ("base", "layered", "outputs", "requests")
     ]

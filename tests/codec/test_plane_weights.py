@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.fitting.metric import plane_weights
 from kvwire.codec.fitting.moments import Moments
 from kvwire.codec.fitting.statistics import Statistics
-from kvwire.codec.planes import plane_width, planes_of
 from kvwire.errors import ArgumentError
 
 from .synthetic import GQA

@@ -18,9 +18,9 @@ from kvwire.codec.fitting.moments import Features, MomentSums
 from kvwire.codec.prediction import text as text_module
 from kvwire.codec.prediction.text import TextPredictor, expect, expect_all
 from kvwire.codec.profile import profile as profile_module
-from kvwire.codec.profile.expectations import Expectations
+from kvwire.codec.profile.group import Expectations
 from kvwire.codec.transform.analysis import gather_planes
-from kvwire.codec.transform.quantiser import Ladder
+from kvwire.codec.transform.levels import Ladder
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
 
 from . import surgery as cut

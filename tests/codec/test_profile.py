@@ -19,9 +19,9 @@ from kvwire.codec import (
     positions_off,
     trial_blob,
 )
+from kvwire.codec.backend import planes_of
 from kvwire.codec.fitting.fit import group_planes, identity_profile
 from kvwire.codec.fitting.moments import Features, MomentSums
-from kvwire.codec.planes import planes_of
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
 from kvwire.types import LayerSpec
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvwire.codec import Ladder
 from kvwire.codec.entropy.tables import LARGEST
-from kvwire.codec.transform.quantiser import ladder_for, quantise, split_levels, split_levels_naive
+from kvwire.codec.transform.levels import ladder_for, quantise, split_levels, split_levels_naive
 from kvwire.errors import ArgumentError, CacheValueError
 
 

@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub import constants
 
 from kvwire import Corpus, Document, generate_inputs
-from kvwire.cli.engines import model_name
+from kvwire.cli.inputs import model_name
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.engines.transformers.identity import find_folder
 from kvwire.engines.transformers.opening import open_tokenizer

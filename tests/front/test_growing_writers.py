@@ -13,7 +13,7 @@ from kvwire.errors import ArgumentError, ConflictError, CorruptError, NotFoundEr
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import FolderStore, Keyring, MemoryStore, TierSettings, open_tiers
 from kvwire.store.backends.http import exchange
-from kvwire.store.catalog_entry import BlobPart
+from kvwire.store.records import BlobPart
 from kvwire.store.schemes import open_store
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import ServerSettings

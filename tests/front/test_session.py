@@ -28,7 +28,7 @@ from kvwire.store import open_store
 from kvwire.store.testing import CountingStore
 from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
 from kvwire.transport.server.connections import Connections
-from kvwire.transport.testing.serving import serving
+from kvwire.transport.testing import serving
 
 from .answers import troubles
 

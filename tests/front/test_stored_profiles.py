@@ -16,7 +16,7 @@ from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
-from kvwire.store.files.reader import FileReader
+from kvwire.store.files.files import FileReader
 from kvwire.transport import HttpStore
 from kvwire.transport.testing import serving
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvwire.engines.transformers import open_engine
-from kvwire.offline import RunOptions, encode_side_by_side, prepare_profile, sample
+from kvwire.offline import RunOptions, encode_side_by_side, pipeline, prepare_profile
 from kvwire.reuse import LinkLayout, SoftTokens, anchors, own_tokens, stored_tokens
 from kvwire.runtime import calibrate
 from kvwire.runtime.coding import EXTENTS
@@ -47,8 +47,8 @@ def test_a_sample_is_cut_between_tokens_of_documents_and_not_between_anchors(
 ):
     """Of a large corpus beginnings are taken: each gets its anchors as if it were a whole document."""
     monkeypatch.setitem(EXTENTS, "full", 9 * 31)
-    monkeypatch.setattr(sample, "SMALL", 0)
-    monkeypatch.setattr(sample, "SHARE", 9)
+    monkeypatch.setattr(pipeline, "SMALL", 0)
+    monkeypatch.setattr(pipeline, "SHARE", 9)
     texts = [soft_engine.tokenize((folder / f"{ref.document_id}.txt").read_text()) for ref in refs]
     assert max(map(len, texts)) > 62
     assert prepare_profile(corpus, refs, RunOptions(refit=True)) is not None

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.offline import DocumentRef
-from kvwire.offline.sample import SHARE, SMALL, sample, stratified
+from kvwire.offline.pipeline import SHARE, SMALL, sample, stratified
 from kvwire.runtime.calibrate import HELD_OUT
 from kvwire.runtime.coding import CALIBRATION_TOKENS, Document
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store import FolderStore, open_store
-from kvwire.store.files.writer import put_in_place
+from kvwire.store.files.files import put_in_place
 from kvwire.transport import HttpStore
 
 from ..http_servers import serving

@@ -10,8 +10,8 @@ import pytest
 
 from kvwire.errors import StorageError
 from kvwire.store import FolderStore
+from kvwire.store.backends.folder import rows
 from kvwire.store.backends.folder.rows import FILE_NAME
-from kvwire.store.files import reserve
 
 from ..small_disk import on_small_disk
 
@@ -185,11 +185,11 @@ def test_the_reserve_is_really_allocated_grows_with_the_database_and_is_no_objec
     assert list(store.keys("")) == [ENTRY]
     store.put_many((f"{ROOT}catalog/doc/{number:05d}.json", bytes(900)) for number in range(1000))
     store.put(ENTRY, b"{}")
-    assert first.st_size < path.stat().st_size <= reserve.RESERVE_BYTES
+    assert first.st_size < path.stat().st_size <= rows.RESERVE_BYTES
 
 
 def test_no_reserve_is_made_where_little_space_is_left(store, monkeypatch):
-    monkeypatch.setattr(reserve, "_free_bytes", lambda _folder: reserve.RESERVE_BYTES)
+    monkeypatch.setattr(rows, "_free_bytes", lambda _folder: rows.RESERVE_BYTES)
     store.put(ENTRY, b"{}")
     assert not (store.root / RESERVE).exists()
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.store.catalog_entry import BlobPart
 from kvwire.store.crypto.joined import Extents
+from kvwire.store.records import BlobPart
 
 PARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6)
 

@@ -27,7 +27,7 @@ from kvwire.store import (
 )
 from kvwire.store import key_kinds as table
 from kvwire.store.cache.pending import upload_entry
-from kvwire.store.catalog_entry import parse_object
+from kvwire.store.records import parse_object
 from kvwire.transport import HttpStore
 from kvwire.types import SHIFT_MAGIC, digest_tokens
 

@@ -36,7 +36,7 @@ from kvwire.store import (
 from kvwire.store import key_kinds as table
 from kvwire.store.prefix.index import PROBES, search
 from kvwire.store.prefix.schemes import SCHEMES
-from kvwire.store.prefix_entry import prefix_digest
+from kvwire.store.records import prefix_digest
 from kvwire.transport import HttpStore
 from kvwire.types import digest_tokens
 

@@ -313,7 +313,7 @@ def test_rows_under_strange_keys_are_corrupt(store, name):
 
 def test_a_question_that_takes_too_long_is_broken_off(store, monkeypatch):
     store.put_many((key(f"{number:05d}"), bytes(50)) for number in range(3000))
-    monkeypatch.setattr("kvwire.store.files.sqlite_checks.QUERY_S", 0.0)
+    monkeypatch.setattr("kvwire.store.files.sqlite.QUERY_S", 0.0)
     with pytest.raises(StorageError, match=r"one question takes longer than 0 s"):
         store._rows._database.read(lambda connection: connection.execute("SELECT sum(length(data)) FROM objects"), None)
     monkeypatch.undo()

@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.errors import StorageError
 from kvwire.store import FolderStore, MemoryStore, open_object, testing
-from kvwire.store.memory_snapshot import MemorySnapshot
+from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
 

@@ -14,9 +14,10 @@ from hypothesis.stateful import rule
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open_tiers
-from kvwire.store.cache import Fetch, Wait, extents
+from kvwire.store.cache import extents
+from kvwire.store.cache.cache import Fetch, Wait
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
-from kvwire.store.testing.races import together
+from kvwire.store.testing.conformance import together
 
 from .conftest import until
 

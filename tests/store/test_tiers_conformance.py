@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from kvwire.store import MemoryStore, open_tiers
-from kvwire.store.memory_snapshot import MemorySnapshot
+from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
 

@@ -13,7 +13,7 @@ from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
 from kvwire.store.cache import disk_tier
 from kvwire.store.cache.disk_tier import HEADER_BYTES
 from kvwire.store.testing import CountingStore, samples
-from kvwire.store.testing.races import together
+from kvwire.store.testing.conformance import together
 
 MIB = 1 << 20
 

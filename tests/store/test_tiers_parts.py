@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
-from kvwire.store import parse_size
-from kvwire.store.cache import TierSettings
+from kvwire.store import TierSettings, parse_size
 from kvwire.store.cache.disk_tier import ExtentName
 from kvwire.store.cache.eviction import FrequencySketch, WindowTinyLfu
 from kvwire.store.cache.extents import ExtentMap

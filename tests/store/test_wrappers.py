@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, FolderStore, HttpAddress, MemoryStore, Snapshots, open_object
-from kvwire.store.memory_snapshot import MemorySnapshot
+from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.testing import (
     CountingStore,
     FaultyStore,

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -20,11 +21,13 @@ from kvwire.transport import (
     HttpSource,
     LinkMeter,
     ReadTimeouts,
+    StalledError,
     StoreSource,
     WantedRange,
+    read_object,
     split,
 )
-from kvwire.transport.fetch.hedging import Pace
+from kvwire.transport.fetch.metering import Pace
 
 from .conftest import HEAD, behind_the_head, check_all, everything, fetched, outcome
 
@@ -407,6 +410,30 @@ async def test_an_object_opened_for_nobody_is_closed(tmp_path, cancelled):
     async with asyncio.timeout(5):
         while not opened or opened[0]._descriptor >= 0:
             await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("hangs", ["opening", "reading"])
+async def test_a_folder_that_hangs_is_given_up_as_a_server_is(fetcher_for, fake, hangs):
+    waits = threading.Event()
+
+    class Hung(MemoryStore):
+        def snapshot(self, key):
+            waits.wait(0 if hangs == "reading" else 60)
+            reader = super().snapshot(key)
+            return SimpleNamespace(size=reader.size, etag="", read=lambda *_: waits.wait(60), close=reader.close)
+
+    store, brief = Hung(), ReadTimeouts(0.05, 0.05)
+    store.put("k", b"x" * 1000)
+    try:
+        with pytest.raises(StalledError):
+            await read_object(StoreSource(store, "k"), patience=brief)
+        async with fetcher_for(
+            StoreSource(store, "k"), settings=replace(fake.FAST, retries=1, patience=brief)
+        ) as fetcher:
+            with pytest.raises(StalledError):
+                await fetcher.open()
+    finally:
+        waits.set()
 
 
 async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):

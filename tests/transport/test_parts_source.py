@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from kvwire.errors import NotFoundError
-from kvwire.store.catalog_entry import BlobPart
 from kvwire.store.crypto.joined import Extents
+from kvwire.store.records import BlobPart
 from kvwire.transport.sources.base import ByteSource
-from kvwire.transport.sources.parts import AT_ONCE, PartsSource
+from kvwire.transport.sources.open_source import AT_ONCE, PartsSource
 
 SIZES = [(3, 10), (2, 2), (4, 30)] * 20
 

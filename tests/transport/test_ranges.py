@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
 from kvwire.transport import Range, WantedRange, coalesce
-from kvwire.transport.fetch.cutter import Cutter
+from kvwire.transport.fetch.ranges import Cutter
 
 
 def naive(pieces, gap_bytes, max_bytes):

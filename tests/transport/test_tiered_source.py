@@ -13,9 +13,18 @@ from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.store import MemoryStore, TierSettings, open_tiers
 from kvwire.store.cache import disk_tier
 from kvwire.store.testing import CountingStore, samples
-from kvwire.transport import BlobFetcher, HttpStore, SegmentError, StoreSource, open_source, read_object, serve
+from kvwire.transport import (
+    BlobFetcher,
+    HttpStore,
+    ReadTimeouts,
+    SegmentError,
+    StoreSource,
+    open_source,
+    read_object,
+    serve,
+)
 from kvwire.transport.sources.base import ByteSource
-from kvwire.transport.sources.tiered import TieredSource
+from kvwire.transport.sources.open_source import TieredSource
 
 MIB = 1 << 20
 
@@ -440,9 +449,10 @@ async def test_a_thousand_loads_of_64_blobs_cross_the_link_once(fake, session, t
     blobs = [content(fake, number, [[2_000, 5_000, 9_000]] * 3) for number in range(64)]
     for key, blob in blobs:
         behind.put(key, blob)
-    patient = replace(fake.FAST, header_bytes=1000, concurrency=2, hedge_factor=0)
+    patient = replace(fake.FAST, header_bytes=1000, concurrency=2, hedge_factor=0, patience=ReadTimeouts(60, 60))
     async with serve(behind) as url:
         options = {"memory_bytes": 16 * MIB, "folder": tmp_path, "folder_bytes": 16 * MIB}
+        options["settings"] = TierSettings(stall_s=60)
         with closing(open_tiers(HttpStore(url), **options)) as tiers:
             order = [blobs[number % 64][0] for number in range(1000)]
             random.Random(1).shuffle(order)

@@ -1,14 +1,15 @@
-"""Facts for an estimator of the link: how soon answers begin and how fast bytes come."""
+"""How soon answers begin and how fast bytes come, for estimators and for hedging."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
-
-from kvwire.transport.fetch.hedging import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 _SAMPLE_S = 0.005  # long enough to say something about bandwidth, short enough to follow it
 
@@ -167,3 +168,44 @@ class Transfer:
         """The answer is over, whole or not."""
         if self.first_byte_s is not None:
             self._meter.closed(silent=silent)
+
+
+_REMEMBERED = 64
+_LEAST_SAMPLES = 4  # fewer say nothing about what is usual
+
+
+class Pace:
+    """Latest requests over one link, and how many second requests there were among them."""
+
+    def __init__(self) -> None:
+        """Know nothing: nothing is overdue."""
+        self._first_byte_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._body_s: deque[float] = deque(maxlen=_REMEMBERED)  # seconds for each byte after the first piece
+        self._requests = 0
+        self._hedges = 0
+
+    def completed(self, first_byte_s: float, total_s: float, size: int) -> None:
+        """Note a request that brought all of its bytes."""
+        self._first_byte_s.append(first_byte_s)
+        self._body_s.append(max(0.0, total_s - first_byte_s) / max(1, size))
+        self._requests += 1
+
+    def expected_s(self, size: int) -> float | None:
+        """What a request usually takes."""
+        if len(self._first_byte_s) < _LEAST_SAMPLES:
+            return None
+        return median(self._first_byte_s) + size * median(self._body_s)
+
+    def is_overdue(self, age_s: float, size: int, *, factor: float, least_s: float) -> bool:
+        """Whether a request takes longer than usual."""
+        if age_s <= least_s:
+            return False
+        expected_s = self.expected_s(size)
+        return expected_s is not None and age_s > factor * expected_s
+
+    def may_hedge(self, share: float) -> bool:
+        """Take one second request from the budget."""
+        if self._hedges >= max(1.0, share * self._requests):
+            return False
+        self._hedges += 1
+        return True

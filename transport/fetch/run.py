@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvwire.errors import AuthError, CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.transport.errors import RejectedError, ReplacedError, SegmentError, StalledError, segment_error
-from kvwire.transport.fetch.cutter import Cutter
-from kvwire.transport.fetch.ranges import Range, WantedRange, coalesce, split
+from kvwire.transport.fetch.ranges import Cutter, Range, WantedRange, coalesce, split
 from kvwire.transport.fetch.types import FetchedSegment
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvwire._html import as_text, facts, in_bytes, table, whole_page
 from kvwire._lazy import require
 from kvwire._version import __version__
-from kvwire.store.cache import TieredStore
+from kvwire.store import TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -260,7 +260,7 @@ def _names(key: str, head: bytes) -> Iterator[str]:
     kind = kind_of(key)
     name = kind.name if kind else ""
     if name == "blob":
-        from kvwire.codec.format.naming import header_names
+        from kvwire.codec.format.header import header_names
 
         yield from header_names(head)
     elif name in ("document entry", "token entry"):

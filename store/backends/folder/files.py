@@ -18,8 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.store.base import Listed
-from kvwire.store.files.os_errors import reading
-from kvwire.store.files.writer import TEMPORARY, replace_file, sync_folder
+from kvwire.store.files.files import TEMPORARY, reading, replace_file, sync_folder
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:

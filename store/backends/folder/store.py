@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store.backends.folder.files import ObjectFiles
-from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows
+from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows, Reserve
 from kvwire.store.base import ObjectStat, Store, clamp_range, merged
-from kvwire.store.files.os_errors import reading, writing
-from kvwire.store.files.reader import EtagCache, FileReader
-from kvwire.store.files.reserve import Reserve
+from kvwire.store.files.files import EtagCache, FileReader, reading, writing
 from kvwire.store.key_kinds import check_place, content_digest, kind_of
 from kvwire.store.keys import check_after, check_key, is_catalog_key
 
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
+    from kvwire.store.backends.memory import MemorySnapshot
     from kvwire.store.base import Data, Listed
-    from kvwire.store.memory_snapshot import MemorySnapshot
 
 _BATCH = 1000
 _LINK = "is a link, and none is followed inside a store: move what it leads to into its place, or mount it there"

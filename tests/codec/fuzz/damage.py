@@ -15,7 +15,7 @@ from copy import deepcopy
 import numpy as np
 from zstandard import ZstdError
 
-from kvwire.codec.format.limits import MAX_LEVELS
+from kvwire.codec.format.codecs import MAX_LEVELS
 
 from .. import surgery as cut
 from .drafts import Draft, lists_of, unframed, with_lists

@@ -14,8 +14,8 @@ import torch
 from kvwire.codec import decode, encode, inspect, read_profile
 from kvwire.codec.format.texts import read_text
 from kvwire.errors import CacheValueError, KvwireError
-from kvwire.store.catalog_entry import CatalogEntry
 from kvwire.store.crypto.sealing import TenantKey, TenantKeys
+from kvwire.store.records import CatalogEntry
 
 from ..by_the_text import LOSSLESS, TextPredictor, UndefinedError
 from .makers import Made

@@ -144,7 +144,7 @@ def unseal_by_the_text(sealed, *, is_blob):
     return out
 
 
-# Catalog entries (docs of `store/catalog_entry.py`).
+# Catalog entries (docs of `store/records.py`).
 
 
 def make_entry(rng):

@@ -1,21 +1,27 @@
-"""A catalog entry: what a reader must know about a blob before it fetches any of it."""
+"""Records of the catalog, as JSON: entries of documents and prefixes, models, pointers, announcements."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import json
 import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from kvwire._json import Sha256, json_object, record
+from kvwire._json import Sha256, Sha256OrEmpty, check_version, json_object, record, strict_json
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.keys import MAX_NAME_CHARS, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvwire.types import CacheMeta
+
 
 MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
 MAX_PARTS = 4096
@@ -25,6 +31,9 @@ MAX_PART_HEADERS_BYTES = 1 << 26
 MAX_OUTLINE_BYTES = 1 << 21
 """Longest outline of a profile: its metadata has at most half of that."""
 _MAX_BYTES = 1 << 62
+VERSION = 1
+"""Of the records of prefixes and models."""
+_MOST_TOKENS = 1 << 32
 _WHAT, _ADVICE = "a catalog entry", "write the document again"
 _DIGEST_CHARS = 64
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
@@ -209,3 +218,179 @@ def _part_problems(entry: CatalogEntry, parts: tuple[BlobPart, ...]) -> Iterator
 
 def _is_digest(text: str) -> bool:
     return len(text) == _DIGEST_CHARS and bool(_DIGEST.fullmatch(text))
+
+
+class ProfilePointer(Struct):
+    """The profile in use, and the outline of one in sections, as ``CatalogEntry`` has it."""
+
+    profile_digest: Sha256
+    profile_outline: Outline | None = None
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ProfilePointer:
+        """Parse it; CorruptError where it is none."""
+        return record(parse_object(data), cls, "the catalog's pointer to the profile", "set the current profile again")
+
+
+class LinkReportShift(Struct):
+    """The shift that a report on links measured; empty where none was learnt."""
+
+    shift: Sha256OrEmpty | None = ""
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LinkReportShift:
+        """Parse it; CorruptError where it is none."""
+        return record(strict_json(data), cls, "the report on links", "run kvwire check-model again")
+
+
+class Announcement(Struct):
+    """Names of the objects that a collector is about to delete."""
+
+    collecting: list[str]
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Announcement:
+        """Parse it; CorruptError where it is none."""
+        return record(parse_object(data), cls, "an announcement", "it names no objects: collect again")
+
+
+_PREFIX = "a prefix entry"
+_SCHEME = re.compile(r"[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}")
+_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")
+
+
+class PrefixEntry(Struct, frozen=True):
+    """One chunk of one document, and so all tokens before it. JSON in a store; docs/format.md tells the fields.
+
+    Attributes:
+        scheme: What made the hash, with the tokens of its chunks: ``lmcache-256``.
+        chunk_hash: Of the chunk and all before it, in hexadecimal.
+        document_id: A document whose text begins with these chunks.
+        token_digest: Of that document's whole text.
+        start: First token of the chunk.
+        stop: Behind its last token.
+    """
+
+    scheme: str
+    chunk_hash: str
+    document_id: str
+    token_digest: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        """Refuse fields that contradict each other or are out of range."""
+        size = self.stop - self.start
+        if not (_SCHEME.fullmatch(self.scheme) and _HASH.fullmatch(self.chunk_hash)):
+            msg = "a prefix entry names a scheme with the tokens of a chunk, and a hash of 8 to 64 bytes"
+        elif not 0 < len(self.document_id) <= MAX_NAME_CHARS or not _is_digest(self.token_digest):
+            msg = "a prefix entry names a document and the SHA-256 of its token ids"
+        elif not 0 <= self.start < self.stop < _MOST_TOKENS or self.start % size or not self._fits(size):
+            msg = "a prefix entry's start and stop are those of a chunk of its scheme"
+        else:
+            return
+        raise ArgumentError(msg)
+
+    @property
+    def chunk(self) -> int:
+        """Number of the chunk in its document."""
+        return self.start // (self.stop - self.start)
+
+    def to_json(self) -> bytes:
+        """The bytes to store; the same for the same entry."""
+        return json.dumps({"version": VERSION} | asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> PrefixEntry:
+        """Read ``to_json``; names that are not known are passed over.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            The entry.
+
+        Raises:
+            CorruptError: A field is missing or impossible.
+            FormatVersionError: A later version wrote it.
+        """
+        fields = check_version(json_object(data, _PREFIX, MAX_ENTRY_BYTES), VERSION, _PREFIX)
+        return record(fields, cls, _PREFIX, "index the document again (kvwire store index)")
+
+    def _fits(self, size: int) -> bool:
+        return int(self.scheme.rpartition("-")[2]) == size
+
+
+def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:
+    """What the key of a prefix entry carries.
+
+    A chain of hashes can be guessed chunk by chunk, so that the names of whoever has a secret are keyed with it.
+    """
+    told = f"kvwire prefix entry\0{scheme}\0{chunk_hash}".encode()
+    return hmac.new(secret, told, hashlib.sha256).hexdigest() if secret else hashlib.sha256(told).hexdigest()
+
+
+_MODEL, _MODEL_ADVICE = "a model record", "encode any document again, which writes it anew"
+
+
+class _Stored(Struct):
+    config_digest: str
+    meta: dict[str, Any]
+    window: Annotated[int, Meta(gt=0, lt=_MOST_TOKENS)]
+    model_config_digest: Sha256OrEmpty
+    profile_digest: Sha256OrEmpty
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """One model, as its caches need it. JSON in a store; docs/format.md tells the fields.
+
+    Attributes:
+        meta: Of all caches of the configuration, positions on and from 0; its dtype is that of the last writer's.
+        window: Most tokens that a prompt may hold.
+        model_config_digest: SHA-256 of the model's own configuration file; empty where the engine has none.
+        profile_digest: SHA-256 of the profile in use when the record was written; empty where there was none.
+    """
+
+    meta: CacheMeta
+    window: int
+    model_config_digest: str = ""
+    profile_digest: str = ""
+
+    def to_json(self) -> bytes:
+        """The bytes to store; the same for the same record."""
+        from kvwire.codec.format.metadata_json import meta_to_json
+
+        fields = {
+            "version": VERSION,
+            "config_digest": self.meta.config_digest(),
+            "meta": meta_to_json(replace(self.meta, token_digest="")),
+            "window": self.window,
+            "model_config_digest": self.model_config_digest,
+            "profile_digest": self.profile_digest,
+        }
+        return json.dumps(fields, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ModelRecord:
+        """Read ``to_json``.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            The record.
+
+        Raises:
+            CorruptError: A field is missing or impossible, or the record contradicts itself.
+            FormatVersionError: A later version wrote it.
+        """
+        from kvwire.codec.format.metadata_json import meta_from_json
+
+        fields = check_version(json_object(data, _MODEL, MAX_ENTRY_BYTES), VERSION, _MODEL)
+        stored = record(fields, _Stored, _MODEL, _MODEL_ADVICE)
+        meta = replace(meta_from_json(stored.meta), positions="on")
+        if meta.config_digest() != stored.config_digest:
+            msg = f"{_MODEL} contradicts itself: {_MODEL_ADVICE}"
+            raise CorruptError(msg)
+        return cls(meta, stored.window, stored.model_config_digest, stored.profile_digest)
