@@ -37,9 +37,7 @@ class LinkQuality:
             return ""
         report, kl = self._known(), self.expected_kl(level)
         if report is None or kl is None:
-            return (
-                f"what links lose was not measured, and link_bound is set: run kvwire check-model, or {_WAYS}"
-            )
+            return f"what links lose was not measured, and link_bound is set: run kvwire check-model, or {_WAYS}"
         allowed = self._bound * report.no_documents
         if kl <= allowed:
             return ""

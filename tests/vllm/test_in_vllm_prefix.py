@@ -179,9 +179,10 @@ def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
     one, other = places
     whole, before, cache = drawn(60, 333), 0, None
     for turn, place in enumerate((one, other, one, other)):
-        ((first, tokens, told, _),) = place.ask(prefix(place, whole, save=True), tokens=9)
-        assert told.get("loaded_tokens", 0) == before
-        assert distance(first, place.expected(whole, cache)) <= CLOSE
+        ((first, tokens, told, cached),) = place.ask(prefix(place, whole, save=True), tokens=9)
+        assert cached == before  # loaded, but for what vLLM itself has of the turn before the last
+        assert turn > 1 or told.get("loaded_tokens", 0) == before
+        assert distance(first, place.expected(whole, cache)) <= (CLOSE if turn < 2 else 0.2)  # it has exact rows then
         assert told["saving_tokens"] == len(whole) + 8  # the last token was said and not run
         whole += tokens[:8]
         hit = found(place, [*whole, 1][: len(whole)])
