@@ -319,6 +319,7 @@ OPENERS = (
     "kvwire.training.",
     "kvwire.engines.vllm.chat",
     "kvwire.engines.vllm.opening",
+    "kvwire.engines.vllm.proxy.bodies",
 )
 """Modules that may name the engine of one library: the public names, what opens one or tells its model, training."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import time
@@ -374,7 +375,13 @@ def test_a_thousand_requests_leak_nothing(places):
         answers = other.ask(*mixed(other, turn, broken), tokens=2)
         assert len(answers) == 100
         rounds.append([state_of(pid) for pid in pids])
-    assert counted(other, "kvwire_lost_tokens") > lost + 1000
+    lost_tokens = counted(other, "kvwire_lost_tokens") - lost
+    if path := os.environ.get("KVWIRE_LEAKS"):  # a file for the figures
+        names = ("resident_mib", "threads", "open_files")
+        told = [[dict(zip(names, state, strict=True)) for state in each] for each in rounds]
+        figures = {"requests": 1000, "lost_tokens": lost_tokens, "rounds": told}
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    assert lost_tokens > 1000
     for early, late in zip(rounds[4], rounds[-1], strict=True):
         assert late[0] <= early[0] * 1.05 + 20
         assert late[1] <= early[1] + 2
