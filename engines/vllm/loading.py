@@ -24,6 +24,7 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.settings import LoadSettings
+from kvwire.store.prefix.index import opening_of
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ class PageLoader(Loader):
         least: int | None = None,
         wanted: int | None = None,
         kept: KeptRepair | None = None,
+        front: int = 0,
     ) -> Loaded:
-        """Load documents, as far as they come in time."""
+        """Load documents, as far as they come in time; kept rows are of those behind the first ``front``."""
         known = dict(zip(documents, texts, strict=True))
         total, limit_s = min(sum(map(len, texts)), wanted or 1 << 40), self._settings.patience_s
 
@@ -117,15 +119,15 @@ class PageLoader(Loader):
             timeouts=self._timeouts(worth_s), wanted=wanted, is_partial=True,
             limit_s=limit_s, grace_s=grace_s,
         )  # fmt: skip
-        return self._session.run(self._load_front(list(documents), known, request, least, kept))
+        return self._session.run(self._load_front(list(documents), known, request, least, kept, front))
 
     async def _load_front(
         self, documents: list[str], texts: dict[str, Sequence[int]], request: LoadRequest, least: int | None,
-        kept: KeptRepair | None,
+        kept: KeptRepair | None, front: int,
     ) -> Loaded:  # fmt: skip
         deadline_s = request.goal.deadline_s
         until = None if deadline_s is None else time.monotonic() + deadline_s
-        reading = asyncio.create_task(self._read_kept(kept, [len(texts[name]) for name in documents]))
+        reading = asyncio.create_task(self._read_kept(kept, [texts[name] for name in documents], front))
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         with self._warming.paused():
             async with self._filled(documents, texts, request, time.monotonic()) as filled:
@@ -136,8 +138,10 @@ class PageLoader(Loader):
                     self._warming.begin(self._get_profile())
                 if load.is_finished:
                     filled.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
-                if kept is not None and (trouble := _lay_over(work, documents, await self._in_time(reading, until))):
-                    tokens = min(tokens, len(texts[documents[0]]))
+                if kept is not None and (
+                    trouble := _lay_over(work, documents, await self._in_time(reading, until), front)
+                ):
+                    tokens = min(tokens, sum(len(texts[name]) for name in documents[: front + 1]))
                     work.misses.append(trouble)
                 self._remember(load)
                 prompt = getattr(work, "prompt", None)
@@ -165,11 +169,12 @@ class PageLoader(Loader):
         await asyncio.wait({reading}, timeout=left_s)
         return reading.result() if reading.done() else KeptLookup(None, "its repaired rows came too late")
 
-    async def _read_kept(self, kept: KeptRepair | None, lengths: Sequence[int]) -> KeptLookup:
+    async def _read_kept(self, kept: KeptRepair | None, texts: Sequence[Sequence[int]], front: int) -> KeptLookup:
         """Repaired rows, read beside the documents."""
         if kept is None:
             return KeptLookup()
-        read = partial(self._kept.read, kept, lengths)
+        head = tuple(token for text in texts[:front] for token in text)
+        read = partial(self._kept.read, kept, [len(text) for text in texts[front:]], head)
         try:
             return KeptLookup(await self._session.look_up(read, self._settings.patience_s))
         except KvwireError as error:
@@ -195,13 +200,19 @@ def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, 
     return tokens, int(lowest) if lowest < inf else -1
 
 
-def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup) -> str:
+def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup, front: int) -> str:
     """Write rows into a prompt that an earlier load repaired and kept; returns why not, in words."""
     documents = [each for _, each in sorted(work.documents.items()) if each.info is not None]
-    decisions = [Decision(chunk, "fetch", level) for chunk, level in work.levels.items()]
+    decisions = [
+        Decision(ChunkId(chunk.document - front, chunk.chunk, chunk.load), "fetch", level)
+        for chunk, level in work.levels.items() if chunk.document >= front
+    ]  # fmt: skip
     if found.kept is None:
         return f"a kept repair could not be read: {found.trouble}"
-    if len(documents) < len(names) or not found.kept.suits(documents, decisions):
+    behind = documents[front:]
+    opening = next((opening_of(each.info) for each in behind if each.info is not None), ()) if front else ()
+    kept = replace(found.kept, opening=opening)
+    if len(documents) < len(names) or not kept.suits(behind, decisions):
         return "a kept repair is of other documents than those that came"
     found.kept.write(work.prompt)
     return ""

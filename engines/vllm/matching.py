@@ -62,6 +62,7 @@ class Matched:
         refused: Why the request cannot be served as asked, in words.
         lacks_head: The store lacks the rows of what stands before the documents.
         expected_kl: Of linked documents that nothing repairs, from full prefill, as it was measured; None: it was not.
+        front: How many first pieces stand before the documents that the request names.
         context: The level that rows of the pieces were computed over; None: none was lossy.
     """
 
@@ -74,6 +75,7 @@ class Matched:
     lacks_head: bool = False
     expected_kl: float | None = None
     context: int | None = None
+    front: int = 0
 
 
 def match_documents(
@@ -81,7 +83,7 @@ def match_documents(
 ) -> Matched:
     """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
     entries = entries_of(corpus, choice)
-    kept = kept_of(corpus, choice, entries)
+    kept = kept_of(corpus, choice, entries, prompt)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
     missing = next(filter(None, (missing_level(entry, choice.level) for entry in entries if entry)), "")
     if missing:
@@ -110,19 +112,18 @@ def match_documents(
             break
         pieces.append(Piece(name, ids, len(ids)))
         position += len(ids)
-    kept = None if front else kept  # of prompts that begin with the documents
-    repaired = len(kept.documents) if kept else 1 + len(front)
-    if choice.repair and len(pieces) > repaired:
+    repaired = len(kept.documents) if kept else 1
+    if choice.repair and len(pieces) > repaired + len(front):
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
-        pieces = pieces[:repaired]
+        pieces = pieces[: repaired + len(front)]
     expected, linked = None, len(pieces) > 1 + len(front)
     if linked and not choice.repair and quality is not None:
         level = entries[0].levels[choice.level][0] if entries[0] and choice.level is not None else ""
         expected = quality.expected_kl(level)
         if why := quality.trouble(level):
             pieces, trouble, expected = pieces[: 1 + len(front)], why, None
-    kept = kept if kept and len(pieces) > 1 else None
-    return Matched(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected)
+    kept = kept if kept and len(pieces) == repaired + len(front) else None
+    return Matched(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected, front=len(front))
 
 
 def _front(

@@ -10,8 +10,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.runtime.kept import behind_of
-from kvwire.store import base_of, check_new_name, read_ahead
+from kvwire.runtime.kept import bases
+from kvwire.store import check_new_name, read_ahead
 from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
@@ -192,14 +192,18 @@ def _entry(corpus: Corpus, name: str) -> CatalogEntry | None:
         return None
 
 
-def kept_of(corpus: Corpus, choice: Choice, entries: Sequence[CatalogEntry | None]) -> KeptRepair | None:
-    """The repaired rows that a request is to get."""
+def kept_of(
+    corpus: Corpus, choice: Choice, entries: Sequence[CatalogEntry | None], prompt: Sequence[int]
+) -> KeptRepair | None:
+    """The repaired rows that a request is to get, behind the tokens that its prompt has before the documents."""
     if not choice.repair:
         return None
     there = [entry for entry in takewhile(lambda entry: entry is not None, entries) if entry]
-    infos = [None if entry.is_text else corpus.read_header(entry) for entry in there]
-    known = [base_of(entry.token_digest, behind_of(info)) for entry, info in zip(there, infos, strict=True)]
-    kept = corpus.catalog.kept.find(corpus.meta.config_digest(), known)
+    known = [(entry.token_digest, None if entry.is_text else corpus.read_header(entry)) for entry in there]
+    opening = next((opening_of(info) for _, info in known if info is not None), ())
+    head = tuple(prompt[: choice.head]) if choice.head else opening
+    least = 2 if head == opening else 1
+    kept = corpus.catalog.kept.find(corpus.meta.config_digest(), bases(known, opening, head), least)
     return kept if kept is not None and kept.level >= (choice.level or 0) else None
 
 
@@ -211,12 +215,13 @@ def missing_level(entry: CatalogEntry, level: int | None) -> str:
     return f"document {entry.document_id!r} has no level {level}, but {there}: ask for one of these"
 
 
-def request_salt(corpus: Corpus, choice: Choice) -> str:
+def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> str:
     """The salt of a request for documents of a corpus.
 
     Args:
         corpus: The documents'.
         choice: The request's.
+        prompt: Its token ids; needed where a repair is asked for and tokens stand before the documents.
 
     Returns:
         See ``salt_of``.
@@ -229,7 +234,7 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
     if missing := next(filter(None, (missing_level(entry, choice.level) for entry in entries)), ""):
         raise ArgumentError(missing)
     profile = profile_in_use(corpus) if choice.prefix else ""
-    kept = kept_of(corpus, choice, entries)
+    kept = kept_of(corpus, choice, entries, prompt)
     if choice.repair and kept is None:
         msg = (
             f"no repair of these documents in this order is kept that fits level {choice.level}: let kvwire ask "
@@ -287,6 +292,6 @@ def request_body(
 
 def body_of(corpus: Corpus, choice: Choice, prompt: list[int], more: Mapping[str, object]) -> dict[str, object]:
     """The body of a request with this prompt."""
-    salted = {"cache_salt": request_salt(corpus, choice)} if choice.mode else {}
+    salted = {"cache_salt": request_salt(corpus, choice, prompt)} if choice.mode else {}
     fields: Mapping[str, object] = {"prompt": prompt, "kv_transfer_params": {PARAMS: choice.params()}}
     return {**more, **fields, **salted}

@@ -48,6 +48,7 @@ class PageLoad:
         left_s: Seconds until the deadline; None: there is none.
         kept: Repaired rows to be laid over the documents, which then are all that it names; None: none.
         number: Of the load, among the request's.
+        front: How many of the documents, the first ones, stand before those that the request names.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class PageLoad:
     left_s: float | None
     kept: KeptRepair | None = None
     number: int = 0
+    front: int = 0
 
 
 @dataclass(eq=False)
@@ -79,6 +81,7 @@ class _Asked:
     loads: int = 0
     told: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
+    front: int = 0
     lacks_head: bool = False
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     is_other_text: bool = False
@@ -181,7 +184,7 @@ class ConnectorScheduler:
         load = PageLoad(
             request_id, choice, tuple(piece.document_id for piece in pieces),
             tuple(piece.token_ids for piece in pieces), position, start, start + tokens, tuple(blocks), asked.salt,
-            left_s, asked.kept, asked.loads,
+            left_s, asked.kept, asked.loads, asked.front,
         )  # fmt: skip
         self._loads.append(load)
         asked.loads += 1
@@ -303,7 +306,7 @@ class ConnectorScheduler:
             return ()
         if matched.trouble:
             asked.told["trouble"] = matched.trouble
-        asked.kept, asked.context = matched.kept, matched.context
+        asked.kept, asked.context, asked.front = matched.kept, matched.context, matched.front
         if matched.expected_kl is not None:
             asked.told["expected_kl"] = round(matched.expected_kl, 5)
         return matched.pieces

@@ -145,7 +145,7 @@ class ConnectorWorker:
             return Loaded(None, load.position)
         goal = load.choice.goal(load.left_s)
         wanted = load.stop - load.position if load.choice.prefix else None
-        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted, load.kept)
+        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted, load.kept, load.front)
         if loaded.cache is None:
             return Loaded(None, load.position, loaded.level, loaded.bytes, loaded.troubles)
         front = loaded.cache.slice(0, loaded.tokens)

@@ -85,6 +85,7 @@ COMMANDS = {
     "profile": LazyCommand(
         "kvwire.cli.profile", "profile_group", "Fit a profile once, look at it, and see when a new one pays."
     ),
+    "repair": LazyCommand("kvwire.cli.repair", "repair", "Repair documents that were linked often, beside vLLM."),
     "report": LazyCommand("kvwire.cli.report", "report", "Write a page of what a store holds and is good for."),
     "salt": LazyCommand("kvwire.cli.salt", "salt", "Print what a request to vLLM for documents must carry."),
     "serve": LazyCommand("kvwire.cli.serve", "serve", "Serve a store over HTTP until interrupted."),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvwire.cli.inputs import model_name
-from kvwire.cli.options import JSON, STORE, StoreOptions, command, flag, option
+from kvwire.cli.options import JSON, STORE, StoreOptions, command, flag, option, use_file
 from kvwire.cli.say import say
 from kvwire.cli.serve import logs_on_stderr
 
@@ -56,6 +56,10 @@ class _ProxyOptions:
         "Socket for what became of streamed requests; vLLM's setting outcomes names the same.",
         type=click.Path(path_type=Path, dir_okay=False),
     )
+    combinations: str | None = option(
+        "Count linked documents here; kvwire repair repairs those that are linked often, and they are loaded so.",
+        metavar="FILE",
+    )
     max_body_bytes: int = option("Of a request.", default=32 << 20, show_default=True, type=click.IntRange(1))
     max_requests: int = option("Answered at a time.", default=512, show_default=True, type=click.IntRange(1))
     answer_seconds: float = option(
@@ -90,7 +94,7 @@ def vllm_proxy(options: _ProxyOptions) -> None:
         closing(options.place.open_lasting(exists=True)) as store,
     ):
         corpus = Corpus.open(store, model=model_name(options.model), **options.place.whose())
-        maker = BodyMaker(corpus, open_tokenizer(options.model), wanted)
+        maker = BodyMaker(corpus, open_tokenizer(options.model), wanted, use_file(options.combinations))
         asyncio.run(_serve(VllmProxy(maker, settings), options))
 
 

@@ -137,11 +137,18 @@ def bases_of(
     documents: Sequence[OpenDocument], opening: Sequence[int] = (), head: Sequence[int] = ()
 ) -> tuple[str, ...]:
     """Documents as ``KeptRepair`` names them."""
-    digests = [behind_of(each.info, opening) for each in documents]
+    return bases([(each.token_digest, each.info) for each in documents], opening, head)
+
+
+def bases(
+    documents: Sequence[tuple[str, BlobInfo | None]], opening: Sequence[int] = (), head: Sequence[int] = ()
+) -> tuple[str, ...]:
+    """The same, by the digests of their tokens and what their blobs say."""
+    digests = [behind_of(info, opening) for _, info in documents]
     if tuple(head) != tuple(opening):
         behind = digest_tokens(head)
         digests = [sha256(f"behind {behind}:{digest}".encode()).hexdigest() for digest in digests]
-    return tuple(base_of(each.token_digest, digest) for each, digest in zip(documents, digests, strict=True))
+    return tuple(base_of(token_digest, digest) for (token_digest, _), digest in zip(documents, digests, strict=True))
 
 
 def gathered(

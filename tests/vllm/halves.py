@@ -33,7 +33,7 @@ class Halves:
         self.count += 1
         name = f"request {self.count}"
         self.scheduling.begin(name, body.get("kv_transfer_params"), body["prompt"], body.get("cache_salt"))
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while (promised := self.scheduling.promised(name, computed)) is None:
             assert time.monotonic() < until
             time.sleep(0.005)
@@ -46,7 +46,7 @@ class Halves:
         self.scheduling.allocated(name, blocks, promised)
         loads = self.scheduling.take()
         self.working.start(loads)
-        until, ended, bad = time.monotonic() + 60, set(), set()
+        until, ended, bad = time.monotonic() + 180, set(), set()
         while loads and name not in ended:
             assert time.monotonic() < until
             time.sleep(0.005)

@@ -26,7 +26,13 @@ from kvwire.store import FolderStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("default")
 MOST = 300
-ARGS = {"block_size": 32, "enforce_eager": True, "max_model_len": MOST, "num_gpu_blocks_override": 64}
+ARGS = {
+    "block_size": 32,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": MOST,
+    "num_gpu_blocks_override": 64,
+}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import time
@@ -179,9 +180,10 @@ def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
     one, other = places
     whole, before, cache = drawn(60, 333), 0, None
     for turn, place in enumerate((one, other, one, other)):
-        ((first, tokens, told, _),) = place.ask(prefix(place, whole, save=True), tokens=9)
-        assert told.get("loaded_tokens", 0) == before
-        assert distance(first, place.expected(whole, cache)) <= CLOSE
+        ((first, tokens, told, cached),) = place.ask(prefix(place, whole, save=True), tokens=9)
+        assert cached == before  # loaded, but for what vLLM itself has of the turn before the last
+        assert turn > 1 or told.get("loaded_tokens", 0) == before
+        assert distance(first, place.expected(whole, cache)) <= (CLOSE if turn < 2 else 0.2)  # it has exact rows then
         assert told["saving_tokens"] == len(whole) + 8  # the last token was said and not run
         whole += tokens[:8]
         hit = found(place, [*whole, 1][: len(whole)])
@@ -373,7 +375,13 @@ def test_a_thousand_requests_leak_nothing(places):
         answers = other.ask(*mixed(other, turn, broken), tokens=2)
         assert len(answers) == 100
         rounds.append([state_of(pid) for pid in pids])
-    assert counted(other, "kvwire_lost_tokens") > lost + 1000
+    lost_tokens = counted(other, "kvwire_lost_tokens") - lost
+    if path := os.environ.get("KVWIRE_LEAKS"):  # a file for the figures
+        names = ("resident_mib", "threads", "open_files")
+        told = [[dict(zip(names, state, strict=True)) for state in each] for each in rounds]
+        figures = {"requests": 1000, "lost_tokens": lost_tokens, "rounds": told}
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    assert lost_tokens > 1000
     for early, late in zip(rounds[4], rounds[-1], strict=True):
         assert late[0] <= early[0] * 1.05 + 20
         assert late[1] <= early[1] + 2

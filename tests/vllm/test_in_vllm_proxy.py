@@ -26,8 +26,8 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore
 from kvwire.vllm import BodyMaker, ProxySettings, VllmProxy, Wanted
 
-from ..engines.families import config_of, make_model
 from ..engines.test_chat import CHATML, TEXTS, tokenizer_of
+from .inside import save_model
 
 pytestmark = pytest.mark.filterwarnings("default")
 ONE, TWO = TEXTS[0] * 9, TEXTS[1].strip() * 5 + "\n"
@@ -75,9 +75,7 @@ def api_server(model, **extra):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("proxied")
-    config = config_of("llama")
-    config.vocab_size, config.max_position_embeddings = 512, 2048
-    make_model(config).save_pretrained(root / "model")
+    save_model(root / "model")
     tokenizer_of(CHATML, bos=False).save_pretrained(root / "model")
     engine = open_engine(root / "model", dtype=torch.float32)
     outcomes = Path(tempfile.gettempdir()) / f"kvwire-in-vllm-{os.getpid()}.sock"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.engines.transformers.chat import Script, read_around
 from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.runtime.combinations import Combination
 from kvwire.store import read_ahead
 
 from ..requests import KEPT, PARAMS, SALTED, Choice, kept_of, missing_level, profile_in_use, salt_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvwire.engines.transformers.tokenizing import PieceTokenizer
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import CatalogEntry
+    from kvwire.store import CatalogEntry, UseCounts
 
     from .placeholders import Cut
 
@@ -112,9 +113,17 @@ class _Named:
 class BodyMaker:
     """Makes bodies of requests with one corpus and one model's tokenizer."""
 
-    def __init__(self, corpus: Corpus, pieces: PieceTokenizer, wanted: Wanted | None = None) -> None:
-        """Read nothing yet."""
+    def __init__(
+        self, corpus: Corpus, pieces: PieceTokenizer, wanted: Wanted | None = None,
+        combinations: UseCounts | None = None,
+    ) -> None:  # fmt: skip
+        """Read nothing yet.
+
+        combinations: where is counted which documents were linked; ``kvwire repair`` repairs those that were often, and
+        requests then get their rows.
+        """
         self._corpus, self._pieces, self._wanted = corpus, pieces, wanted or Wanted()
+        self._combinations = combinations
         self._lock = threading.Lock()
         self._texts: OrderedDict[str, _Text] = OrderedDict()
         self._tokens = 0
@@ -230,7 +239,7 @@ class BodyMaker:
             message if (message["content"] or "") == text else message | {"content": text}
             for message, text in zip(messages, contents, strict=True)
         ]
-        return self._with(body | {"messages": given}, replace(choice, head=len(head)), named), choice
+        return self._with(body | {"messages": given}, replace(choice, head=len(head)), named, head), choice
 
     def _prompt(self, body: dict[str, Any], asked: dict[str, Any], named: _Named) -> tuple[dict[str, Any], Choice]:
         """The documents' own tokens, whatever they spell."""
@@ -241,7 +250,8 @@ class BodyMaker:
         if not body.get("add_special_tokens", True):
             head = head[len(self._pieces.opening) :]
         ids = [token for name in found.documents for token in self._text(named, name).token_ids]
-        return self._with(body | {"prompt": [*head, *ids, *tail]}, replace(choice, head=len(head)), named), choice
+        made = body | {"prompt": [*head, *ids, *tail]}
+        return self._with(made, replace(choice, head=len(head)), named, head), choice
 
     def _around(self, script: Script) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
@@ -263,12 +273,19 @@ class BodyMaker:
             said.setdefault("repair", KEPT)
         return found, self._read(said | {"documents": list(found.documents)})
 
-    def _with(self, body: dict[str, Any], choice: Choice, named: _Named) -> dict[str, Any]:
+    def _with(self, body: dict[str, Any], choice: Choice, named: _Named, head: tuple[int, ...]) -> dict[str, Any]:
         """What the connector must be told."""
         entries = [named.entries[name] for name in choice.documents]
         if missing := next(filter(None, (missing_level(entry, choice.level) for entry in entries)), ""):
             raise RequestError(missing, code="no_such_level", param="kv_transfer_params")
-        kept = kept_of(self._corpus, choice, entries)
+        kept = kept_of(self._corpus, choice, entries, head)
+        if self._combinations is not None and len(entries) > 1:
+            self._combinations.add(self._corpus.scope, Combination(choice.documents, head).to_json())
+            if not choice.repair and choice.level is not None:  # rows that were repaired meanwhile serve, where all are
+                better = replace(choice, repair=KEPT)
+                kept = kept_of(self._corpus, better, entries, head)
+                whole = kept is not None and len(kept.documents) == len(entries)
+                choice, kept = (better, kept) if whole else (choice, None)
         config, tenant = self._corpus.meta.config_digest(), self._corpus.catalog.tenant
         salt = salt_of(choice, tenant, config, entries, kept=kept)
         given = body.get("kv_transfer_params") or {}
