@@ -68,8 +68,8 @@ SHELVES: dict[str, list[set[str]]] = {
     "engines": [{"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
     "reuse": [
         {"assemble.py", "layout.py"},
-        {"edits", "layout_presets.py", "link_shift.py", "repair"},
-        {"link_rows.py", "schema.py", "soft_tokens.py"},
+        {"layout_presets.py", "link_shift.py", "repair"},
+        {"edits", "link_rows.py", "schema.py", "soft_tokens.py"},
         {"compress.py", "link_repair.py"},
         {"schema_json.py"},
     ],

@@ -109,11 +109,13 @@ class Prompter:
             begun = replace(begun, search=search, keeps_donors=save)
         return replace(begun, started=started, misses=[*misses, *begun.misses])
 
-    async def search(self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing) -> Search:
+    async def search(
+        self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing, costs: ReuseCosts
+    ) -> Search:
         """Find what of a prompt is stored, exactly or nearly, and what a load of it would do."""
         whole, misses = self._checked(token_ids), list[str]()
         hit = await self._longest(whole, timeouts, misses)
-        found = await self._search(whole, hit, timeouts, goal, reusing, misses)
+        found = await self._search(whole, hit, timeouts, goal, reusing, misses, costs)
         if found is None:
             raise StorageError(misses[-1])
         return found
@@ -150,7 +152,7 @@ class Prompter:
 
     async def _search(
         self, whole: tuple[int, ...], hit: PrefixHit | None, timeouts: Timeouts, goal: Goal, reusing: Reusing,
-        misses: list[str],
+        misses: list[str], costs: ReuseCosts | None = None,
     ) -> Search | None:  # fmt: skip
         """Donors, and whether they pay; a store that fails or is late has none, which is told."""
         from kvwire.runtime.similar import EditTerms, SimilarPrompts
@@ -160,7 +162,7 @@ class Prompter:
             max_kl = chosen.max_kl if chosen.quality_floor is None else None
             self._similar = SimilarPrompts(self._view, self._engine, chosen.writer, max_kl)
         last = min(reusing.last, len(whole) - before - 1)
-        terms = EditTerms(self._costs(), await self._edit_repair(timeouts, misses), goal, last)
+        terms = EditTerms(costs or self._costs(), await self._edit_repair(timeouts, misses), goal, last)
         look = partial(
             self._similar.search, whole[before:], hit, terms, misses, named=reusing.donors,
             is_forced=reusing.mode == "donors",
