@@ -99,12 +99,16 @@ class Prompter:
         if reusing.mode == "none":
             return await self._begun(token_ids, timeouts, keep, looks=False)
         started, misses = time.monotonic(), list[str]()
-        if not await self._may_edit(reusing, timeouts, misses):
+        if not await self._may_edit(reusing, goal, timeouts, misses):
             begun = await self._begun(token_ids, timeouts, keep)
         else:
             whole = self._checked(token_ids)
             hit = await self._longest(whole, timeouts, misses)
-            search = await self._search(whole, hit, timeouts, goal, reusing, misses)
+            from kvwire.runtime.similar import LEAST_REUSED  # few loads look for donors
+
+            left, search = len(whole) - (hit.tokens if hit else 0), None
+            if left > reusing.last + LEAST_REUSED:
+                search = await self._search(whole, hit, timeouts, goal, reusing, misses)
             begun = await self._begun(token_ids, timeouts, keep, hit=hit, looks=False)
             begun = replace(begun, search=search, keeps_donors=save)
         return replace(begun, started=started, misses=[*misses, *begun.misses])
@@ -120,21 +124,20 @@ class Prompter:
             raise StorageError(misses[-1])
         return found
 
-    async def _may_edit(self, reusing: Reusing, timeouts: Timeouts, misses: list[str]) -> bool:
+    async def _may_edit(self, reusing: Reusing, goal: Goal, timeouts: Timeouts, misses: list[str]) -> bool:
         """Whether donors are looked for; where nothing was said, only of models that edits were found safe for."""
-        is_asked = reusing.mode in {"auto", "donors"}
         if reusing.mode == "exact":
             return False
-        if self._settings.exact or not self._engine.can_repair:
-            if is_asked:
-                why = (
-                    "exact caches were asked for"
-                    if self._settings.exact
-                    else "this engine computes no rows inside a prompt"
-                )
-                misses.append(f"no similar prompt was looked for: {why}")
-            return False
-        return is_asked or (await self._edit_repair(timeouts, misses)).is_safe
+        why = ""
+        if self._settings.exact:
+            why = "exact caches were asked for"
+        elif not self._engine.can_repair:
+            why = "this engine computes no rows inside a prompt"
+        elif goal.on_late == "refuse" and goal.deadline_s is not None:
+            why = "a load that may be refused is planned as a whole"
+        if why and reusing.mode:
+            misses.append(f"no similar prompt was looked for: {why}")
+        return not why and (bool(reusing.mode) or (await self._edit_repair(timeouts, misses)).is_safe)
 
     async def _edit_repair(self, timeouts: Timeouts, misses: list[str]) -> EditRepair:
         """What is done about rows behind edits; what was measured of the model is read once."""

@@ -33,7 +33,8 @@ DONORS = "donors"
 MOST_OF_FEATURE = 64
 """Donors of one feature; the one that was written first gives way."""
 FEATURES_READ, _AT_A_TIME = 16, 8
-MOST_CANDIDATES = 6
+MOST_CANDIDATES, _MOST_OF_MANY = 6, 4
+"""Texts that are read, after 8 and after 16 features: 24 requests at most, an entry and a text for each."""
 _LEAST_SHARED = 2  # features; one may be a phrase that everybody uses, but short texts have few
 _MOST_TOKENS, _MOST_INFOS = 1 << 20, 64
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
@@ -147,6 +148,7 @@ class DonorIndex:
         keys: dict[str, str] = {}
         names = [self._features(token_ids, writer) for writer in dict.fromkeys(("", self.writer))]
         for start in range(0, FEATURES_READ, _AT_A_TIME):
+            most = min(most, _MOST_OF_MANY) if start else most
             features = [each for of_writer in names for each in of_writer[start : start + _AT_A_TIME]]
             for listed in self._listed(features):
                 of_feature = {one.key.rpartition("/")[2].removesuffix(".json"): one.key for one in listed}
