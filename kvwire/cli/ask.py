@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
+    from kvwire.runtime.prompted import ReuseMode
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import Chat
 
@@ -58,8 +59,16 @@ class AskOptions:
 
     docs: tuple[str, ...] = option("Ids of documents, in the prompt's order.", multiple=True)
     prompt: Path | None = option(
-        "File of a whole prompt: the longest beginning that the store has is loaded, the rest computed.",
+        "File of a whole prompt: what the store has of it is loaded, the rest computed.",
         type=click.Path(path_type=Path),
+    )
+    reuse: ReuseMode | None = option(
+        "What a prompt may be made of: a stored beginning (exact), similar prompts too where that is sooner (auto), "
+        "these in any case (donors), nothing (none). By default auto where check-model --edits found it safe.",
+        type=click.Choice(["auto", "exact", "donors", "none"]),
+    )
+    donor: tuple[str, ...] = option(
+        "Document that the prompt is much like; repeatable. Else they are searched.", multiple=True
     )
     session: str | None = option("Conversation that the question is the next turn of; each turn is kept.")
     save: bool = flag("Keep prompt and answer, for prompts that begin with them.")
@@ -304,6 +313,8 @@ def _check_prompt(options: AskOptions) -> None:
             "--schema": options.schema, "--links": options.links, "--soft-tokens": options.soft_tokens,
             "--texts": options.texts, "--variant-tenant": options.variants, "document ids": options.more_docs,
         }  # fmt: skip
+    if not options.prompt:
+        unused |= {"--reuse": options.reuse, "--donor": options.donor}
     if options.prompt:
         unused |= {"--chat": options.chat, "--system": options.system}
     if options.session and options.system is not None and not options.chat:
@@ -321,21 +332,21 @@ def _answer_prompt(loader: Loader, engine: Engine, options: AskOptions, chat: Ch
             tokens=options.tokens,
         )  # fmt: skip
     else:
-        ids = [*engine.tokenize(_prompt_text(options), place="first", trust="frame")]
-        if options.question:
-            ids += engine.tokenize(options.question, place="last", trust="frame")
+        ids = prompt_tokens(engine, options.prompt, options.question)
         answer = loader.ask_prompt(
-            ids, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, save=options.save
-        )
+            ids, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, save=options.save,
+            reuse=options.reuse, donors=options.donor,
+        )  # fmt: skip
     name = answer.reused.document if answer.reused else ""
     return [name or "prompt"], answer
 
 
-def _prompt_text(options: AskOptions) -> str:
+def prompt_tokens(engine: Engine, path: Path | None, question: str = "") -> list[int]:
+    """Token ids of a prompt in a file, and of what stands behind it."""
     from kvwire.runtime.text_files import decoded_text, read_part
 
-    path = options.prompt
     if path is None or not path.is_file():
         msg = f"{path} is not a file; check --prompt"
         raise NotFoundError(msg)
-    return decoded_text(read_part(str(path)), str(path))
+    ids = list(engine.tokenize(decoded_text(read_part(str(path)), str(path)), place="first", trust="frame"))
+    return ids + (list(engine.tokenize(question, place="last", trust="frame")) if question else [])

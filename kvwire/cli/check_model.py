@@ -12,7 +12,7 @@ import click
 
 from kvwire._json import strict_json
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, option
+from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, StorageError
 
@@ -48,6 +48,7 @@ class _CheckOptions:
         show_default=True,
         type=click.IntRange(min=0),
     )
+    edits: bool = flag("Measure prompts that are made of similar ones instead: kvwire ask --reuse.")
     place: StoreOptions = STORE
     device: str = DEVICE
     dtype: str = DTYPE
@@ -64,6 +65,9 @@ def check_model(options: _CheckOptions) -> None:
     from kvwire.runtime.prefill import neutral_tokens
 
     engine = open_engine(options.model, options.device, options.dtype)
+    if options.edits:
+        _check_edits(engine, options)
+        return
     prompts, learning = _prompts(engine, options)
     opened = options.place.open_lasting() if options.place.store else None
     corpus = Corpus(engine, opened, **options.place.whose()) if opened else None
@@ -88,6 +92,44 @@ def check_model(options: _CheckOptions) -> None:
         _print(report, len(engine.meta.layers))
     if options.picture:
         _draw(report, Path(options.picture))
+
+
+def _check_edits(engine: Engine, options: _CheckOptions) -> None:
+    """Measure edits, and keep what was found."""
+    from tqdm import tqdm
+
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.edit_check import EDITED, check_edits
+    from kvwire.runtime.text_files import read_texts
+
+    texts = [list(engine.tokenize(text)) for text in read_texts([options.documents]).values()]
+    with tqdm(total=options.prompts * len(EDITED), unit="prompt", disable=None, desc="measuring edits") as bar:
+        report = check_edits(engine, texts, options.prompts, seed=options.seed, tell=lambda _: (bar.update(), None)[1])
+    if options.place.store:
+        with closing(options.place.open_lasting()) as opened:
+            Corpus(engine, opened, **options.place.whose()).set_edit_report(report)
+    chosen = report.choose(len(engine.meta.layers))
+    if options.as_json:
+        say(json.dumps(asdict(report) | {"share": chosen.share, "selector": chosen.selector, "safe": chosen.is_safe}))
+        return
+    say(f"{report.prompts} prompts each; KL divergence from a full prefill, in nats, by share of tokens that differ")
+    rows = {"donor as it is": report.donor, "holes computed": report.holes}
+    rows |= {
+        f"{name} {share:.0%}": row
+        for name, each in report.repaired.items()
+        for share, row in zip(report.shares, each, strict=True)
+    }
+    say(f"{'':<22}" + "".join(f"{share:>10.0%}" for share in report.edited))
+    for name, row in rows.items():
+        say(f"{name:<22}" + "".join(f"{kl:>10.5f}" for kl in row))
+    how = f"{chosen.share:.0%} of the rows anew by {chosen.selector}" if chosen.share else "holes alone"
+    safe = (
+        "kvwire ask --prompt uses similar prompts from now on"
+        if chosen.is_safe
+        else "similar prompts are used only on demand (--reuse auto)"
+    )
+    within = "within" if chosen.is_safe else "not within"
+    say("", f"best: {how}, {within} {report.bound:.0%} of what the donor is wrong by: {safe}")
 
 
 def _draw(report: LinkReport, path: Path) -> None:

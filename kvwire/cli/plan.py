@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire.cli.options import command, repair_of
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
+from kvwire.cli.plan_prompt import plan_prompt
 from kvwire.cli.say import leave, say
 from kvwire.errors import ArgumentError, DeadlineError
 
@@ -23,12 +24,16 @@ def plan(options: PlanOptions) -> None:
     """Tell what a load would do, why, when its first token would come, and what else there is.
 
     Documents: --docs A B C of a store, .kvw files, or made up ones of --context tokens with sizes as measured. Costs:
-    of --model's engine, of --machine and --shape, or of --estimates. Exit code 6 where the deadline would be missed.
+    of --model's engine, of --machine and --shape, or of --estimates. With --prompt: which similar prompts it would be
+    made of. Exit code 6 where the deadline would be missed.
     """
     from kvwire.controller.repair import unmeasured
     from kvwire.whatif.plan import plan_load
     from kvwire.whatif.price import Prices, price_plan
 
+    if options.prompt:
+        plan_prompt(options)
+        return
     options.check()
     place = options.place
     prices = None if options.price is None else Prices.parse(options.price)

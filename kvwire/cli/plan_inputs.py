@@ -40,6 +40,9 @@ class PlanOptions:
     )
     more_docs: tuple[str, ...] = argument(nargs=-1)
     context: str | None = option("Instead of --docs: a prompt of so many tokens, such as 32k.", metavar="TOKENS")
+    prompt: Path | None = option(
+        "Instead of --docs: a whole prompt, and what ask --prompt would make it of.", type=click.Path(path_type=Path)
+    )
     documents: int = option("Of which --context is made.", default=1, show_default=True, type=click.IntRange(1, 128))
     model: str | None = option("Folder of the model, whose costs are remembered or measured.", envvar="KVWIRE_MODEL")
     device: str = DEVICE
@@ -73,10 +76,11 @@ class PlanOptions:
         from kvwire.controller import MAX_KL
 
         usual: dict[str, Any] = {
-            "docs": (name,), "more_docs": (), "context": None, "documents": 1, "model": None, "device": "cpu",
-            "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None, "config": config,
-            "link": None, "deadline": None, "objective": None, "exact": False, "max_kl": MAX_KL, "floor": None,
-            "question_tokens": 32, "repair": "none", "price": None, "compare": True, "place": None, "as_json": False,
+            "docs": (name,), "more_docs": (), "context": None, "prompt": None, "documents": 1, "model": None,
+            "device": "cpu", "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None,
+            "config": config, "link": None, "deadline": None, "objective": None, "exact": False, "max_kl": MAX_KL,
+            "floor": None, "question_tokens": 32, "repair": "none", "price": None, "compare": True, "place": None,
+            "as_json": False,
         }  # fmt: skip
         return cls(**usual | given)
 

@@ -182,6 +182,10 @@ def _reused(reused: Reuse | None) -> Iterator[str]:
     if reused is None:
         return
     where = f"from {reused.document}" if reused.document else "from the store, which has nothing that begins so"
+    if reused.donors:
+        where = "from " + ", ".join(f"{name} ({tokens})" for name, tokens in reused.donors)
+        error = "never measured" if reused.error is None else f"KL {reused.error:.2g} when the model was checked"
+        yield f"edited: {reused.holes} tokens in holes, {reused.repaired} rows computed anew; what edits lose: {error}"
     yield f"{reused.loaded} tokens of the prompt {where}, {reused.computed} computed"
     if reused.saved:
         yield f"kept as {reused.saved}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import product
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -94,11 +93,13 @@ class EditReport:
             share: Of rows that was asked for; None: as said.
             selector: That was asked for; empty: any.
         """
-        options = [(0.0, DEFAULT_SELECTOR, self.holes)] if share in (None, 0.0) else []
-        known = [name for name in self.repaired if name in SELECTORS and selector in ("", name)]
-        for name, (at, rows) in product(known, enumerate(self.shares)):
-            if share is None or rows == min(self.shares, key=lambda each: (each > share, abs(each - share))):
-                options.append((share or rows, name, self.repaired[name][at]))
+        alone = (0.0, selector or DEFAULT_SELECTOR, self.holes)
+        options = [alone] if share == 0 or (share is None and self.is_within(self.holes)) else []
+        nearest = min(self.shares, key=lambda each: (each > (share or 0.0), abs(each - (share or 0.0))))
+        for name in self.repaired if share != 0 else ():
+            if name in SELECTORS and selector in {"", name}:
+                measured = zip(self.shares, self.repaired[name], strict=True)
+                options += [(share or rows, name, row) for rows, row in measured if share is None or rows == nearest]
         if not options:
             return EditRepair(UNMEASURED_SHARE if share is None else share, selector or DEFAULT_SELECTOR)
         good = [each for each in options if self.is_within(each[2])]

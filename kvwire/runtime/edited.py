@@ -176,4 +176,5 @@ class Editing:
         total = answer.prompt.cache.tokens + len(self.rest)
         reuse = Reuse("", script.reused, total - script.reused, "", donors, script.computed, self.repaired, plan.error)
         kl = None if self.kl is None or plan.error is None else self.kl + plan.error
-        return replace(answer, reused=reuse, misses=(*answer.misses, *misses), expected_kl=kl)
+        told = (*answer.misses, *misses)
+        return replace(answer, reused=reuse, misses=told, expected_kl=kl, document_kl=(self.kl,))

@@ -299,14 +299,16 @@ class Loader:
         return self._session.run(work)
 
     def plan_prompt(
-        self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = ()
-    ) -> Search:
+        self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = (),
+        link: LinkSettings | None = None,
+    ) -> Search:  # fmt: skip
         """What ``ask_prompt`` would make a prompt of, and what that takes; only texts and headers are read.
 
         Args:
             token_ids: The whole prompt, with the BOS or without.
             reuse: As for ``ask_prompt``.
             donors: As for ``ask_prompt``.
+            link: Plan for this one; None: as it was measured.
 
         Returns:
             The plan, and the donors that were looked at.
@@ -316,10 +318,12 @@ class Loader:
             StorageError: The store fails.
         """
         goal, reusing = self._goal(None, None), self._reusing(reuse, donors)
-        times = self._timeouts(None)
+        times, costs = self._timeouts(None), self._reuse_costs()
+        if link is not None:
+            costs = replace(costs, bandwidth=link.bandwidth_bytes_s, ttfb_s=link.rtt_s)
 
         async def search() -> Search:
-            return await self._prompts().search(token_ids, times, goal, reusing)
+            return await self._prompts().search(token_ids, times, goal, reusing, costs)
 
         return self._session.run(search())
 

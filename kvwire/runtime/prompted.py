@@ -99,40 +99,45 @@ class Prompter:
         if reusing.mode == "none":
             return await self._begun(token_ids, timeouts, keep, looks=False)
         started, misses = time.monotonic(), list[str]()
-        if not await self._may_edit(reusing, timeouts, misses):
+        if not await self._may_edit(reusing, goal, timeouts, misses):
             begun = await self._begun(token_ids, timeouts, keep)
         else:
             whole = self._checked(token_ids)
             hit = await self._longest(whole, timeouts, misses)
-            search = await self._search(whole, hit, timeouts, goal, reusing, misses)
+            from kvwire.runtime.similar import LEAST_REUSED  # few loads look for donors
+
+            left, search = len(whole) - (hit.tokens if hit else 0), None
+            if left > reusing.last + LEAST_REUSED:
+                search = await self._search(whole, hit, timeouts, goal, reusing, misses)
             begun = await self._begun(token_ids, timeouts, keep, hit=hit, looks=False)
             begun = replace(begun, search=search, keeps_donors=save)
         return replace(begun, started=started, misses=[*misses, *begun.misses])
 
-    async def search(self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing) -> Search:
+    async def search(
+        self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing, costs: ReuseCosts
+    ) -> Search:
         """Find what of a prompt is stored, exactly or nearly, and what a load of it would do."""
         whole, misses = self._checked(token_ids), list[str]()
         hit = await self._longest(whole, timeouts, misses)
-        found = await self._search(whole, hit, timeouts, goal, reusing, misses)
+        found = await self._search(whole, hit, timeouts, goal, reusing, misses, costs)
         if found is None:
             raise StorageError(misses[-1])
         return found
 
-    async def _may_edit(self, reusing: Reusing, timeouts: Timeouts, misses: list[str]) -> bool:
+    async def _may_edit(self, reusing: Reusing, goal: Goal, timeouts: Timeouts, misses: list[str]) -> bool:
         """Whether donors are looked for; where nothing was said, only of models that edits were found safe for."""
-        is_asked = reusing.mode in {"auto", "donors"}
         if reusing.mode == "exact":
             return False
-        if self._settings.exact or not self._engine.can_repair:
-            if is_asked:
-                why = (
-                    "exact caches were asked for"
-                    if self._settings.exact
-                    else "this engine computes no rows inside a prompt"
-                )
-                misses.append(f"no similar prompt was looked for: {why}")
-            return False
-        return is_asked or (await self._edit_repair(timeouts, misses)).is_safe
+        why = ""
+        if self._settings.exact:
+            why = "exact caches were asked for"
+        elif not self._engine.can_repair:
+            why = "this engine computes no rows inside a prompt"
+        elif goal.on_late == "refuse" and goal.deadline_s is not None:
+            why = "a load that may be refused is planned as a whole"
+        if why and reusing.mode:
+            misses.append(f"no similar prompt was looked for: {why}")
+        return not why and (bool(reusing.mode) or (await self._edit_repair(timeouts, misses)).is_safe)
 
     async def _edit_repair(self, timeouts: Timeouts, misses: list[str]) -> EditRepair:
         """What is done about rows behind edits; what was measured of the model is read once."""
@@ -150,7 +155,7 @@ class Prompter:
 
     async def _search(
         self, whole: tuple[int, ...], hit: PrefixHit | None, timeouts: Timeouts, goal: Goal, reusing: Reusing,
-        misses: list[str],
+        misses: list[str], costs: ReuseCosts | None = None,
     ) -> Search | None:  # fmt: skip
         """Donors, and whether they pay; a store that fails or is late has none, which is told."""
         from kvwire.runtime.similar import EditTerms, SimilarPrompts
@@ -160,7 +165,7 @@ class Prompter:
             max_kl = chosen.max_kl if chosen.quality_floor is None else None
             self._similar = SimilarPrompts(self._view, self._engine, chosen.writer, max_kl)
         last = min(reusing.last, len(whole) - before - 1)
-        terms = EditTerms(self._costs(), await self._edit_repair(timeouts, misses), goal, last)
+        terms = EditTerms(costs or self._costs(), await self._edit_repair(timeouts, misses), goal, last)
         look = partial(
             self._similar.search, whole[before:], hit, terms, misses, named=reusing.donors,
             is_forced=reusing.mode == "donors",

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LEAST_GAIN = 0.25
 """Share of the time without donors that they have to save: what plans are wrong by, and what edits cost in quality."""
-_LEAST_REUSED = 16
-"""Tokens: fewer are a phrase."""
+LEAST_REUSED = 16
+"""Tokens that a donor gives at least: fewer are a phrase."""
 _MOST_DONORS = 4
 _NO_GAIN = "with it, the prompt takes no less"
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
@@ -272,7 +272,7 @@ class _Plans:
     ) -> tuple[EditPlan | None, str]:  # fmt: skip
         """The plan with one more donor, or why there is none."""
         donor, spans = self._known[at]
-        if _reused(spans) < _LEAST_REUSED:
+        if _reused(spans) < LEAST_REUSED:
             return None, "it shares no more than a phrase"
         if len(taken) >= _MOST_DONORS:
             return None, "there are better ones"
@@ -299,8 +299,10 @@ class _Plans:
             self._costs.load_s(size, script.reused) + self._costs.rows_s(rows, total)
             + self._costs.text_s(self._last, script.tokens) * (2 if self._repair.share else 1)
         )  # fmt: skip
-        error = self._repair.error(script.computed / total)
         donors = tuple(self._known[at][0] for at in used)
+        for info, donor in zip(infos, donors, strict=True):  # a head start is of the donor's whole text
+            seconds += info.prefix_layers / len(info.meta.layers) * self._costs.text_s(len(donor.token_ids), 0)
+        error = self._repair.error(script.computed / total)
         return EditPlan(script, donors, infos, self._repair.share, self._repair.selector, size, seconds, 0.0, error)
 
     def _bytes(self, info: BlobInfo, ranges: Sequence[tuple[int, int]]) -> int:

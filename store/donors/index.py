@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.donor_entry import DonorEntry, feature_digest
@@ -33,7 +33,8 @@ DONORS = "donors"
 MOST_OF_FEATURE = 64
 """Donors of one feature; the one that was written first gives way."""
 FEATURES_READ, _AT_A_TIME = 16, 8
-MOST_CANDIDATES = 6
+MOST_CANDIDATES, _MOST_OF_MANY = 6, 4
+"""Texts that are read, after 8 and after 16 features: 24 requests at most, an entry and a text for each."""
 _LEAST_SHARED = 2  # features; one may be a phrase that everybody uses, but short texts have few
 _MOST_TOKENS, _MOST_INFOS = 1 << 20, 64
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
@@ -52,6 +53,20 @@ class Donor:
     document: CatalogEntry
     token_ids: tuple[int, ...]
     shared: int = 0
+
+
+class Candidate(NamedTuple):
+    """A text that may be like a prompt's.
+
+    Attributes:
+        token_digest: Of the text.
+        shared: How many of the features that were read it has.
+        key: Of one of its entries.
+    """
+
+    token_digest: str
+    shared: int
+    key: str
 
 
 class DonorIndex:
@@ -116,7 +131,7 @@ class DonorIndex:
             return 0
         return self.write(document, token_ids, opening)
 
-    def candidates(self, token_ids: Sequence[int], most: int = MOST_CANDIDATES) -> list[tuple[str, int]]:
+    def candidates(self, token_ids: Sequence[int], most: int = MOST_CANDIDATES) -> list[Candidate]:
         """Find texts that share features with a prompt.
 
         Args:
@@ -124,46 +139,55 @@ class DonorIndex:
             most: How many are wanted.
 
         Returns:
-            Token digests, and how many of the features that were read each has; those with the most first.
+            Those with the most features first.
 
         Raises:
             StorageError: The store fails.
         """
         counts: Counter[str] = Counter()
+        keys: dict[str, str] = {}
         names = [self._features(token_ids, writer) for writer in dict.fromkeys(("", self.writer))]
         for start in range(0, FEATURES_READ, _AT_A_TIME):
+            most = min(most, _MOST_OF_MANY) if start else most
             features = [each for of_writer in names for each in of_writer[start : start + _AT_A_TIME]]
             for listed in self._listed(features):
-                counts.update({one.key.rpartition("/")[2].removesuffix(".json") for one in listed})
+                of_feature = {one.key.rpartition("/")[2].removesuffix(".json"): one.key for one in listed}
+                counts.update(of_feature.keys())
+                keys |= of_feature
             good = [digest for digest, count in counts.items() if count >= _AT_A_TIME // 2]
             if len(good) >= most:
                 break
         least = _LEAST_SHARED if len(names[0]) > _AT_A_TIME else 1
         found = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-        return [(digest, count) for digest, count in found if count >= least][:most]
+        return [Candidate(digest, count, keys[digest]) for digest, count in found if count >= least][:most]
 
-    def donor(self, token_digest: str, shared: int = 0) -> Donor:
+    def donor(self, candidate: Candidate) -> Donor:
         """Read the text that a candidate leads to; texts of late are kept.
 
         Args:
-            token_digest: From ``candidates``.
-            shared: The same.
+            candidate: From ``candidates``.
 
         Returns:
             The donor.
 
         Raises:
             NotFoundError: No document has the text any more.
-            CorruptError: Its entry or text is damaged.
+            CorruptError: An entry or the text is damaged.
             StorageError: The store fails.
         """
-        entry = self._catalog.by_tokens(self._space, token_digest)
-        if entry is None or entry.is_text:
-            msg = f"no document with the text {token_digest[:12]} has a blob any more"
+        digest = candidate.token_digest
+        entry = self._catalog.by_tokens(self._space, digest) or self._grown(candidate)
+        if entry is None or entry.is_text or entry.token_digest != digest:
+            msg = f"no document with the text {digest[:12]} has a blob any more"
             raise NotFoundError(msg)
         with self._lock:
-            ids = self._texts.get(token_digest)
-        return Donor(entry, ids or self._read_text(entry), shared)
+            ids = self._texts.get(digest)
+        return Donor(entry, ids or self._read_text(entry), candidate.shared)
+
+    def _grown(self, candidate: Candidate) -> CatalogEntry | None:
+        """A document of several parts, which no entry of tokens leads to."""
+        data = self._catalog.read(self._space, candidate.key)
+        return None if data is None else self._catalog.by_document(self._space, DonorEntry.from_json(data).document_id)
 
     def check(self, donor: Donor) -> BlobInfo:
         """Read a donor's header; those of late are kept.
@@ -208,10 +232,8 @@ class DonorIndex:
         Raises:
             StorageError: The store fails.
         """
-        found, shared = [], dict(self.candidates(token_ids, most))
-        for digest, opened in read_ahead(
-            self._catalog.store, shared, lambda digest: self.donor(digest, shared[digest])
-        ):
+        found, known = [], {each.token_digest: each for each in self.candidates(token_ids, most)}
+        for digest, opened in read_ahead(self._catalog.store, known, lambda digest: self.donor(known[digest])):
             try:
                 found.append(opened())
             except _DAMAGED as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.runtime import edit_check
 from kvwire.runtime.corpus import Coding, Document
 from kvwire.runtime.edit_report import EditReport
 from kvwire.runtime.loader import Loader
@@ -257,3 +260,40 @@ def test_a_deadline_is_kept_or_not_as_without_donors(small, corpus, prompt):
         answer = made.ask_prompt(prompt, reuse="auto", deadline_s=30.0)
     assert answer.reused.donors
     assert answer.timing.ttft_s < 30
+
+
+def test_the_command_line_plans_and_asks_similar_prompts(run, small, demo_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(edit_check, "TOKENS", 96)
+    monkeypatch.setattr(edit_check, "SELECTORS", ("first",))
+    monkeypatch.setattr(edit_check, "EDITED", (0.1,))
+    texts, store, prompt = tmp_path / "texts", tmp_path / "store", tmp_path / "prompt.txt"
+    texts.mkdir()
+    store.mkdir()
+    whole = "\n".join(small.texts.values())
+    (texts / "donor.txt").write_text(whole)
+    prompt.write_text(whole.replace("bell", "lamp", 3))
+    model, place = ["--model", demo_model], ["--store", store]
+    code, _, err = run("encode", texts, *model, *place, "--calibration", "quick", "--index", "donors,kvwire")
+    assert code == 0, err
+    code, out, err = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit", "--json")
+    told = json.loads(out)
+    assert [each["tokens"] > 300 for each in told["considered"]] == [True], err
+    assert told["plan"]["reused"] == told["considered"][0]["tokens"]
+    code, out, err = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit")
+    assert all(word in out for word in ("without donors", "edited", "spans", "never measured", "donor")), out
+    ask = ["ask", "--prompt", prompt, "--reuse", "donors", "--tokens", 2, *model, *place]
+    code, out, err = run(*ask, "--json")
+    assert json.loads(out)["reused"]["donors"][0][1] > 300, err
+    code, out, err = run(*ask, "--donor", told["considered"][0]["document"])
+    assert "tokens in holes" in out, err
+    code, out, err = run("check-model", demo_model, "--documents", texts, "--edits", "--prompts", 2, *place, "--json")
+    assert (code, json.loads(out)["edited"]) == (0, [0.1]), err
+    code, out, err = run("check-model", demo_model, "--documents", texts, "--edits", "--prompts", 1)
+    assert "donor as it is" in out, err
+    for words, why in (
+        (["ask", "--docs", "a", "--question", "x", "--reuse", "auto"], "goes without --reuse"),
+        (["plan", "--prompt", prompt, "--context", "1k", *place], "--prompt needs --model and --store"),
+        (["plan", "--prompt", tmp_path / "none.txt", *place], "is not a file"),
+    ):
+        code, out, err = run(*words, *model)
+        assert (code != 0, why in err) == (True, True), err

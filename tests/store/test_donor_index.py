@@ -117,6 +117,13 @@ def test_a_search_takes_few_requests(catalog):
     assert counting.tally().requests <= 8 + 24
 
 
+def test_a_document_of_several_parts_is_found_by_its_name(store, catalog):
+    ids = text(0)
+    document = put(catalog, "grown", ids)
+    store.delete(catalog.keys(CONFIG).token_entry(document.token_digest))  # as those have none
+    assert names(catalog, edited(ids, 1, 0.02)) == ["grown"]
+
+
 def test_namespaces_and_tenants_are_not_crossed(store, catalog):
     ids = text(0)
     put(catalog, "of all", ids)
