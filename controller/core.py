@@ -77,11 +77,7 @@ class Controller:
         return self._loads
 
     def is_under_way(self, load: int) -> bool:
-        """Whether a load is neither abandoned nor assembled.
-
-        Args:
-            load: Number of the load.
-        """
+        """Whether a load is neither abandoned nor assembled."""
         return load in self._loads or load in self._dispatch.lanes.closings
 
     @property

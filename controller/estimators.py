@@ -175,14 +175,7 @@ class BandwidthEstimator:
         prior_error: float | None = None,
         horizons: HorizonErrors | None = None,
     ) -> None:
-        """Start from a prior.
-
-        Args:
-            prior: Bytes per second, forgotten as measurements come in; 0: nothing is known.
-            settings: How quickly the estimate follows the link.
-            prior_error: Relative error to expect of the prior, by default the settings'.
-            horizons: What is known of the link's errors; None: nothing.
-        """
+        """Start from a prior."""
         self._settings = settings or BandwidthSettings()
         error = self._settings.prior_error if prior_error is None else prior_error
         if not (0 <= prior < inf and 0 <= error < inf):
@@ -203,14 +196,7 @@ class BandwidthEstimator:
         self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
-        """Take in bytes that arrived between two instants, in seconds of any one clock.
-
-        Args:
-            size: Bytes that arrived; 0: the link was silent.
-            started: The first byte's arrival or the end of the request's previous read, never the sending of the
-                request: waiting for the first byte is the other estimator's.
-            ended: When the last of the bytes came.
-        """
+        """Take in bytes that arrived between two instants, in seconds of any one clock."""
         if size < 0 or not -inf < started <= ended < inf:
             msg = f"a transfer needs at least 0 bytes and must not end before it starts, got {size}, {started}..{ended}"
             raise ArgumentError(msg)
@@ -307,14 +293,7 @@ class BandwidthEstimator:
         return self._expected[1] if self._samples else self.value / (1 + max(self._below, _LEAST_ERROR))
 
     def low_over(self, horizon_s: float) -> float:
-        """Tell what to plan with by what such plans met before.
-
-        Args:
-            horizon_s: Seconds that the plan looks ahead.
-
-        Returns:
-            Bytes per second; ``low`` where nothing was met yet.
-        """
+        """Tell what to plan with by what such plans met before."""
         value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
         return value * self.horizons.low(horizon_s, _SHARE, self.low / max(value, 1.0) if value else 1.0)
 
@@ -386,12 +365,7 @@ class TtfbEstimator:
     """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
 
     def __init__(self, prior_s: float, spread: float = 0.5) -> None:
-        """Start at a prior.
-
-        Args:
-            prior_s: Seconds that are assumed.
-            spread: Relative error of the prior to expect, 1 sigma.
-        """
+        """Start at a prior."""
         self._recent = RecentMedian(prior_s, spread)
 
     def add(self, seconds: float) -> None:

@@ -44,15 +44,7 @@ class Steering:
             raise ArgumentError(msg)
 
     def delays(self, event: ev.Event, instructions: Sequence[ev.Instruction]) -> list[float]:
-        """Work out what one event takes.
-
-        Args:
-            event: The event.
-            instructions: That it led to.
-
-        Returns:
-            Seconds until it is decided, then until each instruction is carried out.
-        """
+        """Work out what one event takes."""
         decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s
         decided += self.decided_s if instructions else 0.0
         requests = accumulate((isinstance(each, ev.Fetch) for each in instructions), initial=0)
