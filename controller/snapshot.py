@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from .costs import DecodeCost
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,9 +29,6 @@ RECOMPUTE = -1
 
 SLOWEST = 1.0
 """Bytes per second below which a link is dead. Not 0: finishing times must stay finite so that they can be compared."""
-
-NOTHING_MORE = DecodeCost(0.0, 0.0)
-"""Where a chunk alone costs what one among many does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +149,6 @@ class CommittedWork:
         prefill_s: Recomputing that runs or waits.
         decode_s: Decoding that runs or waits.
         ahead_bytes: What others will fetch first.
-        last_s: Decoding that is added where nothing more is fetched, since what comes last is decoded alone.
     """
 
     wire: Floats = field(default_factory=lambda: np.zeros(0))
@@ -162,7 +156,6 @@ class CommittedWork:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     ahead_bytes: float = 0.0
-    last_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +179,10 @@ class PlanRequest:
         now: The instant, for policies that look into the future.
         look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
             where that is not wanted, or is done.
+        was_to_look: The plan before was to look: what is fetched since is what a look needs.
         is_weighed: Errors of chunks are weighed by what the question attends to.
         pass_chunks: Chunks of a forward pass at most, where passes are kept short; infinite: all of a run.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
-        last_decode: What decoding the chunk that comes last, and alone, takes beyond what one among many takes.
     """
 
     chunks: Columns
@@ -207,10 +200,10 @@ class PlanRequest:
     workers: int = 1
     now: float = 0.0
     look_s: float | None = None
+    was_to_look: bool = False
     is_weighed: bool = False
     pass_chunks: float = inf
     risk: float = 0.0
-    last_decode: DecodeCost = NOTHING_MORE
 
     @cached_property
     def prefill_s(self) -> Floats:

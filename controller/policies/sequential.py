@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..forecast import at_once_s, decode_s, last_s, prefill_s, wire_s
+from ..forecast import decode_s, prefill_s, wire_s
 from ..snapshot import RECOMPUTE, SLOWEST, Plan
 
 if TYPE_CHECKING:
@@ -22,17 +22,12 @@ def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], re
     bandwidth = max(request.bandwidth, SLOWEST)
     link = request.lead_s + (float(committed.wire.sum()) + committed.ahead_bytes) / bandwidth
     fetched = np.flatnonzero(sizes)
-    link += float(np.sum(wire_s(request, sizes, bandwidth)) - at_once_s(request, np.asarray(len(fetched))))
+    link += float(wire_s(sizes, bandwidth).sum())
     work = decode_s(request, chunks.tokens, sizes)
     decoding = committed.decode_s + float(committed.work_s.sum() + work.sum())
-    latest = order[-1] if len(order) else fetched[-1:]
-    last = float(last_s(request, chunks.tokens, sizes, work)[latest].sum()) if len(fetched) else committed.last_s
     computing = committed.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
-    if request.workers == 1:
-        compute, link = decoding + last + computing, link if len(fetched) else 0.0
-    else:
-        compute, link = max(decoding, computing), link + last if len(fetched) else 0.0
-    finish_s = max(link, compute) + request.costs.closing_s(request.prompt_tokens)
+    compute = decoding + computing if request.workers == 1 else max(decoding, computing)
+    finish_s = max(link if len(fetched) else 0.0, compute) + request.costs.closing_s(request.prompt_tokens)
     tokens = max(int(chunks.tokens.sum()), 1)
     return Plan(
         levels=levels,

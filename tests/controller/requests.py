@@ -91,9 +91,8 @@ def plan_requests(draw):
         prompt_tokens=int(chunks.tokens.sum()),
         committed=CommittedWork(
             np.array([left for left, _ in fetches]), np.array([work for _, work in fetches]), draw(SECONDS),
-            draw(SECONDS), draw(st.floats(0, 1e6)), draw(SECONDS),
+            draw(SECONDS), draw(st.floats(0, 1e6)),
         ),
-        last_decode=DecodeCost(draw(st.floats(0, 0.01)), draw(st.floats(0, 1e-4)), draw(st.floats(0, 1e-7))),
         left_s=deadline,
         refinable=draw(st.one_of(st.none(), refinables())),
         lead_s=draw(SECONDS),
