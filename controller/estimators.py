@@ -38,14 +38,12 @@ class Memory:
     """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
 
     Attributes:
-        seconds: Half-life in busy seconds.
-        size: Half-life in bytes.
-        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a fast link
-            turns the average; time counts whatever the number of samples.
+        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a
+            fast link turns the average; time counts whatever the number of samples.
     """
 
-    seconds: float
-    size: float = inf
+    seconds: float  # half-life in busy seconds
+    size: float = inf  # half-life in bytes
     samples: float = 1.0
 
     def __post_init__(self) -> None:
@@ -317,9 +315,6 @@ class RecentMedian:
     """Median of the last few measurements of a quantity, which a single outlier does not move.
 
     The prior counts as one measurement until there are three.
-
-    Attributes:
-        value: Expected value.
     """
 
     def __init__(self, prior: float, spread: float = 0.5) -> None:
@@ -330,7 +325,7 @@ class RecentMedian:
         self._prior = prior
         self._spread = spread
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self.value = prior
+        self.value = prior  # expected value
         self._deviation: float | None = None  # worked out where it is asked for
 
     def add(self, measured: float) -> None:

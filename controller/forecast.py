@@ -284,20 +284,17 @@ class Raised:
     """What raising chunks that are under way or ready to each target takes.
 
     Attributes:
-        wire_s: Seconds of the link ``[targets]``.
         decode_s: Seconds of the decode lane ``[targets]``.
-        gap_s: From the first of them on the link to the latest instant at which the decode lane, which does nothing
-            else, may begin and never waits; -inf where nothing is raised ``[targets]``.
-        error: Summed over their tokens then ``[targets]``.
-        any: Whether anything can be raised at all.
+        gap_s: From the first of them on the link to the latest instant at which the decode lane, which does
+            nothing else, may begin and never waits; -inf where nothing is raised ``[targets]``.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
         """Add up; all zero where nothing can be raised."""
         some = request.refinable
-        self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
+        self.wire_s = self.decode_s = self.error = np.zeros(len(targets))  # seconds of the link ``[targets]``
         self.gap_s = np.full(len(targets), -np.inf)
-        self.any = some is not None and len(some.level) > 0
+        self.any = some is not None and len(some.level) > 0  # whether anything can be raised at all
         if some is None or not self.any:
             return
         column = np.arange(len(some.level))
@@ -310,7 +307,7 @@ class Raised:
         done = work.cumsum(axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
         self.gap_s = np.where(grows, wire - done + work, -np.inf).max(axis=1)
-        self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
+        self.error = (some.tokens * some.errors[to, column]).sum(axis=1)  # summed over their tokens then ``[targets]``
 
 
 def _behind_fetched(chunks: Columns, fetched: NDArray[np.bool_]) -> NDArray[np.bool_]:

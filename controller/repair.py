@@ -151,10 +151,7 @@ class RepairProgress:
     Attributes:
         share: Of the rows, those that are computed in all; None before the first job begins, fixed from then on.
         front: What the load's front was when the first job of a share began, fixed from then on; None before.
-        documents: How many documents from the prompt's beginning on have theirs.
-        left: Rows of the share that no job has computed; None before the first one has ended.
         refused: Documents that would have been next when there was no time for it beside the link.
-        is_running: A job is under way.
     """
 
     def __init__(self, option: RepairOption | None, links: Sequence[int] = ()) -> None:
@@ -163,9 +160,9 @@ class RepairProgress:
         self._links = links
         self.share: float | None = None
         self.front: int | None = None
-        self.documents = self.refused = 0
-        self.left: int | None = None
-        self.is_running = False
+        self.documents = self.refused = 0  # how many documents from the prompt's beginning on have theirs
+        self.left: int | None = None  # rows of the share that no job has computed; None before the first one has ended
+        self.is_running = False  # A job is under way
 
     def may_begin(self, share: float, *, has_looked: bool) -> bool:
         """Whether documents may be repaired before the last chunk is here."""

@@ -36,33 +36,22 @@ class Columns:
     """Chunks as columns; n of them, L levels at most.
 
     Attributes:
-        document: Number of its document ``[n]``.
-        chunk: Number in its document ``[n]``.
-        tokens: Of each ``[n]``.
-        context: Tokens before the chunk in its document ``[n]``.
-        sizes: Bytes of levels 0..k ``[L, n]``; the last level that a chunk has is repeated.
-        errors: Once decoded up to level k ``[L, n]``; repeated likewise.
-        top: Finest level that can be fetched, -1 for none ``[n]``.
-        finest: The document's finest ``[n]``.
-        exact_error: What a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
-        can_text: The chunk can be recomputed ``[n]``.
         prefix_s: Seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``.
-        layered: A finer level adds to the coarser ones ``[n]``; None: it does for all.
         floor: The document's own: coarser levels are not fetched, and count as this one ``[n]``; None: 0 for all.
     """
 
-    document: Ints
-    chunk: Ints
-    tokens: Ints
-    context: Ints
-    sizes: Ints
-    errors: Floats
-    top: Ints
-    finest: Ints
-    exact_error: Floats
-    can_text: Flags
+    document: Ints  # number of its document ``[n]``
+    chunk: Ints  # number in its document ``[n]``
+    tokens: Ints  # of each ``[n]``
+    context: Ints  # tokens before the chunk in its document ``[n]``
+    sizes: Ints  # bytes of levels 0..k ``[L, n]``; the last level that a chunk has is repeated
+    errors: Floats  # once decoded up to level k ``[L, n]``; repeated likewise
+    top: Ints  # finest level that can be fetched, -1 for none ``[n]``
+    finest: Ints  # the document's finest ``[n]``
+    exact_error: Floats  # what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``
+    can_text: Flags  # the chunk can be recomputed ``[n]``
     prefix_s: Floats
-    layered: Flags | None = None
+    layered: Flags | None = None  # A finer level adds to the coarser ones ``[n]``; None: it does for all
     floor: Ints | None = None
 
     @property
@@ -120,23 +109,14 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class UpgradeCandidates:
-    """Chunks that have been fetched, or are being fetched, and could become better; m of them.
+    """Chunks that have been fetched, or are being fetched, and could become better; m of them."""
 
-    Attributes:
-        level: Asked for so far ``[m]``.
-        top: The finest that they could become ``[m]``.
-        sizes: Bytes, as in ``Columns`` ``[L, m]``.
-        errors: As in ``Columns`` ``[L, m]``.
-        tokens: ``[m]``.
-        ready: Valid in the prompt and idle, so that a refinement can be asked for now ``[m]``.
-    """
-
-    level: Ints
-    top: Ints
-    sizes: Ints
-    errors: Floats
-    tokens: Ints
-    ready: Flags
+    level: Ints  # asked for so far ``[m]``
+    top: Ints  # the finest that they could become ``[m]``
+    sizes: Ints  # bytes, as in ``Columns`` ``[L, m]``
+    errors: Floats  # as in ``Columns`` ``[L, m]``
+    tokens: Ints  # ``[m]``
+    ready: Flags  # valid in the prompt and idle, so that a refinement can be asked for now ``[m]``
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,17 +125,13 @@ class CommittedWork:
 
     Attributes:
         wire: Bytes that each open fetch still needs, in the order of the requests ``[q]``.
-        work_s: Decoding that each brings ``[q]``.
-        prefill_s: Recomputing that runs or waits.
-        decode_s: Decoding that runs or waits.
-        ahead_bytes: What others will fetch first.
     """
 
     wire: Floats = field(default_factory=lambda: np.zeros(0))
-    work_s: Floats = field(default_factory=lambda: np.zeros(0))
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    ahead_bytes: float = 0.0
+    work_s: Floats = field(default_factory=lambda: np.zeros(0))  # decoding that each brings ``[q]``
+    prefill_s: float = 0.0  # recomputing that runs or waits
+    decode_s: float = 0.0  # decoding that runs or waits
+    ahead_bytes: float = 0.0  # what others will fetch first
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,15 +56,11 @@ FREE = Steering()
 
 
 class Inbox:
-    """Events that have happened and that the driver has not heard of; first in, first out.
-
-    Attributes:
-        free_at: Instant from which on the driver can hear of the next one.
-    """
+    """Events that have happened and that the driver has not heard of; first in, first out."""
 
     def __init__(self) -> None:
         """Start empty and free."""
-        self.free_at = 0.0
+        self.free_at = 0.0  # instant from which on the driver can hear of the next one
         self._waiting: deque[tuple[ev.Event, float, Flow | None]] = deque()
         self._is_opened = False  # the header that the first one tells of
 
