@@ -73,6 +73,7 @@ class Load:
         self.planned_at = -inf
         self.is_stale = True  # something happened that the plan did not foresee
         self.came: tuple[float, float] | None = None  # when its first plan was made, and its floor_s then
+        self.hurries = False  # its plan was late with short passes: it gets long ones
         self.first_s: float | None = None  # what the first complete plan expected
         self.refused_s = 0.0  # by which the load would be late, where it is refused for that
         self.waiting: deque[tuple[int, int]] = deque()  # places to fetch, and their levels

@@ -81,6 +81,10 @@ class Planner:
         self._repairs.choose(load)
         request = self._request(load)
         plan = self._planned(load, request)
+        if not (plan.in_time or load.hurries) and len(self._state.loads) == 1:
+            load.hurries = True  # short passes cost time that it does not have
+            request = self._request(load)
+            plan = self._planned(load, request)
         load.follow(plan, request, now)
         # Finer levels that may still come keep jobs beside the link waiting.
         hides = load.due < inf and load.goal.objective != "quality" and not load.in_order.documents
@@ -116,7 +120,7 @@ class Planner:
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
             bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(max(0.0, left_s)), prompt_tokens=0,
             committed=self._committed(load, costs, ahead), left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
-            parallel=settings.max_in_flight, workers=settings.workers, now=now,
+            workers=settings.workers, now=now,
             pass_chunks=pass_chunks(state, load, costs),
             # Several loads are careful in a way of their own.
             risk=state.estimates.bandwidth.horizons.risk(max(0.0, left_s or 0.0)) if alone else 0.0,

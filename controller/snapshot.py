@@ -150,7 +150,6 @@ class PlanRequest:
         left_s: Seconds until the first token is due, None for no deadline; the reserve is taken off already.
         lead_s: Until the link delivers again, at most one time to first byte.
         ttfb_s: Seconds that a request waits for its first byte.
-        parallel: Requests that may be open at a time.
         workers: 1: decoding and recomputing take turns; 2: a lane each.
         now: The instant, for policies that look into the future.
         look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
@@ -172,7 +171,6 @@ class PlanRequest:
     left_s: float | None = None
     lead_s: float = 0.0
     ttfb_s: float = 0.0
-    parallel: int = 1
     workers: int = 1
     now: float = 0.0
     look_s: float | None = None

@@ -87,7 +87,9 @@ class Starter:
         if not (load.table.counts[REFINED] and state.workers.is_free("decode")):
             return
         # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
+        # Those that are coarsest lose most if they stay so.
         able = [place for place in load.having(REFINED) if not self._is_read(place[0])]
+        able.sort(key=lambda place: load.table.valid_level[place[0].start + place[1]])
         left_s = state.handover_at(load) + _LATER * state.steady_reserve_s - state.now
         if load.due < inf and left_s > 0:
             self._coarsen(load, able, left_s)

@@ -97,7 +97,6 @@ def plan_requests(draw):
         refinable=draw(st.one_of(st.none(), refinables())),
         lead_s=draw(SECONDS),
         ttfb_s=draw(st.floats(0, 0.1)),
-        parallel=draw(st.integers(1, 8)),
         workers=draw(st.sampled_from([1, 2])),
         pass_chunks=draw(st.sampled_from([inf, inf, 1.0, 2.0, 3.0])),
     )  # fmt: skip
