@@ -16,18 +16,15 @@ from kvwire.errors import ArgumentError
 
 from . import events as ev
 from .chunk_table import (
-    ARRIVED,
     FAILED,
     FETCHING,
     PLANNED,
-    READY,
-    REDECODING,
     REFINED,
     REFINING,
-    ChunkState,
 )
 from .limits import interrupts_at
 from .load import Load
+from .outcomes import Outcomes
 from .plan import Adaptive
 from .planner import Planner
 from .repairing import Repairs
@@ -36,17 +33,13 @@ from .state import State
 from .workers import Job, check_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from kvwire.types import ChunkId
-
-    from .document_state import DocumentState
     from .documents import DocumentPlanInput
     from .estimates import Estimates
     from .settings import ControllerSettings
     from .snapshot import Policy
 
-_FETCHED = bytes((FETCHING, REFINING))
 _TICK_S = 0.05  # between looks at loads that wait for something
 _LEAST_TICK_S = 0.001  # so that a tick which changes nothing is not repeated at once
 _PLANS = 4  # made for one event, besides those of loads whose turn it is: an event takes 2 ms at most
@@ -84,10 +77,9 @@ class Controller:
         self._repairs = Repairs(state)
         self._planner = Planner(state, self._repairs)
         self._starter = Starter(state, self._planner)
-        self._newest = -1
+        self._outcomes = Outcomes(state, self._starter.joining)
         self._now = -inf
         self._wake_at = inf
-        self._cancelled: set[ChunkId] = set()
 
     @property
     def loads(self) -> dict[int, Load]:
@@ -139,7 +131,8 @@ class Controller:
             self._state.forget()
         cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)} if out else None
         if cancelled:
-            self._cancelled = {chunk for chunk in self._cancelled | cancelled if chunk.load in self.loads}
+            known = self._outcomes.cancelled | cancelled
+            self._outcomes.cancelled = {chunk for chunk in known if chunk.load in self.loads}
         self._now = now
         if self._record:
             self._record(ev.LogEntry(now, event, tuple(out)))
@@ -153,7 +146,8 @@ class Controller:
         match event:
             # The most frequent ones first, and without patterns for their fields, which take longer.
             case ev.ChunkArrived():
-                return self._arrived(event.chunk, event.level, event.trouble, now, out)
+                lost = self._outcomes.arrived(event.chunk, event.level, event.trouble, now, out)
+                return lost or self._may_begin(now)
             case ev.TransferProgress():
                 self._progressed(event, now)
                 return False
@@ -161,45 +155,45 @@ class Controller:
                 state.link.first_byte(event.seconds, now)
                 return False
             case ev.DecodeDone(chunks, seconds):
-                self._decoded(chunks, (), seconds, "", out)
+                self._outcomes.decoded(chunks, (), seconds, "", out)
             case ev.LoadRequested(load):
-                if load <= self._newest:
-                    msg = f"loads are numbered upwards: {load} after {self._newest}"
+                if load <= self._outcomes.newest:
+                    msg = f"loads are numbered upwards: {load} after {self._outcomes.newest}"
                     raise ArgumentError(msg)
                 state.loads[load] = Load(event, now)
-                self._newest = load
+                self._outcomes.newest = load
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
             case ev.PromptAssembled():
-                self._assembled(event, now)
+                self._outcomes.assembled(event, now)
             case ev.ChunkFailed(chunk, reason):
-                return self._fetch_failed(chunk, reason)
+                return self._outcomes.fetch_failed(chunk, reason)
             case ev.DecodeFailed(chunks, bad, reason):
-                self._decoded(chunks, bad, None, reason, out)
+                self._outcomes.decoded(chunks, bad, None, reason, out)
             case ev.RecomputeDone(chunks, seconds, blind):
-                self._pass_over(chunks, seconds, blind=blind)
+                self._outcomes.pass_over(chunks, seconds, blind=blind)
             case ev.RecomputeFailed(chunk, reason):
-                self._pass_failed(chunk, reason)
+                self._outcomes.pass_failed(chunk, reason)
             case ev.RecomputeInterrupted(chunks, seconds):
                 if not state.workers.is_interrupted:
                     msg = "no forward pass was to be stopped; report what became of it"
                     raise ArgumentError(msg)
-                self._pass_over(chunks, seconds, stopped=True)
+                self._outcomes.pass_over(chunks, seconds, stopped=True)
             case ev.RecomputedTogether():
-                self._passes_over(event)
+                self._outcomes.passes_over(event)
             case ev.PrefixComputed(load, document, seconds):
                 check_seconds(seconds)
                 state.workers.end("prefill", "head start", (), load, document, now)
-                if known := self._load(load):
+                if known := self._outcomes.load(load):
                     doc = known.doc(document)
                     doc.prefix_done, doc.prefix_running = True, False
             case ev.PrefixFailed(load, document, reason):
-                self._prefix_failed(load, document, reason, out)
+                self._outcomes.prefix_failed(load, document, reason, out)
             case ev.Looked(load, attention, seconds):
-                self._looked(load, attention, seconds)
+                self._outcomes.looked(load, attention, seconds)
             case ev.RepairDone(load, seconds=seconds):
                 check_seconds(seconds)
-                self._repairs.ended(event, self._load(load))
+                self._repairs.ended(event, self._outcomes.load(load))
             case ev.Tick():
                 if now >= state.stalls_at():
                     state.link.stall(now)
@@ -208,21 +202,14 @@ class Controller:
                 state.link.paused(seconds, now)
                 state.workers.paused(seconds)
             case ev.LoadAbandoned(load):
-                known = self._load(load)
+                known = self._outcomes.load(load)
                 state.workers.closed(load, now)
                 if known:
                     self._end(known, out)
         return True
 
-    def _load(self, number: int) -> Load | None:
-        """A load under way; None where it is over. Raises ArgumentError for one that never was."""
-        if number > self._newest:
-            msg = f"load {number} was never asked for"
-            raise ArgumentError(msg)
-        return self._state.loads.get(number)
-
     def _index(self, number: int, document: int, variants: tuple[DocumentPlanInput, ...], now: float) -> bool:
-        load = self._load(number)
+        load = self._outcomes.load(number)
         if load is None:
             return False
         self._planner.add(load, load.add(document, variants, now))
@@ -230,20 +217,6 @@ class Controller:
         # What can be done with a document is known once a plan names it.
         self._wake_at = min(self._wake_at, max(due_at, now + _LEAST_TICK_S))
         return load.is_known or now >= due_at
-
-    def _assembled(self, event: ev.PromptAssembled, now: float) -> None:
-        """End a load's closing, and learn from it; of a closing that was abandoned nothing is learnt."""
-        if self._load(event.load):
-            msg = f"load {event.load} is not finished; report its closing after Finish"
-            raise ArgumentError(msg)
-        closing = self._state.workers.closings.get(event.load)
-        if closing:
-            if closing.repair_s:
-                self.estimates.repair.add(closing.repair_s, event.repair_s)
-            self.estimates.closing.add(event.prompt_tokens, event.seconds)
-            self._state.workers.closed(event.load, now)
-
-    # Fetches.
 
     def _progressed(self, event: ev.TransferProgress, now: float) -> None:
         guessed = self.estimates.bandwidth.is_guess
@@ -256,214 +229,12 @@ class Controller:
         if self._wake_at > now and self._starter.can_fetch:
             self._wake_at = now
 
-    def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
-        """Where a chunk is whose fetch is over; None where it was cancelled, or its load is over."""
-        if chunk in self._cancelled:
-            self._cancelled.discard(chunk)
-            return None
-        load = self._load(chunk.load)
-        if load is None:
-            return None
-        doc, number = load.doc(chunk.document), chunk.chunk
-        if not 0 <= number < doc.count:
-            msg = f"{chunk} is not part of this load"
-            raise ArgumentError(msg)
-        state = doc.table.state[doc.start + number]
-        if state not in _FETCHED:
-            msg = f"{chunk} is {ChunkState(state).name.lower()}, not being fetched; report each outcome once"
-            raise ArgumentError(msg)
-        return load, doc
-
-    def _arrived(self, chunk: ChunkId, level: int, trouble: str, now: float, out: list[ev.Instruction]) -> bool:
-        place = self._fetched(chunk)
-        if place is None:
-            return False
-        load, doc = place
-        table, at = doc.table, doc.start + chunk.chunk
-        asked = table.level[at]
-        if not 0 <= level <= asked:
-            msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
-            raise ArgumentError(msg)
-        refining = table.state[at] == REFINING
-        if level < asked:
-            floor = max(load.goal.floor, table.floor[at])
-            too_coarse = level <= table.valid_level[at] if refining else level < floor and table.can_text[at]
-            if too_coarse:
-                if not refining:
-                    out.append(ev.Release(chunk))
-                return self._lost(load, doc, chunk, trouble or f"only level {level} is there")
-            doc.note(chunk.chunk, trouble)
-            table.top[at] = level
-            self._state.hold(doc, chunk.chunk, doc.size(chunk.chunk, level))
-        self._state.link.arrived(chunk, now)
-        doc.failures = 0
-        table.level[at] = level
-        table.move(at, REFINED if refining else ARRIVED)
-        return self._may_begin(now)
-
     def _may_begin(self, now: float) -> bool:
         """Whether anything may begin now that a chunk has arrived: cheaper than finding out what."""
         workers = self._state.workers
         if now >= self._wake_at or workers.is_free("decode") or self._starter.can_fetch:
             return True
         return workers.is_free("prefill") and any(load.wants_passes or load.has_prefix for load in self.loads.values())
-
-    def _fetch_failed(self, chunk: ChunkId, reason: str) -> bool:
-        place = self._fetched(chunk)
-        return place is not None and self._lost(*place, chunk, reason)
-
-    def _lost(self, load: Load, doc: DocumentState, chunk: ChunkId, reason: str) -> bool:
-        """Take in that a fetch brought nothing of use."""
-        self._state.link.drop(chunk)
-        load.is_stale = True
-        if doc.table.state[doc.start + chunk.chunk] == REFINING:
-            doc.note(chunk.chunk, f"refinement failed: {reason}")
-            self._state.settle(doc, chunk.chunk)
-            return True
-        self._lose(load, doc, chunk.chunk, f"fetch failed: {reason}")
-        doc.failures += 1
-        if doc.failures >= self._settings.max_failures:
-            doc.give_up_blob(f"{doc.failures} fetches in a row failed")
-        return True
-
-    def _lose(self, load: Load, doc: DocumentState, chunk: int, trouble: str) -> None:
-        """Lose what was or should have been fetched for a chunk."""
-        doc.lose(chunk, trouble, fetch=True)
-        self._state.hold(doc, chunk, 0)
-        load.is_stale = True
-        load.fallbacks += bool(doc.table.can_text[doc.start + chunk])
-
-    # Decodes.
-
-    def _decoded(
-        self, chunks: tuple[ChunkId, ...], bad: tuple[ChunkId, ...], seconds: float | None, reason: str,
-        out: list[ev.Instruction],
-    ) -> None:  # fmt: skip
-        if seconds is None and not (bad and set(bad) <= set(chunks)):
-            msg = "a decode that failed names at least one of its own chunks"
-            raise ArgumentError(msg)
-        if seconds is not None:
-            check_seconds(seconds)
-        numbers = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
-        job = self._state.workers.end("decode", "decode", chunks, *numbers, self._state.now)
-        if seconds is not None:
-            self.estimates.decode.add(job.tokens, job.size, seconds)
-        load = self._load(job.load)
-        for chunk, level in zip(chunks, job.levels, strict=True) if load else ():
-            doc = load.doc(chunk.document)
-            table, at = doc.table, doc.start + chunk.chunk
-            again = table.state[at] == REDECODING
-            if chunk not in bad:
-                if again:
-                    doc.reasons[chunk.chunk] = "refined: time was left"
-                came, table.valid_level[at] = table.level[at], level
-                if level < came:
-                    doc.reasons[chunk.chunk] = "more coarsely than it came, to be in time"
-                    if load.goal.objective == "quality":
-                        table.move(at, REFINED)  # the rest of it waits for time that is left
-                        continue
-                    table.level[at] = table.top[at] = level
-                table.move(at, READY)  # it ran, so that it may
-                self._keep_or_release(load, doc, chunk.chunk, out)
-            elif again:
-                # What was valid is spoilt; its own bytes are still here, and nothing finer is tried again.
-                doc.note(chunk.chunk, f"refinement cannot be decoded: {reason}")
-                table.move(at, ARRIVED)
-                table.level[at] = table.top[at] = table.valid_level[at]
-                self._state.hold(doc, chunk.chunk, doc.size(chunk.chunk, table.top[at]))
-            else:
-                self._lose(load, doc, chunk.chunk, f"decode failed: {reason}")
-                out.append(ev.Release(chunk))
-
-    def _keep_or_release(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a decoded chunk's bytes unless a refinement may build on them."""
-        goal, table, at = load.goal, doc.table, doc.start + chunk
-        finest = table.top[at] if goal.ceiling is None else min(table.top[at], goal.ceiling)
-        if not (goal.objective == "quality" and table.layered[at] and table.valid_level[at] < finest):
-            self._state.release(doc, chunk, out)
-
-    # Forward passes.
-
-    def _pass_over(
-        self, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False, stopped: bool = False
-    ) -> None:
-        check_seconds(seconds)
-        number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
-        job = self._state.workers.end("prefill", "recompute", chunks, number, document, self._state.now)
-        if not (blind or stopped):
-            self.estimates.prefill.add(job.tokens, job.context, seconds)
-        load = self._load(job.load)
-        if load and stopped:
-            load.pass_stopped(job)
-        elif load:
-            load.pass_ended(job, blind=blind)
-
-    def _pass_failed(self, chunk: ChunkId, reason: str) -> None:
-        job = self._state.workers.running("prefill")
-        if job is None or job.kind != "recompute" or chunk not in job.chunks:
-            msg = f"{chunk} is not being recomputed; name a chunk of the pass that failed"
-            raise ArgumentError(msg)
-        self._state.workers.end("prefill", "recompute", job.chunks, job.load, job.document, self._state.now)
-        if load := self._load(job.load):
-            load.pass_stopped(job, chunk, reason)
-
-    def _passes_over(self, event: ev.RecomputedTogether) -> None:
-        """Take in the end of a joined pass, for each of its loads."""
-        job = self._state.workers.running("prefill")
-        passes = [ev.Recompute(each.chunks[0], each.chunks[-1], each.behind) for each in job.passes] if job else []
-        if job is None or job.kind != "joined" or tuple(passes) != event.passes:
-            msg = "no such joined pass is running; report each instruction's outcome once, with exactly its passes"
-            raise ArgumentError(msg)
-        check_seconds(event.seconds)
-        failed = {each.chunk.load: each for each in event.failed}
-        ours = {chunk for each in job.passes for chunk in each.chunks}
-        firsts = {each.chunks[0] for each in job.passes}
-        are_ours = ours.issuperset(each.chunk for each in event.failed) and firsts.issuperset(event.blind)
-        are_ours &= {each.load for each in firsts}.issuperset(event.unfit)
-        if len(failed) < len(event.failed) or not are_ours:
-            msg = (
-                "of each pass at most one chunk failed, what was blind is named by its first chunk, and loads that are "
-                "unfit are those of the pass"
-            )
-            raise ArgumentError(msg)
-        self._state.workers.end("prefill", "joined", job.chunks, job.load, job.document, self._state.now)
-        if self.estimates.joined and event.joined and not (event.failed or event.blind):
-            self.estimates.joined.add_rows([(each.tokens, each.context) for each in job.passes], event.seconds)
-        if not (event.joined or event.failed or event.unfit):
-            self._starter.joining.failed()
-        for each in job.passes:
-            if load := self.loads.get(each.load):
-                load.joins &= each.load not in event.unfit
-                if each.load in failed:
-                    load.pass_stopped(each, failed[each.load].chunk, failed[each.load].reason)
-                else:
-                    load.pass_ended(each, blind=each.chunks[0] in event.blind)
-
-    def _looked(self, number: int, attention: Sequence[Sequence[float]], seconds: float) -> None:
-        check_seconds(seconds)
-        load = self._load(number)
-        checked = load.checked_attention(attention) if load else ()
-        self._state.workers.end("prefill", "look", (), number, -1, self._state.now)
-        if load:
-            load.looked(checked)
-
-    def _prefix_failed(self, number: int, document: int, reason: str, out: list[ev.Instruction]) -> None:
-        self._state.workers.end("prefill", "head start", (), number, document, self._state.now)
-        load = self._load(number)
-        if load is None:
-            return
-        doc = load.doc(document)
-        doc.prefix_running = False
-        trouble = f"its head start failed: {reason}"
-        for chunk in range(doc.count):
-            state = doc.table.state[doc.start + chunk]
-            if state == FETCHING:
-                self._state.link.drop(doc.id(chunk))
-                out.append(ev.Cancel(doc.id(chunk), trouble))
-            if state in (FETCHING, ARRIVED):
-                self._lose(load, doc, chunk, trouble)
-                out.append(ev.Release(doc.id(chunk)))
-        doc.give_up_blob(trouble, all_of_it=True)
 
     # What to do.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .costs import CostModel
     from .documents import DocumentPlanInput
     from .events import LoadRequested
-    from .snapshot import Plan
+    from .snapshot import Ints, Plan
     from .workers import Job
 
 Place = tuple[DocumentState, int]
@@ -348,7 +348,7 @@ class Load:
         one_more = (some.level[finer] + 1).tolist() if some else []
         self.refine = deque(zip(self._refinable[finer].tolist(), plan.refine_levels or one_more, strict=True))
 
-    def _want(self, places: np.ndarray) -> None:  # type: ignore[type-arg]
+    def _want(self, places: Ints) -> None:
         """Take over which chunks are to be recomputed."""
         self._wanted, self._wanted_docs = bytearray(len(self.table)), deque()
         if len(places):
