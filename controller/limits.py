@@ -29,7 +29,7 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     settings, base_s, seconds = state.settings, costs.prefill.base_s, load.compute_s / 2
     if not state.policy.preemptible:
         return inf
-    hurries = load.hurries and len(state.loads) == 1
+    hurries = load.hurries and len(state.loads) == 1 and state.workers.slowness(state.now) == 1
     if load.due == inf or hurries or not load.can_fetch_instead or state.link.stalled:
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
             return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
