@@ -28,7 +28,6 @@ from measure import RESULTS, SHARED, table, write_json
 
 from kvwire.controller import Controller, Goal
 from kvwire.controller.estimators import BandwidthEstimator
-from kvwire.controller.pass_limits import PassLimits
 from kvwire.controller.policies import Adaptive
 from kvwire.controller.simulator import (
     LoadArrival,
@@ -136,7 +135,7 @@ def without(scenario: Scenario, causes: frozenset[str]) -> Scored:
         seed=scenario.seed,
     )  # fmt: skip
     arrival = LoadArrival(begin, scenario.documents, scenario.goal, scenario.query_tokens, leaves_s=scenario.leaves_s)
-    with patch.object(PassLimits, "limit_s", lambda *_: inf) if "passes" in causes else nullcontext():
+    with patch("kvwire.controller.starting.pass_limit_s", lambda *_: inf) if "passes" in causes else nullcontext():
         (outcome,) = world.run([arrival])
     return Scored(scenario.goal, replace(outcome, spans=(), decisions=()), scenario.bounds[0])
 

@@ -42,27 +42,11 @@ class PrefillCost:
         _check_coefficients(self.base_s, self.token_s, self.pair_s)
 
     def seconds(self, tokens: int, context: int = 0) -> float:
-        """Work out what a pass costs.
-
-        Args:
-            tokens: New ones.
-            context: Tokens before them that are ready.
-
-        Returns:
-            Seconds.
-        """
+        """Work out what a pass costs."""
         return self.base_s + self.marginal(tokens, context)
 
     def marginal(self, tokens: int, context: int) -> float:
-        """Work out what more tokens add to a pass that runs anyway.
-
-        Args:
-            tokens: New ones.
-            context: Tokens before them that are ready.
-
-        Returns:
-            Seconds.
-        """
+        """Work out what more tokens add to a pass that runs anyway."""
         return self.token_s * tokens + self.pair_s * tokens * (context + tokens / 2)
 
     def scaled(self, ratio: float) -> PrefillCost:
@@ -91,28 +75,11 @@ class DecodeCost:
         _check_coefficients(self.base_s, self.token_s, self.byte_s)
 
     def seconds(self, tokens: int, size: int) -> float:
-        """Work out what one batch costs.
-
-        Args:
-            tokens: Of the batch, or of its busiest thread.
-            size: Bytes of the same.
-
-        Returns:
-            Seconds.
-        """
+        """Work out what one batch costs."""
         return self.base_s + self.token_s * tokens + self.byte_s * size
 
     def apart(self, count: int, tokens: float, size: float) -> float:
-        """Work out what chunks cost that are decoded one by one.
-
-        Args:
-            count: How many.
-            tokens: Of all.
-            size: Bytes of all.
-
-        Returns:
-            Seconds.
-        """
+        """Work out what chunks cost that are decoded one by one."""
         return self.base_s * count + self.token_s * tokens + self.byte_s * size
 
     def scaled(self, ratio: float) -> DecodeCost:
@@ -120,15 +87,7 @@ class DecodeCost:
         return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)
 
     def shared(self, batch: int, threads: int) -> DecodeCost:
-        """Work out what a chunk of many costs, all alike: a batch pays the fixed part once, its threads share the rest.
-
-        Args:
-            batch: Chunks decoded in one go.
-            threads: How many of them side by side.
-
-        Returns:
-            The cost of one chunk.
-        """
+        """What a chunk of many costs: a batch pays the fixed part once, its threads share the rest."""
         share = -(-batch // threads) / batch
         return DecodeCost(self.base_s / batch, self.token_s * share, self.byte_s * share)
 
@@ -167,26 +126,12 @@ class CostModel:
         _check_coefficients(self.link_s_per_token, self.query_tokens, self.repair_rows, self.repair_scale)
 
     def closing_s(self, prompt_tokens: int) -> float:
-        """Work out what is left to do when the last chunk is ready: linking, repair and the question's prefill.
-
-        Args:
-            prompt_tokens: Length of all documents together.
-
-        Returns:
-            Seconds to the first token.
-        """
+        """Work out what is left to do when the last chunk is ready: linking, repair and the question's prefill."""
         query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
         return self.link_s_per_token * prompt_tokens + query + self.repair_s(prompt_tokens)
 
     def repair_s(self, prompt_tokens: int) -> float:
-        """Work out what choosing rows and computing them anew takes.
-
-        Args:
-            prompt_tokens: Length of all documents together.
-
-        Returns:
-            Seconds.
-        """
+        """Work out what choosing rows and computing them anew takes."""
         rows = self.repair_rows
         if not rows:
             return 0.0
@@ -194,27 +139,13 @@ class CostModel:
         return seconds * self.repair_scale + (self.look_s(prompt_tokens) if self.repair_looks else 0.0)
 
     def joined_s(self, passes: Sequence[tuple[int, int]]) -> float:
-        """Work out what one pass over the rows of several takes, each padded to the longest.
-
-        Args:
-            passes: New tokens of each, and tokens before them.
-
-        Returns:
-            Seconds; infinite where passes cannot be joined.
-        """
+        """Work out what one pass over the rows of several takes, each padded to the longest."""
         if self.joined is None:
             return inf
         return self.joined.base_s + len(passes) * self.joined.marginal(*map(max, zip(*passes, strict=True)))
 
     def look_s(self, prompt_tokens: int) -> float:
-        """Work out what running the question on the prompt takes, to see where it looks.
-
-        Args:
-            prompt_tokens: Length of all documents together.
-
-        Returns:
-            Seconds.
-        """
+        """Work out what running the question on the prompt takes, to see where it looks."""
         return self.prefill.seconds(self.query_tokens, prompt_tokens)
 
 

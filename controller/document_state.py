@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
@@ -12,50 +12,32 @@ from .chunk_table import FAILED, PLANNED, VALID_BYTES, ChunkState, ChunkTable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from numpy.typing import NDArray
-
     from .documents import DocumentPlanInput
 
 
 class DocumentState:
-    """The chunks of one document: rows ``start`` to ``stop`` of its load's table.
+    """The chunks of one document: rows ``start`` to ``stop`` of its load's table."""
 
-    ``state``, ``level``, ``valid_level``, ``top`` and ``can_text`` are live views of the table: they change as it does,
-    what is written to them is written there, and the table cannot grow while one is kept. Copy what is to be kept.
-
-    Attributes:
-        table: Of the load.
-        failures: Fetches in a row that brought nothing.
-        variant: Number of the variant that is used.
-        input: That variant.
-        reasons: Why the plan did with a chunk what it did, by number.
-        troubles: What went wrong with a chunk, by number.
-    """
-
-    def __init__(
-        self, load: int, number: int, variants: tuple[DocumentPlanInput, ...], table: ChunkTable | None = None
-    ) -> None:
-        """Append the document's chunks to a table; the first variant is the chosen one until ``choose``."""
-        self.load, self.number, self.variants = load, number, variants
+    def __init__(self, load: int, number: int, variants: tuple[DocumentPlanInput, ...], table: ChunkTable) -> None:
+        """Append the document's chunks to the table; the first variant is the chosen one until ``choose``."""
+        self.load, self.number, self.variants, self.table = load, number, variants, table
         if not variants or (len(variants) > 1 and any(each.tokens != variants[0].tokens for each in variants)):
             msg = f"document {number} needs at least one variant, and all of them chunks of the same tokens"
             raise ArgumentError(msg)
-        self.table = ChunkTable() if table is None else table
         self.count = len(variants[0].tokens)
-        self.start = self.table.add(number, variants[0].tokens)
+        self.start = table.add(number, variants[0].tokens)
         self.stop = self.start + self.count
         self._ids = [ChunkId(number, chunk, load) for chunk in range(self.count)]
-        self.reasons: dict[int, str] = {}
-        self.failures = 0
-        self._given_up: dict[int, int] = {}  # finest levels of chunks that nobody tried to fetch
-        self._behind: set[int] = set()
-        self.prefix_done = False
-        self.prefix_running = False
+        self.reasons: dict[int, str] = {}  # why the plan did with a chunk what it did
+        self.failures = 0  # fetches in a row that brought nothing
+        self._given_up: dict[int, int] = {}  # finest levels of chunks that were never tried
+        self._behind: set[int] = set()  # chunks that were recomputed behind the documents before this one
+        self.prefix_done = self.prefix_running = False
         self.choose(0)
 
     def choose(self, variant: int) -> None:
         """Take one of the variants; before anything is fetched."""
-        self.variant, self.troubles = variant, dict[int, str]()
+        self.variant, self.troubles = variant, dict[int, str]()  # what went wrong with a chunk
         self.input = chosen = self.variants[variant]
         has_text = chosen.has_text or any(each.has_text for each in self.variants)
         self.table.place(self.start, chosen, has_text=has_text)
@@ -64,35 +46,6 @@ class DocumentState:
                 if level < 0:
                     self.troubles[chunk] = "it has neither text nor a segment to fetch"
                     self.move(chunk, FAILED)
-
-    def _part(self, name: str) -> NDArray[Any]:
-        part: NDArray[Any] = self.table.look(name)[self.start : self.stop]
-        return part
-
-    @property
-    def state(self) -> NDArray[Any]:
-        """``ChunkState`` of each chunk ``[n]``; like the others, to be looked at and not to be kept."""
-        return self._part("state")
-
-    @property
-    def level(self) -> NDArray[Any]:
-        """Asked for or in the prompt ``[n]``."""
-        return self._part("level")
-
-    @property
-    def valid_level(self) -> NDArray[Any]:
-        """In the prompt; RECOMPUTE (-1) where it was recomputed ``[n]``."""
-        return self._part("valid_level")
-
-    @property
-    def top(self) -> NDArray[Any]:
-        """Finest level that can be fetched, -1 for none ``[n]``."""
-        return self._part("top")
-
-    @property
-    def can_text(self) -> NDArray[Any]:
-        """Which can be recomputed ``[n]``."""
-        return self._part("can_text")
 
     @property
     def tokens(self) -> int:
@@ -130,7 +83,10 @@ class DocumentState:
             table.top[at] = max(table.top[at], self._given_up.pop(chunk, -1))
         table.level[at] = -1
         self.note(chunk, trouble)
-        if table.top[at] < 0 and not table.can_text[at]:
+        self._fail_without_way(chunk)
+
+    def _fail_without_way(self, chunk: int) -> None:
+        if self.table.top[self.start + chunk] < 0 and not self.table.can_text[self.start + chunk]:
             self.move(chunk, FAILED)
 
     def give_up_blob(self, trouble: str, *, all_of_it: bool = False) -> None:
@@ -138,33 +94,27 @@ class DocumentState:
         table = self.table
         if all_of_it:
             self._given_up.clear()
-        for chunk in range(self.count):
-            at = self.start + chunk
-            if table.state[at] != PLANNED or table.top[at] < 0:
-                continue
-            if table.can_text[at] or all_of_it:
+        for chunk, at in enumerate(range(self.start, self.stop)):
+            if table.state[at] == PLANNED and table.top[at] >= 0 and (table.can_text[at] or all_of_it):
                 if not all_of_it:
                     self._given_up[chunk] = table.top[at]
                 table.top[at] = -1
                 self.note(chunk, trouble)
-                if not table.can_text[at]:
-                    self.move(chunk, FAILED)
+                self._fail_without_way(chunk)
 
     def limit(self, most_bytes: int) -> None:
         """Leave out levels that are larger than what may be held at all; before anything is fetched."""
         table = self.table
         if max(table.sizes[-1][self.start : self.stop]) <= most_bytes:
             return
-        for chunk in range(self.count):
-            at = self.start + chunk
+        for chunk, at in enumerate(range(self.start, self.stop)):
             top = table.top[at]
             while top >= 0 and table.sizes[top][at] > most_bytes:
                 top -= 1
             if top < table.top[at]:
                 table.top[at] = top
                 self.note(chunk, f"finer levels exceed the memory bound of {most_bytes} bytes")
-                if top < 0 and not table.can_text[at]:
-                    self.move(chunk, FAILED)
+                self._fail_without_way(chunk)
 
     def note(self, chunk: int, trouble: str) -> None:
         """Remember what went wrong."""
@@ -175,8 +125,13 @@ class DocumentState:
         """Bytes of a chunk up to a level; 0 below level 0."""
         return self.table.sizes[level][self.start + chunk] if level >= 0 else 0
 
+    def coarsest(self, chunk: int, floor: int) -> int:
+        """The coarsest level that what is here of a chunk can be decoded to."""
+        table, at = self.table, self.start + chunk
+        return min(table.level[at], max(floor, table.floor[at])) if table.layered[at] else table.level[at]
+
     def prefill_span(self, first: int, last: int) -> tuple[int, int]:
-        """Measure a forward pass over chunks first..last."""
+        """Tokens of a forward pass over chunks first..last, and tokens before them."""
         table, end = self.table, self.start + last
         start = table.context[self.start + first]
         return table.context[end] + table.tokens[end] - start, start
@@ -197,8 +152,7 @@ class DocumentState:
 
     def ready_before(self) -> int:
         """The first chunk that is not valid yet; the number of chunks where all are."""
-        part = self.table.state[self.start : self.stop]
-        return self.count - len(part.lstrip(VALID_BYTES))
+        return self.count - len(self.table.state[self.start : self.stop].lstrip(VALID_BYTES))
 
     def has(self, *states: ChunkState) -> bool:
         """Whether any chunk is in one of some states."""
@@ -217,9 +171,8 @@ class DocumentState:
 
     def decisions(self) -> Iterator[Decision]:
         """What was done with each chunk."""
-        reasons, troubles = self.reasons.get, self.troubles.get
         levels = self.table.valid_level[self.start : self.stop]
         for chunk, (name, level) in enumerate(zip(self._ids, levels, strict=True)):
-            reason, trouble = reasons(chunk, ""), troubles(chunk)
+            reason, trouble = self.reasons.get(chunk, ""), self.troubles.get(chunk)
             text = f"{reason} ({trouble})" if trouble else reason
             yield Decision(name, "fetch", level, text) if level >= 0 else Decision(name, "recompute", None, text)

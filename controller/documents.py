@@ -119,15 +119,7 @@ class DocumentPlanInput:
         return cls(lengths, sizes, known, errors, layered, prefix_share if sizes else 0.0, floor)
 
     def error(self, chunk: int, level: int | None) -> float:
-        """Look up the error that a chunk counts with.
-
-        Args:
-            chunk: Number of the chunk.
-            level: None: recomputed, which counts as the finest that it has.
-
-        Returns:
-            The error; 0 without a blob.
-        """
+        """Look up the error that a chunk counts with."""
         row = self.fetch_bytes[chunk] if self.has_blob else ()
         if not row:
             return 0.0

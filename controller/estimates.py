@@ -97,11 +97,7 @@ class Estimates:
         return told
 
     def use_joined(self, cost: PrefillCost | None) -> None:
-        """Begin anew with what passes of several loads cost.
-
-        Args:
-            cost: See ``CostModel.joined``; None: there are none.
-        """
+        """Begin anew with what passes of several loads cost."""
         self.joined = JoinedEstimator(cost, self.prefill) if cost else None
 
     def copy(self) -> Self:

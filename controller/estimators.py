@@ -38,14 +38,12 @@ class Memory:
     """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
 
     Attributes:
-        seconds: Half-life in busy seconds.
-        size: Half-life in bytes.
-        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a fast link
-            turns the average; time counts whatever the number of samples.
+        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a
+            fast link turns the average; time counts whatever the number of samples.
     """
 
-    seconds: float
-    size: float = inf
+    seconds: float  # half-life in busy seconds
+    size: float = inf  # half-life in bytes
     samples: float = 1.0
 
     def __post_init__(self) -> None:
@@ -175,14 +173,7 @@ class BandwidthEstimator:
         prior_error: float | None = None,
         horizons: HorizonErrors | None = None,
     ) -> None:
-        """Start from a prior.
-
-        Args:
-            prior: Bytes per second, forgotten as measurements come in; 0: nothing is known.
-            settings: How quickly the estimate follows the link.
-            prior_error: Relative error to expect of the prior, by default the settings'.
-            horizons: What is known of the link's errors; None: nothing.
-        """
+        """Start from a prior."""
         self._settings = settings or BandwidthSettings()
         error = self._settings.prior_error if prior_error is None else prior_error
         if not (0 <= prior < inf and 0 <= error < inf):
@@ -203,14 +194,7 @@ class BandwidthEstimator:
         self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
-        """Take in bytes that arrived between two instants, in seconds of any one clock.
-
-        Args:
-            size: Bytes that arrived; 0: the link was silent.
-            started: The first byte's arrival or the end of the request's previous read, never the sending of the
-                request: waiting for the first byte is the other estimator's.
-            ended: When the last of the bytes came.
-        """
+        """Take in bytes that arrived between two instants, in seconds of any one clock."""
         if size < 0 or not -inf < started <= ended < inf:
             msg = f"a transfer needs at least 0 bytes and must not end before it starts, got {size}, {started}..{ended}"
             raise ArgumentError(msg)
@@ -307,14 +291,7 @@ class BandwidthEstimator:
         return self._expected[1] if self._samples else self.value / (1 + max(self._below, _LEAST_ERROR))
 
     def low_over(self, horizon_s: float) -> float:
-        """Tell what to plan with by what such plans met before.
-
-        Args:
-            horizon_s: Seconds that the plan looks ahead.
-
-        Returns:
-            Bytes per second; ``low`` where nothing was met yet.
-        """
+        """Tell what to plan with by what such plans met before."""
         value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
         return value * self.horizons.low(horizon_s, _SHARE, self.low / max(value, 1.0) if value else 1.0)
 
@@ -338,9 +315,6 @@ class RecentMedian:
     """Median of the last few measurements of a quantity, which a single outlier does not move.
 
     The prior counts as one measurement until there are three.
-
-    Attributes:
-        value: Expected value.
     """
 
     def __init__(self, prior: float, spread: float = 0.5) -> None:
@@ -351,7 +325,7 @@ class RecentMedian:
         self._prior = prior
         self._spread = spread
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self.value = prior
+        self.value = prior  # expected value
         self._deviation: float | None = None  # worked out where it is asked for
 
     def add(self, measured: float) -> None:
@@ -386,12 +360,7 @@ class TtfbEstimator:
     """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
 
     def __init__(self, prior_s: float, spread: float = 0.5) -> None:
-        """Start at a prior.
-
-        Args:
-            prior_s: Seconds that are assumed.
-            spread: Relative error of the prior to expect, 1 sigma.
-        """
+        """Start at a prior."""
         self._recent = RecentMedian(prior_s, spread)
 
     def add(self, seconds: float) -> None:

@@ -8,7 +8,6 @@ The model of a load that planning uses; a twin in the tests plays the same model
 * A decode can begin when its bytes are there. With one worker decoding and recomputing share it, with two each has one.
 * A worker never idles while it could work, so it ends at the largest, over all instants at which work becomes possible,
   of that instant plus all its work that becomes possible then or later.
-* What comes last is decoded alone, since nothing shares its batch, once it is here.
 * Chunks that are under way or ready at a level below the target are raised to it when all else has been fetched, and
   decoded anew when that is here. Where coarse levels go first, every chunk that is fetched is raised so at the end.
 * Chunks that only recomputation can give can be recomputed now where nothing before them in their document is to be
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .snapshot import NOTHING_MORE, SLOWEST
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,32 +30,15 @@ if TYPE_CHECKING:
     from .snapshot import Columns, Flags, Floats, Ints, PlanRequest
 
 
-def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
+def wire_s(sizes: Ints, bandwidth: float) -> Floats:
     """Seconds for which a fetch of some bytes holds up the next one."""
-    # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
-    # ``at_once_s`` takes that off again for those that are open together at first.
-    seconds = sizes / max(bandwidth, SLOWEST)
-    seconds += request.ttfb_s / request.parallel
-    return np.where(sizes > 0, seconds, 0.0)
-
-
-def at_once_s(request: PlanRequest, count: Ints) -> Floats:
-    """Seconds that ``wire_s`` counts too many for the next requests: the link never idles for the first ones."""
-    free = max(0, request.parallel - len(request.committed.wire)) if request.left_s is None else 0
-    return np.minimum(count, free) * (request.ttfb_s / request.parallel)
+    return sizes / max(bandwidth, SLOWEST)
 
 
 def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
     """Work out how long chunks of some bytes keep a decode lane busy."""
     cost = request.costs.decode
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
-
-
-def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Floats:
-    """Work out what decoding a chunk adds where it comes last, so that nothing shares its batch."""
-    cost = request.last_decode
-    seconds = np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
-    return seconds if request.workers == 1 else seconds + work
 
 
 def prefill_s(request: PlanRequest) -> Floats:
@@ -86,7 +68,7 @@ def floor_s(request: PlanRequest) -> float:
         return 0.0
     floor = request.goal.floor
     sizes = chunks.sizes[floor] if chunks.common >= floor else chunks.bytes_at(np.minimum(floor, chunks.top))
-    wire, work = wire_s(request, sizes, request.bandwidth_low), decode_s(request, chunks.tokens, sizes)
+    wire, work = wire_s(sizes, request.bandwidth_low), decode_s(request, chunks.tokens, sizes)
     return float(max(wire.sum(), work.sum()))
 
 
@@ -100,11 +82,7 @@ def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
     done = float(waits.max(initial=-inf))
     computing = committed.prefill_s + (float(prefill_s(request).sum()) if chunks.count else 0.0)
     work = committed.decode_s + float(committed.work_s.sum())
-    if request.workers == 1:
-        busy = max(done, computing + work) + committed.last_s
-    else:
-        opened = float(begun[-1] + committed.work_s[-1]) if len(begun) else committed.decode_s
-        busy = max(done, computing, work, opened + committed.last_s)
+    busy = max(done, computing + work if request.workers == 1 else max(computing, work))
     return busy + request.costs.closing_s(request.prompt_tokens)
 
 
@@ -137,11 +115,10 @@ class Timeline:
         self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
         self.sizes = self._finest_sizes if coarse is None else chunks.bytes_at(self.levels)
         computing, late = self._computing(self._arrange())
-        wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
+        wire, work = wire_s(self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
         self._raised = raised = Raised(request, targets, bandwidth)
         link, decoding = self._lanes(wire, work)
         link, decoding = self._raising(link, decoding, raised)
-        decoding = self._last(link, decoding, work, raised)
         self.finish_s = self._finish(link, decoding, computing, late)
 
     def _arrange(self) -> Flags:
@@ -183,11 +160,8 @@ class Timeline:
         head = float((begun - (done - committed.work_s)).max(initial=-np.inf))
         busy = float(done[-1]) if len(done) else 0.0
         last = float(begun[-1]) if len(begun) else request.lead_s
-        self._opened_s = (last + float(committed.work_s[-1]) if len(begun) else committed.decode_s) + committed.last_s
         last += committed.ahead_bytes / max(bandwidth, SLOWEST)
         link = last + self._cumulated(self._sorted(wire))
-        if request.left_s is None:  # otherwise it is nothing
-            link -= at_once_s(request, self._requests(wire))
         link[:, 1:] += max(0.0, request.ttfb_s - last)
         tail = self._cumulated(self._sorted(work))
         gaps = np.empty(link.shape)
@@ -210,43 +184,13 @@ class Timeline:
             request, tokens = self._request, self._request.chunks.tokens
             sizes = self._finest_sizes
             more = sizes - self.sizes
-            wire = self._cumulated(self._sorted(wire_s(request, more, self._bandwidth)))
+            wire = self._cumulated(self._sorted(wire_s(more, self._bandwidth)))
             work = self._cumulated(self._sorted(np.where(more > 0, decode_s(request, tokens, sizes), 0.0)))
             gaps = np.full(wire.shape, -np.inf)
             waits = np.where(self._sorted(more) > 0, wire[:, 1:] - work[:, :-1], -np.inf)
             np.maximum.accumulate(waits, axis=1, out=gaps[:, 1:])
             end, link, self._work = np.maximum(end, link + gaps) + work, link + wire, self._work + work
         return link, np.maximum(end, self._work)
-
-    def _requests(self, wire: Floats) -> Ints:
-        """How many requests each split takes ``[..., n + 1]``."""
-        if self._is_plain and wire.all():
-            return np.arange(self.finish_shape[1])
-        return self._cumulated(self._sorted((wire > 0).astype(np.int64)))
-
-    def _last(self, link: Floats, decoding: Floats, work: Floats, raised: Raised) -> Floats:
-        """Ends of the decode lane since what comes last is decoded alone, for every split ``[targets, n + 1]``."""
-        request, tokens, committed = self._request, self._request.chunks.tokens, self._request.committed
-        if request.last_decode == NOTHING_MORE and not committed.last_s:
-            return decoding
-        seconds = np.empty(self.finish_shape)
-        seconds[:, 1:] = self._sorted(last_s(request, tokens, self.sizes, work))
-        seconds[:, 0] = committed.last_s
-        if raised.any:
-            seconds = np.where(raised.is_some, raised.last_s, seconds)
-        if self.levels is not self._finest:
-            finer = self._sorted(self._finest_sizes > self.sizes)
-            latest = np.maximum.accumulate(np.where(finer, np.arange(finer.shape[1]), -1), axis=1)
-            works = decode_s(request, tokens, self._finest_sizes)
-            last = self._sorted(last_s(request, tokens, self._finest_sizes, works))
-            last = np.take_along_axis(last, np.maximum(latest, 0), axis=1)
-            seconds[:, 1:] = np.where(latest >= 0, last, seconds[:, 1:])
-        if request.workers == 1:
-            self._work = self._work + seconds
-            return decoding + seconds
-        alone = link + seconds
-        alone[:, 0] = np.where(raised.is_some[:, 0], alone[:, 0], self._opened_s)
-        return np.maximum(decoding, alone)
 
     def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats | None]:
         """Compute that is possible now, and compute that waits for the link, for every split ``[..., n + 1]``.
@@ -340,40 +284,30 @@ class Raised:
     """What raising chunks that are under way or ready to each target takes.
 
     Attributes:
-        wire_s: Seconds of the link ``[targets]``.
         decode_s: Seconds of the decode lane ``[targets]``.
-        last_s: As ``last_s``, of the last of them ``[targets, 1]``.
-        is_some: Where any is raised ``[targets, 1]``.
-        gap_s: From the first of them on the link to the latest instant at which the decode lane, which does nothing
-            else, may begin and never waits; -inf where nothing is raised ``[targets]``.
-        error: Summed over their tokens then ``[targets]``.
-        any: Whether anything can be raised at all.
+        gap_s: From the first of them on the link to the latest instant at which the decode lane, which does
+            nothing else, may begin and never waits; -inf where nothing is raised ``[targets]``.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
         """Add up; all zero where nothing can be raised."""
         some = request.refinable
-        self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
-        self.last_s: Floats = np.zeros((len(targets), 1))
-        self.is_some: Flags = np.zeros((len(targets), 1), np.bool_)
+        self.wire_s = self.decode_s = self.error = np.zeros(len(targets))  # seconds of the link ``[targets]``
         self.gap_s = np.full(len(targets), -np.inf)
-        self.any = some is not None and len(some.level) > 0
+        self.any = some is not None and len(some.level) > 0  # whether anything can be raised at all
         if some is None or not self.any:
             return
-        column, rows = np.arange(len(some.level)), np.arange(len(targets))
+        column = np.arange(len(some.level))
         to = np.maximum(np.minimum(targets[:, None], some.top), some.level)
         sizes = some.sizes[to, column]
         more = sizes - some.sizes[some.level, column]
         grows = more > 0
-        wire = wire_s(request, more, bandwidth).cumsum(axis=1)
+        wire = wire_s(more, bandwidth).cumsum(axis=1)
         work = np.where(grows, decode_s(request, some.tokens, sizes), 0.0)
         done = work.cumsum(axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
         self.gap_s = np.where(grows, wire - done + work, -np.inf).max(axis=1)
-        self.is_some = np.asarray(grows.any(axis=1))[:, None]
-        latest = (grows * column).max(axis=1)
-        self.last_s = last_s(request, some.tokens[latest], sizes[rows, latest], work[rows, latest])[:, None]
-        self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
+        self.error = (some.tokens * some.errors[to, column]).sum(axis=1)  # summed over their tokens then ``[targets]``
 
 
 def _behind_fetched(chunks: Columns, fetched: NDArray[np.bool_]) -> NDArray[np.bool_]:

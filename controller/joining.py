@@ -1,12 +1,12 @@
-"""Passes of different loads that wait for the engine, joined into one where all of them end sooner in sum.
+"""Passes of different loads that wait for the engine, as rows of one where all of them end sooner in sum.
 
-A pass costs a fixed part, on a GPU the reading of all weights, which several share that run as the rows of one. But
-rows are padded to the longest, and all end with the last.
+A pass costs a fixed part, on a GPU the reading of all weights, which the rows of one share. But rows are padded to the
+longest, and all end with the last.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -14,60 +14,83 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .costs import CostModel
+    from .document_state import DocumentState
+    from .load import Load
+    from .state import State
+    from .workers import Job
+
+    Pass = tuple[Load, DocumentState, list[int]]
 
 _SOONER = 0.99  # what joining must bring the sum of ends down to: less is not worth what estimates are off
-_MOST_PADDED = 32768
-"""Tokens of all rows together, padding and what stands before them included: their caches lie in memory twice."""
+_MOST_PADDED = 32768  # tokens of all rows, padding and what stands before them included: they lie in memory twice
+_REST_S = 30.0  # without joined passes after one that the engine could not run
 
 
-@dataclass(frozen=True)
-class WaitingPass:
-    """A pass that could run now.
+class Joining:
+    """Chooses which passes run as one."""
 
-    Attributes:
-        tokens: New ones.
-        context: Tokens before them.
-        seconds: That it takes alone.
-        limit_s: Seconds from now by which a pass that it is part of must end.
-    """
+    def __init__(self, state: State) -> None:
+        """Nothing has failed yet."""
+        self._state, self._from = state, 0.0
 
-    tokens: int
-    context: int
-    seconds: float
-    limit_s: float = inf
+    def failed(self) -> None:
+        """Join no passes for a while: the engine could not run one."""
+        self._from = self._state.now + _REST_S
+
+    def is_able(self, load: Load) -> bool:
+        """Whether a load's passes may be rows of a joined one."""
+        state = self._state
+        return bool(state.estimates.joined and state.settings.max_joined > 1 and load.joins and state.now >= self._from)
+
+    def job(self, jobs: list[Job]) -> Job:
+        """Passes as one job."""
+        costs = self._state.estimates.costs()
+        expected_s = costs.joined_s([(each.tokens, each.context) for each in jobs])
+        return replace(jobs[0], kind="joined", expected_s=expected_s, others=tuple(jobs[1:]))
+
+    def joined(self, passes: Sequence[Pass]) -> list[Pass]:
+        """Choose those that run together, the first among them."""
+        state, costs, rows = self._state, self._state.estimates.costs(), []
+        for load, doc, run in passes:
+            tokens, context = doc.prefill_span(run[0], run[-1])
+            rows.append((tokens, context - (0 if load.can_see_before(doc) else doc.before)))
+        # No load may get ready later than it can afford; those that take no part wait for the engine, too.
+        alone_s = costs.prefill.seconds(*rows[0])
+        longest_s = min(state.settings.max_pass_s, *(self._slack_s(load) for load in state.loads.values()))
+        return [
+            passes[number] for number in join(rows, costs, state.settings.max_joined, alone_s + max(0.0, longest_s))
+        ]
+
+    def _slack_s(self, load: Load) -> float:
+        """Seconds by which a load may get ready later than its plan has it."""
+        state = self._state
+        if load.due == inf or load.plan is None or state.is_late(load):
+            return inf
+        ready_at = load.planned_at + load.plan.finish_s - state.costs_of(load).closing_s(load.prompt_tokens)
+        return state.handover_at(load) - max(ready_at, state.now)
 
 
-def joined(passes: Sequence[WaitingPass], costs: CostModel, most: int) -> list[int]:
-    """Choose which passes run as one, the first among them, so that the sum of all ends becomes less.
-
-    Those that are chosen end together; the others follow, one after the other, in their order. Each is taken in that
-    makes the sum less when it is its turn.
-    """
-    chosen = [0]
-    least = sum_of_ends(passes, chosen, costs)
-    for number in range(1, len(passes)):
-        if len(chosen) == most:
-            break
+def join(rows: Sequence[tuple[int, int]], costs: CostModel, most: int, longest_s: float = inf) -> list[int]:
+    """Choose rows of new tokens and context, the first and each with which the sum of all ends becomes less."""
+    alone_s = [costs.prefill.seconds(*row) for row in rows]
+    chosen, least = [0], sum_of_ends(alone_s, [0], alone_s[0])
+    for number in range(1, len(rows)):
         tried = [*chosen, number]
-        rows = [passes[each] for each in tried]
-        if len(rows) * sum(max(getattr(row, side) for row in rows) for side in ("tokens", "context")) > _MOST_PADDED:
+        some = [rows[each] for each in tried]
+        padded, seconds = len(some) * sum(map(max, zip(*some, strict=True))), costs.joined_s(some)
+        if len(tried) > most or padded > _MOST_PADDED or seconds > longest_s:
             continue
-        seconds = costs.joined_s([(row.tokens, row.context) for row in rows])
-        if seconds > min(row.limit_s for row in rows):
-            continue
-        ends = sum_of_ends(passes, tried, costs)
+        ends = sum_of_ends(alone_s, tried, seconds)
         if ends < _SOONER * least:
             chosen, least = tried, ends
     return chosen
 
 
-def sum_of_ends(passes: Sequence[WaitingPass], chosen: Sequence[int], costs: CostModel) -> float:
-    """Work out when passes end, in sum."""
-    rows = [passes[number] for number in chosen]
-    end = rows[0].seconds if len(rows) == 1 else costs.joined_s([(row.tokens, row.context) for row in rows])
-    total = end * len(rows)
-    for number, each in enumerate(passes):
-        if number not in chosen:
-            end += each.seconds
-            total += end
+def sum_of_ends(alone_s: Sequence[float], together: Sequence[int], end_s: float) -> float:
+    """When passes end, in sum: some together, then the others one after the other."""
+    total = end_s * len(together)
+    for number, seconds in enumerate(alone_s):
+        if number not in together:
+            end_s += seconds
+            total += end_s
     return total

@@ -202,23 +202,11 @@ class PrefillEstimator(_Estimator):
     """Cost of forward passes, as measured."""
 
     def __init__(self, prior: PrefillCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements.
-
-        Args:
-            prior: What is assumed before anything is measured.
-            spread: Relative error of the prior to expect, 1 sigma.
-            known: Measurements that the prior was learnt from.
-        """
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
         super().__init__((prior.base_s, prior.token_s, prior.pair_s), spread, known)
 
     def add(self, tokens: int, context: int, seconds: float) -> None:
-        """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready.
-
-        Args:
-            tokens: New ones.
-            context: Tokens before them that were ready.
-            seconds: That it took.
-        """
+        """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready."""
         self._learner.add((1.0, float(tokens), tokens * (context + tokens / 2)), seconds)
 
     @property
@@ -269,23 +257,11 @@ class DecodeEstimator(_Estimator):
     """Cost of decoding, as measured."""
 
     def __init__(self, prior: DecodeCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements.
-
-        Args:
-            prior: What is assumed before anything is measured.
-            spread: Relative error of the prior to expect, 1 sigma.
-            known: Measurements that the prior was learnt from.
-        """
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
         super().__init__((prior.base_s, prior.token_s, prior.byte_s), spread, known)
 
     def add(self, tokens: int, size: int, seconds: float) -> None:
-        """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once.
-
-        Args:
-            tokens: Of the batch.
-            size: Bytes of the batch.
-            seconds: How long it took.
-        """
+        """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once."""
         self._learner.add((1.0, float(tokens), float(size)), seconds)
 
     @property

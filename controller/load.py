@@ -17,7 +17,6 @@ from kvwire.errors import ArgumentError
 from .chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
 from .document_state import DocumentState
 from .forecast import floor_s, prefill_s
-from .passes import WantedPasses
 from .repair import RepairProgress
 from .snapshot import RECOMPUTE, PlanRequest
 
@@ -29,58 +28,18 @@ if TYPE_CHECKING:
     from .costs import CostModel
     from .documents import DocumentPlanInput
     from .events import LoadRequested
-    from .lanes import Job
-    from .snapshot import Plan
+    from .snapshot import Ints, Plan
+    from .workers import Job
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
 _REPLAN_GROWTH = 1.25  # times as many documents, after which a plan is made anew
-_MIN_UNSTARTED_SHARE = 0.75  # of chunks, so that everything can still be planned otherwise
+_LOOKS_FROM = 0.75  # share of chunks that nothing was begun for: else too little can still be planned otherwise
 _UNSEEN = 0.1  # what a chunk that the question does not look at counts: an answer may look elsewhere
 
 
 class Load:
-    """A prompt on its way.
-
-    Attributes:
-        due: Instant of the deadline, infinite without one.
-        first_s: What its first complete plan expected.
-        began: Number of the last thing begun for it.
-        came: Instant of that plan, None before.
-        asked_floor_s: ``floor_s`` then.
-        refused_s: Seconds by which it would be late, where it is refused for that.
-        known_since: Instant at which the first document was known.
-        docs: Documents that are known, in prompt order.
-        prompt_tokens: Of these.
-        table: Their chunks.
-        plan: The latest.
-        optional_repair_s: Seconds of it that repair takes and could do without.
-        plan_bytes: Of it, still to be asked for.
-        floor_s: Seconds that its open chunks need at the quality floor, by what the plan knew.
-        planned_at: When that was made.
-        is_stale: Something happened since that the plan did not foresee.
-        fresh_until: Instant before which it is not made anew unless it is stale, by what was known when something last
-            could begin; -inf where that is to be found out.
-        confirmed: How many plans in a row asked for just what was left of the one before.
-        planned_for: Bytes per second, expected and to rely on, when the plan was made.
-        waiting: Places in the table of chunks that it fetches, and their levels, next one first.
-        refine: Places of chunks that become better, and up to which level, next one first.
-        waits_until: Instant until which the decode lane waits for a finer level that is about to come; infinite where
-            it does not.
-        passes: Forward passes that the plan wants.
-        compute_s: Seconds of recomputation that it holds.
-        repair: What repairing its links may take and gives; None: they stay as they are.
-        repair_share: Share of its rows that is to be computed anew, by what is known now.
-        links: Tokens that are computed behind each document, see ``LoadRequested``.
-        in_order: How far it is repaired while it is fetched.
-        has_looked: Its question was run, and what it attends to is known.
-        sees_before: What is recomputed is to see the documents before its own.
-        wants_look: Its question could be run before the prompt is complete, and has not been.
-        is_looking: It runs.
-        joins: Its passes may be rows of a joined one.
-        overlapped_s: Of what its plan has at its end, seconds that are done beside the link.
-        fallbacks: Chunks for which a fetch or decode was given up for recomputation.
-    """
+    """A prompt on its way. Columns of chunks are in ``table``; places are rows of it."""
 
     def __init__(self, asked: LoadRequested, now: float) -> None:
         """Lay the load out; its documents come later."""
@@ -91,48 +50,48 @@ class Load:
         if links and (len(links) != asked.documents or min(links) < 0 or sum(links) > asked.query_tokens):
             msg = f"a load's link tokens are told for each document, and count in query_tokens, got {asked}"
             raise ArgumentError(msg)
-        self.number, self.goal, self.asked_at = asked.load, asked.goal, now
-        self.query_tokens = asked.query_tokens
-        self.repair = asked.repair if asked.documents > 1 or (asked.repair and asked.repair.whole) else None
-        self.repair_share = self.repair.least if self.repair else 0.0
-        self.links = links if asked.documents > 1 and self.repair is None else ()
-        self.in_order = RepairProgress(self.repair, self.links)
-        self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
-        self.is_looking = self.has_looked = False
-        self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))
-        self._costs: tuple[CostModel, CostModel] | None = None
+        self.number, self.goal, self.asked_at, self.query_tokens = asked.load, asked.goal, now, asked.query_tokens
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
-        self.first_s: float | None = None
-        self.came: float | None = None
-        self.asked_floor_s = 0.0
-        self.refused_s = 0.0
-        self.began = 0
-        self.known_since = inf
+        # Documents.
         self._slots: list[DocumentState | None] = [None] * asked.documents
-        self.docs: list[DocumentState] = []
+        self.docs: list[DocumentState] = []  # those that are known, in prompt order
+        self.known_since = inf
         self.prompt_tokens = 0
         self.table = ChunkTable()
+        self.has_prefix = False  # a variant of a document has prefix layers
+        # Repair, links and looks.
+        self.repair = asked.repair if asked.documents > 1 or (asked.repair and asked.repair.whole) else None
+        self.repair_share = self.repair.least if self.repair else 0.0  # of the rows, by what is known now
+        self.links = links if asked.documents > 1 and self.repair is None else ()
+        self.in_order = RepairProgress(self.repair, self.links)
+        self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))
+        self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
+        self.is_looking = self.has_looked = False
+        self._costs: tuple[CostModel, CostModel] | None = None
+        # The plan, and what is left of it to begin.
         self.plan: Plan | None = None
-        self.plan_bytes = 0
-        self.optional_repair_s = 0.0
-        self.floor_s, self._floor_chunks = 0.0, 0
         self.planned_at = -inf
+        self.is_stale = True  # something happened that the plan did not foresee
+        self.came: tuple[float, float] | None = None  # when its first plan was made, and its floor_s then
+        self.hurries = False  # its plan was late with short passes: it gets long ones
+        self.first_s: float | None = None  # what the first complete plan expected
+        self.refused_s = 0.0  # by which the load would be late, where it is refused for that
+        self.waiting: deque[tuple[int, int]] = deque()  # places to fetch, and their levels
+        self.refine: deque[tuple[int, int]] = deque()  # places that become finer, and up to which level
+        self.plan_bytes = 0  # still to be asked for
+        self.compute_s = 0.0  # of passes that the plan wants
+        self._wanted, self._wanted_docs = bytearray(), deque[DocumentState]()
+        self.floor_s, self._floor_chunks = 0.0, 0  # what the open chunks need at the quality floor
+        self.overlapped_s = 0.0  # of repair at the plan's end, what is done beside the link
+        self.optional_repair_s = 0.0  # of repair at its end, what could be left out
+        self.began = 0  # number of the last thing begun for it
+        self.joins = True  # its passes may be rows of a joined one
+        self.fallbacks = 0  # chunks that are recomputed since a fetch or decode came to nothing
         self._planned_docs = 0
-        self.is_stale = True
-        self.fresh_until = -inf
-        self.confirmed = 0
-        self.planned_for = 0.0, 0.0
-        self.waiting: deque[tuple[int, int]] = deque()
-        self.passes = WantedPasses(self.table)
-        self.refine: deque[tuple[int, int]] = deque()
-        self.waits_until = inf
-        self.compute_s = 0.0
-        self.fallbacks = 0
-        self.joins = True
-        self.overlapped_s = 0.0
-        self.has_prefix = False
         self._upgraded: set[int] = set()
         self._open = self._refinable = np.zeros(0, np.int64)
+
+    # Documents.
 
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
         """Make a document known."""
@@ -157,6 +116,137 @@ class Load:
         self.known_since = min(self.known_since, now)
         return doc
 
+    @property
+    def is_known(self) -> bool:
+        """Whether all documents are."""
+        return len(self.docs) == len(self._slots)
+
+    def doc(self, document: int) -> DocumentState:
+        """A document that is known."""
+        doc = self._slots[document] if 0 <= document < len(self._slots) else None
+        if doc is None:
+            msg = f"document {document} of load {self.number} is not known"
+            raise ArgumentError(msg)
+        return doc
+
+    def place(self, at: int) -> Place:
+        """The document and the number of a chunk of the table."""
+        return self.doc(self.table.document[at]), self.table.chunk[at]
+
+    def having(self, *states: ChunkState) -> Iterator[Place]:
+        """Chunks in any of some states, in prompt order."""
+        return map(self.place, self.table.having(*states))
+
+    # How far it is.
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all chunks are valid."""
+        return self.is_known and self.table.valid == len(self.table)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it is ready, refused, or cannot become ready."""
+        return bool(self.refused_s or self.table.counts[FAILED]) or self.is_ready
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
+        return bool(self.table.counts[PLANNED] or self.may_refine)
+
+    @property
+    def may_refine(self) -> bool:
+        """Whether a chunk is valid and may become finer."""
+        return self.goal.objective == "quality" and bool(self.table.held_total and self.table.counts[READY])
+
+    @property
+    def is_refining(self) -> bool:
+        """Whether a finer level of any chunk is on its way."""
+        counts = self.table.counts
+        return bool(counts[REFINING] or counts[REFINED] or counts[REDECODING])
+
+    @property
+    def can_fetch_instead(self) -> bool:
+        """Whether there is a blob of any document."""
+        return any(doc.input.has_blob for doc in self.docs)
+
+    # Passes over its documents.
+
+    def can_see_before(self, doc: DocumentState) -> bool:
+        """Whether a forward pass over a document can see all of those before it now."""
+        if not (self.sees_before and self.is_known and doc.number):
+            return False
+        if self.table.in_prompt_order:
+            return self.table.are_valid(doc.start)
+        return all(each.is_valid for each in self.docs[: doc.number])
+
+    def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
+        """The first forward pass that the plan wants and that can run now, no longer than a limit or one chunk."""
+        state, can_text, wanted, docs = self.table.state, self.table.can_text, self._wanted, self._wanted_docs
+        while docs and not (docs[0].has(PLANNED) and wanted.find(1, docs[0].start, docs[0].stop) >= 0):
+            docs.popleft()
+        for doc in docs:
+            first = doc.ready_before()
+            run: list[int] = []
+            for chunk in range(first, doc.count):
+                at = doc.start + chunk
+                if not (wanted[at] and can_text[at]) or state[at] != PLANNED:
+                    break
+                if run and costs.prefill.seconds(*doc.prefill_span(first, chunk)) > limit_s:
+                    break
+                run.append(chunk)
+            if run:
+                return doc, run
+        return None
+
+    @property
+    def wants_passes(self) -> bool:
+        """Whether the plan may have chunks left to recompute."""
+        return bool(self._wanted_docs)
+
+    def fetch_instead(self, doc: DocumentState, chunk: int) -> bool:
+        """Fetch what the plan would have recomputed of a document from a chunk on, if that chunk can be fetched."""
+        table = self.table
+        for at in range(doc.start + chunk, doc.stop):
+            lowest = table.lowest(at, self.goal.floor)
+            if self._wanted[at] and table.top[at] >= lowest >= 0:
+                self._wanted[at] = 0
+                self.waiting.append((at, lowest))
+        return not self._wanted[doc.start + chunk]
+
+    def pass_ended(self, job: Job, *, blind: bool) -> None:
+        """Take in chunks that were recomputed."""
+        doc = self.doc(job.document)
+        for chunk in job.chunks:
+            doc.move(chunk.chunk, READY)
+            doc.table.valid_level[doc.start + chunk.chunk] = -1
+        if job.behind and not blind:
+            doc.saw_before(chunk.chunk for chunk in job.chunks)
+
+    def pass_stopped(self, job: Job, bad: ChunkId | None = None, reason: str = "") -> None:
+        """Take in that a pass computed nothing; ``bad`` of it is not to be recomputed again."""
+        doc, self.is_stale = self.doc(job.document), True
+        for chunk in job.chunks:
+            if chunk == bad:
+                doc.lose(chunk.chunk, f"recomputation failed: {reason}", fetch=False)
+            else:
+                doc.move(chunk.chunk, PLANNED)
+
+    # Repair and looks.
+
+    def front(self) -> int:
+        """Tokens from the prompt's beginning on that see all before them, or did when the first repair began."""
+        if self.in_order.front is not None:
+            return self.in_order.front
+        first, *others = self.docs
+        tokens = first.tokens
+        for doc in others:
+            seeing = doc.front()
+            tokens += seeing
+            if seeing < doc.tokens:
+                break
+        return tokens
+
     def costs(self, base: CostModel) -> CostModel:
         """What computing costs, the repair of this load included."""
         rows = self._rows(self.repair_share)
@@ -165,6 +255,21 @@ class Load:
         if self._costs is None or self._costs[0] is not base or self._costs[1].repair_rows != rows:
             self._costs = base, self._repairing(base, rows)
         return self._costs[1]
+
+    def closing_s(self, costs: CostModel, share: float) -> float:
+        """Seconds from the last chunk to the first token, were a share of rows repaired."""
+        return self._repairing(costs, self._rows(share)).closing_s(self.prompt_tokens)
+
+    def _rows(self, share: float) -> int:
+        """Rows that a share takes as much as, choosing them included."""
+        if not (share and self.docs and self.repair):
+            return 0
+        first, front = (0, 0) if self.repair.whole else (self.docs[0].tokens, self.front())
+        return self.in_order.rows_left(self.repair.work(share, self.prompt_tokens, first, front), share)
+
+    def _repairing(self, costs: CostModel, rows: int) -> CostModel:
+        looks = bool(rows and self.repair and self.repair.looks and not self.has_looked)
+        return replace(costs, repair_rows=rows, repair_looks=looks)
 
     def checked_attention(self, attention: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
         """Attention as ``looked`` takes it."""
@@ -184,129 +289,9 @@ class Load:
         for doc, row in zip(self.docs, attention, strict=False):
             self.table.weigh(doc.start, [_UNSEEN + (1 - _UNSEEN) * each for each in row])
 
-    def can_see_before(self, doc: DocumentState) -> bool:
-        """Whether a forward pass over a document can see all of those before it now."""
-        if not (self.sees_before and self.is_known and doc.number):
-            return False
-        if self.table.in_prompt_order:
-            return self.table.are_valid(doc.start)
-        return all(each.is_valid for each in self.docs[: doc.number])
+    # The plan.
 
-    def front(self) -> int:
-        """Tokens from the prompt's beginning on that see all before them, or did when the first repair began."""
-        if self.in_order.front is not None:
-            return self.in_order.front
-        first, *others = self.docs
-        tokens = first.tokens
-        for doc in others:
-            seeing = doc.front()
-            tokens += seeing
-            if seeing < doc.tokens:
-                break
-        return tokens
-
-    def _rows(self, share: float) -> int:
-        """Rows that a share takes as much as, choosing them included."""
-        if not (share and self.docs and self.repair):
-            return 0
-        first, front = (0, 0) if self.repair.whole else (self.docs[0].tokens, self.front())
-        work = self.repair.work(share, self.prompt_tokens, first, front)
-        return self.in_order.rows_left(work, share)
-
-    def _repairing(self, costs: CostModel, rows: int) -> CostModel:
-        looks = bool(rows and self.repair and self.repair.looks and not self.has_looked)
-        return replace(costs, repair_rows=rows, repair_looks=looks)
-
-    def closing_s(self, costs: CostModel, share: float) -> float:
-        """Seconds from the last chunk to the first token, were a share of rows repaired."""
-        return self._repairing(costs, self._rows(share)).closing_s(self.prompt_tokens)
-
-    def pass_ended(self, job: Job, *, blind: bool) -> None:
-        """Take in chunks that were recomputed."""
-        doc = self.doc(job.document)
-        for chunk in job.chunks:
-            doc.move(chunk.chunk, READY)
-            doc.table.valid_level[doc.start + chunk.chunk] = -1
-        if job.behind and not blind:
-            doc.saw_before(chunk.chunk for chunk in job.chunks)
-
-    def pass_failed(self, job: Job, bad: ChunkId, reason: str) -> None:
-        """Take in that a pass failed: nothing of it is valid."""
-        doc, self.is_stale = self.doc(job.document), True
-        for chunk in job.chunks:
-            if chunk == bad:
-                doc.lose(chunk.chunk, f"recomputation failed: {reason}", fetch=False)
-            else:
-                doc.move(chunk.chunk, PLANNED)
-
-    def pass_stopped(self, job: Job) -> None:
-        """Take in that a pass was stopped: every way is open for its chunks again."""
-        doc, self.is_stale = self.doc(job.document), True
-        for chunk in job.chunks:
-            doc.move(chunk.chunk, PLANNED)
-
-    def doc(self, document: int) -> DocumentState:
-        """A document that is known."""
-        doc = self._slots[document] if 0 <= document < len(self._slots) else None
-        if doc is None:
-            msg = f"document {document} of load {self.number} is not known"
-            raise ArgumentError(msg)
-        return doc
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all documents are."""
-        return len(self.docs) == len(self._slots)
-
-    def place(self, at: int) -> Place:
-        """The document and the number of a chunk of the table."""
-        return self.doc(self.table.document[at]), self.table.chunk[at]
-
-    def having(self, *states: ChunkState) -> Iterator[Place]:
-        """Chunks in any of some states, in prompt order."""
-        return map(self.place, self.table.having(*states))
-
-    @property
-    def floor_left_s(self) -> float:
-        """What is left of ``floor_s`` for chunks that nothing was begun for since the plan, taken for alike."""
-        return self.floor_s * self.table.counts[PLANNED] / max(self._floor_chunks, 1)
-
-    @property
-    def refine_bytes(self) -> int:
-        """Of finer levels that the plan names, still to be asked for."""
-        sizes, valid = self.table.sizes, self.table.valid_level
-        return sum(sizes[level][at] - sizes[max(valid[at], 0)][at] for at, level in self.refine)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all chunks are valid."""
-        return self.is_known and self.table.valid == len(self.table)
-
-    @property
-    def may_end(self) -> bool:
-        """Whether it is ready, refused, or cannot become ready."""
-        counts = self.table.counts
-        if self.refused_s or counts[FAILED]:
-            return True
-        return not counts[PLANNED] and self.is_ready
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
-        return bool(self.table.counts[PLANNED] or self.may_refine)
-
-    @property
-    def may_refine(self) -> bool:
-        """Whether a chunk is valid and may become finer."""
-        return self.goal.objective == "quality" and bool(self.table.held_total and self.table.counts[READY])
-
-    @property
-    def is_refining(self) -> bool:
-        """Whether a finer level of any chunk is on its way."""
-        counts = self.table.counts
-        return bool(counts[REFINING] or counts[REFINED] or counts[REDECODING])
-
-    def request(self, base: PlanRequest, *, alone: bool = True) -> PlanRequest:
+    def request(self, base: PlanRequest, *, alone: bool) -> PlanRequest:
         """What a plan for the open chunks depends on."""
         costs = base.costs
         heads = {
@@ -330,16 +315,14 @@ class Load:
         return replace(
             base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs,
             look_s=costs.look_s(round(self.prompt_tokens / share)) if self._may_look else None,
-            is_weighed=self.table.is_weighed,
+            was_to_look=bool(self.plan and self.plan.looks), is_weighed=self.table.is_weighed,
         )  # fmt: skip
 
     @property
     def _may_look(self) -> bool:
         """Whether plans may count on a look: it was planned before, or hardly anything is begun."""
-        if not self.wants_look:
-            return False
-        least = _MIN_UNSTARTED_SHARE * len(self.table)
-        return bool(self.plan and self.plan.looks) or self.table.counts[PLANNED] >= least
+        planned = bool(self.plan and self.plan.looks)
+        return self.wants_look and (planned or self.table.counts[PLANNED] >= _LOOKS_FROM * len(self.table))
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last."""
@@ -356,35 +339,37 @@ class Load:
         order = np.asarray(plan.order, np.int64)
         if self.in_order.wants_order and self.is_known and not recomputed.any():
             order = np.sort(order)  # nothing is to meet it from the front
-        before = self.waiting, self.refine
         self.waiting = deque(zip(self._open[order].tolist(), levels[order].tolist(), strict=True))
-        wanted_alike = self.passes.want(self._open[recomputed], self._open, self.doc)
-        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self.passes else 0.0
+        self._want(self._open[recomputed])
+        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self._wanted_docs else 0.0
         self.floor_s, self._floor_chunks = floor_s(request), len(self._open)
         self._upgraded = set(self._open[[*plan.upgraded]].tolist()) if plan.upgraded else set()
         some, finer = request.refinable, np.asarray(plan.refine, np.int64)
         one_more = (some.level[finer] + 1).tolist() if some else []
         self.refine = deque(zip(self._refinable[finer].tolist(), plan.refine_levels or one_more, strict=True))
-        same = self.waiting == before[0] and self.refine == before[1]
-        self.confirmed = self.confirmed + 1 if same and wanted_alike else 0
+
+    def _want(self, places: Ints) -> None:
+        """Take over which chunks are to be recomputed."""
+        self._wanted, self._wanted_docs = bytearray(len(self.table)), deque()
+        if len(places):
+            np.frombuffer(self._wanted, np.uint8)[places] = 1
+            documents = np.flatnonzero(np.bincount(self.table.look("document")[places]))
+            self._wanted_docs.extend(map(self.doc, documents.tolist()))
 
     def levels_of(self, plan: Plan) -> dict[int, int]:
         """What a plan for the request made last has for each open chunk, by its place; RECOMPUTE among them."""
         return dict(zip(self._open.tolist(), plan.levels.tolist(), strict=True))
 
     @property
-    def can_fetch_instead(self) -> bool:
-        """Whether there is a blob of any document."""
-        return any(doc.input.has_blob for doc in self.docs)
+    def floor_left_s(self) -> float:
+        """What is left of ``floor_s`` for chunks that nothing was begun for since the plan, taken for alike."""
+        return self.floor_s * self.table.counts[PLANNED] / max(self._floor_chunks, 1)
 
-    def fetch_instead(self, doc: DocumentState, chunk: int) -> None:
-        """Fetch what the plan would have recomputed of a document from a chunk on, which could only wait for it."""
-        table = self.table
-        for at in range(doc.start + chunk, doc.stop):
-            lowest = table.lowest(at, self.goal.floor)
-            if self.passes.wants(at) and table.top[at] >= lowest >= 0:
-                self.passes.give_up(at)
-                self.waiting.append((at, lowest))
+    @property
+    def refine_bytes(self) -> int:
+        """Of finer levels that the plan names, still to be asked for."""
+        sizes, valid = self.table.sizes, self.table.valid_level
+        return sum(sizes[level][at] - sizes[max(valid[at], 0)][at] for at, level in self.refine)
 
     def reason(self, at: int) -> str:
         """Why the plan does with a chunk what it does."""

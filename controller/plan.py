@@ -133,7 +133,9 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
         share = (request.left_s - finish_s[fits]) / (finish_s[fits + 1] - finish_s[fits])
         after += float(share * (error[fits + 1] - after))
     tokens = int(request.chunks.tokens.sum())
-    return max(float(error[-1]), _LOOKED * after) / tokens < _mixed(request, timeline, row, split)
+    return request.was_to_look or max(float(error[-1]), _LOOKED * after) / tokens < _mixed(
+        request, timeline, row, split
+    )
 
 
 def _with_refinements(plan: Plan, some: UpgradeCandidates, order: Ints, levels: Ints) -> Plan:
@@ -216,8 +218,7 @@ def _upgraded(request: PlanRequest, timeline: Timeline, row: int, split: int) ->
     more = chunks.sizes[now + 1, able] - chunks.sizes[now, able]
     gain = chunks.tokens[able] * (chunks.errors[now, able] - chunks.errors[now + 1, able])
     # A chunk that grows holds up the link and its own decode; both at once is the most that it can cost.
-    byte_s = request.costs.decode.byte_s + np.where(able == order[-1], request.last_decode.byte_s, 0.0)
-    costs = more / max(request.bandwidth_low, 1.0) + byte_s * more
+    costs = more / max(request.bandwidth_low, 1.0) + request.costs.decode.byte_s * more
     best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
     left = (inf if request.left_s is None else request.left_s) - plan.finish_s
     chosen = able[best[: int(np.searchsorted(np.cumsum(costs[best]), left, side="right"))]]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .costs import SHORTEST_S
 from .forecast import decode_s, unfetched_s, wire_s
 from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
-    from .costs import DecodeCost
     from .snapshot import Floats, Ints, PlanRequest, UpgradeCandidates
 
 
@@ -37,7 +35,7 @@ class Refining:
         # With one worker refinements wait for all other work, with two for all other decoding.
         self._lane_s = decoding_s
         if request.workers == 1:
-            self._lane_s = self.ready_s - self._closing_s - committed.last_s
+            self._lane_s = self.ready_s - self._closing_s
         first = float(committed.wire.sum()) + committed.ahead_bytes  # what others ask for comes before
         self._link_s = request.lead_s + first / max(request.bandwidth_low, SLOWEST)
 
@@ -100,12 +98,12 @@ class Refining:
         """What raising each candidate to each level takes of the link and of the decode lane ``[L, m]``."""
         some, request = self._some, self._request
         more = some.sizes - some.sizes[some.level, np.arange(len(some.level))]
-        wire = wire_s(request, more, request.bandwidth_low)
+        wire = wire_s(more, request.bandwidth_low)
         return wire, decode_s(request, some.tokens, some.sizes)
 
     def end_s(self, levels: Ints) -> float:
         """Expect the first token where candidates are raised to some levels."""
-        some, request = self._some, self._request
+        some = self._some
         (raised,) = (levels > some.level).nonzero()
         if not len(raised):
             return self.ready_s
@@ -113,13 +111,6 @@ class Refining:
         wire, work = wires[to, raised].cumsum(), works[to, raised]
         done = work.cumsum()
         end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
-        # What comes last is decoded alone.
-        last = raised[-1]
-        alone_s = request.last_decode.seconds(int(some.tokens[last]), int(some.sizes[to[-1], last]))
-        if request.workers == 1:
-            end += alone_s
-        else:
-            end = max(end, self._link_s + float(wire[-1] + work[-1]) + alone_s)
         return max(self.ready_s, end + self._closing_s)
 
 
@@ -134,70 +125,3 @@ def raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> In
         range(1, len(steps) + 1), left_s, key=lambda count: finer.end_s(finer.upgraded(levels, steps[:count]))
     )
     return finer.upgraded(levels, steps[:count])
-
-
-def decodable(
-    left_s: float,
-    valid: Ints,
-    level: Ints,
-    *,
-    tokens: Ints,
-    sizes: Ints,
-    errors: Floats,
-    cost: DecodeCost,
-    threads: int = 1,
-) -> Ints:
-    """Choose what becomes of refinements that have come where not all of them can be decoded in time.
-
-    Of all steps from what is valid to what came, those that remove most error per second go first; a chunk's next step
-    never removes more per second than the one before it (so that this is the greedy way of a multiple-choice knapsack).
-    """
-    column = np.arange(len(valid))
-    takes_s = tokens * cost.token_s + sizes * cost.byte_s
-    whole_s = np.where(level > valid, takes_s[level, column], 0.0)
-    busiest_s = max(float(whole_s.sum()) / threads, float(whole_s.max(initial=0.0)))  # no thread shares a chunk
-    if not busiest_s or busiest_s <= left_s:
-        return level
-    steps = _steps(valid, level, np.where(takes_s <= left_s, takes_s, np.inf), tokens * errors)
-    chosen, room_s = valid.copy(), left_s * threads
-    fitting = int(np.searchsorted(np.cumsum(steps.more_s), room_s, side="right"))
-    chosen[steps.chunk[:fitting]] = steps.to[:fitting]  # in order, so that a chunk's last step counts
-    room_s -= float(steps.more_s[:fitting].sum())
-    for at in (fitting + np.flatnonzero(steps.more_s[fitting:] <= room_s)).tolist():
-        chunk = steps.chunk[at]
-        if steps.more_s[at] <= room_s and chosen[chunk] == steps.start[at]:
-            chosen[chunk], room_s = steps.to[at], room_s - float(steps.more_s[at])
-    return chosen
-
-
-class _Steps(NamedTuple):
-    """Steps of chunks to finer levels, most error removed per second first ``[s]``."""
-
-    chunk: Ints
-    start: Ints
-    to: Ints
-    more_s: Floats
-
-
-def _steps(valid: Ints, level: Ints, takes_s: Floats, errors: Floats) -> _Steps:
-    """Steps from what is valid to what came, those left out that remove less per second than the next one.
-
-    takes_s: Seconds up to each level, infinite where there is no time for it ``[L, m]``. errors: Likewise, over all
-    tokens of a chunk ``[L, m]``.
-    """
-    column, levels = np.arange(len(valid)), np.arange(len(takes_s))[:, None]
-    start, spent_s, before = valid, np.zeros(len(valid)), np.full(len(valid), np.inf)
-    found = []
-    for _ in range(int((level - valid).max())):
-        open_ = (levels > start) & (levels <= level)
-        gain = (errors[start, column] - errors) / np.maximum(takes_s - spent_s, SHORTEST_S)
-        gain = np.where(open_, gain, 0.0)
-        to = gain.argmax(axis=0)
-        best, ends_s = np.minimum(gain[to, column], before), takes_s[to, column]  # rounding changes no order
-        some = np.flatnonzero(best > 0)
-        found.append((some, start[some], to[some], (ends_s - spent_s)[some], best[some]))
-        start, spent_s = np.where(best > 0, to, start), np.where(best > 0, ends_s, spent_s)
-        before = best
-    chunk, begins, ends, more_s, best = (np.concatenate(part) for part in zip(*found, strict=True))
-    order = np.argsort(-best, kind="stable")
-    return _Steps(chunk[order], begins[order], ends[order], more_s[order])

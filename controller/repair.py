@@ -71,14 +71,7 @@ class RepairOption:
             raise ArgumentError(msg)
 
     def error_left(self, share: float) -> float:
-        """The error of links once a share of rows was repaired.
-
-        Args:
-            share: 0 to 1.
-
-        Returns:
-            The error; between measured shares on a straight line, beyond them as at the last one.
-        """
+        """The error of links once a share of rows was repaired."""
         at = bisect_right(self.shares, share)
         if at == len(self.shares):
             return self.error * self.left[-1]
@@ -87,17 +80,7 @@ class RepairOption:
         return self.error * (self.left[at - 1] + part * (self.left[at] - self.left[at - 1]))
 
     def work(self, share: float, tokens: int, first: int, front: int = 0) -> int:
-        """Rows that a repair takes as much as, choosing them included.
-
-        Args:
-            share: Of the prompt's rows, 0 to 1.
-            tokens: Of all documents.
-            first: Of the first document.
-            front: Tokens from the prompt's beginning on that see all that stands before them; at least ``first``.
-
-        Returns:
-            How many.
-        """
+        """Rows that a repair takes as much as, choosing them included."""
         if not share:
             return 0
         rows = rows_of(share, tokens, first, front)
@@ -108,16 +91,7 @@ class RepairOption:
         return sorted({self.least, self.most, *(share for share in _GRID if self.least < share < self.most)})
 
     def best(self, left_s: float, closing_s: Callable[[float], float], coding: Sequence[tuple[float, float]]) -> float:
-        """Choose the share with the least error in time; of those that are as good, the smallest.
-
-        Args:
-            left_s: Seconds until the first token is due.
-            closing_s: Seconds from the last chunk to the first token, by the share.
-            coding: Seconds after which all chunks could be at a level, and their error then, coarsest level first.
-
-        Returns:
-            The share; ``least`` where no other is in time at the coarsest level.
-        """
+        """Choose the share with the least error in time; of those that are as good, the smallest."""
         errors: dict[float, float] = {}
         for share in self.candidates():
             spare_s = left_s - closing_s(share)
@@ -128,16 +102,7 @@ class RepairOption:
         return next((share for share, error in errors.items() if error <= good), self.least)
 
     def most_within(self, left_s: float, closing_s: Callable[[float], float], most: float) -> float:
-        """Choose the greatest share that is in time.
-
-        Args:
-            left_s: Seconds until the first token is due.
-            closing_s: Seconds from now to the first token, by the share.
-            most: Not more than this.
-
-        Returns:
-            The share, of the candidates; ``least`` where none is in time.
-        """
+        """Choose the greatest share that is in time."""
         able = (share for share in self.candidates() if share <= most and closing_s(share) <= left_s)
         return max(able, default=self.least)
 
@@ -186,10 +151,7 @@ class RepairProgress:
     Attributes:
         share: Of the rows, those that are computed in all; None before the first job begins, fixed from then on.
         front: What the load's front was when the first job of a share began, fixed from then on; None before.
-        documents: How many documents from the prompt's beginning on have theirs.
-        left: Rows of the share that no job has computed; None before the first one has ended.
         refused: Documents that would have been next when there was no time for it beside the link.
-        is_running: A job is under way.
     """
 
     def __init__(self, option: RepairOption | None, links: Sequence[int] = ()) -> None:
@@ -198,9 +160,9 @@ class RepairProgress:
         self._links = links
         self.share: float | None = None
         self.front: int | None = None
-        self.documents = self.refused = 0
-        self.left: int | None = None
-        self.is_running = False
+        self.documents = self.refused = 0  # how many documents from the prompt's beginning on have theirs
+        self.left: int | None = None  # rows of the share that no job has computed; None before the first one has ended
+        self.is_running = False  # A job is under way
 
     def may_begin(self, share: float, *, has_looked: bool) -> bool:
         """Whether documents may be repaired before the last chunk is here."""

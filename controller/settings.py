@@ -56,14 +56,7 @@ class Goal:
             raise ArgumentError(msg)
 
     def verdict(self, ttft_s: float) -> str:
-        """Say in words whether a first token is in time.
-
-        Args:
-            ttft_s: Seconds from the asking to it.
-
-        Returns:
-            By how much it is in time or late.
-        """
+        """Say in words whether a first token is in time."""
         if self.deadline_s is None:
             return "all chunks are ready"
         left_s = self.deadline_s - ttft_s
@@ -71,15 +64,7 @@ class Goal:
 
     @classmethod
     def within(cls, deadline_s: float | None, *, floor: int = 0) -> Goal:
-        """The best quality within a deadline, or the soonest first token where there is none.
-
-        Args:
-            deadline_s: Seconds to the first token; None: no deadline.
-            floor: The lowest level to use where there is a choice.
-
-        Returns:
-            The goal.
-        """
+        """The best quality within a deadline, or the soonest first token where there is none."""
         return cls(objective="earliest" if deadline_s is None else "quality", deadline_s=deadline_s, floor=floor)
 
 
@@ -135,16 +120,7 @@ class ControllerSettings:
 
     @classmethod
     def suited(cls, *, on_gpu: bool, threads: int = 1, interrupts: bool = False) -> Self:
-        """What suits a machine: what loaders ship, and what simulations play.
-
-        Args:
-            on_gpu: A GPU decodes and computes, side by side.
-            threads: Of a processor, that decode chunks side by side.
-            interrupts: The engine can stop a forward pass that runs.
-
-        Returns:
-            The settings.
-        """
+        """What suits a machine: what loaders ship, and what simulations play."""
         if on_gpu:
             return cls(workers=2, decode_batch=_GPU_BATCH, interrupts=interrupts)
         return cls(workers=1, decode_batch=_ROUNDS * threads, decode_threads=threads, interrupts=interrupts)

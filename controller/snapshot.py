@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from .costs import DecodeCost
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,42 +30,28 @@ RECOMPUTE = -1
 SLOWEST = 1.0
 """Bytes per second below which a link is dead. Not 0: finishing times must stay finite so that they can be compared."""
 
-NOTHING_MORE = DecodeCost(0.0, 0.0)
-"""Where a chunk alone costs what one among many does."""
-
 
 @dataclass(frozen=True, eq=False)
 class Columns:
     """Chunks as columns; n of them, L levels at most.
 
     Attributes:
-        document: Number of its document ``[n]``.
-        chunk: Number in its document ``[n]``.
-        tokens: Of each ``[n]``.
-        context: Tokens before the chunk in its document ``[n]``.
-        sizes: Bytes of levels 0..k ``[L, n]``; the last level that a chunk has is repeated.
-        errors: Once decoded up to level k ``[L, n]``; repeated likewise.
-        top: Finest level that can be fetched, -1 for none ``[n]``.
-        finest: The document's finest ``[n]``.
-        exact_error: What a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
-        can_text: The chunk can be recomputed ``[n]``.
         prefix_s: Seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``.
-        layered: A finer level adds to the coarser ones ``[n]``; None: it does for all.
         floor: The document's own: coarser levels are not fetched, and count as this one ``[n]``; None: 0 for all.
     """
 
-    document: Ints
-    chunk: Ints
-    tokens: Ints
-    context: Ints
-    sizes: Ints
-    errors: Floats
-    top: Ints
-    finest: Ints
-    exact_error: Floats
-    can_text: Flags
+    document: Ints  # number of its document ``[n]``
+    chunk: Ints  # number in its document ``[n]``
+    tokens: Ints  # of each ``[n]``
+    context: Ints  # tokens before the chunk in its document ``[n]``
+    sizes: Ints  # bytes of levels 0..k ``[L, n]``; the last level that a chunk has is repeated
+    errors: Floats  # once decoded up to level k ``[L, n]``; repeated likewise
+    top: Ints  # finest level that can be fetched, -1 for none ``[n]``
+    finest: Ints  # the document's finest ``[n]``
+    exact_error: Floats  # what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``
+    can_text: Flags  # the chunk can be recomputed ``[n]``
     prefix_s: Floats
-    layered: Flags | None = None
+    layered: Flags | None = None  # A finer level adds to the coarser ones ``[n]``; None: it does for all
     floor: Ints | None = None
 
     @property
@@ -125,23 +109,14 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class UpgradeCandidates:
-    """Chunks that have been fetched, or are being fetched, and could become better; m of them.
+    """Chunks that have been fetched, or are being fetched, and could become better; m of them."""
 
-    Attributes:
-        level: Asked for so far ``[m]``.
-        top: The finest that they could become ``[m]``.
-        sizes: Bytes, as in ``Columns`` ``[L, m]``.
-        errors: As in ``Columns`` ``[L, m]``.
-        tokens: ``[m]``.
-        ready: Valid in the prompt and idle, so that a refinement can be asked for now ``[m]``.
-    """
-
-    level: Ints
-    top: Ints
-    sizes: Ints
-    errors: Floats
-    tokens: Ints
-    ready: Flags
+    level: Ints  # asked for so far ``[m]``
+    top: Ints  # the finest that they could become ``[m]``
+    sizes: Ints  # bytes, as in ``Columns`` ``[L, m]``
+    errors: Floats  # as in ``Columns`` ``[L, m]``
+    tokens: Ints  # ``[m]``
+    ready: Flags  # valid in the prompt and idle, so that a refinement can be asked for now ``[m]``
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,19 +125,13 @@ class CommittedWork:
 
     Attributes:
         wire: Bytes that each open fetch still needs, in the order of the requests ``[q]``.
-        work_s: Decoding that each brings ``[q]``.
-        prefill_s: Recomputing that runs or waits.
-        decode_s: Decoding that runs or waits.
-        ahead_bytes: What others will fetch first.
-        last_s: Decoding that is added where nothing more is fetched, since what comes last is decoded alone.
     """
 
     wire: Floats = field(default_factory=lambda: np.zeros(0))
-    work_s: Floats = field(default_factory=lambda: np.zeros(0))
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    ahead_bytes: float = 0.0
-    last_s: float = 0.0
+    work_s: Floats = field(default_factory=lambda: np.zeros(0))  # decoding that each brings ``[q]``
+    prefill_s: float = 0.0  # recomputing that runs or waits
+    decode_s: float = 0.0  # decoding that runs or waits
+    ahead_bytes: float = 0.0  # what others will fetch first
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,15 +150,14 @@ class PlanRequest:
         left_s: Seconds until the first token is due, None for no deadline; the reserve is taken off already.
         lead_s: Until the link delivers again, at most one time to first byte.
         ttfb_s: Seconds that a request waits for its first byte.
-        parallel: Requests that may be open at a time.
         workers: 1: decoding and recomputing take turns; 2: a lane each.
         now: The instant, for policies that look into the future.
         look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
             where that is not wanted, or is done.
+        was_to_look: The plan before was to look: what is fetched since is what a look needs.
         is_weighed: Errors of chunks are weighed by what the question attends to.
         pass_chunks: Chunks of a forward pass at most, where passes are kept short; infinite: all of a run.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
-        last_decode: What decoding the chunk that comes last, and alone, takes beyond what one among many takes.
     """
 
     chunks: Columns
@@ -203,14 +171,13 @@ class PlanRequest:
     left_s: float | None = None
     lead_s: float = 0.0
     ttfb_s: float = 0.0
-    parallel: int = 1
     workers: int = 1
     now: float = 0.0
     look_s: float | None = None
+    was_to_look: bool = False
     is_weighed: bool = False
     pass_chunks: float = inf
     risk: float = 0.0
-    last_decode: DecodeCost = NOTHING_MORE
 
     @cached_property
     def prefill_s(self) -> Floats:

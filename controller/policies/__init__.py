@@ -6,18 +6,9 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.controller.plan import Adaptive
-    from kvwire.controller.policies.cacheblend import CacheBlend
     from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
-    from kvwire.controller.policies.fixed import Fixed
-    from kvwire.controller.policies.raw import Raw
-    from kvwire.controller.policies.text import TextOnly
-    from kvwire.controller.snapshot import (
-        RECOMPUTE,
-        Plan,
-        PlanRequest,
-        Policy,
-        RepairRule,
-    )
+    from kvwire.controller.policies.simple import CacheBlend, Fixed, Raw, TextOnly
+    from kvwire.controller.snapshot import RECOMPUTE, Plan, PlanRequest, Policy, RepairRule
 
 __all__ = [
     "RECOMPUTE",
@@ -39,17 +30,8 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.controller.plan": ("Adaptive",),
-        "kvwire.controller.snapshot": (
-            "Plan",
-            "PlanRequest",
-            "Policy",
-            "RECOMPUTE",
-            "RepairRule",
-        ),
-        "kvwire.controller.policies.cacheblend": ("CacheBlend",),
+        "kvwire.controller.snapshot": ("RECOMPUTE", "Plan", "PlanRequest", "Policy", "RepairRule"),
         "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact", "CacheGenTimed"),
-        "kvwire.controller.policies.fixed": ("Fixed",),
-        "kvwire.controller.policies.raw": ("Raw",),
-        "kvwire.controller.policies.text": ("TextOnly",),
+        "kvwire.controller.policies.simple": ("CacheBlend", "Fixed", "Raw", "TextOnly"),
     },
 )

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..forecast import Timeline, prefill_s
 from ..snapshot import RECOMPUTE, SLOWEST
-from .sequential import sequential_plan
+from .simple import sequential_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

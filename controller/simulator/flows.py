@@ -17,27 +17,16 @@ _BURST_BYTES = 14_600  # ten packets, the initial window of RFC 6928
 
 @dataclass(eq=False)
 class Flow:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        fetch: That is answered.
-        asked: Instant of the request.
-        begins: Instant at which the round trip ends.
-        left: Bytes still to come.
-        fails_at: At how many bytes still to come it breaks off, below 0 for never.
-        corrupt: It cannot be decoded.
-        begun: The round trip is over.
-        is_heard: So is the wait behind others.
-    """
-
-    fetch: Fetch
-    asked: float
-    begins: float
-    left: float
-    fails_at: float
-    corrupt: bool
-    begun: bool = False
-    is_heard: bool = False
+    fetch: Fetch  # that is answered
+    asked: float  # instant of the request
+    begins: float  # instant at which the round trip ends
+    left: float  # bytes still to come
+    fails_at: float  # at how many bytes still to come it breaks off, below 0 for never
+    corrupt: bool  # it cannot be decoded
+    begun: bool = False  # the round trip is over
+    is_heard: bool = False  # so is the wait behind others
 
     @property
     def burst(self) -> float:

@@ -70,15 +70,7 @@ class Model:
         return 2 * self.layers * self.heads * (self.key_dim + self.value_dim)
 
     def prefill_flops(self, tokens: int, context: int = 0) -> float:
-        """Count the operations of a forward pass under a causal mask.
-
-        Args:
-            tokens: New ones.
-            context: Tokens before them.
-
-        Returns:
-            Operations.
-        """
+        """Count the operations of a forward pass under a causal mask."""
         return tokens * (self.token_flops + self.pair_flops * (context + tokens / 2))
 
 

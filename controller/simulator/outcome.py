@@ -94,26 +94,7 @@ class Outcome:
         refused: bool = False, repair: float = 0.0, link_error: float = 0.0,
         attention: Sequence[Sequence[float]] = (),
     ) -> Outcome:  # fmt: skip
-        """Count up what was decided; without decisions the load failed.
-
-        Args:
-            documents: The variants that were taken, in prompt order.
-            decisions: None: the load failed.
-            reason: Of the last plan, in words.
-            ready_s: Until all chunks were ready.
-            ttft_s: Until the first token.
-            deadline_s: Seconds to the first token; None: no deadline.
-            received: Bytes over the link.
-            asked_at: Instant of the asking.
-            spans: What was done when.
-            refused: It would have been late.
-            repair: Share of the prompt's rows that was computed anew.
-            link_error: What that left of the error of links.
-            attention: What the question attends to, see ``Looked``; empty: all alike.
-
-        Returns:
-            The outcome.
-        """
+        """Count up what was decided; without decisions the load failed."""
         error, seen_error, used, recomputed, tokens = 0.0, 0.0, 0, 0, 0
         levels = [0] * max((document.finest + 1 for document in documents), default=0)
         for decision in decisions:

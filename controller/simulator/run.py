@@ -24,38 +24,24 @@ class Run:
     """A load.
 
     Attributes:
-        arrival: What was asked for, and when.
-        number: For the controller.
-        chunks: How many it has.
-        received: Bytes that came for it.
-        corrupt: Chunks that cannot be decoded.
-        here: Level up to which a chunk's bytes are here.
-        valid: Chunks that are in the prompt.
-        spans: What was done for it so far.
         variants: Which of its blobs a document is fetched from; 0 where nothing was fetched.
-        refused: It was not admitted.
-        looked: It is known what the question attends to.
-        repaired: Documents whose rows are computed, or being so.
-        rows: How many rows have been.
-        share: Of the rows, those that are in all; 0 before the first are.
-        outcome: How it ended; None before.
     """
 
-    arrival: LoadArrival
-    number: int
-    chunks: int
-    received: float = 0.0
-    corrupt: set[ChunkId] = field(default_factory=set)
-    here: dict[ChunkId, int] = field(default_factory=dict)
-    valid: set[ChunkId] = field(default_factory=set)
-    spans: list[Span] = field(default_factory=list)
+    arrival: LoadArrival  # what was asked for, and when
+    number: int  # for the controller
+    chunks: int  # how many it has
+    received: float = 0.0  # bytes that came for it
+    corrupt: set[ChunkId] = field(default_factory=set)  # chunks that cannot be decoded
+    here: dict[ChunkId, int] = field(default_factory=dict)  # level up to which a chunk's bytes are here
+    valid: set[ChunkId] = field(default_factory=set)  # chunks that are in the prompt
+    spans: list[Span] = field(default_factory=list)  # what was done for it so far
     variants: dict[int, int] = field(default_factory=dict)
-    refused: bool = False
-    looked: bool = False
-    repaired: int = 0
-    rows: int = 0
-    share: float = 0.0
-    outcome: Outcome | None = None
+    refused: bool = False  # it was not admitted
+    looked: bool = False  # it is known what the question attends to
+    repaired: int = 0  # documents whose rows are computed, or being so
+    rows: int = 0  # how many rows have been
+    share: float = 0.0  # of the rows, those that are in all; 0 before the first are
+    outcome: Outcome | None = None  # how it ended; None before
     _under_way: int = 0
     _all: int = 0
 

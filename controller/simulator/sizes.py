@@ -47,34 +47,21 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class ChunkRates:
-    """One measured chunk.
+    """One measured chunk."""
 
-    Attributes:
-        bits: For each element that are fetched, by level.
-        errors: By level.
-    """
-
-    bits: tuple[float, ...]
-    errors: tuple[float, ...]
+    bits: tuple[float, ...]  # for each element that are fetched, by level
+    errors: tuple[float, ...]  # by level
 
 
 @dataclass(frozen=True)
 class MethodRates:
-    """One way of coding.
+    """One way of coding."""
 
-    Attributes:
-        levels: Their names.
-        layered: A finer level adds to the coarser ones.
-        prefix_share: Share of the forward pass that a reader computes before decoding.
-        firsts: Chunks at the beginning of a document; whole ones only.
-        others: Chunks behind the first; whole ones only.
-    """
-
-    levels: tuple[str, ...]
-    layered: bool
-    prefix_share: float
-    firsts: tuple[ChunkRates, ...]
-    others: tuple[ChunkRates, ...]
+    levels: tuple[str, ...]  # their names
+    layered: bool  # A finer level adds to the coarser ones
+    prefix_share: float  # share of the forward pass that a reader computes before decoding
+    firsts: tuple[ChunkRates, ...]  # chunks at the beginning of a document; whole ones only
+    others: tuple[ChunkRates, ...]  # chunks behind the first; whole ones only
 
 
 @cache

@@ -44,15 +44,7 @@ class Steering:
             raise ArgumentError(msg)
 
     def delays(self, event: ev.Event, instructions: Sequence[ev.Instruction]) -> list[float]:
-        """Work out what one event takes.
-
-        Args:
-            event: The event.
-            instructions: That it led to.
-
-        Returns:
-            Seconds until it is decided, then until each instruction is carried out.
-        """
+        """Work out what one event takes."""
         decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s
         decided += self.decided_s if instructions else 0.0
         requests = accumulate((isinstance(each, ev.Fetch) for each in instructions), initial=0)
@@ -64,15 +56,11 @@ FREE = Steering()
 
 
 class Inbox:
-    """Events that have happened and that the driver has not heard of; first in, first out.
-
-    Attributes:
-        free_at: Instant from which on the driver can hear of the next one.
-    """
+    """Events that have happened and that the driver has not heard of; first in, first out."""
 
     def __init__(self) -> None:
         """Start empty and free."""
-        self.free_at = 0.0
+        self.free_at = 0.0  # instant from which on the driver can hear of the next one
         self._waiting: deque[tuple[ev.Event, float, Flow | None]] = deque()
         self._is_opened = False  # the header that the first one tells of
 

@@ -91,14 +91,12 @@ def plan_requests(draw):
         prompt_tokens=int(chunks.tokens.sum()),
         committed=CommittedWork(
             np.array([left for left, _ in fetches]), np.array([work for _, work in fetches]), draw(SECONDS),
-            draw(SECONDS), draw(st.floats(0, 1e6)), draw(SECONDS),
+            draw(SECONDS), draw(st.floats(0, 1e6)),
         ),
-        last_decode=DecodeCost(draw(st.floats(0, 0.01)), draw(st.floats(0, 1e-4)), draw(st.floats(0, 1e-7))),
         left_s=deadline,
         refinable=draw(st.one_of(st.none(), refinables())),
         lead_s=draw(SECONDS),
         ttfb_s=draw(st.floats(0, 0.1)),
-        parallel=draw(st.integers(1, 8)),
         workers=draw(st.sampled_from([1, 2])),
         pass_chunks=draw(st.sampled_from([inf, inf, 1.0, 2.0, 3.0])),
     )  # fmt: skip

@@ -299,7 +299,7 @@ def test_whoever_left_gets_nothing_more():
     steps = ByHand(Goal(), document(2))
     fetch = steps.begin()
     out = steps.tell(ev.LoadAbandoned(0))
-    assert ev.Cancel(fetch.chunk, "nobody waits for it any more") in out
+    assert ev.Cancel(fetch.chunk, "its load is over") in out
     assert steps.tell(ev.ChunkArrived(fetch.chunk, 0)) == []
     assert steps.controller.held_bytes == 0
     assert steps.controller.wake_at == inf

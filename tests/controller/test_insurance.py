@@ -157,14 +157,9 @@ def end_s(finer, request, some, levels):
     if not len(raised):
         return finer.ready_s
     sizes, tokens = some.sizes[levels[raised], raised], some.tokens[raised]
-    wire = wire_s(request, sizes - some.sizes[some.level[raised], raised], request.bandwidth_low).cumsum()
+    wire = wire_s(sizes - some.sizes[some.level[raised], raised], request.bandwidth_low).cumsum()
     work = decode_s(request, tokens, sizes)
     end = max(finer._lane_s, finer._link_s + float((wire - work.cumsum() + work).max())) + float(work.cumsum()[-1])
-    alone_s = request.last_decode.seconds(int(tokens[-1]), int(sizes[-1]))
-    if request.workers == 1:
-        end += alone_s
-    else:
-        end = max(end, finer._link_s + float(wire[-1] + work[-1]) + alone_s)
     return max(finer.ready_s, end + finer._closing_s)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvwire.controller import Controller, ControllerSettings, CostModel, DecodeCost, Estimates, Goal, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.controller.core import replay
-from kvwire.controller.joining import WaitingPass, joined, sum_of_ends
+from kvwire.controller.joining import join, sum_of_ends
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
@@ -37,56 +37,44 @@ def together(played):
     return [each for entry in played.log for each in entry.instructions if isinstance(each, ev.RecomputeTogether)]
 
 
-def rows(draw):
-    return [
-        WaitingPass(tokens, context, PREFILL.seconds(tokens, context) * slower, limit_s)
-        for tokens, context, slower, limit_s in draw
-    ]
+ROWS = st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 4000)), min_size=1, max_size=7)
 
 
-ROWS = st.lists(
-    st.tuples(
-        st.integers(1, 4000), st.integers(0, 4000), st.floats(0.5, 2.0),
-        st.one_of(st.just(float("inf")), st.floats(0.0, 0.3)),
-    ),
-    min_size=1, max_size=7,
-).map(rows)  # fmt: skip
-
-
-@given(ROWS, st.floats(0, 0.05), st.floats(1e-7, 1e-4), st.integers(1, 8))
-def test_joining_makes_the_sum_of_ends_less_and_crosses_no_limit(passes, base_s, token_s, most):
+@given(ROWS, st.floats(0, 0.05), st.floats(1e-7, 1e-4), st.integers(1, 8), st.floats(0, 0.3))
+def test_joining_makes_the_sum_of_ends_less_and_is_not_too_long(rows, base_s, token_s, most, longest_s):
     costs = replace(ALONE, joined=PrefillCost(base_s, token_s, 1e-9))
-    chosen = joined(passes, costs, most)
+    chosen = join(rows, costs, most, longest_s)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
     assert len(chosen) <= most
-    alone = sum_of_ends(passes, [0], costs)
     if len(chosen) == 1:
         return
-    seconds = costs.joined_s([(passes[each].tokens, passes[each].context) for each in chosen])
-    assert seconds <= min(passes[each].limit_s for each in chosen)
-    assert sum_of_ends(passes, chosen, costs) < alone
+    seconds = costs.joined_s([rows[each] for each in chosen])
+    assert seconds <= longest_s
+    alone_s = [PREFILL.seconds(*row) for row in rows]
     # One by one, by hand.
     ends, now = [seconds] * len(chosen), seconds
-    for number, each in enumerate(passes):
+    for number, each in enumerate(alone_s):
         if number not in chosen:
-            now += each.seconds
+            now += each
             ends.append(now)
-    assert sum(ends) == pytest.approx(sum_of_ends(passes, chosen, costs))
+    assert sum(ends) == pytest.approx(sum_of_ends(alone_s, chosen, seconds))
+    assert sum(ends) < sum_of_ends(alone_s, [0], alone_s[0])
 
 
 @given(st.integers(1, 500), st.integers(0, 500), st.integers(2, 6), st.floats(0, 0.05), st.floats(1e-7, 1e-3))
 def test_equal_passes_are_joined_as_well_as_any_choice_of_them(tokens, context, count, base_s, token_s):
     """Where rows are alike, none of all choices ends sooner by more than what is not worth it."""
     prefill = PrefillCost(base_s, token_s, 1e-9)
-    costs = replace(ALONE, prefill=prefill, joined=prefill)
-    passes = [WaitingPass(tokens, context, prefill.seconds(tokens, context))] * count
-    best = min(
-        sum_of_ends(passes, (0, *others), costs)
-        for size in range(count)
-        for others in combinations(range(1, count), size)
-    )
-    assert sum_of_ends(passes, joined(passes, costs, count), costs) <= best * 1.06 + 1e-12
+    costs, rows = replace(ALONE, prefill=prefill, joined=prefill), [(tokens, context)] * count
+
+    def ends(chosen):
+        alone_s = [prefill.seconds(*row) for row in rows]
+        end_s = alone_s[0] if len(chosen) == 1 else costs.joined_s([rows[0]] * len(chosen))
+        return sum_of_ends(alone_s, chosen, end_s)
+
+    best = min(ends((0, *others)) for size in range(count) for others in combinations(range(1, count), size))
+    assert ends(join(rows, costs, count)) <= best * 1.06 + 1e-12
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -284,5 +272,5 @@ def test_an_engine_that_cannot_after_all_is_asked_for_no_more_joined_passes():
     arrivals = loads(24, every_s=0.02)
     assert len(together(play(arrivals, SLOW, costs=JOINS))) > 3
     played = play(arrivals, SLOW, costs=JOINS, wrap=Unable)
-    assert len(together(played)) == 3
+    assert len(together(played)) == 1
     assert played.log[-1].now < 30  # after which it is asked once more

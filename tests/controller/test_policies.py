@@ -130,7 +130,7 @@ def test_cachegen_counts_what_is_asked_for_already():
 @pytest.mark.parametrize("trip_s", [0.0, 0.04])
 def test_cachegen_with_a_model_of_time_knows_round_trips_and_decoding(trip_s):
     slow = CostModel(PrefillCost(0.0, 1e-3), DecodeCost(0.0, 4e-5), 0.0)  # 20 ms to decode a chunk
-    link = {"bandwidth": 1.4e6, "lead_s": trip_s, "ttfb_s": trip_s, "parallel": 3}
+    link = {"bandwidth": 1.4e6, "lead_s": trip_s, "ttfb_s": trip_s}
     asked = replace(request(deadline_s=0.15, workers=2, **link), costs=slow)
     assert CacheGen().plan(asked).levels.tolist() == [2] * 3  # 138,240 bytes: 0.099 s
     expected = 2 if 0.099 + 2 * trip_s + 0.02 <= 0.15 else 1
