@@ -1,4 +1,4 @@
-"""The text that a corpus's profile is fitted on: of every source and of every length."""
+"""A sample of a corpus to fit its profile on, over all sources and lengths."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Document
 
 SMALL = 8
-"""Bytes for each token to fit on: a corpus of no more text is fitted on as it is, in its order."""
+"""Bytes per token of the sample: smaller corpora are used whole, in order."""
 SHARE = 8
-"""Of the tokens to fit on, one document gives an eighth at most, so that no long one is all of the sample."""
+"""One document gives at most an eighth of the sample's tokens, so that a long one does not fill it."""
 
 
 def stratified(refs: Sequence[DocumentRef]) -> list[DocumentRef]:
-    """Order documents so that any first few hold every source and every length.
+    """Order documents so that any first few cover all sources and lengths.
 
-    A stratum is a source's folder, file or bucket and a power of two of bytes. Documents of each are taken evenly over
-    its order: the middle first, then the quarters, and so on. The same documents give the same order.
+    A stratum is a source's folder, file or bucket and a power of two of bytes. Documents of each are taken evenly: the
+    middle first, then the quarters, and so on. The same documents give the same order.
     """
     strata: dict[tuple[str, int], list[DocumentRef]] = {}
     for ref in refs:
@@ -36,7 +36,7 @@ def stratified(refs: Sequence[DocumentRef]) -> list[DocumentRef]:
 
 
 def _spread(size: int) -> list[int]:
-    """0 to ``size``, exclusive, each once, in an order whose beginnings are spread: by the reversed bits."""
+    """0 to ``size``, exclusive, in bit-reversed order, so that any beginning is spread out."""
     bits = max(1, (size - 1).bit_length())
     return sorted(range(size), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
 
