@@ -247,7 +247,7 @@ class Engine(Protocol):
             MismatchError: The engine does not support it.
         """
         del token_ids, visible
-        msg = "this engine runs documents under no mask of their own; encode without anchors"
+        msg = "this engine does not run documents under a mask; encode without anchors"
         raise MismatchError(msg)
 
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
@@ -410,7 +410,7 @@ class Engine(Protocol):
             ArgumentError: The engine cannot run only its first layers, or has fewer.
         """
         del token_ids
-        msg = f"this engine cannot run its first {layers} layers alone; encode with prefix_layers=0"
+        msg = f"this engine cannot run only its first {layers} layers; encode with prefix_layers=0"
         raise ArgumentError(msg)
 
     def statistics(

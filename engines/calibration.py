@@ -67,7 +67,7 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
         try:
             gradients = engine.cache_gradients(cache, token_ids, seed=number)
         except KvwireError as error:
-            _log.warning("gradients of %d caches weigh errors, no more can be had: %s", count, error)
+            _log.warning("errors are weighed by gradients of only %d caches: %s", count, error)
             break
         if all(bool(part.isfinite().all()) for part in (*gradients.keys, *gradients.values)):
             builder.add_gradients(gradients.slice(0, at), leave_out=firsts)

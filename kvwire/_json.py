@@ -34,7 +34,7 @@ def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
     except json.JSONDecodeError as error:
         msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
     except (ValueError, RecursionError):
-        msg = "not valid JSON: it must be UTF-8, hardly nested, of finite numbers, and name nothing twice in one object"
+        msg = "not valid JSON: it must be UTF-8, not deeply nested, with finite numbers and no repeated names"
     raise ArgumentError(msg)
 
 

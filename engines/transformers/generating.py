@@ -84,7 +84,7 @@ def generate_inputs(
         NotFoundError: A question is a text, and the engine has no tokenizer, or no chat template.
     """
     if not _TAKES_QUESTIONS:
-        msg = f"generate of transformers {version('transformers')} takes no question alone; install 5.3 or later"
+        msg = f"transformers {version('transformers')} cannot generate from question ids alone; install 5.3 or later"
         raise ArgumentError(msg)
     heads: set[tuple[int, ...]] = set()
     if chat is not None:

@@ -249,7 +249,7 @@ class DescribedModel(Engine):
             raise ArgumentError(msg)
         soft = self.soft_tokens.count if self.soft_tokens else 0
         if min(token_ids) < -soft or max(token_ids) >= self.vocabulary_size + soft:
-            hint = f", and of soft tokens there are {soft}" if soft else ""
+            hint = f", with {soft} soft tokens" if soft else ""
             msg = (
                 f"token ids must lie in 0 to {self.vocabulary_size - 1}{hint}; were they made by this model's "
                 "tokenizer, and are the layout's soft tokens in use?"

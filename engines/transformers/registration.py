@@ -107,7 +107,7 @@ def _spec(
     rope, start = (None, 0) if key_turn is None else (used.index(key_turn[0]), key_turn[1])
     value_rope = None if value_turn is None else used.index(value_turn[0])
     if value_turn is not None and value_turn[1]:
-        msg = "this model rotates the last part of its values alone, which no layout of kvwire says; use another model"
+        msg = "this model rotates only the last part of its values, which kvwire does not support; use another model"
         raise MismatchError(msg)
     kind: LayerKind = "sliding" if window else "full"
     return LayerSpec(keys.shape[0], keys.shape[2], values.shape[2], kind, rope, window, value_rope, start)

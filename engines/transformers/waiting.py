@@ -27,7 +27,7 @@ class Ready(Protocol):
 def check_runs_unready(cache: KVCache, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a cache that needs conversion before the model can run on it."""
     if not runs_as_it_is(cache, device, dtype):
-        msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
+        msg = "only an unpruned cache with positions, in the model's dtype and device, can run while it is decoded"
         raise ArgumentError(msg)
 
 

@@ -104,7 +104,7 @@ class Row:
         try:
             return cls(**{**found, "levels": tuple(LevelRow(**level) for level in found["levels"])})
         except (TypeError, KeyError) as error:
-            msg = "the manifest holds a row that kvwire encode does not write; make it anew with --manifest"
+            msg = "the manifest holds a row that kvwire encode does not write; write it again with --manifest"
             raise CorruptError(msg) from error
 
 
@@ -245,10 +245,10 @@ def read_manifest(path: str) -> list[Row]:
         try:
             return [Row.from_dict(fields) for fields in pq.read_table(target).to_pylist()]
         except (OSError, pa.ArrowException) as error:
-            msg = f"{target} cannot be read as Parquet; make it anew with kvwire encode --manifest"
+            msg = f"{target} cannot be read as Parquet; write it again with kvwire encode --manifest"
             raise CorruptError(msg) from error
     try:
         return [Row.from_dict(json.loads(line)) for line in target.read_text(encoding="ascii").splitlines()]
     except (ValueError, OSError) as error:
-        msg = f"{target} is no manifest; make it anew with kvwire encode --manifest"
+        msg = f"{target} is no manifest; write it again with kvwire encode --manifest"
         raise CorruptError(msg) from error

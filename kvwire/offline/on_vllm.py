@@ -45,7 +45,7 @@ _LIGHT_CPUS = 0.1
 """CPUs of the actors that only pass rows on."""
 _SPARE_CPUS = 0.5
 """CPUs kept free for them: if vLLM takes all, Ray waits for ever."""
-_SEE_LOG = "look at the log of vLLM's workers, then run again: what is done is skipped"
+_SEE_LOG = "look at the log of vLLM's workers, then run again: finished documents are skipped"
 
 
 @dataclass(frozen=True)

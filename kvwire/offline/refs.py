@@ -102,7 +102,7 @@ def object_of_line(line: bytes) -> dict[str, Any]:
 def text_of_line(line: bytes, column: str) -> str:
     """The text field of a JSON line."""
     if not line:
-        msg = "the line is gone; run again, so that the file is listed anew"
+        msg = "the line is gone; run again, so that the file is listed again"
         raise NotFoundError(msg)
     text = object_of_line(line).get(column)
     if not isinstance(text, str):

@@ -33,7 +33,7 @@ _UNFORESEEN = "run again with less at a time if memory is short; else see the lo
 _MOST_STORE_FAILURES = 8
 """After so many in a row, the rest is not tried, so that the model does not run in vain."""
 _ADVICE = (
-    (StorageError, "look at the disk, the store and the network, then run again: what is done is skipped"),
+    (StorageError, "look at the disk, the store and the network, then run again: finished documents are skipped"),
     (NotFoundError, "put it back, then run again"),
     (MismatchError, "encode with the model and settings that the store was made with, or name another tenant"),
     (ArgumentError, "correct the document, then run again"),

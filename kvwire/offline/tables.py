@@ -38,7 +38,7 @@ def parquet_text(path: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
         first += file.metadata.row_group(group).num_rows
         group += 1
     if group == file.num_row_groups:
-        msg = f"{path} has no row {row} any more; run again, so that the file is listed anew"
+        msg = f"{path} has no row {row} any more; run again, so that the file is listed again"
         raise NotFoundError(msg)
     return _row_group(path, column, group)[row - first].as_py()
 
@@ -57,7 +57,7 @@ def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
     try:
         return _dataset(folder, split)[row][column]
     except IndexError as error:
-        msg = f"{folder} has no row {row} any more; run again, so that it is listed anew"
+        msg = f"{folder} has no row {row} any more; run again, so that it is listed again"
         raise NotFoundError(msg) from error
 
 

@@ -1,4 +1,4 @@
-"""A document of a load: what the catalog says of it, and what was opened of it."""
+"""A document of a load: its catalog entry, and its open blob."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, KVCache, SegmentInfo, SoftTokensName
 
 _OPEN_SHARE = 0.25
-"""Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
+"""Share of a deadline for a header if the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
 _PROFILE_SHARE = 0.5
-"""Share of a deadline that a profile may take, likewise."""
+"""The same for a profile."""
 LEAST_PATIENCE_S = 2.0
-"""What only the store can tell is waited for until the deadline, and so long at least: a connection over a slow link
-takes a second, and then the answer is late, but there is one."""
+"""Seconds to wait for what only the store has, even past the deadline: a connection over a slow link takes a second,
+and a late answer is better than none."""
 CHANGED = "its text has changed since it was encoded; encode it again"
 
 
@@ -45,15 +45,14 @@ class FoundDocument:
     """What the catalog says of a document.
 
     Attributes:
-        corpus: Where it is looked for.
+        corpus: Corpus in which it was looked up.
         document_id: Its name there.
-        entry: What the catalog says; None where only its text is known or kept.
-        profile: What its blob is decoded with; None where the blob carries its own, or where it could not be read, as
-            ``trouble`` says.
-        text: Token ids, as far as they are known without its blob.
+        entry: Its entry; None if only its text is known or stored.
+        profile: Profile of its blob; None if the blob carries its own, or it could not be read (see ``trouble``).
+        text: Token ids, if known without its blob.
         trouble: Why the blob cannot be used.
-        entry_is_kept: Whether the entry was kept from an earlier load, so that it may be out of date.
-        variants: The same text in further corpora.
+        entry_is_kept: Whether the entry is from an earlier load, and may be out of date.
+        variants: The same text in other corpora.
     """
 
     corpus: Corpus
@@ -67,7 +66,7 @@ class FoundDocument:
 
     @property
     def token_digest(self) -> str:
-        """Of the document's text; empty where it is not known."""
+        """Digest of the document's text; empty if not known."""
         if self.text is not None:
             return digest_tokens(self.text)
         return self.entry.token_digest if self.entry else ""
@@ -82,21 +81,21 @@ class FoundDocument:
 
 @dataclass(frozen=True, eq=False)
 class OpenDocument:
-    """A document whose header was read, or for which its text stands in.
+    """A document with an open blob, or with its text instead.
 
     Attributes:
         found: What the catalog says.
-        token_ids: Token ids; None where they are not known.
-        info: The header; None where the text stands in for the blob.
-        reader: Reads the blob as it is stored, sealed or plain.
-        fetcher: Fetches the blob's ranges; None where the blob cannot be used.
+        token_ids: Token ids; None if not known.
+        info: The header; None if the text replaces the blob.
+        reader: Reads the stored blob, sealed or plain.
+        fetcher: Fetches the blob's ranges; None if the blob cannot be used.
         trouble: Why it cannot.
         decoder: Decodes chunks into the prompt; None before ``decode_into``.
-        prefix_layers: Layers that are to be computed before decoding; 0 where the text stands in.
-        wanted_tokens: How many of its first tokens the load is for; None: all.
-        layout: With the anchors that its cache holds in place of its own tokens; None: it holds no anchors.
-        has_unknown_holes: Its cache lacks entries, and its text does not tell which.
-        exact: Its lossless level alone is of use.
+        prefix_layers: Layers to compute before decoding; 0 without a blob.
+        wanted_tokens: How many of its first tokens the load needs; None: all.
+        layout: Layout of the anchors in its cache; None: no anchors.
+        has_unknown_holes: Whether its cache is pruned in a way that its text does not tell.
+        exact: Whether only its lossless level may be used.
     """
 
     found: FoundDocument
@@ -119,7 +118,7 @@ class OpenDocument:
 
     @property
     def token_digest(self) -> str:
-        """Of the document's text; empty where it is not known."""
+        """Digest of the document's text; empty if not known."""
         return self.found.token_digest
 
     @property
@@ -129,31 +128,31 @@ class OpenDocument:
 
     @property
     def has_blob(self) -> bool:
-        """Whether chunks can be fetched and decoded, after a head start where one is needed."""
+        """Whether chunks can be fetched and decoded, perhaps after computing prefix layers."""
         return self.decoder is not None or self.prefix_layers > 0
 
     def with_header(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> OpenDocument:
-        """With what the header says and what the text is known to be."""
+        """A copy with header and text."""
         profile = self.found.profile
         is_predicted = token_ids is not None and isinstance(profile, Profile) and profile.hidden_size
         return replace(self, info=info, token_ids=token_ids, prefix_layers=info.prefix_layers if is_predicted else 0)
 
     def without_blob(self, trouble: str) -> OpenDocument:
-        """With the text in place of a blob that cannot be used."""
+        """A copy with the text instead of an unusable blob."""
         return replace(self, trouble=trouble, fetcher=None)
 
     def as_fine_as(self, floor: int) -> OpenDocument:
-        """With the text in place of a blob whose rows were computed over a coarser level than the one asked for."""
+        """A copy with the text instead of a blob whose rows were computed on a level below the floor."""
         level = self.info.context_level if self.info else None
         if level is None or level >= floor or self.token_ids is None:
             return self
-        trouble = f"rows of it were computed over level {level}, which is coarser than what was asked for"
+        trouble = f"some of its rows were computed over level {level}, coarser than the floor"
         return replace(self, prefix_layers=0).without_blob(trouble)
 
     def decode_into(
         self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool
     ) -> OpenDocument:
-        """With what decodes the document into its place in a prompt; see ``BlobDecoder`` for ``rounded``."""
+        """A copy with a decoder into its place in a prompt; see ``BlobDecoder`` for ``rounded``."""
         decoder = BlobDecoder(
             self.reader.parsed or b"",
             self.found.profile,
@@ -167,42 +166,42 @@ class OpenDocument:
         return replace(self, decoder=decoder)
 
     def with_soft_tokens(self, used: SoftTokensName | None) -> OpenDocument:
-        """Compare the document's soft tokens with the engine's; without them, nothing can be computed."""
+        """Compare the document's soft tokens with the engine's; without these, nothing can be computed."""
         named = self.info.soft_tokens if self.info else None
         if named is None or used == named:
             return self
         if used is None:
             return replace(self, token_ids=None)
-        ours, theirs = (f"{each.digest[:12]} ({each.count} from id {each.first})" for each in (used, named))
+        used_digest, own_digest = (f"{each.digest[:12]} ({each.count} from id {each.first})" for each in (used, named))
         msg = (
-            f"{self.document_id!r} was encoded with the soft tokens {theirs}, in use are {ours}; "
+            f"{self.document_id!r} was encoded with the soft tokens {own_digest}, in use are {used_digest}; "
             "name their file, or encode the document again"
         )
         raise MismatchError(msg)
 
-    def with_anchors(self, engine: Engine, asked: LinkLayout | None) -> OpenDocument:
-        """With the layout whose anchors its cache holds, where more is to be computed than tokens in their order."""
+    def with_anchors(self, engine: Engine, requested: LinkLayout | None) -> OpenDocument:
+        """A copy with the layout of the anchors in its cache, if it has any."""
         from kvwire.reuse import stored_tokens  # few documents need it
 
-        ids, kept = self.token_ids, self.decoder.kept if self.decoder else None
+        ids, masks = self.token_ids, self.decoder.kept if self.decoder else None
         soft = engine.soft_tokens
-        named = [asked, soft.link_layout if soft else None]
+        named = [requested, soft.link_layout if soft else None]
         layout = next((each for each in named if each is not None and each.anchors), None)
         if layout is not None and ids is not None:
             is_of_layout = stored_tokens(layout, ids, engine.vocabulary_size) == ids
-            if is_of_layout and (self.decoder is None or _is_stored(layout, kept, self.tokens)):
+            if is_of_layout and (self.decoder is None or _is_stored(layout, masks, self.tokens)):
                 return replace(self, layout=layout)
-        if asked is not None and asked.anchors and self.decoder is not None and ids is not None:
+        if requested is not None and requested.anchors and self.decoder is not None and ids is not None:
             msg = (
-                f"the blob of {self.document_id!r} does not hold the anchors of the layout {asked.name} and nothing "
-                "else; encode it with that layout"
+                f"the blob of {self.document_id!r} does not hold exactly the anchors of the layout {requested.name}; "
+                "encode it with that layout"
             )
             raise MismatchError(msg)
-        return replace(self, has_unknown_holes=kept is not None)
+        return replace(self, has_unknown_holes=masks is not None)
 
     @property
     def advice(self) -> str:
-        """What to do where a lost chunk cannot be computed for want of more than the text; empty where that is all."""
+        """What to do if a lost chunk cannot be recomputed because the text is not enough; empty if it is enough."""
         if self.info and self.info.soft_tokens and self.token_ids is None:
             return (
                 f"name the soft tokens that {self.document_id!r} was encoded with (--soft-tokens), or encode it again"
@@ -212,7 +211,7 @@ class OpenDocument:
         return ""
 
     def adopt_text(self, first: OpenDocument) -> OpenDocument | None:
-        """With another's text, where this has the very same chunks; None where it has not."""
+        """A copy with another document's text, if that has the same chunks; else None."""
         info, ids = self.info, first.token_ids
         if info is None or self.token_digest != first.token_digest:
             return None
@@ -229,13 +228,13 @@ class OpenDocument:
         return [self.span(chunk) for chunk in range(chunks)]
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk lies in the document."""
+        """A chunk's first token, and one after its last."""
         if self.info:
             return self.info.chunk_span(chunk)
         return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
 
     async def fetch(self, reads: Sequence[SegmentInfo], until: float, parts: dict[int, bytes]) -> str:
-        """Fetch a chunk's segments, until all that are of use are in: those below one that is lost."""
+        """Fetch a chunk's segments until no further one is useful: those above a lost one are not."""
         if self.fetcher is None:
             return "its blob is not open"
         trouble, useful = "", len(reads)
@@ -254,7 +253,7 @@ class OpenDocument:
         return trouble
 
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
-        """What planning needs to know."""
+        """Facts for planning."""
         has_text = self.token_ids is not None and not self.has_unknown_holes
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
@@ -268,30 +267,30 @@ class OpenDocument:
 
     @property
     def wanted_chunks(self) -> int:
-        """Chunks that hold the tokens that the load is for."""
+        """Number of chunks with tokens that the load needs."""
         tokens = self.tokens if self.wanted_tokens is None else min(self.tokens, self.wanted_tokens)
         return sum(start < tokens for start, _ in self.spans)
 
 
 def _is_stored(layout: LinkLayout, kept: Kept | None, tokens: int) -> bool:
-    """Whether a cache holds what a layout stores, and nothing else."""
+    """Whether a cache stores exactly what a layout stores."""
     stored = layout.cache_stored(tokens)
     masks = [mask.cpu() for mask in kept or () if mask is not None and mask.numel()]
     return bool(masks) and stored is not None and all(bool((mask == stored).all()) for mask in masks)
 
 
 def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[int]) -> list[str]:
-    """What stands less exactly behind the prompt's BOS than it could. opening: what it begins the prompt behind."""
-    told, info, ids = [], document.info, document.token_ids
+    """Why a document fits the prompt's BOS less exactly than it could. opening: the prompt's opening tokens."""
+    troubles, info, ids = [], document.info, document.token_ids
     if info and document.layout is None and lacks_opening(engine, info, ids):
-        told.append(f"{document.document_id!r} was {WITHOUT}")
+        troubles.append(f"{document.document_id!r} was {WITHOUT}")
     if ids and opening and begins_with(ids, engine.opening_tokens):
-        told.append(f"{document.document_id!r} {TWICE}")
-    return told
+        troubles.append(f"{document.document_id!r} {TWICE}")
+    return troubles
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, with the kind of error where it is not one of this package."""
+    """An error in words, with its type unless it is kvwire's."""
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
 
 
@@ -300,10 +299,10 @@ class Timeouts:
     """Seconds to wait for the catalog, a header or a text.
 
     Attributes:
-        soon: Where the document's text is known, or for a header where it may be stored.
+        soon: If the document's text is known, or for a header if it may be stored.
         patience: For anything else.
         extra: Further wait for variants, see ``gather_optional``.
-        profile: For a profile, which is read on for later loads; the document's text stands in for it.
+        profile: For a profile; the read goes on for later loads, and the document's text replaces it here.
     """
 
     soon: float
@@ -313,7 +312,7 @@ class Timeouts:
 
     @classmethod
     def of(cls, open_s: float, patience_s: float, deadline_s: float | None, extra: float) -> Timeouts:
-        """How long a load with these settings waits for what it must know, from its beginning."""
+        """Waits of a load with these settings, counted from its beginning."""
         if deadline_s is None:
             return cls(open_s, patience_s, extra, patience_s)
         soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))

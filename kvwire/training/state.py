@@ -70,12 +70,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)  # never runs code from the file
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror}); leave --resume out to begin anew"
+        msg = f"{path} cannot be read ({error.strerror}); leave --resume out to start again"
         raise StorageError(msg) from error
     except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        msg = f"{path} is damaged; leave --resume out and begin anew in another --out"
+        msg = f"{path} is damaged; leave --resume out and start again in another --out"
         raise CorruptError(msg) from error
     if not isinstance(state, dict) or state.keys() != _PARTS:
-        msg = f"{path} holds no training; leave --resume out and begin anew in another --out"
+        msg = f"{path} holds no training; leave --resume out and start again in another --out"
         raise CorruptError(msg)
     return state

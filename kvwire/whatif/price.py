@@ -107,7 +107,7 @@ def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int
     """Price a plan and its alternatives."""
     text = next((each for each in plan.alternatives if each.name == TEXT), None)
     if text is None:
-        msg = "prices compare with text alone: leave out --no-compare (compare=False)"
+        msg = "prices need the comparison with text: leave out --no-compare (compare=False)"
         raise ArgumentError(msg)
     ways: Sequence[Prediction] = (plan.prediction, *plan.alternatives)
     once = text.prefill_s / _HOUR_S * prices.gpu_hour

@@ -198,7 +198,7 @@ def test_a_store_without_a_profile_says_how_to_get_one(model, engine, tmp_path):
 def test_a_profile_of_prefix_layers_is_refused(model, engine, story, tmp_path):
     made = Corpus(engine, FolderStore(tmp_path / "store"), coding=Coding(prefix_layers=1))
     list(made.encode([Document("story", tuple(engine.tokenize(story)[:500]))]))
-    with pytest.raises(MismatchError, match="head start"):
+    with pytest.raises(MismatchError, match="prefix layers"):
         _profile(open_reading(model, tmp_path / "store"))
 
 

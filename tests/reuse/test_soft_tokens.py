@@ -77,7 +77,7 @@ def test_ids_beyond_the_vocabulary_are_soft_tokens_too(engine):
     assert stored == (VOCABULARY, 5, VOCABULARY + 4)
     assert cache_error(engine.prefill([ids])[0], engine.prefill([stored])[0]) == 0
     for wrong in (soft_token(5), VOCABULARY + 5):
-        with pytest.raises(ArgumentError, match="of soft tokens there are 5"):
+        with pytest.raises(ArgumentError, match="with 5 soft tokens"):
             engine.prefill([[wrong]])
 
 

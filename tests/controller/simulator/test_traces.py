@@ -56,7 +56,7 @@ def test_broken_lines_are_named(text, where):
     ("text", "where"),
     [
         ("", "not valid JSON at line 1"),
-        ("[" * 100_000, "hardly nested"),
+        ("[" * 100_000, "deeply nested"),
         ("[]", "not empty"),
         ("{}", "a list"),
         ("[1]", "entry 1"),
