@@ -247,7 +247,7 @@ class LinkShift:
 def check_shiftable(meta: CacheMeta) -> None:
     """Refuse models without a mean shift."""
     if any(spec.value_rope is not None for spec in meta.layers):
-        msg = f"no {_WHAT} is learnt for models of latent attention: go without one"
+        msg = f"no {_WHAT} is learnt for models of latent attention: use none"
         raise MismatchError(msg)
 
 

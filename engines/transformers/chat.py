@@ -128,7 +128,7 @@ def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int]) ->
         (n for n, pair in enumerate(zip(token_ids, expected, strict=False)) if pair[0] != pair[1]), len(expected)
     )
     return (
-        f"the session's tokens part from those of its text at token {index}: turns keep the tokens they were run with"
+        f"the session's tokens differ from those of its text at token {index}: turns keep the tokens they were run with"
     )
 
 
@@ -151,7 +151,7 @@ def apart(
     starts = list(accumulate((len(part) for part in parts[:-1]), initial=0))
     part = bisect_right(starts, index) - 1
     return (
-        f"the tokens part from the chat template's at token {index - starts[part]} of {names[part]}: documents keep "
+        f"the tokens differ from the chat template's at token {index - starts[part]} of {names[part]}: documents keep "
         "their own tokens where they meet other text; end them with one line break"
     )
 

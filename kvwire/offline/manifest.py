@@ -183,7 +183,7 @@ def check_manifest_name(path: str) -> Path:
     """Refuse an unusable manifest name before encoding starts."""
     target = Path(path).expanduser()
     if target.suffix not in (".parquet", *_LINES):
-        msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither: name it so"
+        msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither; rename it"
         raise ArgumentError(msg)
     if target.suffix == ".parquet":
         require("pyarrow", "parquet", "a manifest as Parquet")

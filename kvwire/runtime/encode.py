@@ -124,8 +124,8 @@ class Encoder:
             self.coding = replace(self.coding, neutral_prefix=0)  # prompts begin with documents computed alone
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
             msg = (
-                "documents behind a neutral prefix, or with a layout's tokens in their caches, begin no prompt: encode "
-                "without these, or without an index"
+                "documents behind a neutral prefix, or with a layout's tokens in their caches, cannot begin a prompt: "
+                "encode without these, or without an index"
             )
             raise ArgumentError(msg)
         return found
@@ -166,7 +166,7 @@ class Encoder:
         if encode_after <= 0:
             return True
         if self._corpus.uses is None:
-            msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
+            msg = "encode_after needs counted uses: pass uses to the corpus"
             raise ArgumentError(msg)
         return self._corpus.uses.count(self._corpus.scope, document_id) >= encode_after
 

@@ -122,7 +122,7 @@ class Grower:
                 has = ", those to append already among them"
         return ConflictError(
             f"{entry.document_id!r} has {entry.tokens} tokens{has}, and was to have {after} before (after, --after): "
-            f"look at what it has; to go on behind that, append after {entry.tokens}"
+            f"look at what it has; to continue there, append after {entry.tokens}"
         )
 
     def write(self, grown: Grown, cache: KVCache | None, started: float) -> Encoded:
@@ -174,9 +174,7 @@ class Grower:
         info = self._corpus.read_header(entry)
         self._corpus.check_blob(info, entry)
         if info.soft_tokens or self._coding.layout.cached_tokens:
-            msg = (
-                f"{document_id!r} has a layout's tokens in its cache, and more cannot follow them: encode it again"
-            )
+            msg = f"{document_id!r} has a layout's tokens in its cache, and more cannot follow them: encode it again"
             raise ArgumentError(msg)
         behind, window = info.opening, self._corpus.window
         if behind + entry.tokens + len(added) > window:

@@ -282,7 +282,7 @@ def _tokens_of(part: KeptRows, length: int) -> Tensor:
     bits = np.unpackbits(np.frombuffer(part.tokens, dtype=np.uint8), bitorder="little")
     tokens = torch.from_numpy(np.flatnonzero(bits))
     if int(tokens[-1]) >= length:
-        msg = f"kept rows {part.sha256[:12]} lie behind their document's end"
+        msg = f"kept rows {part.sha256[:12]} exceed their document"
         raise CorruptError(msg)
     return tokens
 

@@ -91,7 +91,7 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str,
         msg = f"the floor of repair is a share of rows from 0 to 1, got {floor}"
         raise ArgumentError(msg)
     if bound is not None and not bound >= 0:
-        msg = f"the bound on links is a share of what documents tell, at least 0, got {bound}"
+        msg = f"the bound on links is a share of the documents' effect, at least 0, got {bound}"
         raise ArgumentError(msg)
 
 

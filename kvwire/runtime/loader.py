@@ -279,7 +279,7 @@ class Loader:
             OverloadedError: As for ``ask``.
         """
         goal = self._goal(deadline_s, objective)
-        work = self._ask_begun(lambda begun, times: begun.prompt(token_ids, times, save=save), goal, tokens)
+        work = self._ask_begun(lambda prompter, times: prompter.prompt(token_ids, times, save=save), goal, tokens)
         return self._session.run(work)
 
     def converse(
@@ -314,14 +314,14 @@ class Loader:
             OverloadedError: As for ``ask``.
         """
         goal = self._goal(deadline_s, objective)
-        work = self._ask_begun(lambda begun, times: begun.turn(session, question, chat, times), goal, tokens)
+        work = self._ask_begun(lambda prompter, times: prompter.turn(session, question, chat, times), goal, tokens)
         return self._session.run(work)
 
     async def _ask_begun(
         self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
         if self._settings.system or self._settings.layout:
-            msg = "a prompt is all that the model reads: leave out the settings' system and layout"
+            msg = "ask_prompt and converse take no system text or layout: leave these settings out"
             raise ArgumentError(msg)
         if self._prompter is None:
             from kvwire.runtime.prompted import Prompter  # most loads name their documents

@@ -57,7 +57,7 @@ def write_trained(engine: TransformersEngine, trained: Trained, what: Training, 
             (folder / SOFT_TOKENS).write_bytes(soft.to_bytes())
             written["soft_tokens"] = str(folder / SOFT_TOKENS)
     except OSError as error:
-        msg = f"{folder} cannot be written ({error.strerror or error}); the training is kept, go on with --resume"
+        msg = f"{folder} cannot be written ({error.strerror or error}); the training is saved, continue with --resume"
         raise StorageError(msg) from error
     return written
 
@@ -107,5 +107,5 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         title = f"{report['model']['id']}: {report['layout']}"
         draw_losses(report["loss"], title, report["method"], folder / PICTURE)
     except OSError as error:
-        msg = f"{folder} cannot be written ({error.strerror}); the training is kept, go on with --resume"
+        msg = f"{folder} cannot be written ({error.strerror}); the training is saved, continue with --resume"
         raise StorageError(msg) from error
