@@ -121,7 +121,7 @@ def test_what_is_no_prompt_is_refused(corpus, chatting, token_ids, why):
 def test_what_stands_around_documents_does_not_go_with_a_prompt(corpus, chatting, ids):
     with (
         loader(chatting, corpus, system=(5, 6)) as made,
-        pytest.raises(ArgumentError, match="the model reads"),
+        pytest.raises(ArgumentError, match="take no system text"),
     ):
         made.ask_prompt(ids)
 
