@@ -1,1 +1,1 @@
-"""Adapters between kvwire and the engines that run models."""
+"""Adapters to the engines that run models."""

@@ -1,8 +1,7 @@
-"""Which errors in a cache change answers, for any engine: what gradients of drawn tokens tell.
+"""Which errors in a cache change answers, for any engine: by gradients of sampled tokens.
 
-Caches are read as they are used: a question may follow a document at once, or much later, or the document may stand
-among others. Right behind it the last tokens weigh several times what others do, and layers that look far back hardly
-count: so all three are gathered.
+A question may follow a document at once or much later, or the document may stand among others. Right before it, the
+last tokens weigh several times what others do, and layers of long reach hardly count: so all three cases are sampled.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 _PIECES = 6
-"""Of calibration texts, spread over all of them; each gives the gradients of one cache."""
+"""Pieces of calibration text, spread evenly; each gives the gradients of one cache."""
 _LONGEST, _LEAST = 384, 64
-"""Tokens of a piece."""
+"""Tokens per piece."""
 _READ = 96
-"""Tokens at most that are drawn behind a cache."""
+"""Most tokens sampled after a cache."""
 _log = logging.getLogger("kvwire.engines")
 
 
 @runtime_checkable
 class GradientEngine(Protocol):
-    """What an engine has that can backpropagate to a cache."""
+    """An engine that can backpropagate to a cache."""
 
     def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
-        """Backpropagate from drawn tokens to the cache before them.
+        """Backpropagate from sampled tokens to the cache before them.
 
-        Behind each of the tokens one is drawn from what the model predicts there, so the mean of the gradients' squares
-        is the Fisher information, which is what small errors make of the KL divergence.
+        After each of the tokens one is sampled from the model's prediction, so the mean square of the gradients is the
+        Fisher information, which relates small errors to KL divergence.
 
         Args:
-            cache: What stands before the tokens, positions on.
-            token_ids: What follows; they are read, and those drawn are not.
-            seed: Of the draw.
+            cache: Cache before the tokens, positions on.
+            token_ids: The tokens after it; the model reads them, not the sampled ones.
+            seed: Seed of the samples.
 
         Returns:
-            In the cache's shape and at its positions, of any float dtype, the gradient of the sum of the drawn tokens'
-            log-probabilities over the square root of their number.
+            In the cache's shape and at its positions, of any float dtype: the gradient of the sum of the sampled
+            tokens' log-probabilities over the square root of their number.
 
         Raises:
             ArgumentError: The model cannot backpropagate.
@@ -56,10 +55,10 @@ class GradientEngine(Protocol):
 
 
 def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder: StatisticsBuilder) -> int:
-    """Give a builder the gradients of a few pieces of text, read right behind, late, and in third place by turns.
+    """Give a builder gradients of some pieces of text: followed by the question at once, late, and in third place.
 
-    The first token of each document does not count: it is most likely an attention sink, whose gradients say nothing of
-    other tokens, and codecs keep sinks nearly exactly.
+    The first token of each document is left out: it is likely an attention sink, whose gradients are unlike other
+    tokens', and codecs store sinks nearly exactly.
     """
     if not isinstance(engine, GradientEngine):
         return 0
@@ -68,7 +67,7 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
         try:
             gradients = engine.cache_gradients(cache, token_ids, seed=number)
         except KvwireError as error:
-            _log.warning("gradients of %d caches weigh errors, no more can be had: %s", count, error)
+            _log.warning("errors are weighed by gradients of only %d caches: %s", count, error)
             break
         if all(bool(part.isfinite().all()) for part in (*gradients.keys, *gradients.values)):
             builder.add_gradients(gradients.slice(0, at), leave_out=firsts)
@@ -87,7 +86,7 @@ def _pieces(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Sequence
 
 
 def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache, tuple[int, ...], int, Sequence[int]]]:
-    """Caches, where documents begin in them, how many of their tokens count, and what is read behind them."""
+    """Caches, the start of the document in each, how many tokens count, and the tokens to read after them."""
     for number, ids in enumerate(pieces):
         read = min(_READ, len(ids) // 4)
         at, third = len(ids) - read, (len(ids) - read) // 3

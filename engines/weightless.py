@@ -1,4 +1,4 @@
-"""An engine without weights, for a model that runs elsewhere: it knows the layout of caches, and computes nothing."""
+"""An engine without weights, for a model that runs elsewhere: it has the layout of caches, and computes nothing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class WeightlessEngine(Engine):
-    """A model as a store tells it, and perhaps its tokenizer."""
+    """A model from its stored record, and perhaps its tokenizer."""
 
     def __init__(
         self, meta: CacheMeta, window: int, dtype: torch.dtype, refusal: KvwireError, *, model_config_digest: str = "",
         tokenize: Callable[[str, Place, Trust], list[int]] | None = None,
     ) -> None:  # fmt: skip
-        """Keep the parts; ``refusal`` is raised where the model is needed."""
+        """Keep the parts; computing raises ``refusal``."""
         self._meta, self._window, self._dtype, self._refusal = meta, window, dtype, refusal
         self._model_config_digest, self._tokenize = model_config_digest, tokenize
 
     @property
     def meta(self) -> CacheMeta:
-        """Of the model's caches."""
+        """Metadata of the model's caches."""
         return self._meta
 
     @property
     def model_config_digest(self) -> str:
-        """Of the model's configuration file."""
+        """Digest of the model's configuration file."""
         return self._model_config_digest
 
     @property
@@ -46,31 +46,31 @@ class WeightlessEngine(Engine):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the caches."""
+        """Type of the caches."""
         return self._dtype
 
     @property
     def window(self) -> int:
-        """Most tokens of a prompt."""
+        """Longest prompt in tokens."""
         return self._window
 
     @property
     def vocabulary_size(self) -> int:
-        """Is not known here."""
+        """Not known here: raises."""
         return self._refuse()
 
     @property
     def can_recompute(self) -> bool:
-        """The model that runs elsewhere computes what is missing."""
+        """False: the model elsewhere computes missing chunks."""
         return False
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it was given one."""
+        """Whether it has one."""
         return self._tokenize is not None
 
     def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
-        """Token ids of a piece of a prompt."""
+        """Tokenise a piece of a prompt."""
         return self._tokenize(text, place, trust) if self._tokenize else self._refuse()
 
     def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:

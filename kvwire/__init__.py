@@ -1,7 +1,7 @@
 """kvwire ships the KV caches of language models like media.
 
-Names are imported when they are first used, so that ``import kvwire`` is quick and rooms may import ``kvwire.errors``
-and ``kvwire.types`` without a cycle.
+Names are imported on first use, so that ``import kvwire`` is quick and rooms may import ``kvwire.errors`` and
+``kvwire.types`` without a cycle.
 """
 
 from __future__ import annotations

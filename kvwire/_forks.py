@@ -1,7 +1,7 @@
-"""What a fork leaves behind: a child has the memory of its parent, but none of the parent's other threads.
+"""Locks and owners that survive a fork: the child has its parent's memory, but none of its other threads.
 
-A lock that one of them held stays locked in the child for ever, and a connection or a lease is shared by both. So locks
-of what lives long are made here, and who owns a connection or a thread looks whether it is still in its own process.
+A lock held by such a thread would stay locked in the child for ever, and a connection or lease would be shared. So
+long-lived locks are made here, and owners of connections or threads check their process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# No weak dictionary: it would run Python when an owner dies, where the exit that a signal asks for is lost.
+# No weak dictionary: its callbacks run Python code when an owner dies, which can swallow a signal's SystemExit.
 _owners: list[tuple[weakref.ref[Any], Callable[[Any], object]]] = []
 _registering = threading.Lock()
 _sweep_at = 64
 
 
 def in_child(owner: T, renew: Callable[[T], object]) -> T:
-    """Have something done in every child that is forked while the owner lives."""
+    """Call ``renew`` in every forked child while the owner lives."""
     global _owners, _sweep_at  # noqa: PLW0603 - one list for the process
     with _registering:
         if len(_owners) >= _sweep_at:
@@ -40,7 +40,7 @@ def lock_of_process() -> threading.Lock:
 
 
 def reentrant_lock_of_process() -> threading.RLock:
-    """The same, for a thread that may hold it already."""
+    """The same, reentrant."""
     return in_child(threading.RLock(), _free)
 
 
@@ -49,19 +49,19 @@ def _free(lock: Any) -> None:  # noqa: ANN401 - either kind
 
 
 class OwnProcess:
-    """The process that something belongs to."""
+    """The process that created an object."""
 
     def __init__(self, what: str) -> None:
-        """Belong to this one."""
+        """Record the current process."""
         self._what, self._number = what, os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is still that process."""
+        """Whether the current process is that one."""
         return self._number == os.getpid()
 
     def check(self) -> None:
-        """Refuse to go on in another process."""
+        """Refuse to work in another process."""
         if not self.is_here:
             msg = (
                 f"{self._what} of process {self._number} do not work in process {os.getpid()}, which was forked from "
@@ -72,8 +72,8 @@ class OwnProcess:
 
 def _after_fork() -> None:
     _free(_registering)
-    for known, renew in tuple(_owners):
-        if (owner := known()) is not None:
+    for reference, renew in tuple(_owners):
+        if (owner := reference()) is not None:
             renew(owner)
 
 

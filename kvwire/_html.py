@@ -1,4 +1,4 @@
-"""Pages of HTML without a network: one style, light and dark, from 400 pixels on; nothing is fetched, nothing runs."""
+"""Static HTML pages in one style, light and dark, from 400 pixels on; without network access or scripts."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def whole_page(title: str, header: str, main: str, footer: str, *, refresh_s: in
 
 
 def as_text(text: str) -> str:
-    """Escape text for HTML; what cannot be printed is replaced."""
+    """Escape text for HTML; unprintable characters are replaced."""
     return escape("".join(char if char.isprintable() else "\ufffd" for char in text), quote=True)
 
 
 def in_bytes(size: float) -> str:
-    """A size as people say it."""
+    """A size with a unit."""
     unit = 0
     while abs(size) >= _THOUSAND and unit < len(_UNITS) - 1:
         size, unit = size / _THOUSAND, unit + 1
@@ -68,13 +68,13 @@ def in_bytes(size: float) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """A list of names and values."""
+    """A definition list."""
     cells = "".join(f"<div><dt>{as_text(name)}</dt><dd>{as_text(value)}</dd></div>" for name, value in pairs)
     return f'<dl class="facts">{cells}</dl>\n'
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table, which scrolls by itself where it is too wide."""
+    """A table that scrolls if it is too wide."""
     heads = "".join(f'<th scope="col">{as_text(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{as_text(first)}</th>{"".join(f"<td>{as_text(cell)}</td>" for cell in rest)}</tr>'

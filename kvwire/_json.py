@@ -1,4 +1,4 @@
-"""JSON from strangers: strictly parsed, and as records of a type."""
+"""Untrusted JSON: strict parsing, and validation against a record type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sha256OrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
-    """Parse JSON strictly. The error's message quotes nothing of the data, which may hold secrets.
+    """Parse JSON strictly. Error messages quote none of the data, which may hold secrets.
 
     Args:
         data: UTF-8 bytes, or text.
@@ -25,8 +25,8 @@ def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
         The value. Numbers are finite.
 
     Raises:
-        ArgumentError: The data is no JSON, is nested too deeply, names a key of one object twice, or holds NaN,
-            Infinity or a number too large for a float.
+        ArgumentError: It is invalid JSON, nested too deeply, repeats a key, or holds NaN, Infinity or a number too
+            large for a float.
     """
     try:
         text = data if isinstance(data, str) else data.decode()
@@ -34,7 +34,7 @@ def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
     except json.JSONDecodeError as error:
         msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
     except (ValueError, RecursionError):
-        msg = "not valid JSON: it must be UTF-8, hardly nested, of finite numbers, and name nothing twice in one object"
+        msg = "not valid JSON: it must be UTF-8, not deeply nested, with finite numbers and no repeated names"
     raise ArgumentError(msg)
 
 
@@ -55,8 +55,8 @@ def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
 
 
 def record(fields: object, kind: type[T], what: str, advice: str) -> T:
-    """Make a record of parsed JSON; unknown fields are passed over. CorruptError says what is wrong, and the advice."""
-    if isinstance(fields, dict):  # fields have ASCII names; msgspec fails on others that are no UTF-8
+    """Validate parsed JSON as a record; unknown fields are ignored. CorruptError gives the problem and the advice."""
+    if isinstance(fields, dict):  # msgspec fails on names that are not UTF-8; ours are ASCII
         fields = {name: value for name, value in fields.items() if name.isascii()}
     try:
         return msgspec.convert(fields, kind)
@@ -66,7 +66,7 @@ def record(fields: object, kind: type[T], what: str, advice: str) -> T:
 
 
 def check_version(fields: dict[str, Any], known: int, what: str) -> dict[str, Any]:
-    """Refuse the record of a later version."""
+    """Refuse a record of a later version."""
     if type(version := fields.get("version")) is not int:
         msg = f"{what}'s version must be of type int, got {type(version).__name__}"
         raise CorruptError(msg)

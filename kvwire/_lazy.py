@@ -1,4 +1,4 @@
-"""Imports on first use: public names of a package, and packages that only an extra installs."""
+"""Imports on first use: a package's public names, and optional packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], An
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Import a package that only an extra of kvwire installs, or say which one."""
+    """Import an optional package, or raise an error that names kvwire's extra."""
     try:
         import_module(package)
     except ModuleNotFoundError as error:

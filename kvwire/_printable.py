@@ -1,4 +1,4 @@
-"""Text from strangers, made fit for terminals and logs: what is invisible or steers a terminal becomes an escape."""
+"""Escape untrusted text for terminals and logs: invisible and control characters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     _Raised = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
-_SPACE = "Zs"  # spaces of other widths are seen; ``str.isprintable`` denies it
+_SPACE = "Zs"  # visible, although ``str.isprintable`` says no
 _INVISIBLE = frozenset(
     map(
         chr,
@@ -30,7 +30,7 @@ _INVISIBLE = frozenset(
     )
 )
 _OF_TEXT = frozenset("\n\t\u200c\u200d") | frozenset(map(chr, range(0xFE00, 0xFE10)))
-"""Line ends, and what Persian, Indic scripts and emoji are written with."""
+"""Line ends, and characters that Persian, Indic scripts and emoji need."""
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _MARKS = frozenset("\u061c\u200e\u200f")
 _BIDI_CLASSES = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
@@ -43,11 +43,11 @@ _REFUSED = {
 
 
 def printable(text: str) -> str:
-    r"""One line of anybody's text, such as a name or a message.
+    r"""Escape untrusted text, such as a name or a message, into one line.
 
-    Control characters, line ends, surrogates, marks that turn the direction of writing, and characters of no width
-    become escapes such as ``\x1b``. Letters of all scripts and spaces of all widths stay. So do not marks apart from
-    their letter where Unicode has one character for both: two names would look alike.
+    Control characters, line ends, surrogates, bidirectional controls and characters of no width become escapes such as
+    ``\x1b``. Letters of all scripts and spaces of all widths stay. A combining mark is escaped if Unicode has one
+    character for letter and mark: the two spellings would look alike.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -60,7 +60,7 @@ def printable_text(text: str) -> str:
 
 
 def name_problem(name: str) -> str:
-    """Why a name is not taken for anything new: it would deceive its readers."""
+    """Why a new name is refused because it would deceive its readers; empty if it is fine."""
     for each in name:
         what = _REFUSED.get(unicodedata.category(each), "")
         if each in _MARKS or unicodedata.bidirectional(each) in _BIDI_CLASSES:
@@ -71,14 +71,14 @@ def name_problem(name: str) -> str:
 
 
 class PrintableLines(logging.Formatter):
-    """A record as lines that begin where records begin, and do nothing to a terminal."""
+    """Log lines that only kvwire can begin, and that cannot control a terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The record's line."""
+        """Format and escape the record."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _Raised) -> str:  # noqa: N802 - logging's name
-        """A traceback, whose messages may quote anything."""
+        """Format and escape a traceback."""
         return printable_text(super().formatException(ei))
 
 
@@ -87,8 +87,8 @@ def _is_usual(text: str) -> bool:
 
 
 def _as_spelt(text: str) -> Iterator[str]:
-    """Characters as they are shown, where some could be spelt otherwise and look the same."""
-    before = ""  # a letter, and the marks on it
+    """Escape marks that have another spelling of the same look."""
+    before = ""  # a letter and its marks
     for each in text:
         if not _is_usual(before + each):
             yield _escape(ord(each))
@@ -105,7 +105,7 @@ def _shown(character: str) -> str:
 
 
 def _escape(code: int) -> str:
-    """The escape, by hand: the codec for it is a file, which a process that has no more files could not open."""
+    """Escape by hand: the codec is imported from a file, which fails when a process is out of file descriptors."""
     if code <= 0xFF:  # noqa: PLR2004
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"  # noqa: PLR2004

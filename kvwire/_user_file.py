@@ -1,4 +1,4 @@
-"""Small files among the user's caches, which several processes share: found, read up to a size, written whole."""
+"""Small files in the user's cache folder, shared by processes: bounded reads, atomic writes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 FILE_MODE = 0o600
-"""Of such a file and of what lies beside it."""
+"""Mode of such a file and its temporary files."""
 _FOLDER_MODE = 0o700
 _ROOT, _OTHERS_WRITE = 0, 0o022
 
 
 def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path | None:
-    """Find a file."""
+    """Path of a file; None if the variable says ``off`` or the user has no home."""
     named = environment.get(variable, "")
     if named.lower() == "off":
         return None
     try:
         return Path(named).expanduser() if named else _caches(environment) / "kvwire" / name
-    except RuntimeError:  # this user has no home
+    except RuntimeError:  # the user has no home
         return None
 
 
@@ -39,7 +39,7 @@ def check_owner(path: Path, variable: str) -> None:
 
 
 def read_at_most(path: Path, most: int) -> bytes:
-    """Read a file."""
+    """Read a file, at most one byte more than ``most``."""
     if path.exists() and not path.is_file():
         msg = "not a regular file"
         raise ValueError(msg)
@@ -48,14 +48,14 @@ def read_at_most(path: Path, most: int) -> bytes:
 
 
 def writable_place(path: Path) -> Path:
-    """Make the folder of a file that is to be written."""
+    """Create the file's folder; returns the real path."""
     place = Path(os.path.realpath(path))
     place.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     return place
 
 
 def replace_unflushed(place: Path, content: bytes) -> None:
-    """Write a file whole or not at all; not flushed, since losing it costs only the work of finding out again."""
+    """Write atomically, without flushing: a lost file only costs measuring again."""
     temporary = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(8)}")
     try:
         temporary.touch(FILE_MODE, exist_ok=False)
@@ -68,6 +68,6 @@ def replace_unflushed(place: Path, content: bytes) -> None:
 
 
 def _caches(environment: Mapping[str, str]) -> Path:
-    """The user's folder of caches, by the XDG base directory specification, which ignores relative paths."""
+    """The XDG cache folder; the specification says to ignore relative paths."""
     named = Path(environment.get("XDG_CACHE_HOME", ""))
     return named if named.is_absolute() else Path.home() / ".cache"

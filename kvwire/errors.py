@@ -1,7 +1,7 @@
 """Every error that kvwire raises on purpose.
 
-The classes are coarse: two errors differ only where a caller would act differently. Each message says what to do
-next. ``exit_code`` is what the command line returns for that class.
+The classes are coarse: two errors differ only if a caller would act differently. Each message says what to do next.
+``exit_code`` is what the command line returns.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ class KvwireError(Exception):
 
 
 class ArgumentError(KvwireError, ValueError):
-    """The caller passed something that cannot work, whatever the state of the world."""
+    """The caller passed an argument that can never work."""
 
     exit_code = 2
 
 
 class NotFoundError(KvwireError, LookupError):
-    """A document, blob, profile, model or tokenizer is not where it was asked for."""
+    """A document, blob, profile, model or tokenizer does not exist."""
 
     exit_code = 3
 
 
 class CorruptError(KvwireError):
-    """The bytes are all there, but they are not what was written."""
+    """The bytes are complete, but not what was written."""
 
     exit_code = 4
 
 
 class TruncatedError(CorruptError):
-    """The bytes end before the format says that they do.
+    """The bytes end earlier than the format says.
 
     Attributes:
-        needed: Number of bytes, counted from the start of the blob, without which reading cannot go on.
+        needed: Number of bytes from the start of the blob without which reading cannot continue.
     """
 
     def __init__(self, message: str, needed: int = 0) -> None:
@@ -45,24 +45,24 @@ class TruncatedError(CorruptError):
 
         Args:
             message: What to do next.
-            needed: Bytes from the start of the blob without which reading cannot go on.
+            needed: Bytes from the start of the blob without which reading cannot continue.
         """
         super().__init__(message)
         self.needed = needed
 
 
 class NotSealedError(CorruptError):
-    """Readable bytes where sealed ones should be: written without the key, or by an intruder."""
+    """Plain bytes in a sealed store: written without the key, or by an attacker."""
 
 
 class FormatVersionError(KvwireError):
-    """The bytes are of a format version, or use a feature, that this reader does not know."""
+    """The bytes use a format version or feature that this reader does not know."""
 
     exit_code = 4
 
 
 class AuthError(KvwireError):
-    """The other side refused the credentials, or a public address was asked for without any."""
+    """The other side refused the credentials, or a public address was requested without any."""
 
     exit_code = 5
 
@@ -74,10 +74,10 @@ class DeadlineError(KvwireError, TimeoutError):
 
 
 class OverloadedError(DeadlineError):
-    """The work was refused at once: by its deadline it could not be done.
+    """The work was refused at once: it could not finish by its deadline.
 
     Attributes:
-        retry_after_s: Seconds after which asking again may be of use.
+        retry_after_s: Seconds until a retry may succeed.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
@@ -85,40 +85,40 @@ class OverloadedError(DeadlineError):
 
         Args:
             message: What to do next.
-            retry_after_s: Seconds after which asking again may be of use.
+            retry_after_s: Seconds until a retry may succeed.
         """
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class StorageError(KvwireError, OSError):
-    """A disk, folder or server failed: full, read-only, dead, or gone in the middle."""
+    """A disk, folder or server failed: full, read-only, dead, or interrupted."""
 
     exit_code = 7
 
 
 class ConflictError(StorageError):
-    """Something else lies there than the write is for: the same again fails, too; look at what is there first."""
+    """The store holds something else than the write expects: a retry fails, too; inspect it first."""
 
 
 class MismatchError(KvwireError):
-    """Two sound things that do not belong together: a blob and another model, profile or tokenizer."""
+    """Two valid things that do not belong together: a blob and another model, profile or tokenizer."""
 
     exit_code = 8
 
 
 class RopeRegimeError(MismatchError):
-    """Keys cannot be moved to the positions asked for under their rotary embedding."""
+    """Keys cannot be rotated to these positions under their rotary embedding."""
 
 
 class PartialError(KvwireError):
-    """Some of many documents failed and the others are done; each failure was told."""
+    """Some of many documents failed, the others are done; each failure was reported."""
 
     exit_code = 9
 
 
 class LinkBoundError(KvwireError):
-    """Linked documents would lose, or lost, more of what they tell a model than was asked for; nothing was answered."""
+    """Linking would lose, or lost, more than the allowed bound; nothing was answered."""
 
     exit_code = 10
 

@@ -1,4 +1,4 @@
-"""kvwire in LMCache: an L2 adapter that reads documents from a store of kvwire's.
+"""kvwire in LMCache: an L2 adapter that reads documents from a kvwire store.
 
 LMCache finds it as ``{"type": "plugin", "module_path": "kvwire.lmcache", "class_name": "KvwireL2Adapter"}``. Only that
 name needs LMCache.

@@ -1,4 +1,4 @@
-"""kvwire in SGLang: a storage backend of its hierarchical cache that reads documents from a store of kvwire's.
+"""kvwire in SGLang: a storage backend of its hierarchical cache that reads documents from a kvwire store.
 
 SGLang finds it as ``{"backend_name": "kvwire", "module_path": "kvwire.sglang", "class_name": "KvwireStorage"}``. Only
 that name needs SGLang.

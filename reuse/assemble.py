@@ -1,7 +1,7 @@
-"""K = 0 linking: caches of independent documents, one after the other, in one prompt.
+"""K = 0 linking: caches of independent documents, concatenated into one prompt.
 
-Every document keeps the keys and values that it got alone, its keys moved to where the document now stands; the query
-runs last and attends to all of them. That is KVLink without link tokens (arXiv 2502.16002, section 2.2), and the
+Every document keeps the keys and values that it got alone; its keys are rotated to its place in the prompt. The query
+runs last and attends to all documents. That is KVLink without link tokens (arXiv 2502.16002, section 2.2), and
 inference of Block-Attention and TurboRAG: equal to one pass over the prompt with a block-diagonal mask on documents.
 """
 
@@ -32,8 +32,8 @@ class LinkedPrompt:
     Attributes:
         tokens: Length of each document, in prompt order.
         starts: Position of each document's first token.
-        opening: Token ids at the prompt's head, such as BOS; who fills the prompt computes them (``write_opening``).
-        cache: Tensors ``[kv_heads, positions, dim]`` for each layer; nothing is copied when the pieces are all there.
+        opening: Token ids at the prompt's head, such as BOS; the caller computes and writes them (``write_opening``).
+        cache: Tensors ``[kv_heads, positions, dim]`` for each layer, complete once all pieces are written.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class LinkedPrompt:
         starts: Sequence[int] | None = None,
         opening: Sequence[int] = (),
     ) -> None:
-        """Reserve the room.
+        """Allocate the prompt's cache.
 
         Args:
             tokens: Length of each document, in prompt order.
-            meta: Of any cache of the model that will run the query.
+            meta: Of any cache of the query's model.
             dtype: Of the tensors; not needed with ``cache``.
             device: Of the tensors; not needed with ``cache``.
-            cache: Room for the whole prompt, such as ``Engine.allocate`` gives; made here where it is left out.
-            starts: Where documents stand, ascending; positions between them and behind the last one hold nothing, as
-                in a pruned cache. None: one after the other, behind the opening.
-            opening: Token ids that stand at the prompt's head.
+            cache: Memory for the whole prompt, such as ``Engine.allocate`` gives; None: allocated here.
+            starts: First position of each document, ascending; other positions are pruned. None: one after the other,
+                after the opening.
+            opening: Token ids at the prompt's head.
 
         Raises:
             ArgumentError: There is nothing to link, the room is too small, or documents overlap.
-            RopeRegimeError: The prompt gets too long to move documents in it.
+            RopeRegimeError: The prompt is too long for its documents' keys to be rotated there.
         """
         if not tokens or min(tokens) < 1:
             msg = "a linked prompt needs documents of at least one token each"
@@ -71,11 +71,11 @@ class LinkedPrompt:
         self.starts = tuple(accumulate(tokens[:-1], initial=head) if starts is None else starts)
         total = self._checked_end()
         if cache is not None and starts is not None:
-            total = max(total, cache.tokens)  # room behind the last one is a gap, too
+            total = max(total, cache.tokens)  # memory after the last document is a gap, too
         _check_reach(meta, total)
         self.cache = KVCache.zeros(meta, total, dtype=dtype, device=device) if cache is None else cache
         if self.cache.tokens != total:
-            msg = f"a prompt of {total} tokens needs room for as many, got room for {self.cache.tokens}"
+            msg = f"a prompt of {total} tokens needs as much memory, got a cache of {self.cache.tokens}"
             raise ArgumentError(msg)
         self._lock = threading.Lock()
         at = head
@@ -84,21 +84,21 @@ class LinkedPrompt:
             at = start + count
 
     def _checked_end(self) -> int:
-        """Position behind the last document."""
+        """Position after the last document."""
         at = len(self.opening)
         if len(self.starts) != len(self.tokens):
             msg = f"{len(self.tokens)} documents need as many starts, got {len(self.starts)}"
             raise ArgumentError(msg)
         for start, count in zip(self.starts, self.tokens, strict=True):
             if start < at:
-                msg = f"a document cannot start at position {start}: what stands before it ends at {at}"
+                msg = f"a document cannot start at position {start}: what precedes it ends at {at}"
                 raise ArgumentError(msg)
             at = start + count
         return at
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document where the opening counts as the first one's: nothing stands before either."""
+        """Tokens of each document; the opening counts as part of the first, since no document precedes either."""
         return (len(self.opening) + self.tokens[0], *self.tokens[1:])
 
     def offset(self, document: int) -> int:
@@ -134,11 +134,11 @@ class LinkedPrompt:
         return self.cache.slice(start, start + self.tokens[document])
 
     def write(self, document: int, start: int, piece: KVCache) -> None:
-        """Write tokens ``start``, ``start + 1``, ... of a document, moved from where ``piece`` stands.
+        """Write tokens ``start``, ``start + 1``, ... of a document, rotated from the piece's positions.
 
         Args:
             document: Its number, in prompt order from 0.
-            start: First token to write, counted from the document's beginning.
+            start: First token to write, counted from the document's first.
             piece: Cache of these tokens, at any position.
 
         Raises:
@@ -153,9 +153,9 @@ class LinkedPrompt:
         _check_alike(piece.meta, self.cache.meta)
         part = whole.slice(start, stop)
         placed = moved(piece, part.meta.offset)
-        for ours, theirs in zip((*part.keys, *part.values), (*placed.keys, *placed.values), strict=True):
-            if ours.numel():
-                ours.copy_(theirs)
+        for target, source in zip((*part.keys, *part.values), (*placed.keys, *placed.values), strict=True):
+            if target.numel():
+                target.copy_(source)
         if piece.kept is not None or self.cache.kept is not None:
             self.keep(document, _masks(piece), start)
 
@@ -174,17 +174,17 @@ class LinkedPrompt:
             msg = f"the head of this prompt is {part.tokens} tokens at positions from 0, got {piece.tokens}"
             raise ArgumentError(msg)
         _check_alike(piece.meta, self.cache.meta)
-        for ours, theirs in zip((*part.keys, *part.values), (*piece.keys, *piece.values), strict=True):
-            if ours.numel():
-                ours.copy_(theirs)
+        for target, source in zip((*part.keys, *part.values), (*piece.keys, *piece.values), strict=True):
+            if target.numel():
+                target.copy_(source)
 
     def keep(self, document: int, kept: Sequence[Tensor | None], start: int = 0) -> None:
-        """Note what of a document is there, where a pruned one is written into ``document()`` directly.
+        """Record which tokens of a pruned document are stored, after writing it into ``document()`` directly.
 
         Args:
             document: Its number, in prompt order from 0.
-            kept: As in ``KVCache.kept``, of tokens ``start``, ``start + 1``, ...
-            start: First token that ``kept`` tells of, counted from the document's beginning.
+            kept: Like ``KVCache.kept``, for tokens ``start``, ``start + 1``, ...
+            start: First token that ``kept`` covers, counted from the document's first.
 
         Raises:
             ArgumentError: ``kept`` does not fit the document.
@@ -198,9 +198,9 @@ class LinkedPrompt:
             raise ArgumentError(msg)
         self._use_masks()
         first = self.offset(document) + start
-        for ours, theirs in zip(self.cache.kept or (), kept, strict=True):
-            if ours is not None and theirs is not None:
-                ours[:, first : first + theirs.shape[1]] = theirs
+        for target, source in zip(self.cache.kept or (), kept, strict=True):
+            if target is not None and source is not None:
+                target[:, first : first + source.shape[1]] = source
 
     def _use_masks(self) -> None:
         with self._lock:
@@ -208,20 +208,20 @@ class LinkedPrompt:
                 self.cache = replace(self.cache, kept=tuple(_masks(self.cache)))
 
     def hide(self, start: int, stop: int) -> None:
-        """Let positions hold nothing that anybody sees.
+        """Mask positions, so that no token attends to them.
 
         Args:
             start: The first one.
-            stop: The one behind the last.
+            stop: One after the last.
         """
         self._show(start, stop, seen=False)
 
     def show(self, start: int, stop: int) -> None:
-        """Let positions be seen that hold something again, or soon will.
+        """Unmask positions that are written, or will be.
 
         Args:
             start: The first one.
-            stop: The one behind the last.
+            stop: One after the last.
         """
         self._show(start, stop, seen=True)
 
@@ -241,17 +241,17 @@ class LinkedPrompt:
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:
-    """Move a cache.
+    """Rotate a cache's keys to other positions.
 
     Args:
         cache: At any position.
         offset: Where its first token is to stand.
 
     Returns:
-        The cache with its first token at ``offset``; the very same tensors where it stands there already.
+        The cache with its first token at ``offset``; the same tensors if it is there already.
 
     Raises:
-        RopeRegimeError: It stands, or would stand, at positions that have other frequencies.
+        RopeRegimeError: The old or new positions have other rotation frequencies.
     """
     _check_reach(cache.meta, offset + cache.tokens, offset)
     if cache.meta.positions == "off":
@@ -266,7 +266,7 @@ def moved(cache: KVCache, offset: int) -> KVCache:
 
 
 def link(caches: Sequence[KVCache]) -> KVCache:
-    """Link documents' caches into one prompt cache at positions 0, 1, ...: shift and concatenate.
+    """Link documents' caches into one prompt cache at positions 0, 1, ...: rotate and concatenate.
 
     Args:
         caches: The documents', in prompt order.
@@ -277,7 +277,7 @@ def link(caches: Sequence[KVCache]) -> KVCache:
     Raises:
         ArgumentError: There is no cache.
         MismatchError: The caches come from different models.
-        RopeRegimeError: The prompt gets too long to move documents in it.
+        RopeRegimeError: The prompt is too long for its documents' keys to be rotated there.
     """
     if not caches:
         msg = "nothing to link: name at least one document"
@@ -286,23 +286,23 @@ def link(caches: Sequence[KVCache]) -> KVCache:
     if not all(cache.meta.shares_config(first) for cache in caches):
         msg = "caches of different models or layouts cannot be linked; encode all documents with one model"
         raise MismatchError(msg)
-    placed, at = [], 0
+    placed, position = [], 0
     for cache in caches:
-        placed.append(moved(cache, at))
-        at += cache.tokens
+        placed.append(moved(cache, position))
+        position += cache.tokens
     keys = [_joined(parts) for parts in zip(*(cache.keys for cache in placed), strict=True)]
     values = [_joined(parts) for parts in zip(*(cache.values for cache in placed), strict=True)]
-    kept = None if all(cache.kept is None for cache in placed) else tuple(zip(*map(_masks, placed), strict=True))
-    known = [cache.token_ids for cache in placed if cache.token_ids is not None]
-    ids = list(chain.from_iterable(known)) if len(known) == len(placed) else None
+    masks = None if all(cache.kept is None for cache in placed) else tuple(zip(*map(_masks, placed), strict=True))
+    token_ids = [cache.token_ids for cache in placed if cache.token_ids is not None]
+    ids = list(chain.from_iterable(token_ids)) if len(token_ids) == len(placed) else None
     dtype = next((str(value.dtype).removeprefix("torch.") for value in values if value.numel()), first.dtype)
     meta = replace(first, positions="on", offset=0, token_digest="", dtype=dtype)
     linked = KVCache.from_tensors(keys, values, meta, ids)
-    return linked if kept is None else replace(linked, kept=tuple(torch.cat(masks, 1) for masks in kept))
+    return linked if masks is None else replace(linked, kept=tuple(torch.cat(parts, 1) for parts in masks))
 
 
 def block_mask(documents: Sequence[int], query: int) -> Tensor:
-    """What K = 0 linking lets each token see.
+    """Which tokens each token attends to in K = 0 linking.
 
     Documents see themselves, the query sees everything, all causally.
 
@@ -320,7 +320,7 @@ def block_mask(documents: Sequence[int], query: int) -> Tensor:
 
 
 def _shifted(tensor: Tensor, meta: CacheMeta, layer: int, side: Side, distance: int) -> Tensor:
-    """A layer's keys or values ``distance`` tokens further on; the very same tensor where it carries no position."""
+    """A layer's keys or values ``distance`` tokens further on; unchanged if they carry no position."""
     rotary = meta.layers[layer].rotary(side)
     if rotary is None or not tensor.numel():
         return tensor
@@ -329,7 +329,7 @@ def _shifted(tensor: Tensor, meta: CacheMeta, layer: int, side: Side, distance: 
 
 
 def _masks(cache: KVCache) -> list[Tensor]:
-    """What each layer keeps, bool ``[kv_heads, tokens]``: everything, where nothing was pruned."""
+    """Mask of each layer's stored tokens, bool ``[kv_heads, tokens]``; all true if nothing was pruned."""
     kept = cache.kept or (None,) * len(cache.keys)
     shapes = [(spec.kv_heads, cache.tokens) for spec in cache.meta.layers]
     return [
@@ -339,14 +339,14 @@ def _masks(cache: KVCache) -> list[Tensor]:
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """Along the tokens; layers without keys and values stay empty."""
+    """Concatenate along tokens; layers without keys and values stay empty."""
     return torch.cat(parts, 1) if parts[0].numel() else parts[0]
 
 
 def _check_reach(meta: CacheMeta, stop: int, start: int = 0) -> None:
-    """Refuse positions ``start`` to ``stop`` where a regime has other frequencies at some of them."""
+    """Refuse positions ``start`` to ``stop`` if a regime changes its frequencies between them."""
     if start < 0:
-        msg = f"a cache cannot stand at position {start}; positions count from 0"
+        msg = f"a cache cannot start at position {start}; positions count from 0"
         raise ArgumentError(msg)
     for rope in meta.ropes:
         if rope.max_positions is not None and stop > rope.max_positions:
@@ -357,11 +357,15 @@ def _check_reach(meta: CacheMeta, stop: int, start: int = 0) -> None:
             raise RopeRegimeError(msg)
 
 
-def _check_alike(theirs: CacheMeta, ours: CacheMeta) -> None:
-    known = theirs.model_revision and ours.model_revision
-    if theirs.layers != ours.layers or theirs.ropes != ours.ropes or (known and known != theirs.model_revision):
+def _check_alike(piece: CacheMeta, prompt: CacheMeta) -> None:
+    both_known = piece.model_revision and prompt.model_revision
+    if (
+        piece.layers != prompt.layers
+        or piece.ropes != prompt.ropes
+        or (both_known and both_known != piece.model_revision)
+    ):
         msg = (
-            f"the piece was computed by model {theirs.model_id!r}, the prompt is for {ours.model_id!r}, of another "
+            f"the piece was computed by model {piece.model_id!r}, the prompt is for {prompt.model_id!r}, of another "
             "layout; encode the document with this model"
         )
         raise MismatchError(msg)

@@ -1,4 +1,4 @@
-"""Fewer tokens of a document in its cache: anchors in place of chunks."""
+"""Caches with fewer tokens than their documents: anchors replace chunks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta
 
 _MASKED_TOKENS = 8192
-"""Longest cache that is computed in one pass: its mask has that many rows and columns."""
+"""Longest cache computed in one pass, since its mask is square."""
 
 
 class MaskedEngine(Protocol):
-    """What computing a document with anchors asks of an engine; see ``kvwire.engines.base.Engine``."""
+    """What computing a document with anchors needs of an engine; see ``kvwire.engines.base.Engine``."""
 
     def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]: ...  # noqa: D102 - see there
 
@@ -41,10 +41,10 @@ class MaskedEngine(Protocol):
 
 
 def compute_cached(engine: MaskedEngine, layout: LinkLayout, token_ids: Sequence[int]) -> KVCache:
-    """Compute a document's cache as a layout has it.
+    """Compute a document's cache in a layout.
 
-    With anchors (KVLink, arXiv 2502.16002, section 2.4), a chunk's tokens and anchors see the chunk and the anchors
-    before it, and what is not an anchor is pruned: positions stay as they are.
+    With anchors (KVLink, arXiv 2502.16002, section 2.4), a chunk's tokens and anchors attend to the chunk and earlier
+    anchors. All but anchors is then pruned; positions do not change.
 
     Args:
         engine: Runs the model.
@@ -61,12 +61,12 @@ def compute_cached(engine: MaskedEngine, layout: LinkLayout, token_ids: Sequence
 
 
 def compute_stored(engine: MaskedEngine, layout: LinkLayout, token_ids: Sequence[int]) -> KVCache:
-    """``compute_cached`` from all tokens of a cache, as ``stored_tokens`` and ``LinkLayout.cache_tokens`` give them.
+    """``compute_cached``, given all tokens of the cache (``stored_tokens`` or ``LinkLayout.cache_tokens``).
 
     Args:
         engine: Runs the model.
         layout: The layout.
-        token_ids: The document's, with those that the layout puts into its cache.
+        token_ids: The document's, including those of the layout.
 
     Returns:
         The cache, as long as ``token_ids``.
@@ -85,31 +85,31 @@ def compute_stored(engine: MaskedEngine, layout: LinkLayout, token_ids: Sequence
 
 
 def _in_passes(engine: MaskedEngine, layout: LinkLayout, token_ids: Sequence[int]) -> KVCache:
-    """``compute_stored`` pass by pass."""
+    """``compute_stored`` in several passes, for caches too long for one mask."""
     length = len(token_ids)
-    room = LinkedPrompt([length], engine.meta, cache=engine.allocate(length))
-    compute_piece(engine, layout, room, 0, token_ids, (0, length))
-    ids, whole = as_stored(token_ids, engine.vocabulary_size), room.cache
-    return KVCache.from_tensors(whole.keys, whole.values, whole.meta, ids, kept=whole.kept)
+    prompt = LinkedPrompt([length], engine.meta, cache=engine.allocate(length))
+    compute_piece(engine, layout, prompt, 0, token_ids, (0, length))
+    ids, cache = as_stored(token_ids, engine.vocabulary_size), prompt.cache
+    return KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids, kept=cache.kept)
 
 
 def compute_piece(
     engine: MaskedEngine, layout: LinkLayout, prompt: LinkedPrompt, document: int, token_ids: Sequence[int],
     span: tuple[int, int], *, behind: bool = False,
 ) -> None:  # fmt: skip
-    """Compute some tokens of a document with anchors in its place in a prompt, as ``compute_stored`` computes all.
+    """Compute some tokens of an anchored document in a prompt, as ``compute_stored`` does for all of them.
 
-    What sees what follows from the order of passes: each chunk and its anchors are run in one, on top of what is stored
-    of all before them. A span that begins within a chunk has that chunk run from its beginning.
+    The order of passes replaces a mask: each chunk runs with its anchors on top of all that is stored before. A span
+    that begins inside a chunk recomputes it from its first token.
 
     Args:
         engine: Runs the model.
         layout: The layout, with anchors.
-        prompt: Whose cache holds what is stored of the document's tokens before the span; it is written to.
+        prompt: Its cache holds the document's stored tokens before the span; it is written to.
         document: Number of the document there.
-        token_ids: All of the document's, with those that the layout puts into its cache.
-        span: First token of the document to compute, and the one behind the last.
-        behind: Let the tokens see what stands before the document in the prompt, too.
+        token_ids: All of the document's, including those of the layout.
+        span: First token of the document to compute, and one after the last.
+        behind: Attend also to all that precedes the document in the prompt.
     """
     stored, offset = layout.cache_stored(len(token_ids)), prompt.offset(document)
     start, stop = span
@@ -117,15 +117,15 @@ def compute_piece(
         end = min(last, stop)
         if last <= start or first >= stop:
             continue
-        seen = prompt.cache.slice(0, offset + first) if behind else prompt.document(document).slice(0, first)
-        piece = engine.extend(seen if seen.tokens else None, token_ids[first:end], offset=offset + first)
+        context = prompt.cache.slice(0, offset + first) if behind else prompt.document(document).slice(0, first)
+        piece = engine.extend(context if context.tokens else None, token_ids[first:end], offset=offset + first)
         if stored is not None:
             piece = _pruned(piece, stored[first:end])
         prompt.write(document, max(first, start), piece.slice(max(0, start - first), end - first))
 
 
 def passes(layout: LinkLayout, length: int) -> Iterator[tuple[int, int]]:
-    """Spans of a document's cache whose tokens see all of the span before them, and of earlier spans what is stored."""
+    """Spans that each run in one pass: tokens attend to all of their span and to what is stored of earlier ones."""
     start, stop = len(layout.before), length - len(layout.after)
     step = layout.anchors.chunk + len(layout.anchors.tokens) if layout.anchors else max(1, stop - start)
     edges = [0, *range(start, stop, step), stop, length]
@@ -133,8 +133,8 @@ def passes(layout: LinkLayout, length: int) -> Iterator[tuple[int, int]]:
 
 
 def _pruned(cache: KVCache, stored: Tensor) -> KVCache:
-    """A cache without what a bool ``[tokens]`` does not name."""
-    kept = [None if spec.kind == "none" else stored.expand(spec.kv_heads, -1) for spec in cache.meta.layers]
+    """Prune a cache to the tokens set in ``stored``, bool ``[tokens]``."""
+    masks = [None if spec.kind == "none" else stored.expand(spec.kv_heads, -1) for spec in cache.meta.layers]
     keys = [key * stored[None, :, None].to(key) if key.numel() else key for key in cache.keys]
     values = [value * stored[None, :, None].to(value) if value.numel() else value for value in cache.values]
-    return replace(cache, keys=keys, values=values, kept=tuple(kept))
+    return replace(cache, keys=keys, values=values, kept=tuple(masks))

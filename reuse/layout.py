@@ -1,9 +1,9 @@
-"""What stands where in a linked prompt: texts, tokens inside caches, tokens that are computed, and what each sees.
+"""Order of a linked prompt: texts, tokens inside caches, computed tokens, and the attention mask.
 
-Methods that link documents' caches differ in the tokens that they put around them, and in nothing else: KVLink (arXiv
-2502.16002) computes link tokens behind each document, KV Packet (arXiv 2604.13226) stores trained tokens inside each
-cache, TurboRAG (arXiv 2410.07590) boundary tokens, Block-Attention (arXiv 2409.15355) begins prompts with a prefix.
-A token is an id of the vocabulary, or a soft token: a trained embedding, which ``soft_token`` numbers.
+Methods that link documents' caches differ only in the tokens around them: KVLink (arXiv 2502.16002) computes link
+tokens behind each document, KV Packet (arXiv 2604.13226) stores trained tokens inside each cache, TurboRAG (arXiv
+2410.07590) boundary tokens, Block-Attention (arXiv 2409.15355) begins prompts with a prefix. A token is a vocabulary id
+or a soft token: a trained embedding, numbered by ``soft_token``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 SegmentKind = Literal["system", "opening", "document", "links", "closing", "question", "ending", "answer"]
 MAX_SOFT_TOKENS = 4096
-"""Most soft tokens that a file holds, so that a layout takes no more."""
+"""Most soft tokens of a file, and so of a layout."""
 
 
 def soft_token(index: int) -> int:
-    """The token that stands for a trained embedding.
+    """Token id of a trained embedding.
 
     Args:
         index: Row of the embedding in its file, from 0.
 
     Returns:
-        A negative number, which no vocabulary has: -1 for the first row.
+        A negative number, unlike any vocabulary id: -1 for the first row.
 
     Raises:
         ArgumentError: The row is negative.
@@ -45,22 +45,22 @@ def soft_token(index: int) -> int:
 
 @dataclass(frozen=True)
 class Anchors:
-    """Tokens that stand for a chunk of a document, and are all that is stored of it (KVLink, section 2.4).
+    """Tokens stored in place of the chunk before them (KVLink, section 2.4).
 
-    A chunk's tokens and its anchors see the chunk and the anchors of the chunks before it.
+    A chunk's tokens and anchors attend to their chunk and to earlier chunks' anchors.
 
     Attributes:
-        chunk: Own tokens of a document in each chunk; the last chunk may have fewer.
-        tokens: What stands behind each chunk.
+        chunk: A document's own tokens in each chunk; the last chunk may have fewer.
+        tokens: The anchors after each chunk.
     """
 
     chunk: int
     tokens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse chunks of nothing."""
+        """Refuse empty chunks."""
         if self.chunk < 1 or not self.tokens:
-            msg = f"anchors stand behind chunks of at least one token, got chunks of {self.chunk}: {self.tokens}"
+            msg = f"anchors need chunks of at least one token, got chunks of {self.chunk}: {self.tokens}"
             raise ArgumentError(msg)
 
     def length(self, tokens: int) -> int:
@@ -77,27 +77,27 @@ class Anchors:
         return (at % (self.chunk + count) >= self.chunk) | (at >= length - count)
 
     def visible(self, length: int) -> Tensor:
-        """What tokens of such a document see of it, bool ``[length, length]``."""
+        """Attention mask within such a document, bool ``[length, length]``."""
         chunk, at = self.chunk_of(length), torch.arange(length)
         mine = chunk[:, None] == chunk
         return (at <= at[:, None]) & (mine | self.is_anchor(length))
 
     def insert(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Own tokens of a document with the anchors between them."""
+        """Insert anchors between a document's own tokens."""
         starts = range(0, len(token_ids), self.chunk)
         return tuple(token for at in starts for token in (*token_ids[at : at + self.chunk], *self.tokens))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of one kind that stand behind each other.
+    """Consecutive tokens of one kind.
 
     Attributes:
-        kind: What they are.
+        kind: Role in the prompt.
         start: Position of the first.
         tokens: How many.
-        token_ids: The tokens; None where only their number is known.
-        document: Number of the document that they belong to, in the order of the prompt; None for the others.
+        token_ids: The tokens; None if only their number is known.
+        document: Number of their document in the prompt; None if they belong to none.
     """
 
     kind: SegmentKind
@@ -108,32 +108,32 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """Position behind the last."""
+        """Position after the last."""
         return self.start + self.tokens
 
     @property
     def is_cached(self) -> bool:
-        """Whether their keys and values come from a document's cache; the others are computed in every prompt."""
+        """Whether keys and values come from a document's cache, not computed in every prompt."""
         return self.kind == "document"
 
 
 @dataclass(frozen=True)
 class LinkLayout:
-    """What a method puts around documents and into their caches.
+    """Tokens that a method puts around documents and into their caches.
 
     A prompt is: system text, ``opening``, then for each document its cache (``before``, its own tokens, ``after``) and
-    its link tokens, then ``closing``, the question, ``ending``. Documents see themselves alone; all else sees whatever
-    stands before it.
+    its link tokens, then ``closing``, the question, ``ending``. Documents attend to themselves only; all other tokens
+    to all before them.
 
     Attributes:
-        name: As it is told in reports.
+        name: Shown in reports.
         before: Tokens inside each cache, before the document's own.
-        after: Tokens inside each cache, behind them.
+        after: Tokens inside each cache, after the document's own.
         opening: Computed between the system text and the first document.
-        links: Computed behind each document, by its number in the prompt; empty: none, for any number of documents.
+        links: Computed after each document, by its number in the prompt; empty: none, for any number of documents.
         closing: Computed between the last document's link tokens and the question.
         ending: Computed between the question and the answer.
-        anchors: What is stored of each document in place of its own tokens; None: all of it.
+        anchors: Stored in place of each document's own tokens; None: all tokens are stored.
     """
 
     name: str = "plain"
@@ -147,44 +147,44 @@ class LinkLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing stands anywhere but the documents and the question: today's linking."""
+        """Whether prompts hold only documents and the question (K = 0 linking)."""
         return not (*self.cached_tokens, *self.computed_tokens)
 
     @property
     def most_documents(self) -> int | None:
-        """How many documents have link tokens of their own; None: any number."""
+        """For how many documents link tokens were trained; None: any number."""
         return len(self.links) or None
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """Tokens inside caches that are not the documents' own."""
+        """Tokens that the layout puts inside caches."""
         return (*self.before, *self.after, *(self.anchors.tokens if self.anchors else ()))
 
     @property
     def computed_tokens(self) -> tuple[int, ...]:
-        """Tokens that a prompt may compute beside its texts."""
+        """Tokens that the layout computes in each prompt."""
         links = (token for each in self.links for token in each)
         return (*self.opening, *links, *self.closing, *self.ending)
 
     @property
     def soft_tokens(self) -> int:
-        """How many soft tokens it takes: its highest one, counted from 1; 0 for none."""
+        """How many soft tokens it uses; 0 for none."""
         return max(0, -min((*self.cached_tokens, *self.computed_tokens), default=0))
 
     def cache_length(self, tokens: int) -> int:
         """Length of the cache of a document.
 
         Args:
-            tokens: Of its own.
+            tokens: Number of its own tokens.
 
         Returns:
-            These and what the layout puts into the cache.
+            These plus the tokens of the layout.
         """
         own = self.anchors.length(tokens) if self.anchors else tokens
         return len(self.before) + own + len(self.after)
 
     def own_length(self, length: int) -> int:
-        """Own tokens of a document whose cache is ``length`` long.
+        """Number of own tokens of a document from its cache's length.
 
         Raises:
             ArgumentError: No document has a cache of that length in this layout.
@@ -195,7 +195,7 @@ class LinkLayout:
             chunks, rest = divmod(own, self.anchors.chunk + count)
             own = chunks * self.anchors.chunk + max(0, rest - count)
         if own < 1 or self.cache_length(own) != length:
-            msg = f"a cache of {length} tokens is none of the layout {self.name}; encode the document with that layout"
+            msg = f"the layout {self.name} has no caches of {length} tokens; encode the document with that layout"
             raise ArgumentError(msg)
         return own
 
@@ -206,33 +206,33 @@ class LinkLayout:
             token_ids: The document's own.
 
         Returns:
-            These with what the layout puts around and between them.
+            These with the layout's tokens around and between them.
         """
         own = self.anchors.insert(token_ids) if self.anchors else token_ids
         return (*self.before, *own, *self.after)
 
     def cache_visible(self, length: int) -> Tensor | None:
-        """What tokens of a document's cache see of it.
+        """Attention mask within a document's cache.
 
         Args:
-            length: Of the cache as it is computed.
+            length: Of the cache before pruning.
 
         Returns:
-            Bool ``[length, length]``; None: all that stands before them.
+            Bool ``[length, length]``; None: causal.
         """
         if self.anchors is None:
             return None
         start, stop = len(self.before), length - len(self.after)
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
-        seen[start:stop, start:stop] = self.anchors.visible(stop - start)
-        seen[stop:, start:stop] = self.anchors.is_anchor(stop - start)
-        return seen
+        visible = torch.ones(length, length, dtype=torch.bool).tril()
+        visible[start:stop, start:stop] = self.anchors.visible(stop - start)
+        visible[stop:, start:stop] = self.anchors.is_anchor(stop - start)
+        return visible
 
     def cache_stored(self, length: int) -> Tensor | None:
-        """Which tokens of a document's cache are kept.
+        """Which tokens of a document's cache are stored.
 
         Args:
-            length: Of the cache as it is computed.
+            length: Of the cache before pruning.
 
         Returns:
             Bool ``[length]``; None: all.
@@ -251,16 +251,16 @@ class LinkLayout:
         """Lay out a prompt.
 
         Args:
-            documents: Each one's own tokens, or how many it has, in the order of the prompt.
+            documents: Own tokens of each, or their number, in prompt order.
             question: Token ids.
             system: Token ids of the system text.
-            answer: Token ids of the answer, which training knows.
+            answer: Token ids of the answer, known in training.
 
         Returns:
             The prompt's layout.
 
         Raises:
-            ArgumentError: There is no document, one has no tokens, or there are more than link tokens were trained for.
+            ArgumentError: There is no document, one is empty, or link tokens were trained for fewer documents.
         """
         count, most = len(documents), self.most_documents
         if most is not None and count > most:
@@ -298,11 +298,11 @@ class LinkLayout:
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """A prompt that is laid out: every token at its position, from 0 on, without gaps.
+    """The segments of one prompt, at positions from 0 without gaps.
 
     Attributes:
         layout: The method's.
-        segments: In the order of the prompt; empty ones are left out.
+        segments: In prompt order, without empty ones.
     """
 
     layout: LinkLayout
@@ -330,7 +330,7 @@ class PromptLayout:
 
     @property
     def question_start(self) -> int:
-        """Position behind all that stands before the question."""
+        """Position of the question's first token."""
         return max(each.stop for each in self.segments if each.kind not in {"question", "ending", "answer"})
 
     @property
@@ -338,7 +338,7 @@ class PromptLayout:
         """All tokens of the prompt.
 
         Raises:
-            ArgumentError: It was laid out from lengths alone.
+            ArgumentError: It was laid out from lengths only.
         """
         if any(each.token_ids is None for each in self.segments):
             msg = "the tokens of a document are not known; lay the prompt out with them"
@@ -349,7 +349,7 @@ class PromptLayout:
         """Positions of the tokens of some kinds.
 
         Args:
-            kinds: Of the segments; none: all that is computed.
+            kinds: Of the segments; none: all computed ones.
 
         Returns:
             int64, ascending.
@@ -358,36 +358,36 @@ class PromptLayout:
         return torch.cat([torch.arange(each.start, each.stop) for each in chosen] or [torch.arange(0)])
 
     def front_rows(self) -> tuple[Tensor, tuple[int, ...]]:
-        """What has to be computed before the question: system text, markers and link tokens.
+        """Rows computed before the question: system text, markers and link tokens.
 
         Returns:
-            Positions, int64 in ascending order, and the tokens there.
+            Positions, int64 in ascending order, and their tokens.
         """
         before = [each for each in self.segments if not each.is_cached and each.start < self.question_start]
         places = [torch.arange(each.start, each.stop) for each in before]
         return torch.cat(places or [torch.arange(0)]), tuple(id_ for each in before for id_ in each.token_ids or ())
 
     def visible(self, kept: Sequence[Tensor | None] | None = None) -> Tensor:
-        """What each token of the prompt sees, as training and one pass over the whole prompt mask it.
+        """Attention mask of the prompt, in training or for one pass.
 
         Args:
-            kept: Of each document's cache, bool ``[tokens]``: what a pruned one still has for those that come behind
-                it; None: what the layout stores.
+            kept: For each document's cache, bool ``[tokens]``: tokens still there after pruning; None: those that the
+                layout stores.
 
         Returns:
             Bool ``[tokens, tokens]``: row r sees column c.
         """
         total = self.tokens
         causal = torch.ones(total, total, dtype=torch.bool).tril()
-        seen = torch.zeros(total, total, dtype=torch.bool)
-        seen[self.positions()] = causal[self.positions()] & self._stored(kept)
+        visible = torch.zeros(total, total, dtype=torch.bool)
+        visible[self.positions()] = causal[self.positions()] & self._stored(kept)
         for each in self.documents:
             part, inside = slice(each.start, each.stop), self.layout.cache_visible(each.tokens)
-            seen[part, part] = causal[part, part] if inside is None else inside
-        return seen
+            visible[part, part] = causal[part, part] if inside is None else inside
+        return visible
 
     def _stored(self, kept: Sequence[Tensor | None] | None) -> Tensor:
-        """What is there for rows that are computed, bool ``[tokens]``."""
+        """Which tokens computed rows can attend to, bool ``[tokens]``."""
         stored = torch.ones(self.tokens, dtype=torch.bool)
         for index, each in enumerate(self.documents):
             mask = self.layout.cache_stored(each.tokens) if kept is None else kept[index]

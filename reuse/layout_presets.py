@@ -1,4 +1,4 @@
-"""Layouts of methods of the literature, by name."""
+"""Layouts of published methods, by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PLAIN = LinkLayout()
-"""Documents one after the other and nothing else: K = 0 without markers."""
+"""Documents one after the other, without markers: K = 0."""
 KVLINK_FIRST, KVLINK_START, KVLINK_END = 128011, 128254, 128255
 """Reserved ids of Llama-3's vocabulary that KVLink's checkpoints use: the first link token, and the markers."""
 KVLINK_DOCUMENTS = 40
@@ -22,22 +22,21 @@ Chat = Literal["", "training", "evaluation"]
 
 
 def kvlink(count: int = 5, *, chat: Chat = "", stride: int | None = None) -> LinkLayout:
-    """KVLink on Llama-3 checkpoints (arXiv 2502.16002): link tokens are reserved ids, by the document's number.
+    """KVLink on Llama-3 checkpoints (arXiv 2502.16002): link tokens are reserved ids, by document number.
 
-    Link token j of document i is 128011 + ``stride`` i + j. The markers stand there for ``count`` 0, too.
+    Link token j of document i is 128011 + ``stride`` i + j. ``count`` 0 keeps the markers.
 
     Args:
-        count: Link tokens behind each document, K.
-        chat: Adds Llama-3's turns around documents and question. Training has documents end the system's turn and puts
-            the question into the user's; evaluation begins the user's turn before the documents. Empty: texts bring
-            their own.
-        stride: From the ids of one document to those of the next; None: ``count``, as the public checkpoints have it.
+        count: K, the link tokens after each document.
+        chat: Adds Llama-3's turns. ``training``: documents end the system's turn, the question is in the user's.
+            ``evaluation``: the user's turn begins before the documents. Empty: texts bring their own.
+        stride: Distance between the ids of neighbouring documents; None: ``count``, as in the public checkpoints.
 
     Returns:
         The layout.
 
     Raises:
-        ArgumentError: The ids do not lie below the markers, or there is no such chat.
+        ArgumentError: The ids reach the markers' ids, or there is no such chat.
     """
     step = count if stride is None else stride
     if count < 0 or step < count or KVLINK_FIRST + step * KVLINK_DOCUMENTS > KVLINK_START:
@@ -45,7 +44,7 @@ def kvlink(count: int = 5, *, chat: Chat = "", stride: int | None = None) -> Lin
         msg = f"KVLink's checkpoints have ids for 0 to {most} link tokens a document, got {count} with stride {step}"
         raise ArgumentError(msg)
     if chat not in {"", "training", "evaluation"}:
-        msg = f"KVLink's turns are those of training or of evaluation, got {chat!r}"
+        msg = f"KVLink's chat is training or evaluation, got {chat!r}"
         raise ArgumentError(msg)
     firsts = range(KVLINK_FIRST, KVLINK_FIRST + step * KVLINK_DOCUMENTS, step) if count else ()
     return LinkLayout(
@@ -58,40 +57,40 @@ def kvlink(count: int = 5, *, chat: Chat = "", stride: int | None = None) -> Lin
 
 
 def soft_links(count: int, documents: int = KVLINK_DOCUMENTS) -> LinkLayout:
-    """Link tokens that are trained embeddings, by the document's number: soft tokens 0, 1, ...
+    """Link tokens that are trained embeddings, by document number: soft tokens 0, 1, ...
 
     Args:
-        count: Link tokens behind each document.
-        documents: How many documents have some.
+        count: Link tokens after each document.
+        documents: Number of documents that have link tokens.
 
     Returns:
         The layout; the soft tokens of document i begin at ``count`` i.
 
     Raises:
-        ArgumentError: There is nothing to link with, or more than a file of soft tokens holds.
+        ArgumentError: A number is below 1, or they exceed a file of soft tokens.
     """
     _check_counts(count, documents)
     tokens = _soft_tokens(count * documents)
     links = tuple(tokens[at : at + count] for at in range(0, len(tokens), count))
-    known = "" if documents == KVLINK_DOCUMENTS else f"/{documents}"
-    return LinkLayout(name=f"links:{count}{known}", links=links)
+    suffix = "" if documents == KVLINK_DOCUMENTS else f"/{documents}"
+    return LinkLayout(name=f"links:{count}{suffix}", links=links)
 
 
 def wrappers(header: int = 8, trailer: int = 8) -> LinkLayout:
     """Trained embeddings inside each document's cache, as KV Packet has them (arXiv 2604.13226).
 
     Args:
-        header: How many stand before a document's own tokens: soft tokens 0, 1, ...
-        trailer: How many stand behind them: the soft tokens that follow.
+        header: Soft tokens 0, 1, ... before a document's own tokens.
+        trailer: Soft tokens after them, numbered on.
 
     Returns:
         The layout.
 
     Raises:
-        ArgumentError: There is nothing to wrap with, or more than a file of soft tokens holds.
+        ArgumentError: Both are 0, or they exceed a file of soft tokens.
     """
     if min(header, trailer) < 0 or not header + trailer:
-        msg = f"documents are wrapped with at least one token, got {header} before and {trailer} behind"
+        msg = f"documents are wrapped with at least one token, got {header} before and {trailer} after"
         raise ArgumentError(msg)
     tokens = _soft_tokens(header + trailer)
     return LinkLayout(name=f"wrappers:{header}+{trailer}", before=tokens[:header], after=tokens[header:])
@@ -114,7 +113,7 @@ def block_attention(prefix: Sequence[int]) -> LinkLayout:
     """Block-Attention (arXiv 2409.15355): a prefix tells the model that documents do not see each other.
 
     Args:
-        prefix: Token ids; computed in every prompt, behind the system text.
+        prefix: Token ids; computed in every prompt, after the system text.
 
     Returns:
         The layout.
@@ -123,17 +122,17 @@ def block_attention(prefix: Sequence[int]) -> LinkLayout:
 
 
 def anchors(chunk: int = 100, count: int = 25) -> LinkLayout:
-    """KVLink's compression (arXiv 2502.16002, section 2.4): of each chunk, anchors alone are stored.
+    """KVLink's compression (arXiv 2502.16002, section 2.4): only the anchors of each chunk are stored.
 
     Args:
         chunk: Own tokens of a document in each chunk.
-        count: Soft tokens 0, 1, ... behind each chunk.
+        count: Soft tokens 0, 1, ... after each chunk.
 
     Returns:
         The layout.
 
     Raises:
-        ArgumentError: There is no chunk or no anchor, or there are more than a file of soft tokens holds.
+        ArgumentError: A number is below 1, or they exceed a file of soft tokens.
     """
     return LinkLayout(name=f"anchors:{chunk}/{count}", anchors=Anchors(chunk, _soft_tokens(count)))
 
@@ -147,7 +146,7 @@ def _soft_tokens(count: int) -> tuple[int, ...]:
 
 def _check_counts(count: int, documents: int) -> None:
     if min(count, documents) < 1:
-        msg = f"links take at least one token behind at least one document, got {count} behind {documents}"
+        msg = f"links need at least one token after at least one document, got {count} after {documents}"
         raise ArgumentError(msg)
 
 
@@ -186,16 +185,16 @@ _PRESETS: dict[str, tuple[str, Callable[[str], LinkLayout]]] = {
 
 
 def read_layout(name: str) -> LinkLayout:
-    """The layout that a name stands for, such as ``kvlink:5`` or ``wrappers:8+8``.
+    """Parse a layout's name, such as ``kvlink:5`` or ``wrappers:8+8``.
 
     Args:
-        name: A preset and its figures; token ids are numbers with commas between them.
+        name: A preset and its numbers; token ids are separated by commas.
 
     Returns:
-        The layout; its own name, for those that follow from figures alone, reads back to it.
+        The layout; its own name parses back to it, unless the preset takes token ids.
 
     Raises:
-        ArgumentError: There is no such preset, or its figures are none.
+        ArgumentError: There is no such preset, or its numbers are invalid.
     """
     preset, _, figures = name.partition(":")
     form, make = _PRESETS.get(preset, ("", None))

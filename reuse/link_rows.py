@@ -1,8 +1,8 @@
-"""Documents' caches in the places that a layout gives them, and what is computed around them, in one prompt's cache.
+"""Place documents' caches in a layout's prompt, and compute the tokens around them.
 
-The prompt's cache takes each document's cache, moved; then the rows of system text, markers and link tokens are
-computed in their own places, each seeing all that stands before it. Together with the question behind them that equals
-one pass over the whole prompt under ``PromptLayout.visible``.
+Each document's cache is rotated into its place; then rows of system text, markers and link tokens are computed in
+theirs, attending to all before them. With the question after them that equals one pass over the prompt under
+``PromptLayout.visible``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def link_documents(engine: RowsEngine, caches: Sequence[KVCache], prompt: PromptLayout) -> LinkedPrompt:
-    """Link documents as a layout says, up to the question.
+    """Link documents in a layout, up to the question.
 
     Args:
         engine: Runs the model.
-        caches: Of the documents, with the tokens that the layout puts into them, in the order of the prompt.
-        prompt: Where they stand.
+        caches: Of the documents, including the layout's tokens, in prompt order.
+        prompt: The layout of the prompt.
 
     Returns:
-        The prompt before the question, all of it computed; the question runs at ``prompt.question_start``.
+        The complete prompt before the question, which runs at ``prompt.question_start``.
 
     Raises:
-        ArgumentError: There are more or fewer caches than documents, or one is of another length.
+        ArgumentError: Caches and documents differ in number or length.
         MismatchError: The caches come from different models, or the model cannot run rows.
     """
     lengths = tuple(cache.tokens for cache in caches)
@@ -54,36 +54,34 @@ def link_documents(engine: RowsEngine, caches: Sequence[KVCache], prompt: Prompt
 def compute_links(
     engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout, start: int = 0, stop: int | None = None
 ) -> int:
-    """Compute what stands between and around documents: system text, markers and link tokens.
+    """Compute the tokens between and around documents: system text, markers and link tokens.
 
-    What stands behind ``stop`` is not looked at: part by part, in the prompt's order, rows become what they are all at
-    once.
+    Rows from ``stop`` on are ignored: computing part by part, in prompt order, gives the same rows as all at once.
 
-    What depends on several documents, or on a prompt, belongs to this prompt alone: it is never stored under the name
-    of a document.
+    These rows depend on several documents or on a prompt: they are never stored under the name of a document.
 
     Args:
         engine: Runs the model.
         linked: All documents in their places, in the engine's own memory; it is written to.
-        prompt: Where they stand.
-        start: Position from which on rows are computed; all before it are.
-        stop: Position before which; None: the end of the prompt. Documents before it are complete.
+        prompt: The layout of the prompt.
+        start: First position to compute; earlier ones are complete.
+        stop: Position after the last; None: the end of the prompt. Documents before it are complete.
 
     Returns:
         How many tokens were computed.
 
     Raises:
-        ArgumentError: The cache cannot be written in place, or a token is none of the model's.
+        ArgumentError: The cache cannot be written in place, or the model lacks a token.
         MismatchError: The model cannot run rows.
     """
     rows, tokens = prompt.front_rows()
     stop = linked.cache.tokens if stop is None else stop
-    ids, wanted = [0] * stop, (rows >= start) & (rows < stop)
+    ids, in_span = [0] * stop, (rows >= start) & (rows < stop)
     for row, token in zip(rows.tolist(), tokens, strict=True):
         if row < stop:
             ids[row] = token
         if start <= row < stop:
             linked.show(row, row + 1)
-    if bool(wanted.any()):
-        engine.update_rows(linked.cache.slice(0, stop), ids, rows[wanted])
-    return int(wanted.sum())
+    if bool(in_span.any()):
+        engine.update_rows(linked.cache.slice(0, stop), ids, rows[in_span])
+    return int(in_span.sum())

@@ -1,9 +1,9 @@
-"""The learnt mean shift of linked caches.
+"""The mean shift: a learnt correction of linked caches.
 
-A document that was computed alone and moved behind others has other keys and values than one that saw these others. The
-mean of that difference, for each layer, KV head and channel, depends on how far a token stands in its document: its
-first tokens differ most. Learnt over prompts, it is added to linked documents, which costs one addition a load and no
-forward pass. Keys are compared and shifted without their positions.
+A document computed alone has other keys and values than one that saw the documents before it. The mean of that
+difference, by layer, KV head and channel, depends on a token's place in its document: the first tokens differ most. It
+is learnt over prompts and added to linked documents, at the cost of one addition and no forward pass. Keys are compared
+and shifted without rotation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RANK = 3
 
 
 def stretch_bounds(tokens: int) -> tuple[int, ...]:
-    """Stretches of a document's tokens, coarser further in: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15, ..."""
+    """Bounds of stretches of a document's tokens, coarser further in: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ..."""
     if not 1 <= tokens <= _MOST_TOKENS:
         msg = f"a document has 1 to {_MOST_TOKENS} tokens, got {tokens}"
         raise ArgumentError(msg)
@@ -51,15 +51,14 @@ def stretch_bounds(tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class LinkShift:
-    """What is added to documents that were computed alone and stand behind others.
+    """Correction added to documents that were computed alone and follow others.
 
     Attributes:
         config: ``CacheMeta.config_digest()`` of the model's caches.
-        model_id: The model's name, for people.
-        prompts: How many prompts it was learnt from.
-        bounds: First token of each stretch of a document, ascending from 0, and the one behind the last: tokens from
-            there on stay as they are.
-        keys: Of each layer, float32 ``[stretches, kv_heads, key_dim]``, without positions.
+        model_id: The model's name, for messages.
+        prompts: Number of prompts it was learnt from.
+        bounds: First token of each stretch, ascending from 0, then the first token that is not shifted.
+        keys: Of each layer, float32 ``[stretches, kv_heads, key_dim]``, without rotation.
         values: Of each layer, float32 ``[stretches, kv_heads, value_dim]``.
     """
 
@@ -71,7 +70,7 @@ class LinkShift:
     values: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no shift."""
+        """Check shapes and numbers."""
         grows = all(0 <= low < high for low, high in pairwise(self.bounds))
         if len(self.bounds) < 2 or self.bounds[0] or not grows or self.bounds[-1] > _MOST_TOKENS:  # noqa: PLR2004
             msg = "stretches of a document ascend from token 0"
@@ -89,12 +88,12 @@ class LinkShift:
 
     @property
     def stretches(self) -> int:
-        """How many stretches of a document are told apart."""
+        """Number of stretches."""
         return len(self.bounds) - 1
 
     @property
     def tokens(self) -> int:
-        """How many of a document's first tokens are shifted."""
+        """Number of a document's first tokens that are shifted."""
         return self.bounds[-1]
 
     @cached_property
@@ -125,7 +124,7 @@ class LinkShift:
             The shift, on the processor.
 
         Raises:
-            CorruptError: It is no such file, or it is damaged.
+            CorruptError: It is another kind of file, or damaged.
             FormatVersionError: A later version wrote it.
         """
         if len(data) > MAX_BYTES:
@@ -137,7 +136,7 @@ class LinkShift:
         except (ArgumentError, KeyError, TypeError, ValueError) as error:
             msg = f"the {_WHAT} is damaged ({error}); run kvwire check-model again"
             raise CorruptError(msg) from error
-        shift.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        shift.__dict__["data"] = bytes(data)  # cached property: the digest covers the bytes read
         return shift
 
     @classmethod
@@ -145,13 +144,13 @@ class LinkShift:
         config, model_id, layers, bounds = head["config"], head["model_id"], head["layers"], head["bounds"]
         numbers = [layers, head["prompts"], *bounds]
         if not (isinstance(config, str) and isinstance(model_id, str) and len(config) == _DIGEST_DIGITS):
-            msg = "it does not say of which model it is"
+            msg = "it names no model"
             raise ValueError(msg)
         if not all(type(number) is int for number in numbers) or len(arrays) != 2 * layers:
             msg = f"it has {len(arrays)} arrays for {layers} layers"
             raise ValueError(msg)
         if any(array.dtype != np.dtype("<f4") for array in arrays.values()):
-            msg = "an array is not of float32"
+            msg = "an array is not float32"
             raise ValueError(msg)
         keys, values = (
             tuple(torch.from_numpy(arrays[_name(side, layer)].astype(np.float32)) for layer in range(layers))
@@ -163,26 +162,28 @@ class LinkShift:
         """Refuse caches of another model.
 
         Args:
-            meta: What they say of themselves.
+            meta: Of the caches.
 
         Raises:
-            MismatchError: It was learnt on another model, or caches of this one are latent.
+            MismatchError: It was learnt on another model, or this model has latent attention.
         """
         check_shiftable(meta)
         shapes = [(spec.kv_heads, spec.key_dim, spec.value_dim) for spec in meta.layers]
-        ours = [(key.shape[1], key.shape[2], value.shape[2]) for key, value in zip(self.keys, self.values, strict=True)]
-        if self.config != meta.config_digest() or shapes != ours:
+        own_shapes = [
+            (key.shape[1], key.shape[2], value.shape[2]) for key, value in zip(self.keys, self.values, strict=True)
+        ]
+        if self.config != meta.config_digest() or shapes != own_shapes:
             msg = f"the {_WHAT} was learnt on model {self.model_id!r}, not on this one; run kvwire check-model again"
             raise MismatchError(msg)
 
     def on(self, device: torch.device | str) -> LinkShift:
-        """The same, on a device.
+        """A copy on a device.
 
         Args:
-            device: Where prompts lie.
+            device: The prompts' device.
 
         Returns:
-            A shift whose tensors lie there.
+            A shift with tensors on it.
         """
         keys, values = (tuple(tensor.to(device) for tensor in side) for side in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
@@ -191,16 +192,16 @@ class LinkShift:
         """Add the shift to every document of a prompt but the first, in place.
 
         Args:
-            cache: A prompt's, positions on from 0, documents one after the other; all of it is there.
-            lengths: Tokens of each document, in the prompt's order.
-            stays: First token of the prompt, and the one behind the last, of what stays as it is: tokens that saw those
-                before them, or that were not computed as those that it was learnt from.
+            cache: A complete prompt's, positions on and from 0, documents one after the other.
+            lengths: Tokens of each document, in prompt order.
+            stays: Spans (first position, one after the last) to leave alone: rows that attended to earlier documents,
+                or were computed otherwise than in training.
 
         Returns:
             How many tokens were shifted.
 
         Raises:
-            ArgumentError: The cache has not as many tokens, holds less than all of them, or does not begin at 0.
+            ArgumentError: The cache is pruned, of another length, or does not begin at 0.
             RopeRegimeError: A position is out of reach.
         """
         rows, stretches = self._rows(cache, lengths, stays)
@@ -214,15 +215,15 @@ class LinkShift:
             for shifts, tensors in ((self.keys, cache.keys), (self.values, cache.values))
         )
         added = rows_on(KVCache(keys, values, cache.meta), rows)
-        for ours, theirs in zip((*cache.keys, *cache.values), (*added.keys, *added.values), strict=True):
-            if ours.numel():
-                at = rows.to(ours.device)
-                wide = ours.index_select(1, at).to(torch.promote_types(ours.dtype, torch.float32))
-                ours.index_copy_(1, at, (wide + theirs).to(ours.dtype))
+        for target, addend in zip((*cache.keys, *cache.values), (*added.keys, *added.values), strict=True):
+            if target.numel():
+                place = rows.to(target.device)
+                wide = target.index_select(1, place).to(torch.promote_types(target.dtype, torch.float32))
+                target.index_copy_(1, place, (wide + addend).to(target.dtype))
         return len(rows)
 
     def _rows(self, cache: KVCache, lengths: Sequence[int], stays: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Tokens of a prompt that are shifted, ascending, and the stretch of its document that each lies in."""
+        """Positions of shifted tokens, ascending, and the stretch of each in its document."""
         self._check_prompt(cache, lengths)
         within = torch.cat([torch.arange(count) for count in lengths])
         moves = within < self.tokens
@@ -244,23 +245,23 @@ class LinkShift:
 
 
 def check_shiftable(meta: CacheMeta) -> None:
-    """Refuse models whose links no shift is learnt for."""
+    """Refuse models without a mean shift."""
     if any(spec.value_rope is not None for spec in meta.layers):
-        msg = f"no {_WHAT} is learnt for models of latent attention: go without one"
+        msg = f"no {_WHAT} is learnt for models of latent attention: use none"
         raise MismatchError(msg)
 
 
 class ShiftLearner:
-    """Learns a shift, one prompt at a time: of each prompt no more than sums is kept."""
+    """Learns a shift prompt by prompt, in sums of fixed size."""
 
     def __init__(self, meta: CacheMeta) -> None:
-        """Begin with nothing.
+        """Start without samples.
 
         Args:
             meta: Of the model's caches.
 
         Raises:
-            MismatchError: No shift is learnt for such models.
+            MismatchError: The model has latent attention.
         """
         check_shiftable(meta)
         self._meta = meta
@@ -272,11 +273,11 @@ class ShiftLearner:
         """Learn from a prompt.
 
         Args:
-            alone: The documents' caches, each computed alone, in the prompt's order.
+            alone: The documents' caches, each computed alone, in prompt order.
             prompt: Cache of one pass over all of them, positions on from 0.
 
         Raises:
-            ArgumentError: The prompt has not the documents' tokens, or there are fewer than two.
+            ArgumentError: The prompt's tokens are not the documents', or there are fewer than two.
             MismatchError: A cache is of another model.
         """
         if len(alone) < 2 or prompt.tokens != sum(cache.tokens for cache in alone):  # noqa: PLR2004
@@ -292,16 +293,16 @@ class ShiftLearner:
         self.prompts += 1
 
     def _add(self, alone: KVCache, seeing: KVCache) -> None:
-        """One document, as it was computed alone and behind others."""
+        """Add one document, computed alone and behind others."""
         self._longest = max(self._longest, alone.tokens)
         bounds = stretch_bounds(_MOST_TOKENS)
         stretch = torch.bucketize(torch.arange(alone.tokens), torch.tensor(bounds[1:]), right=True)
         count = int(stretch[-1]) + 1
         self._counts = _widened(self._counts, count)
         self._counts.index_add_(0, stretch, torch.ones(alone.tokens, dtype=torch.float64))
-        ours, theirs = positions_off(seeing), positions_off(alone)
+        linked, separate = positions_off(seeing), positions_off(alone)
         for index, (new, old) in enumerate(
-            zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+            zip((*linked.keys, *linked.values), (*separate.keys, *separate.values), strict=True)
         ):
             if len(self._sums) == index:
                 shape = (0, new.shape[0], new.shape[2]) if new.ndim == _RANK else (0, 0, 0)
@@ -312,13 +313,13 @@ class ShiftLearner:
                 self._sums[index].index_add_(0, stretch, difference.transpose(0, 1))
 
     def finish(self) -> LinkShift:
-        """What was learnt.
+        """Compute the means.
 
         Returns:
             The shift, up to the longest document's last token.
 
         Raises:
-            ArgumentError: Nothing was, or caches hold numbers that are not finite.
+            ArgumentError: No prompt was added, or caches hold numbers that are not finite.
         """
         if not self.prompts:
             msg = "a link shift is learnt from at least one prompt"
@@ -331,7 +332,7 @@ class ShiftLearner:
 
 
 def _widened(tensor: Tensor, count: int) -> Tensor:
-    """With room for as many stretches."""
+    """A tensor with ``count`` stretches, padded with zeros."""
     more = count - len(tensor)
     return tensor if more <= 0 else torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
 

@@ -1,8 +1,8 @@
-"""Prompt Cache schemas: modules at positions of their own, unions, and parameters with reserved slots.
+"""Prompt Cache schemas: modules at fixed positions, unions, and parameters with reserved slots.
 
-Prompt Cache (arXiv 2311.04934): a schema lays modules out once and for all, and a prompt takes some of them, each where
-the schema has it. Members of a union start at the same position, and at most one of them is taken; what is not taken
-leaves a gap in the positions. A parameter is a slot inside a module, whose tokens an argument replaces.
+Prompt Cache (arXiv 2311.04934): a schema fixes the position of every module; a prompt takes some of them, each at its
+place. Members of a union start at the same position, and a prompt takes at most one. Modules not taken leave a gap. A
+parameter is a slot inside a module, whose tokens an argument replaces.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Parameter:
 
     Attributes:
         name: Within its module.
-        at: The slot's first token, counted from the module's beginning; None: still to be found by ``text``.
+        at: The slot's first token, counted from the module's first; None: located by ``text``.
         tokens: Length of the slot.
-        text: What the module's text has in the slot, for who looks for it there.
+        text: The slot's text in the module, used to locate it.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Module:
-    """A document at a place of its own.
+    """A document at a fixed place.
 
     Attributes:
         name: Within the schema.
-        document: Name of the document; empty: the module's.
-        tokens: Positions that are reserved for it, at least the document's length; 0: not known yet.
-        start: Position of its first token; None: behind what comes before.
+        document: Name of the document; empty: the module's name.
+        tokens: Positions reserved for it, at least the document's length; 0: not known yet.
+        start: Position of its first token; None: after the previous part.
         parameters: Its slots.
     """
 
@@ -59,17 +59,17 @@ class Module:
 
     @property
     def document_id(self) -> str:
-        """Name of its document."""
+        """Name of the module's document."""
         return self.document or self.name
 
 
 @dataclass(frozen=True)
 class Union:
-    """Modules that start at the same position, of which a prompt takes one at most.
+    """Modules that start at the same position; a prompt takes at most one.
 
     Attributes:
         members: The modules.
-        start: Position of their first token; None: behind what comes before.
+        start: Position of their first token; None: after the previous part.
     """
 
     members: tuple[Module, ...]
@@ -83,9 +83,9 @@ class Fill:
     Attributes:
         name: ``module.parameter``.
         document: Number of the document in the prompt.
-        at: The slot's first token, counted from the document's beginning.
+        at: The slot's first token, counted from the document's first.
         tokens: Length of the slot.
-        token_ids: The argument, at most as long; what it leaves of the slot holds nothing.
+        token_ids: The argument; if shorter, the rest of the slot is masked.
     """
 
     name: str
@@ -97,13 +97,13 @@ class Fill:
 
 @dataclass(frozen=True)
 class SchemaPrompt:
-    """What a prompt takes of a schema.
+    """Modules and arguments that a prompt takes from a schema.
 
     Attributes:
         names: Of the modules, by position.
         documents: Of each module.
         starts: Position of each module's first token.
-        rooms: Positions that are reserved for each.
+        rooms: Positions reserved for each.
         fills: Arguments in their slots.
     """
 
@@ -115,11 +115,11 @@ class SchemaPrompt:
 
     @property
     def tokens(self) -> int:
-        """Position behind the last module, where the question stands."""
+        """Position after the last module, where the question starts."""
         return self.starts[-1] + self.rooms[-1]
 
     def check_documents(self, lengths: Sequence[int]) -> None:
-        """Refuse documents that the schema has no room for.
+        """Refuse documents that do not fit their modules.
 
         Args:
             lengths: Of the documents, in tokens.
@@ -145,14 +145,14 @@ class Schema:
     """Modules and unions, in the order of their positions.
 
     Attributes:
-        parts: The modules and unions.
+        parts: Modules and unions.
     """
 
     parts: tuple[Module | Union, ...]
     _starts: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        """Lay the modules out."""
+        """Assign positions to the modules."""
         starts: dict[str, int] = {}
         end = 0
         for part in self.parts:
@@ -160,8 +160,8 @@ class Schema:
             for module in _members(part):
                 _check_module(module)
                 if module.name in starts or start < end:
-                    wrong = "is named twice" if module.name in starts else f"starts before {end}, amid another one"
-                    msg = f"module {module.name!r} {wrong}; each has a name and a place of its own"
+                    wrong = "is named twice" if module.name in starts else f"starts before {end}, inside another one"
+                    msg = f"module {module.name!r} {wrong}; each needs a name and a place of its own"
                     raise ArgumentError(msg)
                 starts[module.name] = start
             end = start + max((module.tokens for module in _members(part)), default=0)
@@ -172,17 +172,17 @@ class Schema:
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """All of them, members of unions included."""
+        """All modules, members of unions included."""
         return tuple(module for part in self.parts for module in _members(part))
 
     def with_modules(self, found: Mapping[str, Module]) -> Schema:
-        """The same schema with other modules, such as those whose lengths are known by now.
+        """The same schema with some modules replaced, such as those whose lengths are now known.
 
         Args:
-            found: By name.
+            found: Replacements by name.
 
         Returns:
-            The schema, laid out anew.
+            The schema with new positions.
         """
         parts: list[Module | Union] = []
         for part in self.parts:
@@ -193,18 +193,18 @@ class Schema:
         return Schema(tuple(parts))
 
     def prompt(self, modules: Sequence[str], arguments: Mapping[str, Sequence[int]] | None = None) -> SchemaPrompt:
-        """Take modules and fill their slots.
+        """Select modules and fill their slots.
 
         Args:
-            modules: Names; their order does not matter.
-            arguments: Token ids by ``module.parameter``; without one, a slot keeps its document's tokens.
+            modules: Names, in any order.
+            arguments: Token ids by ``module.parameter``; slots without one keep their document's tokens.
 
         Returns:
             The prompt.
 
         Raises:
-            ArgumentError: A module, or a parameter of those that are taken, is not there, a length is not known, two
-                members of a union are taken, or an argument is longer than its slot.
+            ArgumentError: A module or parameter does not exist, a length is unknown, two members of a union are taken,
+                or an argument exceeds its slot.
         """
         self._check_taken(modules)
         taken = [module for module in self.modules if module.name in modules]
@@ -235,11 +235,11 @@ class Schema:
 
     def _fill(self, names: Sequence[str], taken: Sequence[Module], name: str, ids: Sequence[int]) -> Fill:
         owner, _, parameter = name.rpartition(".")
-        found = [each for module in taken if module.name == owner for each in module.parameters]
-        slot = next((each for each in found if each.name == parameter), None)
+        slots = [each for module in taken if module.name == owner for each in module.parameters]
+        slot = next((each for each in slots if each.name == parameter), None)
         if slot is None or slot.at is None:
-            known = [f"{module.name}.{each.name}" for module in taken for each in module.parameters]
-            msg = f"the modules taken have no parameter {name!r}; they have {', '.join(known) or 'none'}"
+            options = [f"{module.name}.{each.name}" for module in taken for each in module.parameters]
+            msg = f"the modules taken have no parameter {name!r}; they have {', '.join(options) or 'none'}"
             raise ArgumentError(msg)
         if len(ids) > slot.tokens:
             msg = f"the argument of {name} has {len(ids)} tokens, its slot {slot.tokens}; shorten it"
@@ -248,17 +248,17 @@ class Schema:
 
 
 def place_modules(caches: Sequence[KVCache], prompt: SchemaPrompt) -> LinkedPrompt:
-    """Put modules' caches where the schema has them.
+    """Place modules' caches at their positions of the schema.
 
     Args:
         caches: Of the modules' documents, in the order of ``prompt``.
-        prompt: What is taken.
+        prompt: The selected modules.
 
     Returns:
-        The prompt, gaps where nothing stands; slots still hold their documents' tokens.
+        The prompt, with gaps between modules; slots still hold their documents' tokens.
 
     Raises:
-        ArgumentError: A document does not fit its module, or there are more or fewer than modules.
+        ArgumentError: A document does not fit its module, or caches and modules differ in number.
         MismatchError: The caches come from different models.
     """
     if len(caches) != len(prompt.names):
@@ -275,7 +275,7 @@ def place_modules(caches: Sequence[KVCache], prompt: SchemaPrompt) -> LinkedProm
 
 
 def fill_parameters(engine: RowsEngine, linked: LinkedPrompt, fills: Sequence[Fill]) -> int:
-    """Compute arguments in their slots, each token at its position against all that stands before it.
+    """Compute arguments in their slots; each token attends to all before it.
 
     Args:
         engine: Runs the model.
@@ -307,7 +307,7 @@ def _members(part: Module | Union) -> Iterator[Module]:
 
 
 def _check_module(module: Module) -> None:
-    """Refuse slots that lie outside of their module, or in each other."""
+    """Refuse slots outside of their module, or overlapping."""
     if not module.name or module.tokens < 0 or (module.start or 0) < 0:
         msg = f"module {module.name!r} needs a name, and its start and tokens count from 0"
         raise ArgumentError(msg)

@@ -1,7 +1,7 @@
-"""Soft tokens: trained embeddings that are no entries of a vocabulary, as one small file.
+"""Soft tokens: trained embeddings outside the vocabulary, in one small file.
 
-The file is safetensors with one tensor, ``embeddings``, and says of which model they are and for which layout. Its
-digest is that of what it holds, not of its bytes, so that files that are written by other tools agree.
+The file is safetensors with one tensor, ``embeddings``; its metadata names model and layout. The digest covers the
+content, not the bytes, so that files from other tools agree.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SoftTokens:
     """Trained embeddings.
 
     Attributes:
-        embeddings: Float32 ``[count, hidden_size]`` on the processor, as the model's embedding layer gives them to its
-            first layer; row k is soft token k.
-        layout: Name of the layout that they were trained for, see ``read_layout``.
+        embeddings: Float32 ``[count, hidden_size]`` on the processor, as input of the first layer; row k is soft token
+            k.
+        layout: Name of the layout they were trained for, see ``read_layout``.
         model_id: The model's name.
-        model_revision: Tells versions of its weights apart; empty where it is not known.
+        model_revision: Identifies its weights; empty if not known.
     """
 
     embeddings: Tensor
@@ -53,7 +53,7 @@ class SoftTokens:
     model_revision: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what are no embeddings."""
+        """Check shape and numbers."""
         rows = self.embeddings
         if rows.ndim != _RANK or not rows.numel() or len(rows) > MAX_SOFT_TOKENS or not rows.is_floating_point():
             msg = f"soft tokens are floats [1 to {MAX_SOFT_TOKENS}, hidden_size], got {rows.dtype} {tuple(rows.shape)}"
@@ -66,17 +66,17 @@ class SoftTokens:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of embeddings."""
         return len(self.embeddings)
 
     @cached_property
     def link_layout(self) -> LinkLayout:
-        """The layout that they were trained for."""
+        """The layout they were trained for."""
         return read_layout(self.layout)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all that the file says, hexadecimal."""
+        """SHA-256 of the file's content, hexadecimal."""
         named = [FORMAT, self.layout, self.model_id, self.model_revision, list(self.embeddings.shape)]
         data = json.dumps(named).encode() + self.embeddings.numpy().astype("<f4").tobytes()
         return hashlib.sha256(data).hexdigest()
@@ -90,30 +90,30 @@ class SoftTokens:
         return SoftTokensName(self.digest, vocabulary_size, self.count)
 
     def check_layout(self, layout: LinkLayout) -> None:
-        """Refuse a layout that takes other soft tokens.
+        """Refuse a layout that uses more soft tokens.
 
         Args:
-            layout: That prompts are laid out by.
+            layout: The prompts' layout.
 
         Raises:
-            ArgumentError: It takes more than there are.
+            ArgumentError: It uses more than the file has.
         """
         if layout.soft_tokens > self.count:
             msg = f"the layout {layout.name} takes {layout.soft_tokens} soft tokens, the file has {self.count}"
             raise ArgumentError(msg)
 
     def check_model(self, meta: CacheMeta, hidden_size: int) -> None:
-        """Refuse another model: of another revision or, where one of both is not known, of another name.
+        """Refuse a model of another revision or, if either is unknown, of another name.
 
         Args:
-            meta: What the model's caches say of themselves.
+            meta: Of the model's caches.
             hidden_size: Of the model.
 
         Raises:
             MismatchError: They were trained for another one.
         """
-        ours, theirs = self.model_revision, meta.model_revision
-        is_same = ours == theirs if ours and theirs else self.model_id == meta.model_id
+        own, other = self.model_revision, meta.model_revision
+        is_same = own == other if own and other else self.model_id == meta.model_id
         if self.embeddings.shape[1] != hidden_size or not is_same:
             msg = (
                 f"the soft tokens were trained for model {self.model_id!r} ({self.model_revision[:12] or 'unnamed'}, "
@@ -139,7 +139,7 @@ class SoftTokens:
             The soft tokens.
 
         Raises:
-            CorruptError: It is no such file, or it is damaged.
+            CorruptError: It is another kind of file, or damaged.
             FormatVersionError: It is of a newer format.
         """
         try:
@@ -148,7 +148,7 @@ class SoftTokens:
             msg = f"this is no file of soft tokens ({error}); kvwire train-links writes one"
             raise CorruptError(msg) from error
         if named.get("format") != FORMAT:
-            msg = f"soft tokens are of the format {FORMAT!r}, this file of {named.get('format', 'another')!r}"
+            msg = f"this kvwire reads the format {FORMAT!r}, this file is {named.get('format', 'another')!r}"
             raise FormatVersionError(msg)
         rows = tensors.get("embeddings")
         texts = [named.get(name, "") for name in ("layout", "model_id", "model_revision")]
@@ -156,18 +156,18 @@ class SoftTokens:
             msg = "a file of soft tokens holds one tensor, embeddings, and nothing else; write it again"
             raise CorruptError(msg)
         try:
-            found = cls(rows, *texts)
+            tokens = cls(rows, *texts)
         except ArgumentError as error:
             msg = f"the file of soft tokens is damaged: {error}"
             raise CorruptError(msg) from error
-        if found.digest != named.get("digest"):
+        if tokens.digest != named.get("digest"):
             msg = "the file of soft tokens does not match its digest; copy it again"
             raise CorruptError(msg)
-        return found
+        return tokens
 
 
 def _header(data: bytes) -> dict[str, str]:
-    """What a safetensors file says of itself beside its tensors."""
+    """Metadata of a safetensors file."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         msg = "it ends within its header"
@@ -175,30 +175,30 @@ def _header(data: bytes) -> dict[str, str]:
     parsed = json.loads(data[8 : 8 + size])
     named = parsed.get("__metadata__") if isinstance(parsed, dict) else None
     if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
-        msg = "it does not say what it is"
+        msg = "it has no metadata"
         raise ValueError(msg)
     return named
 
 
 def as_stored(token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
-    """Tokens of a layout as blobs and texts name them: ids that are not negative.
+    """A layout's tokens as blobs and texts store them: non-negative ids.
 
     Args:
-        token_ids: Soft tokens among them are negative.
+        token_ids: Soft tokens are negative.
         vocabulary_size: Of the model.
 
     Returns:
-        The same, soft token k being the vocabulary's size + k.
+        The same, with soft token k as the vocabulary's size + k.
     """
     return tuple(token if token >= 0 else vocabulary_size - 1 - token for token in token_ids)
 
 
 def own_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
-    """Tokens of a document without those that a layout puts into its cache.
+    """Remove a layout's tokens from those of a document.
 
     Args:
         layout: The layout.
-        token_ids: The document's, with or without these.
+        token_ids: The document's, with or without them.
         vocabulary_size: Of the model.
 
     Returns:
@@ -216,14 +216,14 @@ def own_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: in
 
 
 def stored_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
-    """Tokens of a document as its text and its blob name them, with those that a layout puts into its cache.
+    """Tokens of a document as text and blob store them, including the layout's.
 
     Args:
         layout: The layout.
-        token_ids: The document's, with or without these.
+        token_ids: The document's, with or without them.
         vocabulary_size: Of the model.
 
     Returns:
-        The document's with these.
+        All tokens of its cache.
     """
     return as_stored(layout.cache_tokens(own_tokens(layout, token_ids, vocabulary_size)), vocabulary_size)

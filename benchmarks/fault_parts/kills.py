@@ -318,12 +318,12 @@ def write_back(engine: Engine, texts: Path, tiers: Callable[[], Any], *, force: 
     """What ``kvwire encode`` does, through a tier that answers once a write is safe on the local disk."""
     from kvwire.cli.encode import print_row
     from kvwire.offline.manifest import Row
-    from kvwire.offline.steps import told
+    from kvwire.offline.steps import stored_row
     from kvwire.runtime.corpus import Corpus
 
     with closing(tiers()) as store:
         for encoded in Corpus(engine, store).encode(documents_of(engine, texts), force=force):
-            print_row(told(Row(encoded.entry.document_id, ""), encoded))
+            print_row(stored_row(Row(encoded.entry.document_id, ""), encoded))
 
 
 def settle(tiers: Callable[[], Any]) -> None:

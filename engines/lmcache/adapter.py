@@ -1,4 +1,4 @@
-"""LMCache's L2 adapter over a store of kvwire's: it reads chunks by their hashes, and writes none.
+"""LMCache's L2 adapter over a kvwire store: it reads chunks by hash, and writes none.
 
 Source: LMCache 0.5.6, ``lmcache.v1.distributed.l2_adapters.base``.
 """
@@ -36,27 +36,27 @@ _THREADS = 4
 
 
 class Finished(Generic[T]):
-    """Results of tasks of one kind, until they are asked for, and an event that tells of them."""
+    """Results of tasks of one kind until they are fetched, with an event file descriptor."""
 
     def __init__(self) -> None:
-        """Nothing is finished."""
+        """Start without results."""
         self.event = create_event_notifier()
         self._results: dict[int, T] = {}
         self._lock = Lock()
 
     def add(self, task: int, result: T) -> None:
-        """Keep a result and tell of it."""
+        """Add a result and signal the event."""
         with self._lock:
             self._results[task] = result
         self.event.notify()
 
     def pop(self, task: int) -> T | None:
-        """A task's result, once; None where it is not finished."""
+        """Remove and return a task's result; None if it is not finished."""
         with self._lock:
             return self._results.pop(task, None)
 
     def pop_all(self) -> dict[int, T]:
-        """All results that were not asked for yet."""
+        """Remove and return all results."""
         with self._lock:
             results, self._results = self._results, {}
         return results
@@ -65,8 +65,8 @@ class Finished(Generic[T]):
 class KvwireL2Adapter(L2AdapterInterface):
     """Reads chunks of documents that were encoded and indexed beforehand.
 
-    A store task counts as done at once with no byte written, as that of LMCache's own read-only adapter does: LMCache
-    would warn of every task that fails.
+    A store task succeeds at once with no byte written, like in LMCache's own read-only adapter: LMCache would warn of
+    every failed task.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
@@ -74,12 +74,12 @@ class KvwireL2Adapter(L2AdapterInterface):
 
         Args:
             params: ``adapter_params``, see ``ChunkSettings``.
-            l1_memory_desc: Not needed: chunks are copied into the objects that LMCache gives.
+            l1_memory_desc: Unused: chunks are copied into LMCache's objects.
 
         Raises:
-            ArgumentError: A parameter is wrong.
+            ArgumentError: A parameter is invalid.
             NotFoundError: The store has no record of the model.
-            MismatchError: The model's layers are not all alike.
+            MismatchError: The model's layers differ.
             KvwireError: The store cannot be opened.
         """
         super().__init__(max_capacity_bytes=0)
@@ -111,14 +111,14 @@ class KvwireL2Adapter(L2AdapterInterface):
         return int(self._loads.event.fileno())
 
     def submit_store_task(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> int:
-        """Write nothing, and say so: a success of 0 bytes.
+        """Report a success of 0 bytes.
 
         Args:
-            keys: Not kept.
-            objects: Not kept.
+            keys: Ignored.
+            objects: Ignored.
 
         Returns:
-            Number of the task.
+            Task number.
         """
         del keys, objects
         task = next(self._numbers)
@@ -126,48 +126,48 @@ class KvwireL2Adapter(L2AdapterInterface):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """Store tasks that are done, each once."""
+        """Finished store tasks, each once."""
         return self._stores.pop_all()
 
     def submit_lookup_and_lock_task(
         self, keys: Sequence[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
     ) -> int:
-        """Look chunks up. Nothing needs a lock: a document that is deleted meanwhile is a load that misses.
+        """Look chunks up. No lock is needed: if a document is deleted meanwhile, its load misses.
 
         Args:
-            keys: Of the chunks.
-            group_layout_descs: Of the objects that are to be loaded into, where they are known.
+            keys: Keys of the chunks.
+            group_layout_descs: Layouts of the objects to load into, if known.
 
         Returns:
-            Number of the task.
+            Task number.
         """
         return self._submit(self._lookups, partial(self._look_up, list(keys), dict(group_layout_descs)), len(keys))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Which chunks are there; once. None where the task is not done."""
+        """Which chunks exist, once; None while the task runs."""
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: Sequence[ObjectKey]) -> None:
-        """Nothing was locked."""
+        """Do nothing: nothing was locked."""
 
     def submit_load_task(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> int:
         """Load chunks into memory objects.
 
         Args:
-            keys: Of the chunks.
-            objects: One for each; what cannot be loaded is left as it is.
+            keys: Keys of the chunks.
+            objects: One for each; unchanged if its chunk cannot be loaded.
 
         Returns:
-            Number of the task.
+            Task number.
         """
         return self._submit(self._loads, partial(self._load, list(keys), list(objects)), len(keys))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Which chunks were loaded; once. None where the task is not done."""
+        """Which chunks were loaded, once; None while the task runs."""
         return self._loads.pop(task_id)
 
     def report_status(self) -> dict[str, Any]:
-        """What was read so far, and how much went wrong."""
+        """Counts of reads and failures."""
         return {
             "is_healthy": not self._is_closed,
             "type": type(self).__name__,
@@ -178,7 +178,7 @@ class KvwireL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """End: tasks that are under way are waited for, others are dropped."""
+        """Wait for running tasks, and drop the others."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -195,7 +195,7 @@ class KvwireL2Adapter(L2AdapterInterface):
             try:
                 for place in work():
                     found.set(place)
-            except Exception:  # a cache that fails costs time, it does not end LMCache's server
+            except Exception:  # a failing cache must not end LMCache's server
                 log.exception("kvwire's adapter failed: its chunks count as misses")
                 found = Bitmap(keys)
             kind.add(task, found)
@@ -212,16 +212,16 @@ class KvwireL2Adapter(L2AdapterInterface):
         return [place for place, key in enumerate(keys) if key.chunk_hash in found and self._is_ours(key)]
 
     def _load(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[int]:
-        """Places of the keys that were loaded. Workers that share a chunk are written from one decoding."""
+        """Load chunks; returns the indices of loaded keys. Workers that share a chunk are written from one decoding."""
         places: dict[Any, dict[bytes, list[int]]] = {}
         for place, (key, each) in enumerate(zip(keys, objects, strict=True)):
             shapes, dtypes = _held(each)
             if self._is_ours(key) and self._fits(key.kv_rank, shapes, dtypes):
                 places.setdefault(dtypes[0], {}).setdefault(key.chunk_hash, []).append(place)
         loaded = []
-        for dtype, wanted in places.items():
-            for chunk_hash, cache in self._reader.read(list(wanted), dtype):
-                for place in wanted[chunk_hash]:
+        for dtype, by_hash in places.items():
+            for chunk_hash, cache in self._reader.read(list(by_hash), dtype):
+                for place in by_hash[chunk_hash]:
                     self._layout(keys[place].kv_rank).write(objects[place].tensor, cache)
                     loaded.append(place)
         return loaded
@@ -251,7 +251,7 @@ class KvwireL2Adapter(L2AdapterInterface):
 
 
 def _held(each: MemoryObj) -> tuple[Sequence[Sequence[int]], Sequence[Any]]:
-    """Shapes and dtypes of what a memory object holds."""
+    """Shapes and dtypes in a memory object."""
     meta = each.metadata
     if meta.shapes is not None and meta.dtypes is not None:
         return list(meta.shapes), list(meta.dtypes)

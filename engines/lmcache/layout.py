@@ -1,4 +1,4 @@
-"""Memory objects of LMCache: how a chunk's keys and values lie in one."""
+"""Layout of a chunk's keys and values in LMCache's memory objects."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectLayout:
-    """How chunks of one worker lie in memory objects.
+    """Layout of one worker's chunks in memory objects.
 
     Attributes:
-        layers: Of the model.
-        tokens: Of a chunk.
-        heads: Key-value heads of the worker.
+        layers: Layers of the model.
+        tokens: Tokens per chunk.
+        heads: KV heads of the worker.
         dim: Elements of a key or a value in one head.
-        cpu_block: Tokens of vLLM's blocks, where it runs on a processor; else 0. There LMCache copies blocks as vLLM's
-            kernel for float32 packs them: all keys of a head, turned, before its values.
+        cpu_block: Tokens per block of vLLM on a processor; else 0. LMCache then copies blocks as packed by vLLM's
+            float32 kernel: all keys of a head, transposed, before its values.
     """
 
     layers: int
@@ -49,7 +49,7 @@ class ObjectLayout:
 
     @property
     def shapes(self) -> dict[tuple[int, ...], bool]:
-        """Shapes that an object may have, each with whether a head's values stand behind its keys."""
+        """Possible shapes of an object, each with whether a head's values follow its keys."""
         width = (self.heads.stop - self.heads.start) * self.dim
         fused = (self.layers, self.tokens, 2 * width)
         if self.cpu_block:
@@ -57,7 +57,7 @@ class ObjectLayout:
         return {(2, self.layers, self.tokens, width): False, fused: True, (1, *fused): True}
 
     def check(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
-        """Refuse objects that hold something else."""
+        """Refuse objects of another shape or dtype."""
         known = DTYPES[:1] if self.cpu_block else DTYPES
         if len(shapes) == 1 and tuple(shapes[0]) in self.shapes and dtypes[0] in known:
             return

@@ -1,4 +1,4 @@
-"""Pages of SGLang's host pool: how a page's keys and values lie in a flat tensor."""
+"""Layout of keys and values in pages of SGLang's host pool, as a flat tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvwire.types import KVCache
 
-# The order in which a page of each layout lists layers (0), tokens (1), heads (2) and elements (3): keys, then values.
+# Order of layers (0), tokens (1), heads (2) and elements (3) in a page of each layout: keys, then values.
 ORDERS = {
     "layer_first": (0, 1, 2, 3),
     "page_first": (1, 0, 2, 3),
@@ -24,7 +24,7 @@ ORDERS = {
 
 
 class HostPool(Protocol):
-    """What is asked of SGLang's ``HostKVCache``."""
+    """What kvwire needs of SGLang's ``HostKVCache``."""
 
     layout: str
     dtype: torch.dtype
@@ -34,12 +34,12 @@ class HostPool(Protocol):
     head_dim: int
 
     def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
-        """Write a page whose first token has a place."""
+        """Write a page at the slot of its first token."""
         ...
 
 
 def check_pool(pool: HostPool, layers: int, heads: int, dim: int, tokens: int) -> None:
-    """Refuse a pool whose pages are not those of a model's chunks."""
+    """Refuse a pool whose pages do not match the model's chunks."""
     names = ("page_size", "layer_num", "head_num", "head_dim")
     have = [getattr(pool, name, None) for name in names]
     value_dim = getattr(pool, "v_head_dim", dim)
@@ -57,7 +57,7 @@ def check_pool(pool: HostPool, layers: int, heads: int, dim: int, tokens: int) -
 
 
 def flat_page(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
-    """A page as SGLang's pool takes it."""
+    """A page as a flat tensor for SGLang's pool."""
     if cache.tokens != tokens:
         msg = f"a chunk of {cache.tokens} tokens for a page of {tokens}"
         raise ArgumentError(msg)

@@ -1,4 +1,4 @@
-"""SGLang's storage backend over a store of kvwire's: pages are looked up by hash, fetched, decoded; none is written.
+"""SGLang's storage backend over a kvwire store: it looks pages up by hash, fetches and decodes them; it writes none.
 
 Source: SGLang 0.5.23, ``sglang.srt.mem_cache.hicache_storage``.
 """
@@ -30,19 +30,19 @@ SETTINGS = "kvwire"
 
 
 class KvwireStorage(HiCacheStorage):
-    """Reads pages of documents that were encoded and indexed beforehand. What SGLang sets is not kept."""
+    """Reads pages of documents that were encoded and indexed beforehand; ignores writes."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         """Open the store.
 
         Args:
             storage_config: SGLang's; ``extra_config["kvwire"]`` has the settings, see ``ChunkSettings``.
-            kwargs: Not needed.
+            kwargs: Unused.
 
         Raises:
-            ArgumentError: A setting is wrong, or the workers are pipelined or divide a prompt.
+            ArgumentError: A setting is invalid, or the workers use pipeline or context parallelism.
             NotFoundError: The store has no record of the model.
-            MismatchError: The model served is another, or its layers are not all alike.
+            MismatchError: Another model is served, or its layers differ.
             KvwireError: The store cannot be opened.
         """
         del kwargs
@@ -52,7 +52,7 @@ class KvwireStorage(HiCacheStorage):
             raise ArgumentError(msg)
         settings = ChunkSettings.read(given, SCHEMES["sglang"].chunk_tokens, salted=False)
         if storage_config.pp_size > 1 or storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
-            msg = "kvwire's backend knows tensor parallelism alone: run without pipeline and context parallelism"
+            msg = "kvwire's backend supports only tensor parallelism: run without pipeline and context parallelism"
             raise ArgumentError(msg)
         corpus = settings.corpus()
         self._meta = corpus.meta
@@ -64,13 +64,13 @@ class KvwireStorage(HiCacheStorage):
         self._pool: HostPool | None = None
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
-        """Take the pool that pages are read into.
+        """Set the pool that pages are read into.
 
         Args:
             mem_pool_host: SGLang's.
 
         Raises:
-            MismatchError: Its pages are not those of the model in the store.
+            MismatchError: Its pages do not match the stored model.
         """
         heads = self._heads.stop - self._heads.start
         check_pool(mem_pool_host, len(self._meta.layers), heads, self._dim, self._reader.chunk_tokens)
@@ -78,25 +78,25 @@ class KvwireStorage(HiCacheStorage):
         self._pool = mem_pool_host
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there.
+        """Whether a page exists.
 
         Args:
             key: Its hash, in hexadecimal.
 
         Returns:
-            Whether ``get`` should give it.
+            Whether ``get`` should find it.
         """
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of the first pages are there.
+        """How many of the first pages exist.
 
         Args:
-            keys: Hashes, in the order of the prompt.
-            extra_info: Not needed.
+            keys: Hashes, in prompt order.
+            extra_info: Unused.
 
         Returns:
-            Pages, up to the first that is not there.
+            Number of pages before the first missing one.
         """
         del extra_info
         hashes = list(takewhile(bool, map(_hash, keys)))
@@ -109,28 +109,28 @@ class KvwireStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """``batch_exists``; where pools beside keys and values are needed, nothing is there."""
+        """``batch_exists``; nothing exists if pools beside keys and values are needed."""
         if pool_transfers:
             return PoolTransferResult.empty()
         return PoolTransferResult(self.batch_exists(keys, extra_info), {})
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> Tensor | None:
-        """A page as the pool's ``set_from_flat_data_page`` takes it; None where it is not there."""
+        """Read a page for the pool's ``set_from_flat_data_page``; None if it is missing."""
         del target_location, target_sizes
         return self.batch_get([key])[0]
 
     def batch_get(
         self, keys: Sequence[str], target_locations: object = None, target_sizes: object = None
     ) -> list[Tensor | None]:
-        """Several pages, see ``get``.
+        """Read several pages, see ``get``.
 
         Args:
             keys: Hashes.
-            target_locations: Not needed.
-            target_sizes: Not needed.
+            target_locations: Unused.
+            target_sizes: Unused.
 
         Returns:
-            A flat tensor for each; None where the page is not there.
+            A flat tensor for each; None for missing pages.
         """
         del target_locations, target_sizes
         pages: list[Tensor | None] = [None] * len(keys)
@@ -145,8 +145,8 @@ class KvwireStorage(HiCacheStorage):
 
         Args:
             keys: Hashes.
-            host_indices: Places of all tokens of all pages in the pool.
-            extra_info: Not needed.
+            host_indices: Slots of all tokens of all pages in the pool.
+            extra_info: Unused.
 
         Returns:
             Whether each was read.
@@ -162,12 +162,12 @@ class KvwireStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Nothing: pools beside keys and values are not kept."""
+        """Read nothing: pools beside keys and values are not supported."""
         del extra_info
         return {each.name: [False] * len(each.keys or []) for each in transfers}
 
     def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
-        """Keep nothing, and do not complain: SGLang would warn of every page."""
+        """Report success without writing: SGLang would warn of every page."""
         del key, value, target_location, target_sizes
         return True
 
@@ -197,7 +197,7 @@ class KvwireStorage(HiCacheStorage):
         self._reader.close()
 
     def _pages(self, keys: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
-        """Place of each key that can be read, and its page."""
+        """Index and page of each key that can be read."""
         pool = self._pool_or_raise()
         places: dict[bytes, list[int]] = {}
         for place, key in enumerate(keys):
@@ -224,7 +224,7 @@ class KvwireStorage(HiCacheStorage):
 
 
 def _hash(key: str) -> bytes:
-    """A page's hash; nothing where the key is none."""
+    """A page's hash; empty for an invalid key."""
     try:
         return bytes.fromhex(key)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Adapters (LoRA and others of PEFT) in a model: the modules beneath them, and a digest of what they add."""
+"""PEFT adapters (LoRA and others) in a model: the modules beneath them, and a digest of what they add."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NAMES = frozenset({
     "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "init_weights", "peft_version",
     "revision", "task_type", "target_modules",
 })  # fmt: skip
-"""Fields of an adapter's configuration that change no number; the modules that it is in are told anyway."""
+"""Fields of an adapter's configuration that change no number; its modules are in the digest anyway."""
 
 
 def base_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """A model's modules under the names that they have without adapters."""
+    """A model's modules under their names without adapters."""
     while is_adapted(module):
         module = module.base_layer  # type: ignore[assignment]
     yield name, module
@@ -30,35 +30,35 @@ def base_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str,
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether a module is one of PEFT's that adds something to the module beneath it."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where nothing imported PEFT, no module is of it
+    """Whether a module is PEFT's and adds something to the module beneath it."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # without an import of PEFT, no module is PEFT's
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
 def revision_with_adapters(model: torch.nn.Module, revision: str) -> str:
-    """Tell a model with adapters from the same model without them, or with others."""
+    """Extend a revision by a digest of the active adapters."""
     configs = getattr(model, "peft_config", {})
-    told = [[name, *_added(module, configs)] for name, module in model.named_modules() if is_adapted(module)]
-    told = [row for row in told if row[1:]]
-    if not told:
+    added = [[name, *_added(module, configs)] for name, module in model.named_modules() if is_adapted(module)]
+    added = [row for row in added if row[1:]]
+    if not added:
         return revision
-    return hashlib.sha256(json.dumps([revision, told], sort_keys=True, default=_plain).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([revision, added], sort_keys=True, default=_plain).encode()).hexdigest()
 
 
 def _added(module: Any, configs: dict[str, Any]) -> list[object]:  # noqa: ANN401 - PEFT may not be installed
-    """What the active adapters of one module add, in their order; their names do not count."""
+    """What the active adapters of a module add, in order; their names do not count."""
     if module.disable_adapters:
         return []
     kinds = sorted({*module.adapter_layer_names, *module.other_param_names})
-    found: list[object] = []
+    entries: list[object] = []
     for adapter in module.active_adapters:
         parts: dict[str, Any] = {kind: getattr(module, kind, None) for kind in kinds}
-        held = {kind: _plain(part[adapter]) for kind, part in parts.items() if _has(part, adapter)}
-        if held:
+        parts_of_adapter = {kind: _plain(part[adapter]) for kind, part in parts.items() if _has(part, adapter)}
+        if parts_of_adapter:
             config = configs[adapter].to_dict() if adapter in configs else {}
             read = {name: value for name, value in config.items() if name not in _NAMES and "dropout" not in name}
-            found.append([type(module).__name__, adapter in module.merged_adapters, held, read])
-    return found
+            entries.append([type(module).__name__, adapter in module.merged_adapters, parts_of_adapter, read])
+    return entries
 
 
 def _has(part: Any, adapter: str) -> bool:  # noqa: ANN401 - as PEFT has it
@@ -66,7 +66,7 @@ def _has(part: Any, adapter: str) -> bool:  # noqa: ANN401 - as PEFT has it
 
 
 def _plain(part: object) -> object:
-    """Numbers as they are, tensors as digests."""
+    """Tensors as digests, all else as JSON."""
     if isinstance(part, torch.nn.Module):
         return [type(part).__name__, {name: digest_of(tensor) for name, tensor in part.state_dict().items()}]
     if isinstance(part, set | frozenset):
@@ -75,7 +75,7 @@ def _plain(part: object) -> object:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's numbers: floating point counts as float32, quantised tensors by what they hold."""
+    """Digest of a tensor's numbers: floating point as float32, quantised tensors by their stored parts."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return hashlib.sha256("".join(digest_of(getattr(tensor, name)) for name in names).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How much attention tokens pay to what stands before them, and how much of it they take up."""
+"""Attention of tokens to the prompt before them, and the influence of each of its tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _SCORES = 1 << 26
-"""Attention probabilities that are held at a time."""
+"""Attention probabilities in memory at a time."""
 
 
 def look(
@@ -36,7 +36,7 @@ def look(
     token_ids: Sequence[int],
     layers: Sequence[int],
 ) -> AttentionSummary:
-    """Run tokens behind a prompt, up to the last layer's attention, and sum what they see of each of its tokens."""
+    """Run tokens after a prompt, up to the last needed layer's attention, and sum it by token of the prompt."""
     pairs, kept = tensors
     past = Cache(layers=_layers(pairs, len(token_ids)))
     device = input_device(model)
@@ -47,7 +47,7 @@ def look(
     with recording(recorder, model), suppress(_SeenEnoughError):
         model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)
     if not recorder.layers_seen:
-        msg = "this model's attention is not to be seen; choose a selector that needs none, such as first"
+        msg = "this model does not show its attention; choose a selector that needs none, such as first"
         raise MismatchError(msg)
     sums = (recorder.attention / recorder.layers_seen, recorder.influence / max(1, recorder.layers_moved))
     found = torch.zeros(2, start)
@@ -56,9 +56,9 @@ def look(
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer of a prompt's cache, which is read once: put together in memory that the next layer uses again.
+    """One layer of a prompt's cache, read once, concatenated in memory that the next layer reuses.
 
-    Every layer keeps every token, so that columns are alike in all.
+    Every layer stores every token, so that columns match in all layers.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, together: tuple[Tensor, Tensor]) -> None:
@@ -75,9 +75,9 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def _layers(pairs: Sequence[tuple[Tensor, Tensor]], more: int) -> list[Any]:
-    """Layers that hold a prompt's keys and values, with room for some more tokens; unused ones hold nothing.
+    """Layers with a prompt's keys and values, and memory for some more tokens; unused ones are empty.
 
-    Where some hold nothing, they may look at what others have put together, which then stays as it is.
+    Empty layers may read what others have concatenated, so these then share no memory.
     """
     is_shared = any(not keys.numel() for keys, _ in pairs)
     room: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
@@ -92,13 +92,13 @@ def _layers(pairs: Sequence[tuple[Tensor, Tensor]], more: int) -> list[Any]:
 
 
 class _SeenEnoughError(Exception):
-    """All layers that matter have run: the pass ends here."""
+    """All needed layers have run: ends the pass."""
 
 
 class _Recorder:
-    """Sums attention probabilities of one model's layers, as the thread that made it runs the model.
+    """Sums attention probabilities by layer, in passes of the thread that created it.
 
-    positions: int64 ``[columns]``; tokens that attend stand last.
+    positions: int64 ``[columns]``; the attending tokens come last.
     """
 
     def __init__(self, model: torch.nn.Module, meta: CacheMeta, positions: Tensor, layers: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class _Recorder:
     def record(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **options: object
     ) -> Tensor | None:
-        """Add a layer, and compute its attention, which takes its probabilities anyway."""
+        """Compute and add a layer's attention; the output is a by-product of its probabilities."""
         layer = getattr(module, "layer_idx", None)
         if threading.get_ident() != self._thread or id(module) not in self._modules or not isinstance(layer, int):
             return None
@@ -122,36 +122,36 @@ class _Recorder:
         kv_heads, heads, rows = key.shape[1], query.shape[1], query.shape[2]
         groups, columns = heads // kv_heads, key.shape[2]
         grouped = (query[0].float() * scale_of(query, options)).reshape(kv_heads, groups, rows, -1)
-        keys, values, hidden = key[0].float().mT, value[0].float(), ~self._visible(rows, layer)
+        keys, values, masked = key[0].float().mT, value[0].float(), ~self._visible(rows, layer)
         step = max(1, _SCORES // (heads * columns))
-        paid = torch.zeros(kv_heads, groups, columns, device=key.device)
-        mixed = query.new_empty(heads, rows, value.shape[-1])
+        total = torch.zeros(kv_heads, groups, columns, device=key.device)
+        output = query.new_empty(heads, rows, value.shape[-1])
         for start in range(0, rows, step):
             part = grouped[:, :, start : start + step]
-            # Heads that share keys stand one below the other, so that nothing is copied for each of them.
+            # Heads that share keys are stacked as rows, which avoids copies.
             scores = (part.reshape(kv_heads, -1, part.shape[-1]) @ keys).view(kv_heads, groups, -1, columns)
-            scores = scores.masked_fill_(hidden[start : start + step], -torch.inf).softmax(-1)
-            paid += scores.sum(2)
+            scores = scores.masked_fill_(masked[start : start + step], -torch.inf).softmax(-1)
+            total += scores.sum(2)
             out = scores.view(kv_heads, -1, columns) @ values
-            mixed[:, start : start + step] = out.view(heads, -1, values.shape[-1])
-        self._add(layer, paid / rows, values)
+            output[:, start : start + step] = out.view(heads, -1, values.shape[-1])
+        self._add(layer, total / rows, values)
         if layer == self._last:
             raise _SeenEnoughError
-        return mixed.transpose(0, 1)[None] if is_plain_attention(options) else None
+        return output.transpose(0, 1)[None] if is_plain_attention(options) else None
 
     def _add(self, layer: int, paid: Tensor, values: Tensor) -> None:
-        """A layer's attention ``[kv_heads, groups, columns]``, and the values ``[kv_heads, columns, dim]`` it takes."""
+        """Add a layer's attention ``[kv_heads, groups, columns]`` over values ``[kv_heads, columns, dim]``."""
         self.layers_seen += 1
         self.attention += paid.mean((0, 1))
         if not layer:
-            return  # what documents hold there depends on their own tokens: no repair changes it
+            return  # the first layer's values depend on the document alone: no repair changes them
         self.layers_moved += 1
         sizes = values.square().sum(-1).sqrt()
         self.influence += (paid * (sizes / sizes.mean().clamp_min(1e-30))[:, None]).amax((0, 1))
 
     def _visible(self, rows: int, layer: int) -> Tensor:
-        """What the last tokens see in a layer, bool ``[rows, columns]``: windows count in positions."""
-        at = self._positions
-        seen = at <= at[-rows:, None]
+        """Mask of the last tokens in a layer, bool ``[rows, columns]``: windows count positions."""
+        positions = self._positions
+        visible = positions <= positions[-rows:, None]
         window = self._meta.layers[layer].window
-        return seen if window is None else seen & (at[-rows:, None] - at < window)
+        return visible if window is None else visible & (positions[-rows:, None] - positions < window)

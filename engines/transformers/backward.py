@@ -1,4 +1,4 @@
-"""Gradients by cached keys and values."""
+"""Gradients with respect to cached keys and values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _HALF_SCALE = 2.0**16
-"""What a loss in float16 is multiplied by: most gradients would be zero there; less where that overflows."""
+"""Loss scale in float16, where most gradients would otherwise be zero; reduced if it overflows."""
 
 
 def backpropagated(
     model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], token_ids: Sequence[int], start: int, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Draw a token behind each of some tokens, and take the gradients of their log-probabilities."""
+    """Sample a token after each of some tokens, and compute gradients of their log-probabilities."""
     scale = _HALF_SCALE if model.dtype == torch.float16 else 1.0
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in trained:  # the way back to weights would keep every layer's input
+        for parameter in trained:  # gradients of weights would keep every layer's input
             parameter.requires_grad_(False)
         found = _gradients(model, pairs, token_ids, start, seed, scale)
         while scale > 1 and not all(bool(one.isfinite().all()) for one in found):
@@ -50,7 +50,7 @@ def _gradients(
     seed: int,
     scale: float,
 ) -> list[Tensor]:
-    """Of keys and values in turn, float32."""
+    """Gradients of keys and values in turn, float32."""
     device = input_device(model)
     ids = torch.tensor([list(token_ids)], device=device)
     positions = torch.arange(start, start + len(token_ids), device=device)[None]
@@ -69,7 +69,7 @@ def _gradients(
 
 
 def _draw(log_probabilities: Tensor, seed: int) -> Tensor:
-    """One token for each row, the same on every device: by the place of a uniform number in the distribution."""
+    """Sample one token per row by inverse transform: the same on every device."""
     places = torch.rand(len(log_probabilities), 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     sums = log_probabilities.cpu().double().exp().cumsum(-1)
     last = log_probabilities.shape[1] - 1

@@ -1,4 +1,4 @@
-"""Progress bars of transformers, kept off what is no terminal."""
+"""Hides progress bars of transformers unless stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bar off what is no terminal; the switch is its own and is put back."""
+    """Hide transformers' progress bar unless stderr is a terminal; restores its switch afterwards."""
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield
         return
@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """The same for bars without a switch, such as that of GGUF conversions."""
+    """The same for bars without a switch, such as GGUF conversion's."""
     if sys.stderr.isatty():
         yield
         return

@@ -1,6 +1,6 @@
-"""Statistics for the profile: how queries weigh keys, and what the output projection makes of values.
+"""Statistics for the profile: how queries weigh keys, and how the output projection weighs values.
 
-Queries are seen where attention receives them, after any normalisation and rotation.
+Queries are captured as attention receives them, after normalisation and rotation.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta
 
 _LOCK = lock_of_process()
-"""The attention functions belong to transformers and are shared by all models: one capture at a time."""
+"""Attention functions of transformers are shared by all models: one capture at a time."""
 _OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "wo")
 _EAGER = "eager_attention_forward"
-"""What every modeling file of transformers calls its own plain attention."""
+"""Name of plain attention in every modeling file of transformers."""
 SDPA = "sdpa"
 
 
 class Recorder(Protocol):
-    """Is shown what attention receives."""
+    """Receives the inputs of attention."""
 
     def record(self, module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
-        """Look at one layer's attention, or compute it.
+        """Record one layer's attention, or replace it.
 
         Args:
             module: The attention.
             query: ``[1, heads, tokens, query_dim]``.
-            args: What follows in the call of an attention function: keys, values, mask.
+            args: Further arguments of an attention function: keys, values, mask.
             kwargs: Its options, such as the scaling.
 
         Returns:
-            What the attention function is to return, ``[1, tokens, heads, value_dim]``; None: it computes that itself.
+            The attention's output, ``[1, tokens, heads, value_dim]``; None: the model computes it.
         """
         ...
 
 
 class QueryRecorder:
-    """Sums query covariances of one model and notes the attention module of each layer.
+    """Sums query covariances of a model and records each layer's attention module.
 
-    Only calls from the thread that made the recorder, and from modules of its model, count. Queries must stand at
+    Only calls of the thread that created the recorder, and from its model's modules, count. Queries must be at
     positions from 0.
 
     Attributes:
-        builder: Sums what was seen.
-        modules: Attention modules by number of the layer, as far as they were seen.
+        builder: Sums the covariances.
+        modules: Recorded attention modules by layer.
     """
 
     def __init__(self, meta: CacheMeta, model: PreTrainedModel) -> None:
-        """Start from nothing."""
+        """Start without samples."""
         self._meta = meta
         self.builder = StatisticsBuilder(meta)
         self._thread = threading.get_ident()
@@ -98,14 +98,14 @@ class QueryRecorder:
         return None
 
     def record_cache(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add what a document cached: latents serve two purposes."""
+        """Add a document's cache: latents serve as keys and values."""
         for layer, expansion in self._expansions.items():
             if expansion is not None:
                 scatter = self._latents.setdefault(layer, Scatter(self._meta.layers[layer].key_dim))
                 scatter.add(pairs[layer][0][0, 0].float().cpu())
 
     def statistics(self, token_features: Tensor | None = None) -> Statistics:
-        """What was seen."""
+        """Compute the statistics."""
         for layer in self.modules:
             spec = self._meta.layers[layer]
             weight = self._output_weight(layer, spec.value_dim)
@@ -118,7 +118,7 @@ class QueryRecorder:
     def _with_latent(self, layer: int, metric: Tensor | None) -> Tensor | None:
         """How queries weigh what a layer caches as keys, ``[kv_heads, key_dim, key_dim]``.
 
-        A latent is made into values too: what the output projection makes of these weighs as much, over its scatter.
+        Latents are expanded to values, too; the output projection's weight of these is added, over their scatter.
         """
         expansion = self._expansions.get(layer)
         if metric is None or expansion is None or layer not in self._latents:
@@ -133,7 +133,7 @@ class QueryRecorder:
         return metric if min(energies) <= 0 else metric + of_values * (energies[0] / energies[1])
 
     def _output_weight(self, layer: int, value_dim: int) -> Tensor | None:
-        """W_o by query heads, float32 ``[heads, hidden, value_dim]``; None where it is not found."""
+        """W_o by query heads, float32 ``[heads, hidden, value_dim]``; None if not found."""
         heads = self._heads.get(layer, 0)
         for name in _OUTPUT_NAMES if heads else ():
             weight = getattr(getattr(self.modules[layer], name, None), "weight", None)
@@ -144,7 +144,7 @@ class QueryRecorder:
 
 @contextmanager
 def recording(recorder: Recorder, model: PreTrainedModel) -> Iterator[None]:
-    """Show the recorder every query that the model's attention receives while the block runs."""
+    """Show the recorder all attention inputs of the model in this context."""
     with _LOCK, ExitStack() as stack:
         if uses_sdpa(model):
             stack.enter_context(_watching_table(recorder))
@@ -188,13 +188,13 @@ def _showing(inner: Callable[..., Any], recorder: Recorder) -> Callable[..., Any
 
 
 def _eager_modules(model: PreTrainedModel) -> list[Any]:
-    """The modeling files whose plain attention this model may call."""
+    """Modeling files with plain attention that this model may call."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [sys.modules[name] for name in names if hasattr(sys.modules.get(name), _EAGER)]
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Name of the attention implementation that the model runs."""
+    """Name of the model's attention implementation."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)  # noqa: SLF001 - it has no public name
 
 

@@ -1,4 +1,4 @@
-"""Where a model's parts lie: on one device, or spread over several by a device map."""
+"""Devices of a model's parts: a single one, or several by a device map."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Devices:
-    """Where token ids and caches go.
+    """Devices of token ids and caches.
 
     Attributes:
         inputs: Of token ids, and of whole caches outside the model.
-        layers: Of each layer's keys and values inside the model; empty where all are at ``inputs``.
+        layers: Of each layer's keys and values inside the model; empty if all are at ``inputs``.
     """
 
     inputs: torch.device
@@ -28,7 +28,7 @@ class Devices:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Devices:
-        """Look where a model lies; one that is spread is run on one token, and its cache shows where layers compute."""
+        """Find a model's devices; if it is spread, one token's cache shows where its layers compute."""
         inputs = input_device(model)
         if not is_spread(model):
             return cls(inputs)
@@ -40,7 +40,7 @@ class Devices:
         return cls(inputs, () if set(layers) == {inputs} else layers)
 
     def layer(self, number: int) -> torch.device:
-        """Where a layer's keys and values go."""
+        """Device of a layer's keys and values."""
         return self.layers[number] if self.layers else self.inputs
 
     def check_single(self) -> None:
@@ -51,12 +51,12 @@ class Devices:
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """Whether a device map put parts of a model into several places."""
+    """Whether a device map spread the model over several devices."""
     return len({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}) > 1
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes token ids."""
+    """The model's device of token ids."""
     device = torch.device(model.device)
     if device.type != "meta":
         return device

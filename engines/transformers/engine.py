@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder with rotary positions, as kvwire sees it."""
+"""The engine for Hugging Face decoders with rotary positions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 BATCH_TOKENS = 4096
-"""Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
+"""Tokens per prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
 
 class TransformersEngine(ExtendsTogether):
@@ -47,19 +47,19 @@ class TransformersEngine(ExtendsTogether):
 
     @torch.no_grad()
     def prefill(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = BATCH_TOKENS) -> list[KVCache]:
-        """Caches of independent documents, each at positions from 0.
+        """Compute the caches of independent documents, each at positions from 0.
 
         Batches are padded on the right, where causal attention never looks.
 
         Args:
             documents: Token ids of each.
-            batch_tokens: Most tokens of a batch, padding included; a longer document has a batch of its own.
+            batch_tokens: Limit of a batch, padding included; a longer document has a batch of its own.
 
         Returns:
             Their caches, in the order given.
 
         Raises:
-            ArgumentError: A document is without tokens or longer than the model's window.
+            ArgumentError: A document is empty or longer than the model's window.
         """
         for ids in documents:
             self.check_ids(ids)
@@ -74,10 +74,10 @@ class TransformersEngine(ExtendsTogether):
         """Recompute tokens from text on top of the cache before them, as a prefill of both would.
 
         Args:
-            prefix: Positions on, ending where the new tokens begin; what was pruned of it, in all layers and heads
-                alike, is not seen. None where there is nothing before them.
+            prefix: The cache before them, positions on; tokens pruned in all its layers and heads alike are masked.
+                None: nothing precedes them.
             token_ids: The new tokens.
-            offset: Position of the first new token where ``prefix`` is None.
+            offset: Position of the first new token if ``prefix`` is None.
 
         Returns:
             The cache of the new tokens alone.
@@ -97,31 +97,31 @@ class TransformersEngine(ExtendsTogether):
 
     @property
     def can_repair(self) -> bool:
-        """Whether rows inside a prompt can be computed: as far as the model's attention takes masks."""
+        """True; ``update_rows`` raises if the model's attention takes no masks."""
         return True
 
     @property
     def can_look(self) -> bool:
-        """Whether attention can be seen: as far as the model computes it in the usual way."""
+        """True; ``look`` raises if the model's attention is not a standard one."""
         return True
 
     @property
     def can_join(self) -> bool:
-        """Whether several caches may be extended in one pass, as ``check_together`` finds out."""
+        """True; ``check_together`` decides."""
         return True
 
     @property
     def can_stop(self) -> bool:
-        """Whether a pass can be stopped: before any layer, where these are to be found and hooks on them are heeded."""
+        """Whether the model's layers are found and run their hooks, so that a pass can stop before any layer."""
         if getattr(self.model, "_compiled_call_impl", None) is not None:
-            return False  # compiled code runs past hooks that come later
+            return False  # compiled code ignores hooks registered later
         try:
             return bool(layers_of(self.model))
         except MismatchError:
             return False
 
     def stoppable(self, stop: threading.Event) -> AbstractContextManager[None]:
-        """Have passes in this context end before the next layer once an event is set; see ``Engine.stoppable``.
+        """Let passes in this context end before the next layer once an event is set; see ``Engine.stoppable``.
 
         Args:
             stop: The event.
@@ -129,7 +129,7 @@ class TransformersEngine(ExtendsTogether):
         Returns:
             The context.
         """
-        from kvwire.engines.transformers.stopping import stoppable  # what is only fetched needs no pass
+        from kvwire.engines.transformers.stopping import stoppable  # not needed to fetch only
 
         return stoppable(layers_of(self.model) if self.can_stop else (), stop)
 
@@ -139,17 +139,16 @@ class TransformersEngine(ExtendsTogether):
     ) -> Statistics | None:
         """Query covariances, the value metric of each layer, gradients of some documents, and features of tokens.
 
-        It takes about as long as a prefill of 11 documents of 1,024 tokens: a few are looked at, spread over all.
+        It takes about as long as a prefill of 11 documents of 1,024 tokens: a few are sampled, spread over all.
 
         Args:
             documents: Token ids of each.
-            tokens: False leaves out the features, which tell what each token caches behind a text.
-            sensitivity: False leaves out gradients, which tell what errors do to answers. They take a prefill of 6
-                pieces of the documents and a short way back, and are missing where the model cannot backpropagate.
+            tokens: Whether to compute token features, from which a profile predicts each token's cache.
+            sensitivity: Whether to compute gradients, which weigh errors by their effect on answers. They take a
+                prefill and a short backward pass of 6 pieces; missing if the model cannot backpropagate.
 
         Returns:
-            The statistics; None without documents, and where nothing is known. Metrics are None where the model's
-            attention cannot be watched.
+            The statistics; None without documents. Metrics are None if the model's attention cannot be recorded.
         """
         from kvwire.engines.transformers.observing import observed_statistics
 
@@ -160,12 +159,12 @@ class TransformersEngine(ExtendsTogether):
         return observed_statistics(self, documents, tokens=tokens, sensitivity=sensitivity)
 
     def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
-        """Backpropagate from tokens that are drawn behind some to the cache before them; see ``GradientEngine``.
+        """Backpropagate from tokens sampled after some to the cache before them; see ``GradientEngine``.
 
         Args:
-            cache: What stands before the tokens, positions on, not pruned.
-            token_ids: What follows.
-            seed: Of the draw.
+            cache: Cache before the tokens, positions on, not pruned.
+            token_ids: The tokens after it.
+            seed: Seed of the samples.
 
         Returns:
             The gradients, in the cache's shape and at its positions.
@@ -182,9 +181,9 @@ class TransformersEngine(ExtendsTogether):
         return replace(cache, keys=keys, values=values)
 
     def prefix_states(self, token_ids: Sequence[int], layers: int) -> Tensor:
-        """What the model's first layers, which alone are run, make of a document.
+        """Run only the model's first layers over a document.
 
-        What a profile that was fitted with a head start predicts from; see ``prefix_layers`` of ``fit_profile``.
+        A profile with prefix layers predicts from the result; see ``prefix_layers`` of ``fit_profile``.
 
         Args:
             token_ids: The document's.
@@ -199,9 +198,8 @@ class TransformersEngine(ExtendsTogether):
     def past_key_values(self, cache: KVCache) -> DynamicCache:
         """A transformers cache for ``model(input_ids=..., past_key_values=...)``.
 
-        Positions are put on where they are off. Sliding layers keep what their window can still see. A pruned cache
-        whose layers and heads all keep the same tokens becomes that much shorter: the tokens stay at their positions,
-        so pass ``position_ids``.
+        Keys without rotation are rotated. Sliding layers store their window. If all layers and heads of a pruned cache
+        store the same tokens, it becomes shorter, but the tokens keep their positions, so pass ``position_ids``.
 
         Args:
             cache: Of this model.
@@ -210,19 +208,19 @@ class TransformersEngine(ExtendsTogether):
             The transformers cache.
 
         Raises:
-            MismatchError: The cache is of another model, or it is pruned otherwise.
+            MismatchError: The cache is of another model, or it is pruned in another way.
         """
         return filled(self._pairs(cache), self.model.config)
 
     def own_past(self, cache: KVCache) -> DynamicCache:
-        """``past_key_values`` for ``forward`` alone, which knows of gaps where layers see a window.
+        """``past_key_values`` only for ``forward``, which supports gaps in sliding-window layers.
 
         Args:
             cache: Of this model.
 
         Returns:
-            The transformers cache; with gaps, it holds them, and only ``forward`` hides them. Where it can, it refers
-            to the cache's own tensors, which must stay as they are.
+            The transformers cache; gaps stay in it, and only ``forward`` masks them. If possible, it shares the cache's
+            tensors, which must not change.
 
         Raises:
             MismatchError: The cache is of another model, or layers or heads hold different tokens.
@@ -230,13 +228,13 @@ class TransformersEngine(ExtendsTogether):
         return self._referring(cache) or self._past(cache, self.model.config)
 
     def growing_past(self, cache: KVCache, room: KVCache) -> DynamicCache:
-        """``own_past`` that grows into memory which was set aside, see ``Engine.growing_past``.
+        """``own_past`` that grows into reserved memory, see ``Engine.growing_past``.
 
-        Where layers see a window, models are spread over several devices, or a cache is pruned, it is ``own_past``.
+        With sliding windows, several devices, or a pruned cache, it is plain ``own_past``.
 
         Args:
             cache: Of this model.
-            room: A longer cache, of which ``cache`` is the beginning.
+            room: A longer cache that begins with ``cache``.
 
         Returns:
             The transformers cache.
@@ -247,11 +245,11 @@ class TransformersEngine(ExtendsTogether):
         return self._referring(cache, room) or self.own_past(cache)
 
     def rows_of(self, past: DynamicCache, token_ids: Sequence[int], start: int) -> KVCache | None:
-        """The last rows that a past holds; None where a layer that sees a window has let some go.
+        """The last rows of a past; None if a sliding-window layer has dropped some.
 
         Args:
-            past: What the tokens were run on.
-            token_ids: The last tokens that it holds.
+            past: The past of the tokens.
+            token_ids: Its last tokens.
             start: Position of the first of them.
 
         Returns:
@@ -264,13 +262,13 @@ class TransformersEngine(ExtendsTogether):
         return self._cache(rows, token_ids, start)
 
     def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
-        """A cache that is ``filled``; it holds its gaps where layers see a window, which counts every position."""
+        """A ``filled`` cache; gaps stay in it if layers have windows, which count all positions."""
         if (gaps := gaps_of(cache)) is None:
             return filled(self._pairs(cache), config)
         return with_gaps(filled(self._pairs(replace(cache, kept=None)), config), gaps.to(self.device))
 
     def _referring(self, cache: KVCache, room: KVCache | None = None) -> DynamicCache | None:
-        """A past that is the cache's own tensors; None where the model would take another form of them."""
+        """A past that shares the cache's tensors; None if the model needs them converted."""
         self.check_fits(cache)
         if self.devices.layers or not runs_as_it_is(cache, self.device, self.dtype):
             return None
@@ -280,14 +278,14 @@ class TransformersEngine(ExtendsTogether):
         return self.tensors_for(cache)[0]
 
     def tensors_for(self, cache: KVCache) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """A cache's tensors as the model takes them.
+        """A cache's tensors in the model's form.
 
         Args:
             cache: Of this model.
 
         Returns:
             Keys and values ``[1, kv_heads, tokens, dim]`` of every layer, and the positions of their tokens, int64;
-            None for the positions where nothing was pruned.
+            None for the positions if nothing was pruned.
 
         Raises:
             MismatchError: See ``past_key_values``.
@@ -299,10 +297,10 @@ class TransformersEngine(ExtendsTogether):
         """Refuse a cache of another model.
 
         Args:
-            cache: The cache to look at.
+            cache: The cache to check.
 
         Raises:
-            MismatchError: It comes from another model, or its text was read by another tokenizer.
+            MismatchError: It comes from another model, or another tokenizer read its text.
         """
         check_fits(cache.meta, self.meta)
 
@@ -311,7 +309,7 @@ class TransformersEngine(ExtendsTogether):
         """Run tokens at positions ``start``, ``start + 1``, ... on top of ``past``, which grows by them.
 
         Args:
-            past: What comes before them; None where there is nothing.
+            past: Cache before them; None if there is none.
             token_ids: The tokens to run.
             start: Position of the first.
             logits: How many of the last tokens to return logits for, 0 for all.
@@ -336,13 +334,14 @@ class TransformersEngine(ExtendsTogether):
     def forward_when_ready(
         self, cache: KVCache, layers: Sequence[Ready], token_ids: Sequence[int], *, logits: int = 0
     ) -> tuple[Tensor, DynamicCache]:
-        """``forward`` on a cache that is still being decoded, each layer as soon as its part is there.
+        """Run ``forward`` on a cache that is still being decoded, each layer as soon as its part is there.
 
-        Call ``Pending.wait`` before using what is returned: only it tells whether all was sound. Models with layers
-        that see a window wait for the whole cache.
+        Call ``Pending.wait`` before using the result: only then is damage detected. Models with sliding-window layers
+        wait for the whole cache.
 
         Args:
-            cache: At its positions, not pruned, of the model's dtype and on its device; its tensors become the past's.
+            cache: At its positions, not pruned, of the model's dtype and on its device; the past takes over its
+                tensors.
             layers: ``Pending.layers``.
             token_ids: The tokens to run.
             logits: How many of the last tokens to return logits for, 0 for all.
@@ -369,9 +368,9 @@ class TransformersEngine(ExtendsTogether):
 
     @torch.no_grad()
     def masked_forward(self, token_ids: Sequence[int], visible: Tensor) -> Tensor:
-        """One pass over a whole prompt at positions 0, 1, ... under a mask.
+        """Run a whole prompt in one pass at positions 0, 1, ... under a mask.
 
-        The reference that linked reuse is measured against.
+        The reference for linked reuse.
 
         Args:
             token_ids: The prompt's.
@@ -388,7 +387,7 @@ class TransformersEngine(ExtendsTogether):
 
     @torch.no_grad()
     def prefill_masked(self, token_ids: Sequence[int], visible: Tensor) -> KVCache:
-        """The cache of one document whose tokens see less than all before them; see ``Engine.prefill_masked``."""
+        """Compute one document's cache under an attention mask; see ``Engine.prefill_masked``."""
         self._masked(token_ids, visible, past := DynamicCache(), 1)
         return self._cache([(keys[0], values[0]) for keys, values in tensors_of(past)], token_ids, 0)
 
@@ -405,9 +404,9 @@ class TransformersEngine(ExtendsTogether):
         return out.logits[0]  # type: ignore[no-any-return]
 
     def attention_mask(self, visible: Tensor) -> Tensor | dict[str, Tensor]:
-        """A mask as this model takes it: 4-D, and one for each kind of layer in hybrids.
+        """Convert a mask to this model's form: 4-D, and one for each kind of layer in hybrids.
 
-        Sliding layers see less: keys are taken to end with the queries.
+        Sliding layers get a narrower one; the last key is the last query's own.
 
         Args:
             visible: Bool ``[queries, keys]``: row r sees column c.
@@ -416,7 +415,7 @@ class TransformersEngine(ExtendsTogether):
             One mask, or masks by kind of layer.
 
         Raises:
-            MismatchError: A 4-D mask cannot say what the model's layers need.
+            MismatchError: A 4-D mask cannot express the model's layers.
         """
         return attention_mask(self.model, self.meta, visible)
 
@@ -424,19 +423,19 @@ class TransformersEngine(ExtendsTogether):
     def update_rows(
         self, cache: KVCache, token_ids: Sequence[int], rows: Tensor, narrow: Narrowing | None = None
     ) -> Tensor:
-        """Compute some tokens of a prompt anew, in the prompt's cache; see ``RowsEngine.update_rows``.
+        """Recompute some tokens of a prompt in its cache; see ``RowsEngine.update_rows``.
 
         Args:
             cache: The prompt's.
             token_ids: Tokens of the whole prompt.
             rows: int64 ``[n]``, positions of the rows in ascending order.
-            narrow: Drops rows on the way; None drops none.
+            narrow: Drops rows between layers; None drops none.
 
         Returns:
-            The rows that were computed to the end.
+            The rows computed in all layers.
 
         Raises:
-            ArgumentError: The cache is not the model's own memory, or the rows do not lie in it.
+            ArgumentError: The cache is not the model's own memory, or the rows lie outside it.
             MismatchError: The cache is of another model, or the model's attention takes no masks.
         """
         from kvwire.engines.transformers.rows import check_own, update_rows
@@ -449,18 +448,18 @@ class TransformersEngine(ExtendsTogether):
 
     @torch.no_grad()
     def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> AttentionSummary:
-        """What tokens behind a prompt see of it; see ``RowsEngine.look``.
+        """Measure attention of tokens after a prompt to it; see ``RowsEngine.look``.
 
         Args:
-            cache: The prompt's, positions on and from 0; it is not changed.
-            token_ids: What follows it, such as the question.
-            layers: Numbers of the layers to look at; empty for all.
+            cache: The prompt's, positions on and from 0; not changed.
+            token_ids: Tokens after it, such as the question.
+            layers: Layers to look at; empty for all.
 
         Returns:
-            By token of the prompt.
+            Numbers by token of the prompt.
 
         Raises:
-            MismatchError: The cache is of another model, or its attention is not to be seen.
+            MismatchError: The cache is of another model, or its attention weights are not accessible.
         """
         from kvwire.engines.transformers.attention import look
 

@@ -1,4 +1,4 @@
-"""Whether a cache fits a model, and its tensors as the model takes them: dtype, devices, positions on, no holes."""
+"""Checks that a cache fits a model, and converts its tensors: dtype, devices, positions on, no gaps."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _SIDES: tuple[Side, ...] = ("key", "value")
 
 
 def kept_by_all(cache: KVCache) -> Tensor | None:
-    """Tokens that every layer and head of a pruned cache keeps.
+    """Tokens that every layer and head of a pruned cache stores.
 
-    A sliding layer need only keep what its window still sees.
+    Sliding layers need only those in their window.
     """
     layers = zip(cache.meta.layers, cache.kept or (), strict=False)
-    counted = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
-    counted = [(spec, mask) for spec, mask in counted if not mask[:, _seen(spec, cache.tokens) :].all()]
-    if not counted:
+    pruned = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
+    pruned = [(spec, mask) for spec, mask in pruned if not mask[:, _seen(spec, cache.tokens) :].all()]
+    if not pruned:
         return None
-    first = counted[0][1][0]
+    first = pruned[0][1][0]
     attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
-    alike = len(counted) == len(attending) and all(bool((mask == first).all()) for _, mask in counted)
-    if alike and any(spec.window is not None for spec in attending):
+    same_for_all = len(pruned) == len(attending) and all(bool((mask == first).all()) for _, mask in pruned)
+    if same_for_all and any(spec.window is not None for spec in attending):
         msg = (
-            "this cache is pruned, and layers of the model see a window, which counts positions that a plain "
-            "transformers cache would not have; run it with forward on own_past, keep it unpruned, or give its entries "
+            "this cache is pruned, and layers of the model have windows, which count positions that a plain "
+            "transformers cache lacks; run it with forward on own_past, keep it unpruned, or give its entries "
             "(cache.ragged) to an engine with paged attention"
         )
         raise MismatchError(msg)
-    if not alike:
+    if not same_for_all:
         msg = (
             "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
             "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"
@@ -49,7 +49,7 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
 
 
 def gaps_of(cache: KVCache) -> Tensor | None:
-    """What all layers and heads of a cache hold alike, where some layers see a window, so that gaps have to stay."""
+    """Tokens that all layers and heads store, if some layers have windows, so that gaps have to stay; else None."""
     attending = [spec.kind != "none" for spec in cache.meta.layers]
     masks = [mask for mask, counts in zip(cache.kept or (), attending, strict=False) if counts]
     first = masks[0] if masks else None
@@ -59,45 +59,47 @@ def gaps_of(cache: KVCache) -> Tensor | None:
 
 
 def _seen(spec: LayerSpec, tokens: int) -> int:
-    """First token that a layer still sees when the next one comes."""
+    """First token that a layer can attend to from the next one."""
     return 0 if spec.window is None else max(0, tokens - spec.window + 1)
 
 
-def check_fits(theirs: CacheMeta, ours: CacheMeta) -> None:
+def check_fits(cache: CacheMeta, model: CacheMeta) -> None:
     """Refuse a cache of another model."""
-    shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
-    same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
-    digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
+    shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in cache.layers]
+    same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in model.layers] and _turn_alike(cache, model)
+    digests = (cache.tokenizer_digest, model.tokenizer_digest)
     if all(digests) and digests[0] != digests[1]:
         msg = "the cache's text was read by another tokenizer than this engine's; encode the documents with this one"
         raise MismatchError(msg)
-    if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
+    if not same or (cache.model_revision and model.model_revision and cache.model_revision != model.model_revision):
         msg = (
-            f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
-            f"this engine runs {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+            f"the cache was computed by model {cache.model_id!r} ({cache.model_revision[:12] or 'unnamed'}), "
+            f"this engine runs {model.model_id!r} ({model.model_revision[:12] or 'unnamed'}); "
             "encode the documents with this model"
         )
         raise MismatchError(msg)
 
 
-def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
-    """Whether two models of one layout rotate their keys alike; a cache without regimes is taken at its word."""
-    for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
+def _turn_alike(cache: CacheMeta, model: CacheMeta) -> bool:
+    """Whether two models of one layout rotate keys alike; true for a cache without regimes."""
+    for cache_spec, model_spec in zip(cache.layers if cache.ropes else (), model.layers, strict=False):
         for side in _SIDES:
-            their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)
-            if (their_turn is None) != (our_turn is None):
+            cache_turn, model_turn = cache_spec.rotary(side), model_spec.rotary(side)
+            if (cache_turn is None) != (model_turn is None):
                 return False
-            if their_turn is None or our_turn is None:
+            if cache_turn is None or model_turn is None:
                 continue
-            if their_turn[1] != our_turn[1] or not _regimes_alike(theirs.ropes[their_turn[0]], ours.ropes[our_turn[0]]):
+            if cache_turn[1] != model_turn[1] or not _regimes_alike(
+                cache.ropes[cache_turn[0]], model.ropes[model_turn[0]]
+            ):
                 return False
     return True
 
 
-def _regimes_alike(theirs: RopeRegime, ours: RopeRegime) -> bool:
-    if theirs.interleaved != ours.interleaved or theirs.rotary_dim != ours.rotary_dim:
+def _regimes_alike(first: RopeRegime, second: RopeRegime) -> bool:
+    if first.interleaved != second.interleaved or first.rotary_dim != second.rotary_dim:
         return False
-    pairs = zip(theirs.inv_freq, ours.inv_freq, strict=True)
+    pairs = zip(first.inv_freq, second.inv_freq, strict=True)
     return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs)  # processors differ in last bits
 
 
@@ -118,7 +120,7 @@ def tensors_for(
 
 
 def _there(cache: KVCache, side: Side, dtype: torch.dtype, devices: Devices) -> list[Tensor]:
-    """A cache's keys or values where the layers run, as they want them; what is still to be rotated as it is."""
+    """A cache's keys or values on the layers' devices, in the model's dtype unless still to be rotated."""
     tensors = cache.keys if side == "key" else cache.values
     dtypes = [None if spec.rotary(side) else dtype for spec in cache.meta.layers]
     return [tensor.to(devices.layer(number), dtypes[number]) for number, tensor in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""What plain ``model.generate`` is given for linked documents and questions."""
+"""Inputs of plain ``model.generate`` for linked documents and questions."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 Prompt = LinkedPrompt | KVCache
 _TAKES_QUESTIONS = "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
-"""Whether generate runs ids as they are where they are shorter than the mask; before transformers 5.3 it leaves out as
-many as the cache holds, whatever they are."""
+"""Whether generate runs ids shorter than the mask as they are; before transformers 5.3 it drops as many as the cache
+holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """One prompt: what its cache holds, as the model takes it, and what is still to be run.
+    """One prompt: tensors for the cache, and token ids still to run.
 
-    pairs: keys and values ``[1, kv_heads, tokens, dim]``. holes: tokens that were pruned.
+    pairs: keys and values ``[1, kv_heads, tokens, dim]``. holes: number of pruned tokens.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
@@ -56,60 +56,57 @@ def generate_inputs(
 ) -> dict[str, Any]:
     """Make the inputs of ``engine.model.generate(**inputs, max_new_tokens=..., ...)``.
 
-    Greedy search, sampling, beams and ``num_return_sequences`` all take them. They serve one call; the prompts are
-    copied, stay as they are and may be used again. Rows of a batch end together: prompts are padded on their left, in
-    the cache. Where questions differ in length, the cache takes what the longer ones begin with, and ``input_ids`` hold
-    as many tokens of each as the shortest has. New tokens are ``out[:, inputs["input_ids"].shape[1]:]``. As an engine's
-    methods, it is called by one thread at a time.
+    Greedy search, sampling, beams and ``num_return_sequences`` work. The inputs serve one call; prompts are copied and
+    may be reused. Shorter prompts of a batch are padded on the left, in the cache. If questions differ in length, the
+    cache takes the beginnings of longer ones, and ``input_ids`` hold equally many tokens of each. New tokens are
+    ``out[:, inputs["input_ids"].shape[1]:]``. Call it from one thread at a time, like an engine's methods.
 
     Args:
-        engine: Of the model that will generate.
-        prompts: Linked documents, such as ``Answer.prompt``, one for each question; a single one serves all questions.
+        engine: Engine of the generating model.
+        prompts: Linked documents, such as ``Answer.prompt``, one per question; a single one serves all questions.
         questions: A text, token ids, or one of these for each row of a batch; a tensor ``[batch, tokens]`` may be
-            padded. Texts are read without special tokens.
-        chat: What the prompts were loaded with (``Loader.ask``): the questions are texts, and get what the chat's
-            template puts behind the documents.
+            padded. Texts are tokenised without special tokens.
+        chat: The chat of the prompts' load (``Loader.ask``): questions are texts, put into the chat's template.
         attention_mask: ``[batch, tokens]``, of a padded tensor of questions: 0 for padding.
-        document_ids: Token ids of each prompt's documents, one after the other, with the BOS at its head or without.
-            With them ``input_ids`` hold whole prompts, padded on the left, for what looks at all ids, such as penalties
-            of repetition.
-        max_cache_len: Makes the cache a ``StaticCache`` of so many tokens, for ``torch.compile``: padding, prompt,
-            question and answer.
+        document_ids: Token ids of each prompt's documents, concatenated, with or without BOS. ``input_ids`` then hold
+            whole prompts, padded on the left, for code that reads all ids, such as repetition penalties.
+        max_cache_len: Use a ``StaticCache`` of so many tokens, for ``torch.compile``: padding, prompt, question and
+            answer.
 
     Returns:
         ``input_ids`` int64 ``[batch, tokens]``, ``attention_mask`` int64 ``[batch, padding and all tokens]``,
-        ``past_key_values``, and ``position_ids`` where prompts were pruned; on the engine's device.
+        ``past_key_values``, and ``position_ids`` if prompts were pruned; on the engine's device.
 
     Raises:
-        ArgumentError: Prompts, questions, chat, mask and ids do not fit together, a prompt with its question exceeds
-            the model's window or ``max_cache_len``, or transformers is older than 5.3.
+        ArgumentError: Prompts, questions, chat, mask and ids do not match, a prompt with its question exceeds the
+            model's window or ``max_cache_len``, or transformers is older than 5.3.
         MismatchError: A prompt is of another model, or pruned in a way that plain caches cannot hold.
         NotFoundError: A question is a text, and the engine has no tokenizer, or no chat template.
     """
     if not _TAKES_QUESTIONS:
-        msg = f"generate of transformers {version('transformers')} takes no question alone; install 5.3 or later"
+        msg = f"transformers {version('transformers')} cannot generate from question ids alone; install 5.3 or later"
         raise ArgumentError(msg)
     heads: set[tuple[int, ...]] = set()
     if chat is not None:
         questions, heads = _of_chat(engine, chat, questions)
-    asked = _questions(engine, questions, attention_mask)
-    linked = [prompts] * len(asked) if isinstance(prompts, (LinkedPrompt, KVCache)) else list(prompts)
-    if len(linked) != len(asked) or not asked:
-        msg = f"{len(linked)} prompts and {len(asked)} questions make no batch; give one prompt for each question"
+    queries = _questions(engine, questions, attention_mask)
+    linked = [prompts] * len(queries) if isinstance(prompts, (LinkedPrompt, KVCache)) else list(prompts)
+    if len(linked) != len(queries) or not queries:
+        msg = f"{len(linked)} prompts and {len(queries)} questions make no batch; give one prompt for each question"
         raise ArgumentError(msg)
     if heads and {each.opening if isinstance(each, LinkedPrompt) else () for each in linked} != heads:
         msg = "the prompts do not begin as this chat does: load them with the same chat (Loader.ask(chat=...))"
         raise ArgumentError(msg)
-    shared = min(len(ids) for ids in asked)
-    rows = [_row(engine, prompt, ids, shared) for prompt, ids in zip(linked, asked, strict=True)]
+    shared = min(len(ids) for ids in queries)
+    rows = [_row(engine, prompt, ids, shared) for prompt, ids in zip(linked, queries, strict=True)]
     if document_ids is not None and len(document_ids) == len(linked):
         bos = engine.opening_tokens
         document_ids = [_with_head(prompt, ids, bos) for prompt, ids in zip(linked, document_ids, strict=True)]
-    return _batch(engine, rows, _whole(engine, rows, asked, document_ids), max_cache_len)
+    return _batch(engine, rows, _whole(engine, rows, queries, document_ids), max_cache_len)
 
 
 def _with_head(prompt: Prompt, ids: Sequence[int], bos: tuple[int, ...]) -> tuple[int, ...]:
-    """A prompt's documents with all that stands before them; the ids may begin with it, with BOS, or with neither."""
+    """Add the prompt's head to its documents' ids, which may begin with it, with BOS, or with neither."""
     head = prompt.opening if isinstance(prompt, LinkedPrompt) else ()
     if not head or tuple(ids[: len(head)]) == head:
         return tuple(ids)
@@ -119,7 +116,7 @@ def _with_head(prompt: Prompt, ids: Sequence[int], bos: tuple[int, ...]) -> tupl
 def _of_chat(
     engine: TransformersEngine, chat: Chat, questions: Any  # noqa: ANN401
 ) -> tuple[list[Sequence[int]], set[tuple[int, ...]]]:  # fmt: skip
-    """What stands behind the documents for each question, and what stands before them."""
+    """Tokens after the documents for each question, and the sets of tokens before them."""
     each = [questions] if isinstance(questions, str) else list(questions)
     if not all(isinstance(one, str) for one in each):
         msg = "in a chat questions are texts: the template is read together with them"
@@ -131,62 +128,65 @@ def _of_chat(
 def _questions(engine: TransformersEngine, questions: Any, mask: Tensor | None) -> list[list[int]]:  # noqa: ANN401
     """Token ids of each question."""
     if mask is not None and (not isinstance(questions, torch.Tensor) or mask.shape != questions.shape):
-        given = tuple(questions.shape) if isinstance(questions, torch.Tensor) else "lists"
-        msg = f"attention_mask {tuple(mask.shape)} must have the shape of a tensor of questions, got {given}"
+        shape = tuple(questions.shape) if isinstance(questions, torch.Tensor) else "lists"
+        msg = f"attention_mask {tuple(mask.shape)} must have the shape of a tensor of questions, got {shape}"
         raise ArgumentError(msg)
     if isinstance(questions, torch.Tensor):
         table = questions[None] if questions.ndim == 1 else questions
-        kept = torch.ones_like(table) if mask is None else mask.reshape(table.shape)
-        asked = [row[keep.bool()].tolist() for row, keep in zip(table, kept, strict=True)]
+        mask_rows = torch.ones_like(table) if mask is None else mask.reshape(table.shape)
+        queries = [row[keep.bool()].tolist() for row, keep in zip(table, mask_rows, strict=True)]
     else:
         single = isinstance(questions, str) or (len(questions) and isinstance(questions[0], Integral))
         each = [questions] if single else list(questions)
-        asked = [
+        queries = [
             engine.tokenize(one, place="last", trust="frame") if isinstance(one, str) else [int(token) for token in one]
             for one in each
         ]
-    if not all(asked):
+    if not all(queries):
         msg = "a question needs at least one token"
         raise ArgumentError(msg)
-    return asked
+    return queries
 
 
 @torch.no_grad()
 def _row(engine: TransformersEngine, prompt: Prompt, question: list[int], shared: int) -> _Row:
-    """A prompt's tensors, with what of its question comes before the last ``shared`` tokens."""
+    """A prompt's tensors, with its question except the last ``shared`` tokens."""
     cache = prompt.cache if isinstance(prompt, LinkedPrompt) else prompt
     if cache.meta.offset:
         msg = f"a prompt begins at position 0, this cache at {cache.meta.offset}; link it with kvwire.link"
         raise ArgumentError(msg)
     engine.check_ids(question, cache.tokens)
-    pairs, kept = engine.tensors_for(cache)
+    pairs, positions = engine.tensors_for(cache)
     head = question[: len(question) - shared]
-    holes = 0 if kept is None else cache.tokens - len(kept)
+    holes = 0 if positions is None else cache.tokens - len(positions)
     if head:
         more, _ = engine.tensors_for(engine.extend(cache, head))
         pairs = [_joined(*both) for both in zip(pairs, more, strict=True)]
     return _Row(pairs, cache.tokens - holes + len(head), holes, question[len(head) :])
 
 
-def _joined(ours: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    if not ours[0].numel():
-        return ours
-    return torch.cat((ours[0], more[0]), 2), torch.cat((ours[1], more[1]), 2)
+def _joined(pair: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if not pair[0].numel():
+        return pair
+    return torch.cat((pair[0], more[0]), 2), torch.cat((pair[1], more[1]), 2)
 
 
 def _whole(
-    engine: TransformersEngine, rows: Sequence[_Row], asked: list[list[int]], documents: Sequence[Sequence[int]] | None
+    engine: TransformersEngine,
+    rows: Sequence[_Row],
+    queries: list[list[int]],
+    documents: Sequence[Sequence[int]] | None,
 ) -> list[list[int]]:
-    """Ids that ``generate`` is given of each row."""
+    """Each row's ``input_ids``."""
     if documents is None:
         return [row.ids for row in rows]
-    lengths = [row.tokens + len(row.ids) - len(ids) for row, ids in zip(rows, asked, strict=True)]
+    lengths = [row.tokens + len(row.ids) - len(ids) for row, ids in zip(rows, queries, strict=True)]
     if any(row.holes for row in rows) or [len(ids) for ids in documents] != lengths:
         msg = f"document_ids must hold {lengths} tokens, those of prompts of which nothing was pruned"
         raise ArgumentError(msg)
     for ids in documents:
         engine.check_ids(ids)
-    return [[*map(int, ids), *question] for ids, question in zip(documents, asked, strict=True)]
+    return [[*map(int, ids), *question] for ids, question in zip(documents, queries, strict=True)]
 
 
 def _batch(
@@ -218,7 +218,7 @@ def _batch(
 def _filled(
     engine: TransformersEngine, rows: list[_Row], held: int, max_cache_len: int | None
 ) -> LinkedCache | LinkedStaticCache:
-    """One cache of all rows."""
+    """One cache for all rows."""
     config = engine.model.config
     past: LinkedCache | LinkedStaticCache = LinkedCache(config=config)
     if max_cache_len is not None:
@@ -229,9 +229,9 @@ def _filled(
 
 
 def _stacked(parts: list[Tensor], held: int) -> Tensor:
-    """Rows of one layer, ``[batch, kv_heads, held, dim]``, padded on their left.
+    """One layer of all rows, ``[batch, kv_heads, held, dim]``, padded on the left.
 
-    Not with zeros: by these, older static caches tell where they are empty.
+    The padding is 1: older static caches take zeros for free slots.
     """
     if len(parts) == 1:
         return parts[0]
@@ -243,6 +243,6 @@ def _stacked(parts: list[Tensor], held: int) -> Tensor:
 
 
 def _pad_token(engine: TransformersEngine) -> int:
-    """What stands where nothing is looked at."""
+    """Token id for padding."""
     known = getattr(engine.model.generation_config, "pad_token_id", None)
     return known if isinstance(known, int) and known >= 0 else 0

@@ -1,7 +1,7 @@
-"""Caches that plain ``generate`` takes: filled with linked documents, and careful about what they are used with.
+"""Caches of linked documents for plain ``generate``, which check how they are used.
 
-transformers looks neither at whose cache it is given nor at whether ids, mask and positions continue it: what is wrong
-there is wrong in silence. These caches look, at every pass, through a hook that the model has while they are there.
+transformers checks neither that a cache belongs to the model nor that ids, mask and positions continue it, so mistakes
+would go unnoticed. These caches check every pass, through a hook on the model while they exist.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FLAT = 2
-"""Dimensions of a mask before it is made ready for a kind of layer: [batch, tokens]."""
+"""Dimensions of a mask before transformers expands it: [batch, tokens]."""
 
 
 class Watch:
-    """A hook on a model, which goes with the last cache that refers to it.
+    """A hook on a model, removed with the last cache that refers to it.
 
     Attributes:
-        model: A reference to the module that generates: the engine's model, or what that wraps.
+        model: Reference to the generating module: the engine's model, or its wrapper.
     """
 
     _alive: ClassVar[weakref.WeakValueDictionary[int, Watch]] = weakref.WeakValueDictionary()
     _lock: ClassVar[threading.Lock] = lock_of_process()
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Put the hook on; see ``of``."""
+        """Register the hook; see ``of``."""
         self.model = weakref.ref(model)
         hook = model.register_forward_pre_hook(_admit, with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
     def __deepcopy__(self, _: object) -> Self:
-        """Copies of a cache are watched by the same hook."""
+        """Copies of a cache share the hook."""
         return self
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Watch:
-        """Have caches look at what a model is given."""
+        """Register a model's hook, or return the present one."""
         found = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
         with cls._lock:
             watch = cls._alive.get(id(found))
@@ -59,16 +59,16 @@ class Watch:
 
 @dataclass
 class Use:
-    """What a cache was made for, and how far it was used.
+    """Purpose of a cache, and its progress.
 
     Attributes:
-        watch: On the model that the cache is for.
+        watch: Hook on the cache's model.
         mask: int64 ``[batch, tokens]``: 1 for tokens of documents and questions, 0 for padding on the left.
-        shifts: int64 ``[batch]``: a token's position less its place in the cache.
+        shifts: int64 ``[batch]``: a token's position minus its cache index.
         question: Tokens that the first pass must bring.
-        room: Tokens that the cache can hold; None: any number.
-        limit: First position at which the model's frequencies change; None: none.
-        repeats: Rows that each prompt takes, known from the first pass on; 0 before it.
+        room: Capacity in tokens; None: unlimited.
+        limit: First position with other rotation frequencies; None: none.
+        repeats: Rows per prompt, known from the first pass on; 0 before.
     """
 
     watch: Watch
@@ -81,20 +81,20 @@ class Use:
 
 
 class _Linked:
-    """What both kinds of caches add to those of transformers."""
+    """Checks shared by both kinds of caches."""
 
     use: Use | None = None
     layers: list[Any]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Refuse tokens of a model that is not watched; see the base class."""
+        """Refuse tokens of a model without the hook; see the base class."""
         if self.use is not None and not self.use.repeats and not torch.compiler.is_compiling():
             msg = "this cache is for the model of the engine that made it; call engine.model.generate(**inputs)"
             raise MismatchError(msg)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
 
     def admit(self, model: torch.nn.Module, named: dict[str, Any]) -> None:
-        """Look at what a forward pass is given, and make rows for beams and for sequences that are sampled."""
+        """Check a forward pass's inputs, and add rows for beams and sampled sequences."""
         use = self.use
         if use is None:
             return
@@ -123,7 +123,7 @@ class _Linked:
 
 
 class LinkedCache(_Linked, DynamicCache):
-    """A cache that grows; layers with a window keep what it sees."""
+    """A cache that grows; sliding layers store their window."""
 
 
 class LinkedStaticCache(_Linked, StaticCache):
@@ -133,7 +133,7 @@ class LinkedStaticCache(_Linked, StaticCache):
         for layer in self.layers:
             if layer.is_initialized:
                 keys, values = (each.repeat_interleave(repeats, 0) for each in (layer.keys, layer.values))
-                layer.lazy_initialization(keys, values)  # makes them anew, at addresses that stay
+                layer.lazy_initialization(keys, values)  # allocates new tensors, at addresses that stay
                 layer.keys.copy_(keys)
                 layer.values.copy_(values)
 
@@ -142,7 +142,7 @@ _ANEW = "inputs serve one call: make new ones with generate_inputs"
 
 
 def _check_question(use: Use, batch: int, count: int) -> None:
-    """What the first pass brings; transformers runs other ids than it was given where the mask does not fit them."""
+    """Check the first pass; transformers runs other ids than given if the mask does not match."""
     if count != use.question:
         msg = (
             f"the first pass must bring the question's {use.question} tokens, it brings {count}; pass input_ids and "
@@ -156,7 +156,7 @@ def _check_question(use: Use, batch: int, count: int) -> None:
 
 
 def _check_continues(use: Use, named: dict[str, Any], starts: Tensor, total: int, repeats: int) -> None:
-    """Whether mask and positions are those of the tokens that come next."""
+    """Check that mask and positions are those of the next tokens."""
     mask, positions = named.get("attention_mask"), named.get("position_ids")
     first = not use.repeats
     if isinstance(mask, torch.Tensor) and mask.ndim == _FLAT:

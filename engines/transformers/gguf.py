@@ -1,4 +1,4 @@
-"""GGUF files, converted once into a folder of safetensors among the user's caches, which opens as any other model."""
+"""GGUF files, converted once into a folder of safetensors in the user's cache folder, which opens like any model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MAGIC = b"GGUF"
 _VARIABLE = "KVWIRE_MODELS"
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _CUT = ("reshape", "mmap", "buffer")
-"""Words in what NumPy and gguf raise of a file that ends too early; they have no error of its own for it."""
+"""Words in errors of NumPy and gguf for truncated files; there is no error class for it."""
 _ABANDONED_S = 86400.0
-"""Unfinished conversions that are older were left behind by a process that was killed."""
+"""Age of unfinished conversions that must be a killed process's."""
 
 
 def file_of(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one of a folder without config.json; None: no such file."""
+    """The GGUF file at a path, or the only one in a folder without config.json; None: there is none."""
     if path.is_file():
         return path if path.suffix.lower() == ".gguf" else None
     if not path.is_dir() or (path / "config.json").is_file():
@@ -43,10 +43,10 @@ def file_of(path: Path) -> Path | None:
 
 
 def converted(file: Path) -> Path:
-    """Convert a GGUF file's model, where that was not done before.
+    """Convert a GGUF file's model, unless that was done before.
 
-    Weights become bfloat16. Folders lie in ``~/.cache/kvwire/models``, or where ``KVWIRE_MODELS`` says, named
-    by the file and its content; a folder is there whole or not at all.
+    Weights become bfloat16. Folders are in ``~/.cache/kvwire/models``, or in ``KVWIRE_MODELS``, named by the file and
+    its content, and appear atomically.
     """
     if _PART.search(file.name.lower()):
         msg = f"{file} is one part of a model; merge the parts first (llama-gguf-split --merge), and name the whole"
@@ -76,7 +76,7 @@ def converted(file: Path) -> Path:
         try:
             part.rename(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # another process was quicker
+            if not (folder / "config.json").is_file():  # another process was faster
                 raise
     except OSError as error:
         msg = f"{file.name} cannot be converted into {place} ({error}); make room, or name another in {_VARIABLE}"
@@ -93,7 +93,7 @@ def _convert(file: Path, folder: Path) -> None:
 
     model, tokenizer = _read(file)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # of the file, not of what is saved
+        del model.config.quantization_config  # describes the file, not the saved weights
     with torch.device("meta"):
         plain = type(model)(model.config)
     plain.load_state_dict({name: each.to(torch.bfloat16) for name, each in model.state_dict().items()}, assign=True)
@@ -105,7 +105,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _read(file: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of a file; float32, in which nothing of its numbers is lost."""
+    """The model and the tokenizer of a file, in float32, which is exact."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -122,7 +122,7 @@ def _read(file: Path) -> tuple[Any, Any]:
     except OSError as error:
         msg = f"{file} cannot be read ({_first_line(error)}); check its permissions and the disk"
         raise StorageError(msg) from error
-    except Exception as error:  # whatever the packages raise of what they cannot read
+    except Exception as error:  # the packages raise anything on unreadable files
         is_cut = isinstance(error, (EOFError, IndexError)) or any(word in str(error) for word in _CUT)
         if is_cut:
             msg = f"{file} is damaged ({_first_line(error)}); copy it again"
@@ -145,8 +145,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _sweep(place: Path, name: str) -> None:
-    """Remove what conversions of the same file left that were killed."""
+    """Remove leftovers of killed conversions of the same file."""
     for each in place.glob(f".{name}.*"):
-        with suppress(OSError):  # another process is at it
+        with suppress(OSError):  # another process removes it, too
             if time.time() - each.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(each, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Finding a model's folder, and telling models apart by what computes their caches, not by what they are called.
+"""Finds a model's folder, and identifies models by what computes their caches, not by name.
 
-A model's revision is a digest of the weights that transformers reads from its folder and of the configuration fields
-that the computation reads. Nothing else of the folder counts: not the names of shards, not a chat template.
+A model's revision is a digest of the weights that transformers reads from its folder and of the configuration fields in
+the computation. Names of shards, chat templates and other files do not count.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _TOKENIZER = (
 _NOT_COMPUTED = frozenset({
     # names and versions
     "architectures", "auto_map", "name_or_path", "tokenizer_class", "transformers_version",
-    # the type of numbers, which is told beside the revision: blobs decode into any
+    # the dtype, which is separate from the revision: blobs decode into any
     "dtype", "torch_dtype",
     # special tokens, which belong to the tokenizer and to generation
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
     # training
     "gradient_checkpointing", "initializer_factor", "initializer_range", "layerdrop", "neftune_noise_alpha",
     "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "unsloth_fixed", "unsloth_version",
-    # what a call returns, and other tasks
+    # outputs of a call, and other tasks
     "chunk_size_feed_forward", "finetuning_task", "id2label", "keys_to_ignore_at_inference",
     "label2id", "num_labels", "output_attentions", "output_hidden_states",
     "problem_type", "return_dict", "task_specific_params", "torchscript", "use_cache", "use_return_dict",
 })  # fmt: skip
-"""Configuration fields that change no cache; so do those of dropout, and private ones."""
+"""Configuration fields that change no cache, like those of dropout, and private ones."""
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, str]:
-    """Find the folder of a model."""
+    """Find a model's folder and name."""
     folder = Path(path).expanduser()
     if folder.exists() or isinstance(path, Path):
         if revision is not None:
             msg = f"{folder} is a folder, which has no revisions; leave revision out, or name an id on the Hub"
             raise ArgumentError(msg)
         if folder.is_file() or not (folder / "config.json").is_file():
-            from kvwire.engines.transformers.gguf import converted, file_of  # few models are such
+            from kvwire.engines.transformers.gguf import converted, file_of  # few models are GGUF
 
             if (file := file_of(folder)) is not None:
                 return converted(file), file.stem
@@ -68,23 +68,23 @@ def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, st
     try:
         return Path(snapshot_download(path, revision=revision, local_files_only=True)), path
     except (HFValidationError, LocalEntryNotFoundError) as error:
-        wanted = f"{path} --revision {revision}" if revision else path
+        snapshot = f"{path} --revision {revision}" if revision else path
         msg = (
             f"{path} is no folder with a model (config.json is missing), and {constants.HF_HUB_CACHE} holds no "
-            f"snapshot of it; name a folder saved by save_pretrained, or fetch it first: hf download {wanted}"
+            f"snapshot of it; name a folder saved by save_pretrained, or fetch it first: hf download {snapshot}"
         )
         raise NotFoundError(msg) from error
 
 
 def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
-    """Digest of a folder's weights and of the configuration that runs them; adapters are told apart from it."""
+    """Digest of a folder's weights and configuration, without adapters."""
     fields = _whole_numbers(computed_fields(read_config(folder)))
     told = {"configuration": fields, "weights": weights_digest(folder, revisions)}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_config(folder: Path) -> PreTrainedConfig | dict[str, Any]:
-    """A model's configuration."""
+    """Read a model's configuration."""
     path = folder / "config.json"
     try:
         written = json.loads(path.read_bytes())
@@ -105,7 +105,7 @@ def read_config(folder: Path) -> PreTrainedConfig | dict[str, Any]:
 
 
 def computed_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that the computation of a cache reads, but for those left at their defaults."""
+    """Configuration fields that affect a cache, unless left at their defaults."""
     if isinstance(config, dict):
         return {name: value for name, value in config.items() if _is_computed(name)}
     text = config.get_text_config(decoder=True)
@@ -122,7 +122,7 @@ def computed_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]
 
 
 def _whole_numbers(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """JSON in which 10000.0 is 10000, however it was spelt."""
+    """JSON with 10000.0 as 10000, so that both spellings are equal."""
     if isinstance(value, dict):
         return {name: _whole_numbers(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -135,5 +135,5 @@ def _is_computed(name: str) -> bool:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer's files."""
+    """The files of the tokenizer."""
     return [folder / name for name in _TOKENIZER if (folder / name).is_file()]

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as its cache sees it.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) from the cache's point of view.
 
 Such a layer caches a latent, from which every head's keys and values are made, and a rotated part that all heads' keys
-share. Attention is shown the expanded keys; what weighs an error in the cache are queries absorbed into the latent. The
-layer's own expansion gives them: it is linear, so it is asked what unit vectors become.
+share. Attention receives the expanded keys; errors in the cache are weighed by queries absorbed into the latent. The
+expansion is linear, so running it on unit vectors gives its matrices.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from kvwire.types import LayerSpec
 
 _EXPANSION = "expand_kv"
-"""What every modeling file of transformers with latent attention calls the way from the cache to keys and values."""
+"""Method from cache to keys and values in every modeling file with latent attention."""
 
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """What one layer makes of a unit in each cached dimension, float32.
+    """Output of one layer's expansion for a unit in each cached dimension, float32.
 
     Attributes:
         latent_to_keys: ``[heads, key_dim, query_dim]``.
@@ -47,7 +47,7 @@ def expansion_of(module: torch.nn.Module, spec: LayerSpec, like: Tensor) -> Expa
     try:
         from_latent = expand(latent, latent.new_zeros(1, 1, spec.key_dim, spec.value_dim))
         from_rotated = expand(rotated.new_zeros(1, 1, spec.value_dim, spec.key_dim), rotated)
-    except (TypeError, ValueError, RuntimeError):  # another module's method of that name
+    except (TypeError, ValueError, RuntimeError):  # an unrelated method of that name
         return None
     return Expansion(*(tensor[0].float().cpu() for tensor in (from_latent[0], from_rotated[0], from_latent[1])))
 
@@ -56,7 +56,7 @@ class Scatter:
     """Covariance of vectors that come in pieces."""
 
     def __init__(self, dim: int) -> None:
-        """Start from nothing."""
+        """Start without rows."""
         self._count = 0
         self._sum = torch.zeros(dim, dtype=torch.float64)
         self._products = torch.zeros(dim, dim, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Whether a model that the caller loaded computes what a folder holds: its caches will bear the folder's identity.
+"""Checks that a caller's model computes what its folder holds, since caches will bear the folder's identity.
 
-Every weight is compared, and the model's modules with those that the folder's configuration makes: a changed weight, a
-replaced module, a changed number or a hook makes another model.
+Every weight is compared, and every module with those that the folder's configuration makes: a changed weight, module,
+number or hook makes another model.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _WHAT_TO_DO = (
 _TRUSTED = (
     "transformers.", "accelerate.", "kernels.", "kvwire.engines.transformers.capture", "peft.", "torch.nn.modules.",
 )  # fmt: skip
-"""Where hooks and attention functions come from that belong to how a model is run, and change no cache."""
+"""Packages whose hooks and attention functions only affect how a model runs, not its caches."""
 _QUANTISERS = frozenset({
     "aqlm", "auto_gptq", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "gptqmodel",
     "hqq", "optimum", "quark", "torch", "torchao", "transformers", "vptq",
 })  # fmt: skip
-"""Packages whose modules stand in for those of an architecture in quantised models."""
+"""Packages whose modules replace an architecture's in quantised models."""
 _RUNNING = frozenset({"training", "gradient_checkpointing", "max_seq_len_cached"})
-"""Attributes that say how a module is run, not what it computes."""
+"""Attributes about how a module runs, not what it computes."""
 _CHANGING = ("dynamic", "longrope")
-"""Kinds of rotation whose frequencies change with the length of what was run last."""
+"""Kinds of rotation whose frequencies change with the last run's length."""
 _MAKES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
 def revision_of(model: Module, folder: Path, revision: str, *, is_quantised: bool) -> str:
-    """Tell which weights a model runs that was loaded from a folder, adapters aside."""
+    """Revision of a model loaded from a folder, without adapters."""
     if not isinstance(model, PreTrainedModel):
         msg = f"the model is a {type(model).__name__}, not a model of transformers; pass the model inside it"
         raise MismatchError(msg)
@@ -65,7 +65,7 @@ def revision_of(model: Module, folder: Path, revision: str, *, is_quantised: boo
 
 
 def _check_configuration(model: PreTrainedModel, folder: Path) -> bool:
-    """Compare what is computed with the folder's configuration; whether the model was quantised."""
+    """Compare the computing fields with the folder's configuration; returns whether the model was quantised."""
     config = read_config(folder)
     is_known = type(model).__module__.startswith("transformers.models.")
     if not (is_known and isinstance(model.config, model.config_class or ())):
@@ -90,7 +90,7 @@ def _check_configuration(model: PreTrainedModel, folder: Path) -> bool:
 
 
 def _check_modules(model: PreTrainedModel, modules: dict[str, Module], folder: Path) -> set[str]:
-    """Compare modules with those that the folder's configuration makes; names of the quantised ones."""
+    """Compare modules with those of the folder's configuration; returns names of the quantised ones."""
     is_quantised = _check_configuration(model, folder)
     for name, module in (("", torch.nn.modules.module), *model.named_modules()):
         _check_hooks(name, module)
@@ -113,17 +113,17 @@ def _check_modules(model: PreTrainedModel, modules: dict[str, Module], folder: P
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The architecture that a configuration makes, without memory for weights; small buffers are there if they can."""
+    """Build a configuration's architecture without weights, with small buffers if possible."""
     try:
         with _WithoutWeights():
             return kind(config)
-    except (NotImplementedError, RuntimeError):  # buffers that are worked out from weights
+    except (NotImplementedError, RuntimeError):  # buffers computed from weights
         with torch.device("meta"):
             return kind(config)
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """Tensors that weights are made of go to the meta device; what is computed from numbers is computed."""
+    """Puts weights on the meta device; tensors computed from numbers are real."""
 
     def __torch_function__(
         self,
@@ -137,7 +137,7 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 def _check_hooks(name: str, module: Any) -> None:  # noqa: ANN401 - a module, or torch's own of all modules
-    """Refuse what changes a module's computation without changing the module."""
+    """Refuse hooks that change a module's computation."""
     prefix = "" if isinstance(module, torch.nn.Module) else "_global"
     hooks = [each for kind in ("_forward_pre_hooks", "_forward_hooks") for each in vars(module)[prefix + kind].values()]
     placed = vars(module).get("_hf_hook")
@@ -153,7 +153,7 @@ def _check_hooks(name: str, module: Any) -> None:  # noqa: ANN401 - a module, or
 
 
 def _is_trusted(function: object) -> bool:
-    """Whether a function is of a package that runs models; where its code is counts, not what it calls itself."""
+    """Whether a function's code is from a package that runs models; names it claims do not count."""
     function = getattr(function, "func", function)  # of functools.partial
     function = getattr(function, "__func__", function)  # of a method
     home = getattr(function, "__globals__", {}).get("__name__")
@@ -161,42 +161,42 @@ def _is_trusted(function: object) -> bool:
     return function is None or str(home).startswith(_TRUSTED)
 
 
-def _check_config(name: str, ours: Module, theirs: Module) -> None:
-    """Compare what modules read while they run: their own configuration, and the function that they attend by."""
-    mine, made = getattr(ours, "config", None), getattr(theirs, "config", None)
-    if not isinstance(mine, PreTrainedConfig) or not isinstance(made, PreTrainedConfig):
+def _check_config(name: str, module: Module, twin: Module) -> None:
+    """Compare what modules read while running: their configuration, and their attention function."""
+    config, expected = getattr(module, "config", None), getattr(twin, "config", None)
+    if not isinstance(config, PreTrainedConfig) or not isinstance(expected, PreTrainedConfig):
         return
-    if mine is not made and computed_fields(mine) != computed_fields(made):
+    if config is not expected and computed_fields(config) != computed_fields(expected):
         msg = f"the model's module {name!r} has a configuration of its own; {_WHAT_TO_DO}"
         raise MismatchError(msg)
-    attention = mine._attn_implementation  # noqa: SLF001 - it has no public name
+    attention = config._attn_implementation  # noqa: SLF001 - it has no public name
     if not _is_trusted(ALL_ATTENTION_FUNCTIONS.get(attention)):
         msg = f"the model attends by {attention!r}, a function of the caller's; load it with sdpa or eager attention"
         raise MismatchError(msg)
 
 
-def _check_numbers(name: str, ours: Module, theirs: Module) -> None:
-    """Compare attributes that are numbers, and buffers that no file holds."""
-    mine, made = ({k: v for k, v in vars(each).items() if _is_setting(k, v)} for each in (ours, theirs))
-    mine = {k: v for k, v in mine.items() if k in made}  # what loading adds, no architecture reads
-    mine |= dict(ours.named_buffers(recurse=False)) | _present(ours)
-    made |= dict(theirs.named_buffers(recurse=False)) | _present(theirs)
-    changes = any(kind in str(getattr(ours, "rope_type", "")) for kind in _CHANGING)
-    for key in mine.keys() | made.keys():
-        one, other = mine.get(key), made.get(key)
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            if changes or other.is_meta or one.is_meta:
+def _check_numbers(name: str, module: Module, twin: Module) -> None:
+    """Compare numeric attributes, and buffers without a file."""
+    values, expected = ({k: v for k, v in vars(each).items() if _is_setting(k, v)} for each in (module, twin))
+    values = {k: v for k, v in values.items() if k in expected}  # loading adds attributes that no architecture reads
+    values |= dict(module.named_buffers(recurse=False)) | _present(module)
+    expected |= dict(twin.named_buffers(recurse=False)) | _present(twin)
+    changes = any(kind in str(getattr(module, "rope_type", "")) for kind in _CHANGING)
+    for key in values.keys() | expected.keys():
+        value, other = values.get(key), expected.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if changes or other.is_meta or value.is_meta:
                 continue
-            same = one.shape == other.shape and torch.equal(one.cpu(), other.to(one.dtype))
+            same = value.shape == other.shape and torch.equal(value.cpu(), other.to(value.dtype))
         else:
-            same = one is other if isinstance(one or other, torch.Tensor) else one == other
+            same = value is other if isinstance(value or other, torch.Tensor) else value == other
         if not same:
             msg = f"the model's {name}.{key} is not what its configuration makes it; {_WHAT_TO_DO}"
             raise MismatchError(msg)
 
 
 def _present(module: Module) -> dict[str, object]:
-    """Which of its weights a module has, and which are left out, such as a bias."""
+    """Which weights a module has and lacks, such as a bias."""
     return {f"{name} is there": tensor is not None for name, tensor in module._parameters.items()}  # noqa: SLF001
 
 
@@ -207,27 +207,27 @@ def _is_setting(name: str, value: object) -> bool:
 def _check_weights(
     model: PreTrainedModel, modules: dict[str, Module], quantised: set[str], folder: Path, *, whole: bool
 ) -> dict[str, str]:
-    """Compare every weight with the folder's, numbers for numbers; digests of quantised ones that are not there.
+    """Compare every weight with the folder's; returns digests of quantised ones that the folder lacks.
 
     whole: the folder's weights are quantised, so that quantised ones are compared, too.
     """
-    left = dict(_weights(modules, set() if whole else quantised))
+    pending = dict(_weights(modules, set() if whole else quantised))
     if whole:
-        left |= _packed(modules, quantised)
-    places = _places(left)
+        pending |= _packed(modules, quantised)
+    places = _places(pending)
     for name, stored in _stored(folder):
-        if name in left:
-            _compare(name, left.pop(name), stored, folder)
-    seen = {place for name, place in places.items() if name not in left}
-    left = {name: tensor for name, tensor in left.items() if places[name] not in seen}  # tied to what was compared
-    if left and not whole:  # weights that transformers renames or joins as it reads them
-        again = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True, use_safetensors=True)
-        for name, tensor in _weights(dict(base_modules(again)), quantised):
-            if name in left:
-                _compare(name, left.pop(name), tensor, folder)
-    if left:
+        if name in pending:
+            _compare(name, pending.pop(name), stored, folder)
+    matched = {place for name, place in places.items() if name not in pending}
+    pending = {name: tensor for name, tensor in pending.items() if places[name] not in matched}  # tied weights
+    if pending and not whole:  # weights that transformers renames or joins when loading
+        reloaded = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True, use_safetensors=True)
+        for name, tensor in _weights(dict(base_modules(reloaded)), quantised):
+            if name in pending:
+                _compare(name, pending.pop(name), tensor, folder)
+    if pending:
         msg = (
-            f"the model has {next(iter(left))}, which {folder} has not: it was loaded from elsewhere, or packs its "
+            f"the model has {next(iter(pending))}, which {folder} has not: it was loaded from elsewhere, or packs its "
             "weights as it is loaded; leave model out, so that it is loaded here"
         )
         raise MismatchError(msg)
@@ -235,7 +235,7 @@ def _check_weights(
 
 
 def _weights(modules: dict[str, Module], quantised: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that files hold, of what is not quantised, by name; those on the disk, too."""
+    """Saved parameters and buffers by name, except quantised ones; includes offloaded ones."""
     for name, module in modules.items():
         if name in quantised:
             continue
@@ -248,7 +248,7 @@ def _weights(modules: dict[str, Module], quantised: set[str]) -> Iterator[tuple[
 
 
 def _packed(modules: dict[str, Module], quantised: set[str]) -> dict[str, Tensor]:
-    """What quantised modules would save, by name."""
+    """Saved tensors of quantised modules, by name."""
     states = {name: modules[name].state_dict() for name in quantised}
     return {
         f"{name}.{part}": tensor
@@ -259,7 +259,7 @@ def _packed(modules: dict[str, Module], quantised: set[str]) -> dict[str, Tensor
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, object]:
-    """Where each tensor lies in memory, so that tied ones are known."""
+    """Memory location of each tensor, to recognise tied ones."""
     return {
         name: name if tensor.is_meta else (str(tensor.device), tensor.data_ptr()) for name, tensor in tensors.items()
     }
@@ -278,11 +278,11 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise CorruptError(msg) from error
 
 
-def _compare(name: str, ours: Tensor, theirs: Tensor, folder: Path) -> None:
-    if ours.is_meta:
+def _compare(name: str, tensor: Tensor, stored: Tensor, folder: Path) -> None:
+    if tensor.is_meta:
         msg = f"the model's {name} is not in memory and cannot be compared; leave model out, so that it is loaded here"
         raise MismatchError(msg)
-    if ours.shape != theirs.shape or not torch.equal(theirs.to(ours.dtype), ours.detach().cpu()):
+    if tensor.shape != stored.shape or not torch.equal(stored.to(tensor.dtype), tensor.detach().cpu()):
         why = "it was trained, merged or loaded from elsewhere"
         msg = f"the model's {name} is not that of {folder}: {why}; {_WHAT_TO_DO}"
         raise MismatchError(msg)

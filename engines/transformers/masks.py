@@ -1,4 +1,4 @@
-"""What rows of a prompt see, as a model takes it: 4-D, one for each kind of layer, windows included."""
+"""Attention masks in a model's form: 4-D, one per kind of layer, windows included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def attention_mask(
     model: PreTrainedModel, meta: CacheMeta, visible: Tensor, rows: Tensor | None = None
 ) -> Tensor | dict[str, Tensor]:
-    """A mask as a model takes it: one, or one for each kind of layer in hybrids."""
+    """Convert a mask to a model's form: one, or one per kind of layer in hybrids."""
     windows = {spec.window for spec in meta.layers if spec.kind != "none"}
     formats = {window: in_format(model, within(visible, window, rows)) for window in windows}
     sliding = [window for window in windows if window is not None]
@@ -35,7 +35,7 @@ def attention_mask(
 
 
 def within(visible: Tensor, window: int | None, rows: Tensor | None = None) -> Tensor:
-    """What is left to see in a layer with a window."""
+    """Restrict a mask to a layer's window."""
     if window is None:
         return visible
     queries, keys = visible.shape[-2:]
@@ -45,7 +45,7 @@ def within(visible: Tensor, window: int | None, rows: Tensor | None = None) -> T
 
 
 def in_format(model: PreTrainedModel, visible: Tensor) -> Tensor:
-    """One mask in the type that the model's attention takes."""
+    """Convert one mask to the type of the model's attention."""
     shaped = visible[(None,) * (4 - visible.ndim)]
     if uses_sdpa(model):
         return shaped

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, as kvwire describes them: layout, identity, devices, limits, text."""
+"""A model and its tokenizer as described to kvwire: layout, identity, devices, limits, text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class DescribedModel(Engine):
-    """What a model and its tokenizer say of themselves; ``TransformersEngine`` runs it, and is made alike.
+    """Description of a model and its tokenizer; ``TransformersEngine`` runs it, and is constructed alike.
 
     Attributes:
-        model: A decoder whose keys are rotary; its layout is learnt and tested here.
+        model: A decoder with rotary keys; its layout is learnt and tested here.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class DescribedModel(Engine):
         """Learn the layout.
 
         Args:
-            model: A decoder whose keys are rotary, in any precision, on one device or spread over several.
-            tokenizer: The model's; None where texts come as token ids.
+            model: A decoder with rotary keys, in any precision, on one device or several.
+            tokenizer: The model's; None if callers pass token ids.
             model_id: The model's name, for its caches.
-            revision: Tells versions of the weights apart, for its caches.
-            tokenizer_id: Digest of the tokenizer, for its caches; None: of what turns texts into tokens in it.
+            revision: Version of the weights, for its caches.
+            tokenizer_id: Digest of the tokenizer, for its caches; None: computed.
             model_config_digest: SHA-256 of its config.json, for its record in a store.
 
         Raises:
-            RopeRegimeError: The model's keys cannot be moved, so its caches cannot be kept.
-            MismatchError: The model's caches cannot be kept for another reason.
+            RopeRegimeError: The model's keys cannot be rotated to other positions, so its caches cannot be stored.
+            MismatchError: The model's caches cannot be stored for another reason.
         """
         torch.nn.Module.eval(model)
         self.model = model
@@ -71,23 +71,23 @@ class DescribedModel(Engine):
 
     @property
     def meta(self) -> CacheMeta:
-        """What its caches say of themselves."""
+        """Metadata of its caches."""
         return self._meta
 
     @property
     def model_config_digest(self) -> str:
-        """SHA-256 of the model's config.json; empty where the model did not come from a folder."""
+        """SHA-256 of the model's config.json; empty if the model is not from a folder."""
         return self._model_config_digest
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights, and of the caches."""
+        """Type of weights and caches."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
     @property
     def vocabulary_size(self) -> int:
-        """Token ids are 0 to this, exclusive."""
+        """Number of token ids."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -98,34 +98,34 @@ class DescribedModel(Engine):
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes token ids, and where whole caches are kept."""
+        """Device of token ids and of whole caches."""
         return self.devices.inputs
 
     @property
     def devices(self) -> Devices:
-        """Where the model's layers take their caches."""
+        """Devices of the layers' caches."""
         return self._spread or Devices(input_device(self.model))
 
     @property
     def window(self) -> int:
-        """Most tokens that a prompt may hold.
+        """Longest prompt in tokens.
 
-        Where the rotary frequencies change at some length (dynamic, longrope) it ends there: caches from before and
-        after do not fit together.
+        If rotary frequencies change at some length (dynamic, longrope), it ends there: caches from before and after do
+        not fit together.
         """
         limits = [regime.max_positions for regime in self.meta.ropes if regime.max_positions is not None]
         return min([window_of(self.model), *limits])
 
     @property
     def soft_tokens(self) -> SoftTokens | None:
-        """Trained embeddings that token ids beyond the vocabulary, and negative ones, stand for; None without any."""
+        """Trained embeddings for token ids outside the vocabulary, and for negative ones; None without any."""
         return self._soft[0] if self._soft else None
 
     def use_soft_tokens(self, soft: SoftTokens | None) -> None:
-        """Let token ids stand for trained embeddings from now on, in every method; the model itself gets hooks.
+        """Set the trained embeddings of soft tokens, for every method, through hooks on the model.
 
         Args:
-            soft: The embeddings, in place of earlier ones; None: none any more.
+            soft: The embeddings, replacing earlier ones; None: none.
 
         Raises:
             MismatchError: They are of another model, or its layers read token ids.
@@ -142,7 +142,7 @@ class DescribedModel(Engine):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model's folder holds a tokenizer."""
+        """Whether the model's folder has a tokenizer."""
         return self._tokenizer is not None
 
     @property
@@ -162,16 +162,16 @@ class DescribedModel(Engine):
 
     @property
     def opening_tokens(self) -> tuple[int, ...]:
-        """What the tokenizer puts in front of a whole text, such as BOS."""
+        """Tokens that the tokenizer puts before a whole text, such as BOS."""
         return self._pieces.opening if self._pieces else ()
 
     def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
-        """Read a piece of a prompt, without special tokens around it.
+        """Tokenise a piece of a prompt, without special tokens around it.
 
         Args:
             text: Of any length.
-            place: Where it stands in the prompt; documents may stand anywhere, so they are read for its middle.
-            trust: ``frame``: the caller's own text, in which control tokens may be spelt; ``document``: all is text.
+            place: Its place in the prompt; documents count as ``middle``, wherever they are.
+            trust: ``frame``: the caller's own text, which may contain control tokens; ``document``: plain text.
 
         Returns:
             Its token ids.
@@ -184,28 +184,28 @@ class DescribedModel(Engine):
         return (self._pieces or PieceTokenizer(self.tokenizer))(text, place, trust)
 
     def render_chat(self, chat: Chat, question: str) -> RenderedChat:
-        """A chat in tokens, by the model's own template; see ``Engine.render_chat``."""
+        """Render a chat by the model's template; see ``Engine.render_chat``."""
         from kvwire.engines.transformers.chat import render  # few prompts are chats
 
         with no_panics():
             return render(self._pieces or PieceTokenizer(self.tokenizer), chat, question)
 
     def check_chat(self, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat) -> str:
-        """Where the prompt's tokens are not those that the template gives at once; see ``Engine.check_chat``."""
+        """Compare the prompt's tokens with the template's; see ``Engine.check_chat``."""
         from kvwire.engines.transformers.chat import apart
 
         with no_panics():
             return apart(self._pieces or PieceTokenizer(self.tokenizer), chat, question, documents, rendered)
 
     def render_turn(self, chat: Chat, question: str) -> RenderedChat:
-        """What the template puts behind an answer, up to the next one; see ``Engine.render_turn``."""
+        """Render the next user turn after an answer; see ``Engine.render_turn``."""
         from kvwire.engines.transformers.chat import render
 
         with no_panics():
             return render(self._pieces or PieceTokenizer(self.tokenizer), chat, question, further=True)
 
     def check_turns(self, chat: Chat, token_ids: Sequence[int]) -> str:
-        """Where a conversation's tokens are not those of its template; see ``Engine.check_turns``."""
+        """Compare a conversation's tokens with its template's; see ``Engine.check_turns``."""
         from kvwire.engines.transformers.chat import turns_apart
 
         with no_panics():
@@ -216,7 +216,7 @@ class DescribedModel(Engine):
 
         Args:
             token_ids: Of the model's vocabulary.
-            special: Spell special tokens out; False, for answers: leave them out.
+            special: Whether special tokens are spelt out; answers leave them out.
 
         Returns:
             The text.
@@ -236,7 +236,7 @@ class DescribedModel(Engine):
             start: Position of the first.
 
         Raises:
-            ArgumentError: There are none, they reach beyond the window, or they are not of the vocabulary.
+            ArgumentError: There are none, they exceed the window, or they are not in the vocabulary.
         """
         if not len(token_ids):
             msg = "a document without tokens has no cache; leave it out"
@@ -249,7 +249,7 @@ class DescribedModel(Engine):
             raise ArgumentError(msg)
         soft = self.soft_tokens.count if self.soft_tokens else 0
         if min(token_ids) < -soft or max(token_ids) >= self.vocabulary_size + soft:
-            hint = f", and of soft tokens there are {soft}" if soft else ""
+            hint = f", with {soft} soft tokens" if soft else ""
             msg = (
                 f"token ids must lie in 0 to {self.vocabulary_size - 1}{hint}; were they made by this model's "
                 "tokenizer, and are the layout's soft tokens in use?"

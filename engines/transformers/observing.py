@@ -1,4 +1,4 @@
-"""Statistics for a profile, from runs of some documents."""
+"""Statistics for a profile, from passes over some documents."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from kvwire.engines.transformers.model import DescribedModel
 
 _QUERIED, _LONGEST = 3, 512
-"""Documents, and tokens of each, whose queries are recorded."""
+"""Number of documents, and tokens of each, whose queries are recorded."""
 
 
 def observed_statistics(
     engine: DescribedModel, documents: Sequence[Sequence[int]], *, tokens: bool, sensitivity: bool
 ) -> Statistics | None:
-    """Run documents and see what their caches are used for; see ``TransformersEngine.statistics``."""
+    """Run documents and record how their caches are used; see ``TransformersEngine.statistics``."""
     recorder = QueryRecorder(engine.meta, engine.model)
     with recording(recorder, engine.model):
         for ids in _queried(documents):
@@ -42,7 +42,7 @@ def observed_statistics(
 
 
 def _queried(documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """A few texts for the queries, spread over the longer half: queries of other texts are distributed as theirs."""
+    """A few texts for the queries, spread over the longer half: queries of other texts are distributed alike."""
     longer = sorted(range(len(documents)), key=lambda index: -len(documents[index]))
     longer = sorted(longer[: max(_QUERIED, len(documents) // 2)])
     count = min(_QUERIED, len(longer))

@@ -1,4 +1,4 @@
-"""Opening a model folder: weights, tokenizer and identity; every failure of transformers becomes a kvwire error."""
+"""Opens a model folder: weights, tokenizer and identity; every failure of transformers becomes a kvwire error."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is downloaded, and no code that lies in a model's folder is run."""
+"""Options for transformers: no download, and no code from a model's folder."""
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Weights as Python objects, which may run any code when they are read: they are not."""
+"""Pickled weights, which may run any code when read, so they never are."""
 ADAPTER = "adapter_config.json"
-"""A folder that holds this has an adapter, which transformers loads with the model."""
+"""Present in folders with an adapter, which transformers loads with the model."""
 _SHARD = re.compile(r"[^/\\]+\.safetensors")
 _UNUSABLE = (
     AssertionError, AttributeError, LookupError, NotImplementedError, StrictDataclassError, TypeError, ValueError
 )  # fmt: skip
-"""What transformers raises of configurations that it cannot make a model of."""
+"""Errors of transformers for unusable configurations."""
 _NO_SDPA = "scaled_dot_product_attention"
-"""Found in what transformers says of a model without an sdpa path."""
+"""Part of transformers' message about models without an sdpa path."""
 
 
 def open_engine(
@@ -50,18 +50,18 @@ def open_engine(
     device_map: str | Mapping[str, Any] | None = None,
     model: PreTrainedModel | None = None,
 ) -> TransformersEngine:
-    """Open a model. Nothing is ever downloaded and no code of its folder is run.
+    """Open a model, without downloads and without running code of its folder.
 
     Args:
-        path: A folder with config.json and weights as Hugging Face saves them, in safetensors, quantised or not, and a
-            tokenizer where text is to be read; a GGUF file, or a folder that holds one, which is converted once; or the
-            id of a model on the Hub that was downloaded before.
-        device: Where the model runs; None: the processor.
-        dtype: Of the weights, and of what is computed beside quantised ones; None: as they are stored.
-        revision: Of an id on the Hub: branch, tag or commit.
-        device_map: Spreads the model over devices, as transformers takes it, instead of ``device``.
-        model: The same model as the caller has loaded it, in any precision, on any devices: its weights are compared
-            with the folder's, and not loaded again. One that was quantised as it was loaded has caches of its own.
+        path: A folder with config.json, weights in safetensors, quantised or not, and a tokenizer if texts are to be
+            read; a GGUF file, or a folder with one, which is converted once; or the id of a Hub model downloaded
+            before.
+        device: The model's device; None: the processor.
+        dtype: Of weights, and of computation with quantised ones; None: as stored.
+        revision: Branch, tag or commit of a Hub id.
+        device_map: Spreads the model over devices, as in transformers, instead of ``device``.
+        model: The same model already loaded, in any precision, on any devices: its weights are compared with the
+            folder's, not loaded again. If it was quantised when loaded, its caches fit it alone.
 
     Returns:
         The engine.
@@ -69,9 +69,9 @@ def open_engine(
     Raises:
         NotFoundError: The folder holds no model, or the Hub's cache no such snapshot.
         CorruptError: Its files cannot be read, or weights are missing.
-        MismatchError: It is no model that kvwire can run, its weights are a pickle, which is not read, or ``model`` is
+        MismatchError: kvwire cannot run the model, its weights are a pickle, which is never read, or ``model`` is
             another.
-        RopeRegimeError: Its keys cannot be moved.
+        RopeRegimeError: Its keys cannot be rotated to other positions.
         StorageError: The disk fails.
         ArgumentError: The device or dtype cannot be used, options contradict each other, or a package is missing.
     """
@@ -122,7 +122,7 @@ def _placed(
     *,
     is_quantised: bool,
 ) -> PreTrainedModel:
-    """The model where it is to run; a quantised one is loaded to its place, since it cannot be moved."""
+    """Load the model onto its device; a quantised one directly, since it cannot be moved."""
     if is_quantised and device_map is None and torch.device(device).type != "cpu":
         device_map = {"": str(device)}
     model: Any = _model(folder, dtype, device_map)
@@ -130,7 +130,7 @@ def _placed(
 
 
 def open_tokenizer(path: str | Path) -> PieceTokenizer:
-    """Open a model folder's tokenizer alone; no weights are read."""
+    """Open only a model folder's tokenizer."""
     folder, _ = find_folder(path)
     if not tokenizer_files(folder):
         msg = f"{folder} holds no tokenizer; name the model's folder, or pass token ids to kvwire.vllm.request_body"
@@ -159,7 +159,7 @@ def _check_options(
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse a folder whose weights are pickles alone, or whose index of shards names anything but safetensors."""
+    """Refuse a folder with only pickled weights, or whose index of shards names other files than safetensors."""
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     others = [
         name
@@ -180,7 +180,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> set[str]:
-    """Names of the files that an index leads to."""
+    """Files named by an index."""
     try:
         return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except OSError as error:
@@ -192,7 +192,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def _has_adapter(folder: Path) -> bool:
-    """Whether transformers will load an adapter with the model, which it leaves out in silence without PEFT."""
+    """Whether transformers will load an adapter; without PEFT it would silently leave it out."""
     if not (folder / ADAPTER).is_file():
         return False
     if not is_peft_available():
@@ -211,7 +211,7 @@ def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[st
     try:
         with quiet():
             loaded = _weights(folder, options)
-    except ImportError as error:  # quantised weights and device maps need packages of their own
+    except ImportError as error:  # quantised weights and device maps need other packages
         msg = f"{folder} cannot be opened without another package: {error}"
         raise ArgumentError(msg) from error
     except Exception as error:
@@ -224,7 +224,7 @@ def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[st
         )
         raise CorruptError(msg)
     if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # some transformers take sdpa for these and leave the capping out
+        model.set_attn_implementation("eager")  # some transformers choose sdpa here and leave out the capping
     return model  # type: ignore[no-any-return]
 
 
@@ -238,10 +238,10 @@ def _weights(folder: Path, options: dict[str, Any]) -> Any:  # noqa: ANN401 - tr
 
 
 def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
-    """What a failure of from_pretrained means; the failure itself where it is about memory or devices."""
+    """Translate a failure of from_pretrained; memory and device errors stay."""
     if isinstance(error, OSError) and error.errno not in {None, errno.ENOENT}:
         return StorageError(f"{folder} cannot be read ({error}); check its permissions and the disk")
-    if isinstance(error, OSError):  # transformers' word for files that are not there
+    if isinstance(error, OSError):  # transformers' error for missing files
         return NotFoundError(f"{folder} holds no weights that transformers can read ({error}); name a complete folder")
     if isinstance(error, _UNUSABLE):
         first = next(iter(str(error).splitlines()), type(error).__name__)

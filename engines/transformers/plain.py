@@ -1,4 +1,4 @@
-"""The plain cache of transformers: filled from tensors, by prefill, and read; and which weights are plain numbers."""
+"""The plain cache of transformers: filled from tensors, filled by prefill, and read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from kvwire.types import KVCache
 
-_LEAST_ROOM, _ROOM_SHARE = 64, 8  # tokens, and the part of all, that memory is larger where a layer moves
+_LEAST_ROOM, _ROOM_SHARE = 64, 8  # when a layer moves to larger memory: spare tokens, and share of all tokens
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
-    """Make a cache that holds some keys and values."""
+    """Make a cache from keys and values."""
     cache = DynamicCache(config=config)
     for layer, (keys, values) in enumerate(pairs):
         fill(cache, layer, keys, values)
@@ -28,14 +28,14 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
 
 
 def runs_as_it_is(cache: KVCache, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a model can read a cache's very tensors."""
+    """Whether a model can use a cache's tensors without conversion."""
     tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
     at_home = all(tensor.device == device and tensor.dtype == dtype for tensor in tensors)
     return at_home and cache.meta.positions == "on" and cache.kept is None
 
 
 def referring(cache: KVCache, model: PreTrainedModel, room: KVCache | None = None) -> DynamicCache | None:
-    """A past whose layers are a cache's very tensors, which nothing has read yet."""
+    """Make a past whose layers share a cache's tensors."""
     past = DynamicCache(config=model.config)
     plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     if len(past.layers) != len(cache.keys) or len(plain) != len(cache.keys):
@@ -43,7 +43,7 @@ def referring(cache: KVCache, model: PreTrainedModel, room: KVCache | None = Non
     whole = cache if room is None else room
     for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
         layer = plain[index]
-        if type(layer) is DynamicLayer:  # others may keep more than keys and values
+        if type(layer) is DynamicLayer:  # subclasses may store more
             layer = past.layers[index] = GrowingLayer(whole.keys[index], whole.values[index], cache.tokens)
         layer.lazy_initialization(keys[None], values[None])
         layer.keys, layer.values = keys[None], values[None]
@@ -57,15 +57,15 @@ def _is_beginning(part: Tensor, whole: Tensor) -> bool:
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer that writes new rows behind those that it holds; a ``DynamicLayer`` copies all rows for every pass.
+    """A layer that appends new rows in place; a ``DynamicLayer`` copies all rows in every pass.
 
-    Where there is no room left, it moves to larger memory, so that an answer is not copied for every token. It is for
-    one line of tokens: what an earlier state of it held is written over once it went on from there. Compiled code and
-    passes with gradients get a ``DynamicLayer``'s copies.
+    When its memory is full, it moves to larger memory, so that an answer is not copied for every token. It supports no
+    branches: rows after an earlier state of it are overwritten. Compiled code and passes with gradients get a
+    ``DynamicLayer``'s copies.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, taken: int) -> None:
-        """Take memory; the first rows of it are what the layer will be given."""
+        """Take over memory whose first rows the layer will be given."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._room, self._taken = (keys[None], values[None]), taken
 
@@ -84,22 +84,22 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def reset(self) -> None:
-        """Forget all rows; those of others stay as they are."""
+        """Forget all rows; memory of others is unchanged."""
         self.keys = self.values = None
         self.is_initialized = False
 
     @property
     def _held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values that it was given so far."""
+        """Keys and values given so far."""
         return cast("Tensor", self.keys), cast("Tensor", self.values)
 
     @property
     def _is_in_room(self) -> bool:
-        """Whether what is held is the beginning of the memory: others put tensors of their own in its place."""
+        """Whether the layer's tensors are the beginning of its memory: other code may replace them."""
         return all(_is_beginning(*pair) for pair in zip(self._held, self._room, strict=True))
 
     def _move(self, tokens: int) -> None:
-        """Copy what is held to memory for so many tokens."""
+        """Copy the rows to memory for so many tokens."""
         keys, values = (part.new_empty(*part.shape[:2], tokens, part.shape[3]) for part in self._held)
         self._room, self._taken = (keys, values), 0
         for whole, part in zip(self._room, self._held, strict=True):
@@ -107,19 +107,19 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Put keys and values into a layer of a cache, which copies them."""
+    """Copy keys and values into a layer of a cache."""
     if keys.numel():
         cache.update(keys, values, layer)
 
 
 def with_gaps(cache: DynamicCache, held: Tensor) -> DynamicCache:
-    """Note which positions of a cache hold something; the others stay in it, masked."""
+    """Record which positions of a cache hold a token; the others stay in it, masked."""
     cache.held_positions = held  # type: ignore[attr-defined]
     return cache
 
 
 def past_mask(cache: DynamicCache | None, tokens: int) -> Tensor | None:
-    """What is to be seen of a cache and the tokens that are run on top of it, for ``attention_mask``."""
+    """Mask of a cache with gaps and the tokens on top of it, for ``attention_mask``; None without gaps."""
     held = getattr(cache, "held_positions", None)
     if held is None:
         return None
@@ -129,7 +129,7 @@ def past_mask(cache: DynamicCache | None, tokens: int) -> Tensor | None:
 
 
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer; learning the layout saw that they exist."""
+    """Keys and values of each layer; their existence was checked when the layout was learnt."""
     first = next(keys for keys, *_ in cache if keys is not None)
     batch, _, tokens, _ = first.shape
     none = first.new_zeros(batch, 0, tokens, 0)
@@ -137,18 +137,18 @@ def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
 
 
 def empty_layer(tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer that stores nothing."""
+    """Keys and values of a layer without a cache."""
     return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0)
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether a weight's numbers are what it multiplies by: neither quantised nor offloaded."""
+    """Whether a weight is stored as its numbers: neither quantised nor offloaded."""
     is_number = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
     return is_number and type(weight) in {torch.Tensor, torch.nn.Parameter}
 
 
 def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Put documents of like lengths together."""
+    """Batch documents of similar lengths."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         if batch and (len(batch) + 1) * lengths[index] > batch_tokens:

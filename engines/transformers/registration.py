@@ -1,10 +1,9 @@
-"""Learning a model's cache layout by running it: what each layer stores, and how its keys carry positions.
+"""Learns a model's cache layout by running it: what each layer stores, and how its keys carry positions.
 
-No family of models is named here. Some tokens are run at position 0 and further on; whichever rotation turns the first
-keys into the second is the layer's regime, and likewise for values, where multi-head latent attention keeps a rotated
-part. This finds partial rotary, interleaving, scaling, layers without positions and frequencies that differ by layer
-type. Then the moved cache is continued and compared with a single pass, which proves that storing, moving and reading
-back works for this very model.
+There is no list of model families. Some tokens are run at position 0 and further on; the rotation between their keys is
+the layer's regime, and likewise for values, where multi-head latent attention has a rotated part. This finds partial
+rotary, interleaving, scaling, layers without positions and frequencies that differ by layer type. Then the moved cache
+is continued and compared with a single pass, which proves storing, moving and reading for this model.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 _TOKENS = 12
 _DISTANCE = 37
-"""Far enough that every fast pair turns several times, near enough for any window."""
+"""Far enough for every fast pair to turn several times, near enough for any window."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Relative; deep layers of half-precision models differ by nearly a per cent between runs at two offsets."""
+"""Relative; deep layers of half-precision models differ by nearly a per cent between two offsets."""
 _FAILURES = (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-"""What models raise over a cache or arguments that they do not take."""
+"""Errors of models that do not accept a cache or arguments."""
 _OF_DEVICES = ("memory", "CUDA", "HIP")
-"""In RuntimeErrors that speak of the machine."""
+"""Words in RuntimeErrors about the machine, not the model."""
 _FREQUENCIES = "inv_freq"
 _MOST_WORDS = 200
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -44,14 +43,13 @@ _RANK = 4  # [batch, heads, tokens, dim]
 
 Layers = list[tuple["Tensor", "Tensor"]]
 Turn = tuple[RopeRegime, int] | None
-"""How a layer's keys or values carry positions: regime and first rotated dimension; None where they carry none."""
+"""Position of a layer's keys or values: regime and first rotated dimension; None without."""
 
 
 def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerSpec, ...], tuple[RopeRegime, ...]]:
     """Learn the specs of all layers that store keys and values.
 
-    Layers that skip attention are listed as kind ``none``; layers after the last that store nothing, which borrow the
-    cache of earlier ones, are not listed.
+    Layers that skip attention have the kind ``none``; last layers that borrow earlier layers' caches are not listed.
     """
     _check_kind(model)
     windows = _windows(model)
@@ -60,7 +58,7 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
     ids = _token_ids(model, 2 * count)
     whole = run(model, devices, ids, 0)
     part = run(model, devices, ids[:count], distance)
-    tolerance = _TOLERANCE[torch.bfloat16]  # of quantised models, too, some of which round what they multiply
+    tolerance = _TOLERANCE[torch.bfloat16]  # quantised models, too: some round their inputs
     if getattr(model.config, "quantization_config", None) is None:
         tolerance = _TOLERANCE.get(model.dtype, tolerance)
     candidates = list(dict.fromkeys(_candidates(model)))
@@ -89,7 +87,7 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
 
 
 def _check_kind(model: PreTrainedModel) -> None:
-    """Refuse what is no decoder of token ids."""
+    """Refuse models that are not decoders of token ids."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         msg = (
@@ -109,14 +107,14 @@ def _spec(
     rope, start = (None, 0) if key_turn is None else (used.index(key_turn[0]), key_turn[1])
     value_rope = None if value_turn is None else used.index(value_turn[0])
     if value_turn is not None and value_turn[1]:
-        msg = "this model rotates the last part of its values alone, which no layout of kvwire says; use another model"
+        msg = "this model rotates only the last part of its values, which kvwire does not support; use another model"
         raise MismatchError(msg)
     kind: LayerKind = "sliding" if window else "full"
     return LayerSpec(keys.shape[0], keys.shape[2], values.shape[2], kind, rope, window, value_rope, start)
 
 
 def window_of(model: PreTrainedModel) -> int:
-    """Most positions that the configuration allows."""
+    """Longest input in the configuration."""
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30)
 
 
@@ -148,7 +146,7 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
 
 
 def stored(cache: DynamicCache, tokens: int) -> Layers:
-    """A batch-of-one cache as keys and values of each layer."""
+    """A cache of batch size 1 as keys and values of each layer."""
     out = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -166,7 +164,7 @@ def stored(cache: DynamicCache, tokens: int) -> Layers:
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[RopeRegime]:
-    """Every set of rotary frequencies found in the model, paired in halves and interleaved."""
+    """All rotary frequencies in the model, each paired in halves and interleaved."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not name.endswith(_FREQUENCIES) or "original" in name:
@@ -182,7 +180,7 @@ def _candidates(model: PreTrainedModel) -> Iterator[RopeRegime]:
 
 
 def _limit(model: PreTrainedModel, kind: str, layer_type: str) -> int | None:
-    """First position at which the frequencies change; None where they never do."""
+    """First position with other frequencies; None if they never change."""
     if "dynamic" in kind:
         return window_of(model)  # the length from which transformers rescales, whatever else the configuration says
     if kind != "longrope":
@@ -195,7 +193,7 @@ def _limit(model: PreTrainedModel, kind: str, layer_type: str) -> int | None:
 
 
 def _windows(model: PreTrainedModel) -> list[int | None]:
-    """Each layer's sliding window, as transformers itself derives it from the configuration."""
+    """Each layer's sliding window, as transformers derives it from the configuration."""
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
     chunked = "chunked_attention" in types if types else getattr(config, "attention_chunk_size", None)
@@ -215,7 +213,7 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def _check_layers(layers: list[Any]) -> None:
-    """Refuse layers that keep anything but keys and values; those that keep nothing are no trouble."""
+    """Refuse layers that store anything but keys and values; empty ones are fine."""
     others = {number: type(layer).__name__ for number, layer in enumerate(layers) if type(layer) not in _PLAIN}
     others = {number: name for number, name in others.items() if name != "DummyLayer"}
     if others:
@@ -223,26 +221,26 @@ def _check_layers(layers: list[Any]) -> None:
         msg = (
             f"{len(others)} of this model's {len(layers)} layers, the first of them layer {min(others)}, hold state "
             "other than keys and values of every token, such as recurrent states, convolutions, compressed blocks or "
-            f"an index ({kinds} in transformers), which kvwire cannot cut and move; use a model whose layers hold keys "
-            "and values alone"
+            f"an index ({kinds} in transformers), which kvwire cannot cut and move; use a model whose layers hold only "
+            "keys and values"
         )
         raise MismatchError(msg)
 
 
 def _words(error: Exception) -> str:
-    """What a model raised, in a line: its kind, too, as a missing key says too little, and no print of a module."""
+    """Type and first line of an error: a missing key alone says too little, a module's print too much."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:_MOST_WORDS]}"
 
 
-def _distance_between(ours: Tensor, theirs: Tensor) -> float:
-    """Relative error of the typical token: the median, so that one token sent to another expert does not count for all.
+def _distance_between(first: Tensor, second: Tensor) -> float:
+    """Relative error of the median token: one token that went to another expert does not count for all.
 
-    ours, theirs: ``[heads, tokens, dim]``.
+    first, second: ``[heads, tokens, dim]``.
     """
-    if not theirs.numel():
+    if not second.numel():
         return 0.0
-    scale = theirs.float().pow(2).sum((0, 2)).sqrt().clamp(min=1e-20)
-    return float(((ours.float() - theirs.float()).pow(2).sum((0, 2)).sqrt() / scale).median())
+    scale = second.float().pow(2).sum((0, 2)).sqrt().clamp(min=1e-20)
+    return float(((first.float() - second.float()).pow(2).sum((0, 2)).sqrt() / scale).median())
 
 
 def _check_finite(layer: int, tensors: tuple[Tensor, ...]) -> None:
@@ -259,9 +257,9 @@ def _explain(
     distance: int,
     tolerance: float,
 ) -> Turn:
-    """The rotation that turns ``near`` into ``far``, of the first or the last dimensions; None where they are alike."""
+    """Find the rotation from ``near`` to ``far``, of the first or last dimensions; None if they are equal."""
     best: Turn = None
-    error = _distance_between(near, far)  # 0 for a layer that stores nothing
+    error = _distance_between(near, far)  # 0 for a layer without a cache
     for regime in candidates:
         if regime.rotary_dim > near.shape[-1] or (regime.max_positions or distance + 1) <= distance:
             continue
@@ -297,15 +295,15 @@ def _check_continues(
     distance: int,
     tolerance: float,
 ) -> None:
-    """The first tokens' cache, moved back to position 0 and continued, must give what one pass gives."""
+    """Check that the first tokens' cache, moved back to position 0 and continued, equals one pass."""
     placed = [
         (_turned_back(key, key_turn, distance), _turned_back(value, value_turn, distance))
         for (key, value), (key_turn, value_turn) in zip(part, turns, strict=True)
     ]
     count = max(key.shape[1] for key, _ in part)
     rest = run(model, devices, ids[count:], count, placed)
-    for layer, (ours, theirs) in enumerate(zip(rest, whole, strict=True)):
-        error = max(_distance_between(a, b[:, count:]) for a, b in zip(ours, theirs, strict=True))
+    for layer, (cached, single) in enumerate(zip(rest, whole, strict=True)):
+        error = max(_distance_between(a, b[:, count:]) for a, b in zip(cached, single, strict=True))
         if error > tolerance:
             msg = (
                 f"layer {layer}: continuing from a cache differs by {error:.2g} from running the whole text; "

@@ -1,6 +1,6 @@
-"""Revisions of large models that were worked out before, so that their weights are hashed once.
+"""Remembers revisions of large models, so that weights are hashed once.
 
-One small file for all models. It is a convenience: whatever is wrong with it, weights are hashed again.
+One small file for all models; on any problem with it, weights are hashed again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 VARIABLE = "KVWIRE_REVISIONS"
 """Environment variable: path of the file, or ``off``."""
-_VERSION = 2  # 1 remembered digests of whole folders
+_VERSION = 2  # version 1 held digests of whole folders
 _MOST_ENTRIES = 256
 _MOST_BYTES = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class RevisionsFile:
-    """Model revisions by what the file system says of a model's files. No method raises for what is wrong with it."""
+    """Model revisions by fingerprint of the model's files. Methods never raise for a bad file."""
 
     def __init__(self, path: Path | None, *, is_named: bool = True) -> None:
-        """Keep them in a file."""
+        """Use a file; None: remember nothing."""
         self._path, self._is_named = path, is_named
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> RevisionsFile:
-        """Find the file."""
+        """Use the file of the environment."""
         return cls(user_file(environment, VARIABLE, "revisions.json"), is_named=bool(environment.get(VARIABLE)))
 
     def recall(self, key: str) -> str | None:
@@ -43,17 +43,17 @@ class RevisionsFile:
         return self._read().get(key)
 
     def remember(self, key: str, revision: str) -> None:
-        """Write down a revision; the oldest go where there are too many."""
+        """Store a revision; the oldest are dropped if there are too many."""
         if self._path is None or (self._path.exists() and not self._path.is_file()):
             return
         entries = {name: value for name, value in self._read().items() if name != key} | {key: revision}
-        kept = dict(list(entries.items())[-_MOST_ENTRIES:])
+        entries_to_write = dict(list(entries.items())[-_MOST_ENTRIES:])
         with contextlib.suppress(OSError):
-            content = json.dumps({"version": _VERSION, "revisions": kept}).encode()
+            content = json.dumps({"version": _VERSION, "revisions": entries_to_write}).encode()
             replace_unflushed(writable_place(self._path), content)
 
     def _read(self) -> dict[str, str]:
-        """Entries, oldest first; none where the file holds anything else."""
+        """Entries, oldest first; empty if the file is invalid."""
         if self._path is None:
             return {}
         try:
@@ -76,7 +76,7 @@ class RevisionsFile:
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Digest of what the file system says of files, which changes when any of them is written."""
+    """Digest of files' metadata, which changes when any of them is written."""
     facts = []
     for path in paths:
         found = path.stat()

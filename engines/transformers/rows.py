@@ -1,7 +1,7 @@
-"""Computing some rows of a prompt anew, inside the prompt's cache.
+"""Recomputes rows of a prompt inside the prompt's cache.
 
-The model runs on these rows alone. Its cache is the prompt's: every layer first puts the rows' new keys and values in
-their places, then attends to the whole prompt under a mask by positions.
+The model runs on these rows alone. Its cache is the prompt's: every layer first writes the rows' new keys and values in
+place, then attends to the whole prompt under a mask by positions.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 _BLOCK = 1024
-"""Rows of one pass: their mask has as many times the prompt's length. Passes in the prompt's order equal one pass."""
+"""Rows per pass, since the mask has so many times the prompt's length. Passes in prompt order equal one pass."""
 _STATES_RANK = 3
 _SHOWN = frozenset({"sdpa", "eager"})
-"""Attention that can be watched, and done in its place."""
+"""Attention implementations that can be recorded and replaced."""
 
 
 def update_rows(
     model: PreTrainedModel, cache: KVCache, token_ids: Tensor, rows: Tensor, narrow: Narrowing | None
 ) -> Tensor:
-    """Compute rows of a prompt anew, in place; see ``RowsEngine.update_rows``."""
+    """Recompute rows of a prompt in place; see ``RowsEngine.update_rows``."""
     done, device = [], input_device(model)
     step = len(rows) if narrow else _BLOCK
     for start in range(0, len(rows), max(1, step)):
@@ -48,7 +48,7 @@ def update_rows(
 
 
 def check_own(cache: KVCache, devices: Devices, dtype: torch.dtype) -> None:
-    """Refuse what cannot be written in place."""
+    """Refuse caches that cannot be written in place."""
     devices.check_single()
     tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
     at_home = all(tensor.device == devices.inputs and tensor.dtype == dtype for tensor in tensors)
@@ -61,7 +61,7 @@ def check_own(cache: KVCache, devices: Devices, dtype: torch.dtype) -> None:
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer of a prompt's cache: what it is given goes to the places of the rows that are under way."""
+    """One layer of a prompt's cache: new keys and values replace those of the running rows."""
 
     def __init__(self, keys: Tensor, values: Tensor, work: _Pass, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,21 +77,21 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class _WrittenError(Exception):
-    """The last layer's keys and values are in their places: the pass ends here."""
+    """The last layer's keys and values are written: ends the pass."""
 
 
 class _Pass:
-    """One forward pass over rows, of which some may be dropped on the way."""
+    """One forward pass over rows, some of which may be dropped between layers."""
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, rows: Tensor, narrow: Narrowing | None) -> None:
         self._model, self._cache, self._rows, self._narrow = model, cache, rows, narrow
-        self._kept_rows: Tensor | None = None  # of those that the running layer was given; None: all
+        self._kept_rows: Tensor | None = None  # indices into the running layer's rows; None: all
         self._dropped = False
         self._thread = threading.get_ident()
         self._begun = len(rows)
         self._modules = {id(module) for module in model.modules()}
         self._last = -1
-        self._places = torch.arange(len(rows), device=rows.device)  # of the rows, among those that the pass began with
+        self._places = torch.arange(len(rows), device=rows.device)  # indices into the first layer's rows
         self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         columns = torch.arange(cache.tokens, device=rows.device)
         self._visible = columns <= rows[:, None]
@@ -128,7 +128,7 @@ class _Pass:
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object = None, *_: object,
         **options: Any,  # noqa: ANN401 - whatever an attention function takes
     ) -> Tensor | None:  # fmt: skip
-        """Compute a layer's attention; None where the model shall."""
+        """Compute a layer's attention; None if the model should."""
         is_own = threading.get_ident() == self._thread and id(module) in self._modules
         if not is_own or not isinstance(mask, torch.Tensor):
             return None
@@ -138,7 +138,7 @@ class _Pass:
         return attend(query, key, value, mask, ends, scale_of(query, options))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
-        """Put a layer's new keys and values ``[kv_heads, rows, dim]`` in their places."""
+        """Write a layer's new keys and values ``[kv_heads, rows, dim]``."""
         written: slice | Tensor = slice(None)
         if self._narrow is not None:
             stale = (keys[:, self._rows], values[:, self._rows])
@@ -152,7 +152,7 @@ class _Pass:
             raise _WrittenError
 
     def _watch(self, stack: ExitStack) -> None:
-        """Hooks by which layers get masks of their own, and fewer rows."""
+        """Register hooks that give each layer its own mask, and fewer rows."""
         for layer in layers_of(self._model):
             hooks = (
                 layer.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -176,30 +176,30 @@ class _Pass:
             return None
         states = output[0] if isinstance(output, tuple) else output
         if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[1] != len(self._rows):
-            msg = "this model's layers hand on something other than hidden states; choose a selector without layers"
+            msg = "this model's layers return something other than hidden states; choose a selector without layers"
             raise MismatchError(msg)
-        kept, self._kept_rows = self._kept_rows, None
-        self._rows, self._places, self._dropped = self._rows[kept], self._places[kept], True
-        self._visible, self._own = self._visible[kept], self._own[kept]
+        remaining, self._kept_rows = self._kept_rows, None
+        self._rows, self._places, self._dropped = self._rows[remaining], self._places[remaining], True
+        self._visible, self._own = self._visible[remaining], self._own[remaining]
         self._narrowed.clear()
-        fewer = states[:, kept]
+        fewer = states[:, remaining]
         return (fewer, *output[1:]) if isinstance(output, tuple) else fewer
 
     def _mask_of(self, layer: int) -> Tensor:
-        """What the rows see in a layer of a pruned cache: what it kept, and each row itself."""
+        """Mask of the rows in a layer of a pruned cache: stored tokens, and each row itself."""
         spec, kept = self._cache.meta.layers[layer], self._cache.kept
         mask = kept[layer] if kept is not None else None
         visible = self._visible
         if mask is not None:
             mask = mask.to(visible.device)
             heads = self._model.config.get_text_config(decoder=True).num_attention_heads
-            alike = bool((mask == mask[:1]).all())
-            mask = mask[:1] if alike else mask.repeat_interleave(heads // spec.kv_heads, 0)
+            same_for_all = bool((mask == mask[:1]).all())
+            mask = mask[:1] if same_for_all else mask.repeat_interleave(heads // spec.kv_heads, 0)
             visible = (visible & mask[:, None]) | self._own
         return in_format(self._model, within(visible, spec.window, self._rows))
 
     def _fewer(self, name: str, value: Any) -> Any:  # noqa: ANN401 - whatever a layer takes
-        """What a layer is given beside its hidden states, for the rows that are left."""
+        """A layer's further inputs, reduced to the remaining rows."""
         if name == "position_ids" and isinstance(value, torch.Tensor):
             return self._rows[None]
         if name == "attention_mask" and not self._holes and isinstance(value, torch.Tensor):
@@ -211,18 +211,18 @@ class _Pass:
         return value
 
     def _cut(self, value: Tensor, dim: int) -> Tensor:
-        """The rows that are left of a tensor that was made for all of them; made once."""
+        """Reduce a tensor of all rows to the remaining ones; cached."""
         if value.shape[dim] != self._begun:
             return value
-        known = self._narrowed.get(id(value))
-        if known is None:
-            known = (value, value.index_select(dim, self._places))
-            self._narrowed[id(value)] = known
-        return known[1]
+        cached = self._narrowed.get(id(value))
+        if cached is None:
+            cached = (value, value.index_select(dim, self._places))
+            self._narrowed[id(value)] = cached
+        return cached[1]
 
 
 def _kept_everywhere(cache: KVCache) -> Tensor | None:
-    """What all layers and heads keep, bool ``[tokens]``; None where they differ, or where nothing was pruned."""
+    """Tokens stored by all layers and heads, bool ``[tokens]``; None if they differ, or nothing was pruned."""
     masks = [mask for mask, spec in zip(cache.kept or (), cache.meta.layers, strict=False) if spec.kind != "none"]
     first = masks[0] if masks else None
     if first is None or any(mask is None or bool((mask != first[:1]).any()) for mask in masks):
@@ -231,10 +231,10 @@ def _kept_everywhere(cache: KVCache) -> Tensor | None:
 
 
 def _layer_number(module: torch.nn.Module) -> int:
-    """Which layer of the cache a decoder layer writes."""
+    """Number of a decoder layer in the cache."""
     found = {getattr(each, "layer_idx", None) for each in module.modules()}
     numbers = [number for number in found if isinstance(number, int)]
     if len(numbers) != 1:
-        msg = "it is not to be seen which part of the cache a layer of this model writes; link unpruned documents"
+        msg = "a layer of this model does not name its part of the cache (layer_idx); link unpruned documents"
         raise MismatchError(msg)
     return numbers[0]

@@ -1,4 +1,4 @@
-"""Soft tokens in a model's embedding layer: trained embeddings for token ids that the vocabulary has not."""
+"""Soft tokens in a model's embedding layer: trained embeddings for ids outside the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class SoftEmbedding:
-    """Hooks on a model's embedding layer: ids of soft tokens get their own rows, all others what the layer gives.
+    """Hooks on a model's embedding layer that replace the rows of soft tokens.
 
     A soft token k is -1 - k, as layouts name it, or the vocabulary's size + k, as blobs and texts do.
     """
 
     def __init__(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Put the hooks there."""
+        """Register the hooks."""
         layer, text = model.get_input_embeddings(), model.config.get_text_config(decoder=True)
         if layer is None or getattr(text, "hidden_size_per_layer_input", None):
-            msg = "the layers of this model read token ids themselves, which soft tokens have not; do without them"
+            msg = "the layers of this model read token ids themselves, which soft tokens lack; use none"
             raise MismatchError(msg)
         self._rows, self._vocabulary, self._asked = rows, int(text.vocab_size), threading.local()
         self._hooks = (layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after))
 
     def remove(self) -> None:
-        """Take the hooks away; the model is as it was."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -14,14 +14,14 @@ from kvwire.engines.base import PassStoppedError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_AHEAD = 2  # layers that a GPU is given before the first of them is done: enough that it never waits
+_AHEAD = 2  # layers queued on a GPU: enough that it never waits
 
 
 @contextmanager
 def stoppable(layers: Iterable[torch.nn.Module], stop: threading.Event) -> Iterator[None]:
-    """Have passes that this thread runs through some layers end soon after an event is set.
+    """Let passes that this thread runs through some layers end soon after an event is set.
 
-    A GPU is given no more than two layers ahead meanwhile: what it was given cannot be taken back.
+    Meanwhile at most two layers are queued on a GPU, since a queued layer cannot be cancelled.
     """
     gate = _Gate(stop)
     hooks = [layer.register_forward_pre_hook(gate.before, with_kwargs=True) for layer in layers]
@@ -33,7 +33,7 @@ def stoppable(layers: Iterable[torch.nn.Module], stop: threading.Event) -> Itera
 
 
 class _Gate:
-    """Stands before every layer, for the thread that made it."""
+    """Runs before every layer, in passes of the thread that created it."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop, self._thread = stop, threading.get_ident()
@@ -42,7 +42,7 @@ class _Gate:
     def before(
         self, _module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
     ) -> None:
-        """Raise where the pass is to stop. named: missing where another thread removes the hook meanwhile."""
+        """Raise if the pass is to stop. named: missing if another thread removes the hook meanwhile."""
         if threading.get_ident() != self._thread:
             return
         states = inputs[0] if inputs else (named or {}).get("hidden_states")
@@ -53,7 +53,7 @@ class _Gate:
             raise PassStoppedError(msg)
 
     def _wait(self, device: torch.device) -> None:
-        """Wait until the device is close behind this thread."""
+        """Wait until the device is at most ``_AHEAD`` layers behind."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call] # as torch has it
         done.record(torch.cuda.current_stream(device))
         self._given.append(done)

@@ -1,8 +1,8 @@
-"""What a model knows of a document from its text alone: features of single tokens, and its own first layers.
+"""A model's features of a text without its cache: of single tokens, and from its first layers.
 
-Both feed the codec's prediction. Features of a token are its atlas entry: the keys and values that the model computes
-for it, in all layers, behind a short stretch of ordinary text. The atlas sees what the layers make of a token, which no
-linear map of the embedding does; entries of tokens that were not run are guessed from their embeddings.
+Both feed the codec's prediction. A token's features are its atlas entry: the keys and values that the model computes
+for it, in all layers, after a short ordinary text. They show what the layers make of a token, which no linear map of
+the embedding does; entries of tokens that were not run are regressed from their embeddings.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta, KVCache, Side
 
 ATLAS_CONTEXT = 24
-"""Tokens that stand before the one that is looked at: enough that it is no beginning of a text."""
+"""Length of the context before each token: enough not to look like a text's beginning."""
 ATLAS_TOKENS, SMALL_VOCABULARY = 1 << 12, 1 << 13
-"""Entries of a larger vocabulary that are run, those that occur first; the others are told from their embeddings."""
+"""Entries of a larger vocabulary that are run, first ids first; the others are regressed from their embeddings."""
 _EMBEDDING_AXES = 1024
 """Wider embeddings are projected to as many principal axes."""
 ATLAS_FEATURES = 384
-"""Principal components of the atlas that are kept: most of it lies in the first hundred."""
+"""Principal components of the atlas: the first hundred hold most of it."""
 _BASIS_TOKENS = 1024
-"""Entries that the components are found from."""
+"""Entries used to find the components."""
 _BATCH_BYTES = 128 << 20
 _RIDGE = 1e-4
 _STATES_RANK = 3  # [batch, tokens, size]
 
 
 class _ReachedError(Exception):
-    """Ends a forward pass: the layer asked for is done."""
+    """The last needed layer is done: ends the pass."""
 
 
 @torch.no_grad()
 def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int) -> Tensor:
-    """What the first layers make of a text: the hidden states before the first layer and after each, side by side.
+    """Hidden states of a text before the first layer and after each of the first ones, side by side.
 
-    Each is scaled to unit root mean square, which is what the next layer sees of them; no other layer runs. Other
-    threads may run the model meanwhile.
+    Each is scaled to unit root mean square, as the next layer normalises it. Only these layers run; other threads may
+    run the model meanwhile.
     """
     stack = layers_of(model)
     if not 1 <= layers <= len(stack):
-        msg = f"a head start takes 1 to {len(stack)} layers of this model, got {layers}"
+        msg = f"prefix_layers must be 1 to {len(stack)} layers of this model, got {layers}"
         raise ArgumentError(msg)
     ids = torch.tensor([list(token_ids)], device=input_device(model))
     listener = _Listener(ids.shape, layers)
@@ -66,12 +66,12 @@ def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int)
     finally:
         for hook in hooks:
             hook.remove()
-    msg = f"layer {layers} of this model was never run; use no head start"
+    msg = f"layer {layers} of this model was never run; encode with prefix_layers=0"
     raise MismatchError(msg)
 
 
 class _Listener:
-    """Hooks that note hidden states while the thread that made them runs the model, and end that run."""
+    """Hooks that record hidden states in passes of the thread that created them, and end the pass."""
 
     def __init__(self, shape: torch.Size, layers: int) -> None:
         self.states: list[Tensor] = []
@@ -88,7 +88,7 @@ class _Listener:
         if threading.get_ident() != self._thread:
             return
         if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[:2] != self._shape:
-            msg = "this model's layers hand on something other than hidden states; use no head start"
+            msg = "this model's layers return something other than hidden states; encode with prefix_layers=0"
             raise MismatchError(msg)
         self.states.append(_normalised(states[0].float().cpu()))
         if len(self.states) > self._layers:
@@ -100,16 +100,16 @@ def _normalised(states: Tensor) -> Tensor:
 
 
 def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder's layers: its own longest list of modules."""
+    """The decoder's layers: its longest list of modules."""
     lists = [module for module in _decoder_of(model).children() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
-        msg = "this model's layers are not to be found; use no prefix layers, and no selector that looks at layers"
+        msg = "this model's layers were not found; use no prefix layers, and no selector that looks at layers"
         raise MismatchError(msg)
     return max(lists, key=len)
 
 
 def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head: no logits of a whole vocabulary for every entry of that vocabulary."""
+    """The model without its head, to compute no logits over the vocabulary for each of its entries."""
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     return decoder
 
@@ -118,7 +118,7 @@ def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 def look_up(
     model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int], soft: Tensor | None = None
 ) -> Tensor:
-    """What is known of every token of the vocabulary."""
+    """Compute features of every token in the vocabulary."""
     weight = torch.as_tensor(model.get_input_embeddings().weight)
     if weight.is_meta:
         msg = "the model's embeddings are offloaded and cannot be looked up; encode with a model that fits in memory"
@@ -143,7 +143,7 @@ def look_up(
 
 
 def _narrowed(embedding: Tensor) -> Tensor:
-    """Embeddings of few features: wide ones by their principal axes, found from some thousands of rows."""
+    """Reduce wide embeddings to their principal axes, found from some thousands of rows."""
     if embedding.shape[1] <= _EMBEDDING_AXES:
         return embedding
     chosen = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0))[: 8 * _BASIS_TOKENS]
@@ -152,7 +152,7 @@ def _narrowed(embedding: Tensor) -> Tensor:
 
 
 def _chosen(vocabulary: int, seen: Sequence[int]) -> Tensor:
-    """Tokens to run: all, or the seen ones and then the first, which tokenizers make of the most frequent."""
+    """Tokens to run: all, or the seen ones and then the first, which tokenizers give the most frequent."""
     order = torch.tensor([*dict.fromkeys(seen)], dtype=torch.long)
     rest = torch.ones(vocabulary, dtype=torch.bool)
     rest[order] = False
@@ -161,13 +161,13 @@ def _chosen(vocabulary: int, seen: Sequence[int]) -> Tensor:
 
 
 def _batches(token_ids: Tensor, context: KVCache) -> Sequence[Tensor]:
-    """As many tokens at a time as copies of the context fit in memory."""
+    """Batches of tokens for which copies of the context fit in memory."""
     size = max(1, min(1024, _BATCH_BYTES // max(1, context.nbytes)))
     return torch.split(token_ids, size) if len(token_ids) else ()
 
 
 def _entries(model: PreTrainedModel, devices: Devices, meta: CacheMeta, context: KVCache, token_ids: Tensor) -> Tensor:
-    """Keys (positions off) and values of each token right behind the context, float32 ``[tokens, elements]``."""
+    """Keys (positions off) and values of each token after the context, float32 ``[tokens, elements]``."""
     count, before = len(token_ids), context.tokens
     pairs = [
         (key[None].expand(count, -1, -1, -1).to(devices.layer(layer), model.dtype),
@@ -186,7 +186,7 @@ def _entries(model: PreTrainedModel, devices: Devices, meta: CacheMeta, context:
 
 
 def _without_position(tensor: Tensor, meta: CacheMeta, layer: int, side: Side, position: int) -> Tensor:
-    """The last token's part of ``[batch, kv_heads, tokens, dim]``, its position taken off, ``[batch, elements]``."""
+    """The last token of ``[batch, kv_heads, tokens, dim]``, rotation removed, ``[batch, elements]``."""
     last, rotary = tensor[:, :, -1:].float().cpu(), meta.layers[layer].rotary(side)
     if rotary is not None:
         cos, sin = rotation(meta.ropes[rotary[0]], position, 1)
@@ -216,7 +216,7 @@ def _principal(entries: Tensor) -> Tensor:
 def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a float32 Gram matrix.
 
-    torch 2.6 asks for too little working memory in float32 from some 2,900 rows on, and LAPACK refuses: float64 then.
+    torch 2.6 reserves too little memory in float32 from some 2,900 rows on, and LAPACK refuses: then float64.
     """
     try:
         energies, axes = torch.linalg.eigh(gram)
@@ -226,7 +226,7 @@ def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _guessed(features: Tensor, known: Tensor, others: Tensor) -> Tensor:
-    """Ridge regression from the embeddings of the tokens that were run to the atlas of those that were not."""
+    """Ridge regression from the embeddings of tokens that were run to the atlas of the others."""
     gram = (features.T @ features).double()
     gram.diagonal().add_(_RIDGE * float(gram.diagonal().mean()))
     weights: Tensor = torch.linalg.solve(gram, (features.T @ known).double()).float()

@@ -1,4 +1,4 @@
-"""Several caches extended in one forward pass: rows of a batch, padded, each behind a prefix of its own."""
+"""Extends several caches in one forward pass: rows of a padded batch, each with its own prefix."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
 
 _EXACT = 1e-5
-"""What joining may change of float32 numbers, relative to a layer's largest."""
-_ROUNDINGS = 8  # of shorter types: sums are taken in another order
+"""Allowed change of float32 numbers by joining, relative to a layer's largest."""
+_ROUNDINGS = 8  # for shorter types: sums are in another order
 _PROBE = ((5, 3), (0, 6), (2, 4))
-"""Tokens before and new ones of the rows by which a model shows whether padding leaves it alone."""
+"""Tokens before and new tokens of each probing row, by which a model shows that padding has no effect."""
 
 
 class ExtendsTogether(DescribedModel):
-    """A model that runs the new tokens of several caches in one pass, where padding does not change what comes out."""
+    """A model that extends several caches in one pass, if padding does not change its results."""
 
-    _together: MismatchError | bool | None = None  # what the probe said
+    _together: MismatchError | bool | None = None  # result of the probe
 
     def check_together(self) -> None:
-        """Refuse where one pass over several caches would not give what passes alone give; probed once."""
+        """Refuse if one pass over several caches would not equal separate passes; probed once."""
         if self._together is None:
             try:
                 self._probe()
@@ -55,8 +55,8 @@ class ExtendsTogether(DescribedModel):
     ) -> list[KVCache]:
         """``extend`` for several caches in one pass; see ``Engine.extend_together``.
 
-        Prefixes are padded on the left and new tokens on the right, so that in every row a token's distance from what
-        it sees is its distance in the batch, windows included.
+        Prefixes are padded on the left and new tokens on the right, which preserves distances between tokens in a row,
+        windows included.
         """
         if not len(prefixes) == len(token_ids) == len(offsets) > 0:
             msg = (
@@ -77,7 +77,7 @@ class ExtendsTogether(DescribedModel):
         padded = torch.zeros(len(token_ids), new, dtype=torch.long)
         for row, ids in enumerate(token_ids):
             padded[row, : len(ids)] = torch.tensor(list(ids))
-        # Padding stands at positions that a prompt could have: what models derive from the largest one stays the same.
+        # Padding has positions inside the prompt, so that models that depend on the largest position are unaffected.
         positions = torch.tensor(starts)[:, None] + torch.arange(new)
         positions = torch.minimum(positions, torch.tensor(list(map(_last, starts, token_ids)))[:, None])
         at = torch.arange(held, held + new, device=self.device)
@@ -92,16 +92,16 @@ class ExtendsTogether(DescribedModel):
             use_cache=True,
             logits_to_keep=1,
         )
-        found = tensors_of(past)
+        pairs = tensors_of(past)
         return [
             self._cache(
-                [(_row(keys, row, held, ids), _row(values, row, held, ids)) for keys, values in found], ids, start
+                [(_row(keys, row, held, ids), _row(values, row, held, ids)) for keys, values in pairs], ids, start
             )
             for row, (ids, start) in enumerate(zip(token_ids, starts, strict=True))
         ]
 
     def _stacked(self, prefixes: Sequence[KVCache | None]) -> tuple[DynamicCache, list[int]]:
-        """Prefixes as one past, padded on the left with masked zeros, and how long each is."""
+        """Prefixes as one past, padded on the left with masked zeros, and the length of each."""
         before = [0 if prefix is None else prefix.tokens for prefix in prefixes]
         held = max(before)
         rows: list[list[tuple[Tensor, Tensor]] | None] = []
@@ -128,7 +128,7 @@ class ExtendsTogether(DescribedModel):
         return KVCache.from_tensors(keys, values, meta, token_ids)
 
     def _probe(self) -> None:
-        """Hold rows of unequal lengths against the same ones alone."""
+        """Compare rows of unequal lengths with the same ones run separately."""
         most = max(before + new for before, new in _PROBE)
         if most > self.window:
             msg = f"a window of {self.window} tokens is too short to extend several caches together"
@@ -156,24 +156,24 @@ def _last(start: int, token_ids: Sequence[int]) -> int:
 
 
 def _row(tensor: Tensor, row: int, held: int, token_ids: Sequence[int]) -> Tensor:
-    """What a row computed, in its own memory: a view would keep the whole batch alive."""
+    """A row's result in its own memory: a view would keep the whole batch alive."""
     return tensor[row, :, held : held + len(token_ids)].clone()
 
 
 def _padded(rows: list[list[tuple[Tensor, Tensor]] | None], layer: int, side: int, held: int) -> Tensor:
-    """A layer's keys or values ``[1, kv_heads, tokens, dim]`` as ``[rows, kv_heads, held, dim]``, each at its end."""
-    given = [None if row is None else row[layer][side] for row in rows]
-    some = next(each for each in given if each is not None)
+    """A layer's keys or values ``[1, kv_heads, tokens, dim]`` padded on the left: ``[rows, kv_heads, held, dim]``."""
+    tensors = [None if row is None else row[layer][side] for row in rows]
+    some = next(each for each in tensors if each is not None)
     if not some.numel():
         return some
-    out = some.new_zeros(len(given), some.shape[1], held, some.shape[3])
-    for number, each in enumerate(given):
+    out = some.new_zeros(len(tensors), some.shape[1], held, some.shape[3])
+    for number, each in enumerate(tensors):
         if each is not None:
             out[number, :, held - each.shape[2] :] = each[0]
     return out
 
 
-def _error(ours: KVCache, theirs: KVCache) -> float:
-    """Largest difference of two caches' numbers, relative to their layer's largest."""
-    pairs = zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+def _error(together: KVCache, alone: KVCache) -> float:
+    """Largest difference between two caches, relative to their layer's largest number."""
+    pairs = zip((*together.keys, *together.values), (*alone.keys, *alone.values), strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs if b.numel())

@@ -1,4 +1,4 @@
-"""Tokenizers from strangers: files larger than any tokenizer's, and rules that blow texts up, are refused unopened."""
+"""Checks untrusted tokenizers before opening: oversized files, and rules that multiply characters, are refused."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MOST_BYTES = 128 << 20
-"""Some times the largest tokenizer that is known, of a quarter of a million tokens."""
+"""Several times the largest known tokenizer, of a quarter of a million tokens."""
 _MOST_GROWTH = 64
 """Characters that rules may make of one; Unicode's own normal forms make 18 at most."""
 _GROWS = (b'"Replace"', b'"Precompiled"')
-"""In files that hold neither, nothing is looked at: to parse one takes as long as to open it."""
+"""Files with neither are not parsed: that takes as long as opening them."""
 _MAY_BE_EMPTY = re.compile(r"\(\?[=!<]|\\[bBAzZG]|[\^$*?|]|\{0|\(\)")
-"""Found in regular expressions that may match between two characters."""
+"""Part of regular expressions that may match between two characters."""
 _PANIC = "PanicException"
 _PARTS = ("normalizers", "decoders")
 
 
 def check_tokenizer(paths: Iterable[Path]) -> None:
-    """Refuse a tokenizer that would take memory without end."""
+    """Refuse a tokenizer that could use unlimited memory."""
     for path in paths:
         try:
             size = path.stat().st_size
@@ -65,14 +65,14 @@ def no_panics() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != _PANIC and type(error) is not Exception:  # what the library raises of its own
+        if type(error).__name__ != _PANIC and type(error) is not Exception:  # the library raises bare Exception
             raise
         msg = "the tokenizer's rules fail on this text; copy its files again, or use another model"
         raise CorruptError(msg) from None  # a panic may quote the text
 
 
 def growth(rules: Any) -> float:  # noqa: ANN401 - JSON
-    """How many characters rules may make of one, at most."""
+    """Most characters that rules may make of one."""
     if rules is None:
         return 1.0
     kind = rules.get("type")
@@ -91,7 +91,7 @@ def _replaced(pattern: dict[str, str], content: str) -> float:
 
 
 def _longest(charsmap: str | None) -> float:
-    """Longest text of SentencePiece's map of characters: the length of a trie, the trie, texts that zeros end."""
+    """Longest text in SentencePiece's character map: the length of a trie, the trie, zero-terminated texts."""
     try:
         data = base64.b64decode(charsmap or "", validate=True)
     except binascii.Error as error:

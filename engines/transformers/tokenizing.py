@@ -1,8 +1,8 @@
-"""One reader of texts for all of kvwire: a text is a piece of a prompt, so where it stands and who wrote it count.
+"""The tokeniser for all of kvwire: a text is a piece of a prompt, so its place and author matter.
 
-A tokenizer takes what it reads for a whole text. SentencePiece puts a space in front, some strip spaces at both ends,
-and control tokens spelt in a text (``<|im_end|>``) become control tokens. Pieces are read without these habits, and
-control tokens are made of the caller's own frame alone, never of a document.
+Tokenizers expect whole texts. SentencePiece puts a space before them, some strip spaces at both ends, and control
+tokens spelt in a text (``<|im_end|>``) become control tokens. Pieces are read without these habits, and only the
+caller's own frame yields control tokens, never a document.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 _BOM = "\ufeff"
 _MARKUP = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-"""What control tokens look like that a tokenizer does not mark as such, but adds: ``<think>``, ``[INST]``."""
+"""Pattern of control tokens that a tokenizer adds without marking them: ``<think>``, ``[INST]``."""
 _BARRED = re.compile(r"<\|.+\|>", re.DOTALL)
-"""What nothing but control tokens looks like."""
+"""Pattern that only control tokens match."""
 _RULES = ("normalizer", "pre_tokenizer")
 _READS = (*_RULES, "model", "added_tokens")
-"""Parts of a tokenizer that turn a text into tokens; templates, truncation and decoders do not."""
+"""Parts of a tokenizer's JSON that turn text into tokens; templates, truncation and decoders do not."""
 _PROBE = "a"
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a tokenizer says of itself.
+    """Facts read from a tokenizer.
 
     Attributes:
-        digest: Of what turns texts into tokens.
+        digest: Digest of all that turns text into tokens.
         control: Spellings of control tokens by id.
-        unknown: Id that stands for what the vocabulary lacks.
-        rules: As its JSON has them.
+        unknown: Id for text outside the vocabulary.
+        rules: Its rules, as JSON.
     """
 
     digest: str
@@ -56,15 +56,15 @@ class _Facts:
 
 
 class PieceTokenizer:
-    """Reads pieces of prompts with a tokenizer of transformers. Any thread may call it."""
+    """Tokenises pieces of prompts with a tokenizer of transformers. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep the tokenizer, which is not changed."""
+        """Keep the tokenizer; it is not changed."""
         self.tokenizer = tokenizer
         self._variants: dict[tuple[bool, bool], Tokenizer | None] = {}
 
     def __call__(self, text: str, place: Place = "middle", trust: Trust = "document") -> list[int]:
-        """Read a piece of a prompt."""
+        """Tokenise a piece of a prompt."""
         text = text.removeprefix(_BOM)
         check_unicode(text)
         with no_panics():
@@ -74,7 +74,7 @@ class PieceTokenizer:
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """Tokens that the tokenizer puts in front of a whole text: BOS, or none."""
+        """Tokens that the tokenizer puts before a whole text: BOS, or none."""
         with no_panics():
             whole, bare = (
                 list(self.tokenizer(_PROBE, add_special_tokens=special, verbose=False)["input_ids"])
@@ -89,37 +89,37 @@ class PieceTokenizer:
         return frozenset(self._facts.control)
 
     def spells_control(self, text: str) -> bool:
-        """Whether a text spells a control token, which a document's text stays text for."""
+        """Whether a text spells a control token, which in documents is plain text."""
         return self._spelt.search(text) is not None
 
     @property
     def digest(self) -> str:
-        """SHA-256 over what turns texts into tokens: rules, vocabulary, added tokens; no template counts."""
+        """SHA-256 over all that turns text into tokens: rules, vocabulary, added tokens; templates do not count."""
         return self._facts.digest
 
     @cached_property
     def _facts(self) -> _Facts:
         parts = self._parts()
-        told = {part: _told(parts.get(part)) for part in _READS}
+        digested = {part: _without_defaults(parts.get(part)) for part in _READS}
         if self._splits:
-            told["splits"] = True
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+            digested["splits"] = True
+        digest = hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).hexdigest()
         model = parts.get("model")
         vocabulary = model.get("vocab", ()) if isinstance(model, dict) else ()
-        known = vocabulary if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+        vocabulary_words = vocabulary if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
         control = {
             token: entry.content
             for token, entry in self.tokenizer.added_tokens_decoder.items()
             if entry.special
             or _BARRED.fullmatch(entry.content.strip())
-            or (_MARKUP.fullmatch(entry.content.strip()) and entry.content not in known)
+            or (_MARKUP.fullmatch(entry.content.strip()) and entry.content not in vocabulary_words)
         }
         word = (model.get("unk_token") if isinstance(model, dict) else None) or self.tokenizer.unk_token
         unknown: Any = self.tokenizer.convert_tokens_to_ids(word) if word else None
         return _Facts(digest, control, unknown, {name: parts[name] for name in _RULES if name in parts})
 
     def _parts(self) -> dict[str, Any]:
-        """The tokenizer as its JSON has it; of one that is written in Python what can be told."""
+        """The tokenizer's JSON; for one written in Python, its vocabulary and added tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is not None:
             parts: dict[str, Any] = json.loads(backend.to_str())
@@ -134,26 +134,26 @@ class PieceTokenizer:
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def _cut(self, text: str, place: Place) -> Iterator[tuple[str, Place]]:
-        """Parts of a text none of which spells a control token, and where each stands."""
-        start = at = 0
-        while found := self._spelt.search(text, at):
-            at = found.start() + 1
-            yield text[start:at], place if place != "last" and not start else "middle"
-            start = at
+        """Cut a text so that no part spells a control token; returns parts and their places."""
+        start = end = 0
+        while match := self._spelt.search(text, end):
+            end = match.start() + 1
+            yield text[start:end], place if place != "last" and not start else "middle"
+            start = end
         yield text[start:], place if place != "first" or not start else "middle"
 
     def _without_control(self, text: str, place: Place) -> list[int]:
-        """Read text; what rules make a control token of all the same is cut in the middle and read in two parts."""
+        """Tokenise text; anything still read as a control token is cut in two and read again."""
         ids, spans = self._read(text, place)
         unknown = self._facts.unknown
-        found = [index for index, token in enumerate(ids) if token in self._facts.control and token != unknown]
-        if not found:
+        control_at = [index for index, token in enumerate(ids) if token in self._facts.control and token != unknown]
+        if not control_at:
             return ids
-        cuts = [sum(spans[index]) // 2 if spans else 0 for index in found]
+        cuts = [sum(spans[index]) // 2 if spans else 0 for index in control_at]
         if any(not 0 < cut < len(text) for cut in cuts):
             msg = (
                 f"the text holds {text[:40]!r}, which this tokenizer reads as the control token "
-                f"{self._facts.control[ids[found[0]]]!r}; take it out of the text"
+                f"{self._facts.control[ids[control_at[0]]]!r}; take it out of the text"
             )
             raise ArgumentError(msg)
         edges = [0, *sorted(set(cuts)), len(text)]
@@ -163,7 +163,7 @@ class PieceTokenizer:
         return [token for (start, end), at in parts for token in self._without_control(text[start:end], at)]
 
     def _read(self, text: str, place: Place) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and the characters of each where the tokenizer tells."""
+        """Token ids, and the character span of each if available."""
         key = (place == "first", place == "last")
         if key not in self._variants:
             self._variants[key] = self._variant(*key)
@@ -175,7 +175,7 @@ class PieceTokenizer:
         return list(read["input_ids"]), read.encodings[0].offsets if read.encodings else []
 
     def _variant(self, is_first: bool, is_last: bool) -> Tokenizer | None:  # noqa: FBT001 - a key
-        """The tokenizer without its habits at the ends of texts; None where it has none."""
+        """The tokenizer without its habits at the ends of texts; None if it has none."""
         rules = self._facts.rules
         changed = {name: _as_piece(rule, is_first, is_last) for name, rule in rules.items()}
         if changed == rules:
@@ -191,12 +191,12 @@ class PieceTokenizer:
 
 
 def _as_piece(rule: Any, is_first: bool, is_last: bool) -> Any:  # noqa: ANN401, FBT001 - JSON
-    """A rule of tokenizer.json that reads a piece as it stands in a longer text; None for one that does nothing."""
+    """Change a rule of tokenizer.json to read a piece like part of a longer text; None if it has no effect."""
     kind = rule.get("type") if isinstance(rule, dict) else None
     if kind == "Sequence":
         parts = next(name for name in ("normalizers", "pretokenizers") if name in rule)
-        kept = [_as_piece(each, is_first, is_last) for each in rule[parts]]
-        return rule | {parts: [each for each in kept if each is not None]}
+        rules = [_as_piece(each, is_first, is_last) for each in rule[parts]]
+        return rule | {parts: [each for each in rules if each is not None]}
     if kind == "Strip":
         return rule | {"strip_left": rule["strip_left"] and is_first, "strip_right": rule["strip_right"] and is_last}
     if is_first:
@@ -208,18 +208,18 @@ def _as_piece(rule: Any, is_first: bool, is_last: bool) -> Any:  # noqa: ANN401,
     return rule | {"add_prefix_space": False} if kind == "ByteLevel" else rule
 
 
-def _told(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """JSON without what is at rest (null, false, empty), so that versions of a library that spell it out agree."""
+def _without_defaults(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """JSON without defaults (null, false, empty), which some library versions write and others omit."""
     if isinstance(value, dict):
-        kept = {str(name): _told(each) for name, each in value.items()}
-        return {name: each for name, each in kept.items() if each or (each == 0 and each is not False)}
+        fields = {str(name): _without_defaults(each) for name, each in value.items()}
+        return {name: each for name, each in fields.items() if each or (each == 0 and each is not False)}
     if isinstance(value, list):
-        return [_told(each) for each in value]
+        return [_without_defaults(each) for each in value]
     return value
 
 
 def check_unicode(text: str) -> None:
-    """Refuse half of a surrogate pair, which no file holds and no tokenizer reads."""
+    """Refuse unpaired surrogates, which no file holds and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

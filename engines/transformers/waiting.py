@@ -1,4 +1,4 @@
-"""A forward pass over a cache that is still being decoded: each layer waits for its own part only."""
+"""A forward pass over a cache that is still being decoded: each layer waits only for its own part."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class Ready(Protocol):
-    """Something to wait for; ``kvwire.codec.StreamEvent`` is one."""
+    """An event to wait for, such as ``kvwire.codec.StreamEvent``."""
 
     def hold(self) -> None:
-        """Let the current stream go on only once it is there."""
+        """Make the current stream wait for it."""
 
 
 def check_runs_unready(cache: KVCache, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a cache that would have to be changed before it is run."""
+    """Refuse a cache that needs conversion before the model can run on it."""
     if not runs_as_it_is(cache, device, dtype):
-        msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
+        msg = "only an unpruned cache with positions, in the model's dtype and device, can run while it is decoded"
         raise ArgumentError(msg)
 
 
 @contextmanager
 def held(model: PreTrainedModel, layers: Sequence[Ready]) -> Iterator[None]:
-    """While inside, everything in the model that belongs to a layer waits for it.
+    """In this context, all modules of a layer wait for its cache.
 
-    Layers that no module says it belongs to are waited for at once.
+    Layers without modules (by ``layer_idx``) are waited for at once.
     """
     hooks, hooked = [], set()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The weights in a model's folder: the files that transformers reads, and a digest of every tensor in them."""
+"""A model folder's weights: the files that transformers reads, and a digest of every tensor in them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 20
 _SHOWN = 1 << 30
-"""Bytes of weights from which on hashing shows its progress."""
+"""Bytes of weights from which hashing shows its progress."""
 _REMEMBERED = 1 << 28
-"""Bytes of weights from which on a digest is remembered; hashing less takes a fraction of a second."""
+"""Bytes of weights from which a digest is remembered; hashing less takes a fraction of a second."""
 _THREADS = 4  # hashing at once
 _SETTLED_NS = 2 * 10**9
-"""Files that changed this lately may change again within one tick of the file system's clock."""
-_COMPUTED = "rotary_emb.inv_freq"  # in old files; it is worked out from the configuration
-_LENGTH = 8  # bytes of a safetensors file that say how long its header is
+"""Age below which a file may change again within one tick of the file system's clock."""
+_COMPUTED = "rotary_emb.inv_freq"  # in old files; computed from the configuration
+_LENGTH = 8  # bytes at the start of a safetensors file: the header's length
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a folder's weights are read from."""
+    """Files with a folder's weights."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -48,17 +48,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_digest(folder: Path, revisions: RevisionsFile | None = None) -> str:
-    """SHA-256 over every tensor: its name, type, shape and numbers, however they are spread over files.
+    """SHA-256 over every tensor: its name, type, shape and numbers, independent of sharding.
 
-    Weights are read whole once. After that the digest of large ones is remembered for files that have the same names,
-    real paths, sizes, times of change, inodes and devices: what the file system says of them is trusted, and so is the
-    file of revisions, which only this user may write.
+    All weights are read once. Digests of large ones are then remembered for files with the same names, real paths,
+    sizes, times of change, inodes and devices. This trusts the file system's metadata, and the file of revisions, which
+    only this user may write.
     """
     return files_digest(weight_files(folder), revisions)
 
 
 def files_digest(paths: Sequence[Path], revisions: RevisionsFile | None = None) -> str:
-    """``weights_digest`` of files by name; one that is no safetensors counts as a whole."""
+    """``weights_digest`` of given files; files other than safetensors count as one tensor."""
     total = sum(path.stat().st_size for path in paths)
     if total < _REMEMBERED:
         return _digest(paths, total)
@@ -74,10 +74,10 @@ def files_digest(paths: Sequence[Path], revisions: RevisionsFile | None = None) 
 
 
 def _digest(paths: Sequence[Path], total: int) -> str:
-    """Tensors are hashed side by side; what is no safetensors is hashed as one."""
+    """Hash tensors in parallel; files other than safetensors as one."""
     from tqdm import tqdm
 
-    quiet = True if total < _SHOWN else None  # None: unless stderr is a terminal
+    quiet = True if total < _SHOWN else None  # None: show a bar only on a terminal
     with (
         tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc="hashing weights", file=sys.stderr) as bar,
         ThreadPoolExecutor(_THREADS) as pool,
@@ -86,12 +86,12 @@ def _digest(paths: Sequence[Path], total: int) -> str:
         hashes = pool.map(partial(_hashed, tell=bar.update), [part[-1] for part in parts])
         told = [[*part[:-1], found] for part, found in zip(parts, hashes, strict=True)]
     embedded = [row[1:] for row in told if row[0].endswith("embed_tokens.weight")]
-    told = [row for row in told if row[0] != "lm_head.weight" or row[1:] not in embedded]  # tied, and written out
+    told = [row for row in told if row[0] != "lm_head.weight" or row[1:] not in embedded]  # tied, but written
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _parts(path: Path) -> list[tuple[str, str, tuple[Path, int, int]]]:
-    """Name, type with shape, and place of each tensor of a file."""
+    """Name, type with shape, and location of each tensor in a file."""
     size = path.stat().st_size
     if path.suffix != ".safetensors":
         return [(path.name, "", (path, 0, size))]

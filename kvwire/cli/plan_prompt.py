@@ -7,8 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.ask import prompt_tokens
-from kvwire.cli.engines import open_engine
-from kvwire.cli.inputs import read_link
+from kvwire.cli.inputs import open_engine, read_link
 from kvwire.cli.options import repair_of
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError

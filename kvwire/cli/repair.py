@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from kvwire.cli.engines import open_engine
+from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, command, option, use_file
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
@@ -40,7 +40,7 @@ def repair(options: _RepairOptions) -> None:
     """Compute and keep the rows of documents that kvwire vllm-proxy linked often, so that later links are right."""
     from kvwire.runtime.combinations import CombinationRepairer
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store.cache import parse_size
+    from kvwire.store import parse_size
 
     most = parse_size(options.kept_size)
     counts = use_file(options.combinations)

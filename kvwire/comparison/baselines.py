@@ -1,4 +1,4 @@
-"""What kvwire is compared with: prefill from text, and raw bf16 caches over the same link."""
+"""Baselines: prefill from text, and raw bf16 caches over the same link."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Prompt(Protocol):
 def text_ttft(
     engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int], head: Sequence[int] = ()
 ) -> float:
-    """Measure one prefill of documents and question, whose token ids are at hand."""
+    """Time one prefill of documents and question, already tokenised."""
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
     int(engine.forward(None, [*(head or engine.opening_tokens), *ids, *question], 0, logits=1)[-1].argmax())
@@ -48,8 +48,8 @@ class RawCaches:
     """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer.
 
     Attributes:
-        keys: Of the stored objects, by document.
-        tokens: Of each document.
+        keys: Keys of the stored objects, by document.
+        tokens: Length of each document.
     """
 
     keys: Mapping[str, str]
@@ -68,7 +68,7 @@ class RawCaches:
         return cls(keys, {name: len(ids) for name, ids in documents.items()})
 
     def ttft(self, engine: Engine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
-        """Fetch all documents at once, shift, concatenate and run the question."""
+        """Fetch all documents at once, rotate, concatenate and run the question."""
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
         linked = link_opened(engine, caches, prompt.head)
@@ -79,7 +79,7 @@ class RawCaches:
     async def _fetch(
         self, engine: Engine, store: Store, documents: Sequence[str], link: LinkSettings
     ) -> tuple[list[KVCache], int]:
-        """Fetch all documents at once, and turn each into tensors in a thread while others still arrive."""
+        """Fetch all documents at once; threads turn each into tensors while others arrive."""
         shared = EmulatedLink.of(link)
         sizes: list[int] = []
 

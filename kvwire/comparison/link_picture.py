@@ -1,4 +1,4 @@
-"""The picture of ``kvwire check-model``: what links lose, by how much of the prompt is computed anew."""
+"""The picture of ``kvwire check-model``: loss of linking over the share of recomputed rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvwire.runtime.link_report import LinkReport
 
-# Okabe and Ito's palette; markers say the same again.
+# Okabe and Ito's palette; markers repeat the distinction.
 _STYLES = {
     "attention": ("#0072B2", "o"),
     "blend": ("#CC79A7", "D"),
@@ -24,8 +24,8 @@ _LEAST = 1e-7
 
 
 def draw_links(report: LinkReport, path: Path) -> None:
-    """Write a PNG: KL divergence from a full prefill against the share of rows that are computed anew."""
-    report = report.with_shift()  # as loads link
+    """Write a PNG: KL divergence from a full prefill against the share of recomputed rows."""
+    report = report.with_shift()  # as in loads
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -41,7 +41,7 @@ def draw_links(report: LinkReport, path: Path) -> None:
             textcoords="offset points", ha="right", color=color, fontsize=9,
         )  # fmt: skip
     axes.set_yscale("log")
-    axes.set_xlabel("rows of the prompt computed anew")
+    axes.set_xlabel("recomputed rows of the prompt")
     axes.set_ylabel("KL divergence from a full prefill (nats)")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.spines[["top", "right"]].set_visible(False)

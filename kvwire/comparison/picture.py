@@ -1,4 +1,4 @@
-"""The demo's picture: time to the first token, link by link."""
+"""The demo's picture: time to first token by link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAYS = (("kvwire", "kvwire", "#1b7f79"), ("raw", "raw KV cache", "#e0a458"), ("
 
 
 def draw_demo(report: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG with one panel for each link: three bars, seconds on them, what was gained and what it cost."""
+    """Write a PNG with one panel per link: three bars with their seconds, speed-up and cost in quality."""
     rows = report["links"]
     figure = Figure(figsize=(4.1 * len(rows), 2.9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -37,8 +37,8 @@ def _panel(axes: Axes, row: Mapping[str, Any], *, first: bool) -> None:
     bars = axes.barh([label for _, label, _ in _WAYS], times, color=colors, height=0.62)
     axes.bar_label(bars, [f"{seconds:.2f} s" for seconds in times], padding=4)
     gain = min(row["ttft_s"]["text"], row["ttft_s"]["raw"]) / row["ttft_s"]["kvwire"]
-    said = f"{gain:.1f}x sooner" if gain >= 1 else f"{1 / gain:.1f}x later"
-    axes.set_title(f"{row['name']} link, {row['mbit_s']:g} Mbit/s: {said}", fontsize=11)
+    speedup = f"{gain:.1f}x sooner" if gain >= 1 else f"{1 / gain:.1f}x later"
+    axes.set_title(f"{row['name']} link, {row['mbit_s']:g} Mbit/s: {speedup}", fontsize=11)
     axes.set_xlim(0, max(times) * 1.22)
     axes.set_xlabel(f"next token as with exact caches: {row['greedy_agreement']:.0%}", fontsize=9)
     axes.tick_params(axis="y", length=0, labelleft=first)

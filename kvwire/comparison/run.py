@@ -1,7 +1,7 @@
 """The comparison that ``kvwire demo`` runs: text recompute, raw KV and kvwire over emulated links.
 
-Everything is real: the documents are encoded into a store in a folder, a server process of its own serves them on
-loopback, and every load goes over HTTP through a token bucket with a round trip. Only the link is emulated.
+Everything but the link is real: documents are encoded into a store in a folder, a separate server process serves them
+on loopback, and every load goes over HTTP through a token bucket with a round trip.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ if TYPE_CHECKING:
 
 LINKS = ("slow=10mbit,60ms", "middling=50mbit,20ms", "fast=500mbit,5ms")
 DEADLINE_SHARE = 0.5
-"""The deadline, as a share of the measured time of recomputing from text: it means the same on every machine."""
+"""The deadline, as a share of the measured time of recomputing from text, so that it suits every machine."""
 REPAIR = 0.15
-"""Share of the rows that is repaired beside, to show what documents that see each other change."""
+"""Share of rows repaired in a second run, to show what linking without repair loses."""
 ANSWER_REPAIR = 0.3
-"""The same where answers are shown."""
+"""The same for the answers shown."""
 _SAID_TOKENS = 24
 _REPEATS = 5
 _RAW_BUDGET_S = 8.0
-"""Raw caches are loaded again for a median only where that takes less than this in all."""
+"""Raw caches are loaded again for a median only if that takes less than this in total."""
 _ANSWER_TOKENS = 32
 SYSTEM = "Answer in a few words, from the documents alone."
-"""What chat models are told."""
+"""System prompt of chat models."""
 _QUESTION = "\n\nWhen all this had been told, it was plain that"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents by id, and what the model is to continue.
+    """Documents by id, and a question or text to continue.
 
     Attributes:
         documents: Their ids, in order.
         question: Token ids.
-        asked: The question in words where the model answers in its chat template; empty where it continues text.
-        right: The right answer, where that is known.
+        asked: The question's text if the model answers in its chat template; empty if it continues text.
+        right: The right answer, if known.
         head: Token ids of the template before the documents.
         stop: Token ids that end the answer.
     """
@@ -99,7 +99,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``.
 
-    more: Texts that the profile is fitted on beside the documents, where these are few.
+    more: Texts added when fitting the profile, for few documents.
     """
     named = [_named_link(link) for link in (links or LINKS)]
     tokens = _fitting(engine, texts, say)
@@ -142,7 +142,7 @@ def run_demo(
 
 
 class _Comparison:
-    """One engine, one server, and the three ways to a first token."""
+    """One engine, one server, and three ways to the first token."""
 
     def __init__(
         self,
@@ -163,32 +163,32 @@ class _Comparison:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt that is timed, its question included."""
+        """Tokens of the timed prompt, its question included."""
         first = self._prompts[0]
         texts = sum(len(self._tokens[document]) for document in first.documents)
         return len(first.head or self._engine.opening_tokens) + texts + len(first.question)
 
     def text(self) -> float:
-        """Seconds to the first token by prefill of the whole prompt, its token ids being at hand."""
+        """Seconds to the first token by prefill of the whole prompt, already tokenised."""
         first = self._prompts[0]
         documents = [self._tokens[document] for document in first.documents]
         return text_ttft(self._engine, documents, first.question, first.head)
 
     def answers(self, link: LinkSettings) -> list[dict[str, str]]:
-        """What a full prefill and kvwire answer to each question, where the model answers questions."""
-        settings, found = LoadSettings(repair=ANSWER_REPAIR), []
-        nothing = EstimatesFile(None)
+        """Answers of a full prefill and of kvwire, for chat prompts."""
+        settings, rows = LoadSettings(repair=ANSWER_REPAIR), []
+        no_memory = EstimatesFile(None)
         with Loader(
-            self._engine, self._corpus, costs=self._costs, link=link, memory=nothing, settings=settings
+            self._engine, self._corpus, costs=self._costs, link=link, memory=no_memory, settings=settings
         ) as loader:
             for prompt in (each for each in self._prompts if each.asked):
                 answer = prompt.ask(loader, tokens=_SAID_TOKENS)
-                full, ours = self._full_answer(prompt), self._in_words(prompt, answer.tokens)
-                found.append({"question": prompt.asked.strip(), "right": prompt.right, "full": full, "kvwire": ours})
-        return found
+                full, short = self._full_answer(prompt), self._in_words(prompt, answer.tokens)
+                rows.append({"question": prompt.asked.strip(), "right": prompt.right, "full": full, "kvwire": short})
+        return rows
 
     def _full_answer(self, prompt: Prompt) -> str:
-        """What the model answers behind a prefill of the whole prompt."""
+        """The model's answer after a prefill of the whole prompt."""
         ids = [*prompt.head, *(token for document in prompt.documents for token in self._tokens[document])]
         (cache,) = self._engine.prefill([ids])
         past = self._engine.past_key_values(cache)
@@ -201,20 +201,22 @@ class _Comparison:
         return " ".join(self._engine.detokenize(list(ids[:end]), special=False).split())
 
     def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
-        """All three ways over one link."""
-        nothing = EstimatesFile(None)  # a link of this comparison alone is not worth remembering
-        blind = LoadSettings(repair="none")
-        with Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing, settings=blind) as loader:
+        """Measure all three ways over one link."""
+        no_memory = EstimatesFile(None)  # not remembered: this link exists only here
+        unrepaired = LoadSettings(repair="none")
+        with Loader(
+            self._engine, self._corpus, costs=self._costs, link=link, memory=no_memory, settings=unrepaired
+        ) as loader:
             row = self._over(loader, name, link, deadline)
         settings = LoadSettings(repair=REPAIR)
         with Loader(
-            self._engine, self._corpus, costs=self._costs, link=link, memory=nothing, settings=settings
+            self._engine, self._corpus, costs=self._costs, link=link, memory=no_memory, settings=settings
         ) as loader:
             row["repaired"] = self._repaired(loader)
         return row
 
     def _repaired(self, loader: Loader) -> dict[str, float]:
-        """The same prompts with some rows repaired: the first one's time, and how far all are from a full prefill."""
+        """Repair some rows of the same prompts: the first one's time, and how far all are from a full prefill."""
         first, *others = self._prompts
         first.ask(loader)
         answers = [first.ask(loader) for _ in range(_REPEATS)]
@@ -232,10 +234,10 @@ class _Comparison:
 
     def _over(self, loader: Loader, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         first = self._prompts[0]
-        # A server in use knows its link.
+        # A server in use knows its link, so the first load is not timed.
         first.ask(loader, deadline_s=deadline, objective="earliest")
         raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
-        again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first one only warms up
+        again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first load is a warm-up
         times: dict[str, list[float]] = {"text": [], "raw": [] if again else [raw_s], "kvwire": []}
         answers = []
         for _ in range(_REPEATS):
@@ -281,7 +283,7 @@ def _named_link(text: str) -> tuple[str, LinkSettings]:
 
 
 def _fitting(engine: Engine, texts: Mapping[str, str], say: Callable[[str], None]) -> dict[str, list[int]]:
-    """Token ids of the documents that can be encoded; the others are named and left out."""
+    """Token ids of the documents that can be encoded; others are reported and left out."""
     tokens = {name: token_ids(engine.tokenize, engine.window, text) for name, text in texts.items()}
     problems = {name: problem_with(ids, engine.window) for name, ids in tokens.items()}
     for name, problem in problems.items():
@@ -295,7 +297,7 @@ def _fitting(engine: Engine, texts: Mapping[str, str], say: Callable[[str], None
 
 
 def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str | None) -> list[Prompt]:
-    """The questions of the file, or one over as many documents as the window holds."""
+    """Questions from a file, or one over as many documents as fit the window."""
     if questions is None:
         ids = tuple(engine.tokenize(_QUESTION, place="last"))
         chosen, room = [], engine.window - len(engine.opening_tokens) - len(ids) - _ANSWER_TOKENS
@@ -318,7 +320,7 @@ def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str
 
 
 def _prompt(engine: Engine, row: Mapping[str, Any]) -> Prompt:
-    """A question in the model's chat template where that has an answer, else text to continue."""
+    """A question in the model's chat template if it has an answer, else text to continue."""
     documents, question = tuple(row["documents"]), row["question"]
     if "answer" in row:
         with suppress(NotFoundError):  # no template
@@ -360,7 +362,7 @@ def _encode(
 
 @contextmanager
 def local_server(folder: Path | str) -> Iterator[str]:
-    """A ``kvwire serve`` process on a free port of loopback; its URL."""
+    """Run ``kvwire serve`` on a free port of loopback; yields its URL."""
     command = [
         sys.executable,
         "-P",
@@ -382,7 +384,7 @@ def local_server(folder: Path | str) -> Iterator[str]:
                 msg = "the server did not start; see its message above"
                 raise StorageError(msg)
             direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-            os.environ["no_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))  # no proxy knows this server
+            os.environ["no_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))  # proxies cannot reach it
             yield json.loads(line)["url"]
         finally:
             process.terminate()
@@ -410,9 +412,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _links_table(linking_kl: float, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What documents that do not see each other lose, as lines."""
+    """Loss of linking without and with repair, as lines."""
     title = (
-        "\ndocuments that do not see each other: KL from a full prefill, over all prompts, as linked and with "
+        "\nloss of linking: KL from a full prefill, over all prompts, as linked and with "
         f"{REPAIR:.0%} of the rows repaired (exact caches, first prompt: {linking_kl:.4f})"
     )
     lines = [title]
@@ -436,7 +438,7 @@ def _answers_table(answers: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _levels(decisions: Sequence[Mapping[str, Any]]) -> str:
-    """Decisions in short: how many chunks at each level."""
+    """Number of chunks at each level, in short."""
     names = ["text" if d["action"] == "recompute" else f"L{d['level']}" for d in decisions]
     return " ".join(f"{names.count(name)}x{name}" for name in sorted(set(names)))
 

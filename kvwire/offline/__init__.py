@@ -1,4 +1,4 @@
-"""Encodes corpora of any size, on one machine or with Ray on many; one row of a manifest tells of each document."""
+"""Encodes corpora of any size, on one machine or with Ray on many; a manifest has one row per document."""
 
 from __future__ import annotations
 

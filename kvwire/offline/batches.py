@@ -1,4 +1,4 @@
-"""Documents of one length in one pass of the model, where each then has the same bits as alone."""
+"""Documents of equal length in one pass of the model, if each has the same bits as alone."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 MOST, MOST_TOKENS = 8, 2048
-"""Documents of a batch, and tokens of all of them: longer ones keep a processor busy alone."""
+"""Limits of a batch: documents, and their total tokens. Longer documents fill a processor alone."""
 
 
 class Batches:
-    """Computes caches of documents of one length at once.
+    """Computes caches of documents of one length together.
 
-    Which kernels run, and in which order they add, depends on shapes alone. So each shape is tried once, against every
-    document alone; where a bit differs, documents of that shape are computed alone from then on.
+    Shapes alone decide which kernels run and in which order they add. So each shape is compared once with every
+    document alone; if a bit differs, documents of that shape run alone from then on.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Try nothing yet."""
+        """Start with no shape compared."""
         self._engine = engine
         self._is_equal: dict[tuple[int, int], bool] = {}
 
     def caches(self, documents: Sequence[Sequence[int]]) -> Sequence[KVCache | None]:
-        """Compute documents of one length together, where that changes no bit."""
+        """Compute documents of one length together; None for those to run alone."""
         shape = (len(documents), len(documents[0]) if documents else 0)
         if len(documents) < 2:  # noqa: PLR2004 - a batch
             return [None] * len(documents)

@@ -1,4 +1,4 @@
-"""Objects of a bucket of S3 as sources: under any names, unlike the keys of a store."""
+"""Objects of an S3 bucket as sources, under any names."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """What lies below ``s3://bucket/prefix?endpoint=...``; credentials come from where boto3 finds them."""
+    """Objects below ``s3://bucket/prefix?endpoint=...``; boto3 finds the credentials."""
 
     def __init__(self, address: str) -> None:
-        """Parse the address and find credentials; the server is not asked yet."""
+        """Parse the address and find credentials; sends no request."""
         self._address, self._settings = S3Address.parse(address), S3Settings()
         self._client = S3Client(self._address, self._settings)
 
     @property
     def url(self) -> str:
-        """The address, which holds nothing secret."""
+        """The address, without secrets."""
         return self._address.url
 
     def objects(self) -> Iterator[tuple[str, int]]:
         """List the objects."""
-        where, more = self._address, ""
+        address, token = self._address, ""
         while True:
-            following: dict[str, Any] = {"ContinuationToken": more} if more else {}
+            following: dict[str, Any] = {"ContinuationToken": token} if token else {}
             with self._client.asking() as boto:
-                page = boto.list_objects_v2(Bucket=where.bucket, Prefix=where.root, **following)
-            for found in page.get("Contents", ()):
-                yield found["Key"].removeprefix(where.root), found["Size"]
-            more = page.get("NextContinuationToken", "")
-            if not (page.get("IsTruncated") and more):
+                page = boto.list_objects_v2(Bucket=address.bucket, Prefix=address.root, **following)
+            for listed in page.get("Contents", ()):
+                yield listed["Key"].removeprefix(address.root), listed["Size"]
+            token = page.get("NextContinuationToken", "")
+            if not (page.get("IsTruncated") and token):
                 return
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read an object, or a part of it."""
-        wanted: dict[str, Any] = {"Range": range_header(start, end)} if start else {}  # an empty object has no range
+        range_argument: dict[str, Any] = (
+            {"Range": range_header(start, end)} if start else {}
+        )  # an empty object has no range
         with self._client.asking(name) as boto:
-            answer = boto.get_object(Bucket=self._address.bucket, Key=self._address.root + name, **wanted)
+            answer = boto.get_object(Bucket=self._address.bucket, Key=self._address.root + name, **range_argument)
             return read_answer(answer, start, end, total_s=self._settings.total_s, what=name)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a profile still fits a corpus, as the errors tell that were measured when its documents were encoded."""
+"""Whether a profile still fits a corpus, by the errors measured when its documents were encoded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from kvwire.offline.manifest import LevelRow, Row
 
 OFF = 1.25
-"""Times the usual error from which on a source or a document does not fit. With a profile of three books' prose their
+"""Ratio to the usual error from which a source or document does not fit. With a profile of three books' prose, their
 own errors lay at 0.8 to 1.2 times the usual one at the middle level, program text at 1.3, lists of numbers at 1.9; a
 profile of all of them took 44 % of the bits and 46 % of the error from the program text, a tenth of the bits from the
 numbers."""
 PAYS, PAYS_SCATTERED = 0.1, 0.25
-"""Share of the tokens in sources that do not fit, from which on a new profile pays; and the same in single documents,
-among which some of every kind of text lie apart."""
+"""Share of tokens in sources that do not fit, from which a new profile pays; and in single documents, of which every
+kind of text has some outliers."""
 _MIDDLE = 2
 
 
@@ -31,11 +31,11 @@ class GroupCheck:
 
     Attributes:
         source: Its name.
-        documents: How many there are.
-        tokens: That they have.
-        error: Measured at the level, in the mean over tokens.
-        bits_per_element: In the mean over tokens.
-        is_off: The error is ``OFF`` times the usual one or more.
+        documents: Number of documents.
+        tokens: Their total length.
+        error: Measured at the level, mean over tokens.
+        bits_per_element: Mean over tokens.
+        is_off: Whether the error is at least ``OFF`` times the usual one.
     """
 
     source: str
@@ -48,20 +48,20 @@ class GroupCheck:
 
 @dataclass(frozen=True)
 class ProfileCheck:
-    """What a manifest tells of a profile.
+    """How well a profile fits, from a manifest.
 
     Attributes:
-        level: The level that was looked at.
-        documents: That have a blob.
-        tokens: Of these.
-        usual_error: That a quarter of the tokens do not exceed.
+        level: The level compared.
+        documents: Number of documents with a blob.
+        tokens: Their total length.
+        usual_error: Lower quartile of the error, over tokens.
         groups: By source, the worst first.
-        off_documents: Whose error is ``OFF`` times the usual one or more.
-        off_tokens: Of these.
-        older_documents: That are coded with another profile than most are.
-        seconds: Of encoding all documents again on one engine, as measured; None where none was encoded.
-        bytes: Of their blobs, all of which are written anew.
-        pays: A new profile would pay.
+        off_documents: Number with at least ``OFF`` times the usual error.
+        off_tokens: Their tokens.
+        older_documents: Number coded with another profile than most.
+        seconds: Time to encode all documents again on one engine, from measured times; None if none was encoded.
+        bytes: Size of all their blobs, which would be rewritten.
+        pays: Whether a new profile would pay.
     """
 
     level: str
@@ -78,28 +78,28 @@ class ProfileCheck:
 
 
 def check_profile(rows: Sequence[Row], level: str | None = None) -> ProfileCheck:
-    """Look whether the documents' errors are alike.
+    """Compare the documents' errors.
 
-    A profile is fitted on text of all kinds that a corpus has, so errors are alike until text of another kind comes.
-    Text that is hard to predict has more error under any profile: what still does not fit after a refit is that.
+    A profile fits the kinds of text it was fitted on, so errors are alike until another kind comes. Text that is hard
+    to predict has more error under any profile: it is what does not fit even after a refit.
 
     Args:
-        rows: Of a manifest.
+        rows: Rows of a manifest.
         level: Name of the level; None for the middle one.
 
     Returns:
-        What was found.
+        The comparison.
 
     Raises:
-        ArgumentError: No document has a blob, or none such a level.
+        ArgumentError: No document has a blob, or such a level.
     """
     coded = [row for row in rows if row.levels and row.status != "failed"]
     if not coded:
         msg = "the manifest names no document with a blob; encode some first"
         raise ArgumentError(msg)
     name = level or coded[0].levels[min(_MIDDLE, len(coded[0].levels) - 1)].name
-    found = {row.id: each for row in coded for each in row.levels if each.name == name}
-    of_level = [(row, found[row.id]) for row in coded if row.id in found]
+    level_rows = {row.id: each for row in coded for each in row.levels if each.name == name}
+    of_level = [(row, level_rows[row.id]) for row in coded if row.id in level_rows]
     if not of_level:
         names = ", ".join(each.name for each in coded[0].levels)
         msg = f"no document has a level {name!r}; the levels are {names}"
@@ -117,7 +117,7 @@ def check_profile(rows: Sequence[Row], level: str | None = None) -> ProfileCheck
 
 
 def group_of(row: Row) -> str:
-    """The source that a document belongs to: the folder of a file, or the file or dataset of a row."""
+    """Source of a document: a file's folder, or the file or dataset of a row."""
     path = PurePosixPath(row.source)
     return str(path.parent) if path.suffix in (".txt", ".md") else row.source
 
@@ -136,7 +136,7 @@ def _groups(rows: Sequence[tuple[Row, LevelRow]], usual: float) -> tuple[GroupCh
 
 
 def _usual(rows: Sequence[tuple[Row, LevelRow]]) -> float:
-    """The error that a quarter of the tokens have at most: new text of another kind hardly moves it."""
+    """Lower quartile of the error, over tokens: new text of another kind hardly changes it."""
     ahead = sum(row.tokens for row, _ in rows) / 4
     for row, level in sorted(rows, key=lambda each: each[1].error):
         ahead -= row.tokens
@@ -146,7 +146,7 @@ def _usual(rows: Sequence[tuple[Row, LevelRow]]) -> float:
 
 
 def _seconds(rows: Sequence[Row], tokens: int) -> float | None:
-    """Of all documents, from what those took that were encoded."""
+    """Time for all documents, extrapolated from those encoded."""
     timed = [row for row in rows if row.status == "encoded"]
     spent = sum(row.prefill_s + row.encode_s + row.upload_s for row in timed)
-    return spent * tokens / seen if (seen := sum(row.tokens for row in timed)) else None
+    return spent * tokens / timed_tokens if (timed_tokens := sum(row.tokens for row in timed)) else None

@@ -1,4 +1,4 @@
-"""The manifest of a run: one row for each document, as Parquet or as lines of JSON."""
+"""The manifest of a run: one row per document, as Parquet or JSON lines."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LevelRow:
     """One level of a document's blob.
 
     Attributes:
-        name: Of the level.
-        bytes: That a reader of it fetches, header and index included.
-        bits_per_element: These bytes, over the numbers of the cache.
-        error: Measured and relative; of what, ``kvwire.codec.error_of_method`` says.
-        kl: Expected divergence of the next token's distribution, in nats; None where the model was not measured.
+        name: Name of the level.
+        bytes: Bytes that a reader of it fetches, header and index included.
+        bits_per_element: These bytes, per number of the cache.
+        error: Measured and relative; ``kvwire.codec.error_of_method`` names the quantity.
+        kl: Expected divergence of the next token's distribution, in nats; None if the model was not measured.
     """
 
     name: str
@@ -41,20 +41,20 @@ class LevelRow:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one document.
+    """The result for one document.
 
     Attributes:
-        id: The document's name in the catalog.
-        source: Where its text lies.
-        status: What became of it.
-        tokens: Of the text; 0 where not counted.
-        bytes: Of the blob; 0 where there is none.
-        blob: SHA-256 of the blob as it is stored; empty where there is none.
-        profile: SHA-256 of the profile that it was coded with.
-        levels: From the coarsest on.
+        id: Its name in the catalog.
+        source: Location of its text.
+        status: The outcome.
+        tokens: Length; 0 if not counted.
+        bytes: Size of the blob; 0 without one.
+        blob: SHA-256 of the stored blob; empty without one.
+        profile: SHA-256 of the blob's profile.
+        levels: Coarsest first.
         read_s: Seconds of reading the text.
         tokenize_s: Seconds of tokenising it.
-        look_up_s: Seconds of asking the catalog.
+        look_up_s: Seconds of the catalog's look-up.
         prefill_s: Seconds in the model.
         encode_s: Seconds in the codec.
         upload_s: Seconds of writing text, blob and entries.
@@ -85,50 +85,50 @@ class Row:
         return "; ".join(filter(None, (self.reason, self.advice)))
 
     def to_json(self) -> str:
-        """One line of ASCII, whatever is in the names."""
+        """One line of ASCII; other characters are escaped."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Row:
-        """Read a row.
+        """Validate a row.
 
         Args:
-            found: As ``to_json`` or Parquet holds it.
+            found: Fields from ``to_json`` or Parquet.
 
         Returns:
             The row.
 
         Raises:
-            CorruptError: It is none.
+            CorruptError: It is invalid.
         """
         try:
             return cls(**{**found, "levels": tuple(LevelRow(**level) for level in found["levels"])})
         except (TypeError, KeyError) as error:
-            msg = "the manifest holds a row that kvwire encode does not write; make it anew with --manifest"
+            msg = "the manifest holds a row that kvwire encode does not write; write it again with --manifest"
             raise CorruptError(msg) from error
 
 
 class ManifestWriter(Protocol):
-    """Takes rows, one after another."""
+    """Writes rows in order."""
 
     def add(self, row: Row) -> None:
-        """Take one row."""
+        """Add one row."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
 
 
 class _LinesWriter:
     def __init__(self, path: Path) -> None:
-        with _told(path):
+        with _storage_errors(path):
             self._path, self._file = path, path.open("w", encoding="ascii")
 
     def add(self, row: Row) -> None:
-        with _told(self._path):
+        with _storage_errors(self._path):
             self._file.write(row.to_json() + "\n")
 
     def close(self) -> None:
-        with _told(self._path):
+        with _storage_errors(self._path):
             self._file.close()
 
 
@@ -143,30 +143,30 @@ class _ParquetWriter:
         fields = [(name, types.get(str(kind), pa.string())) for name, kind in Row.__annotations__.items()]
         self._schema, self._path = pa.schema(fields, metadata={"kvwire.manifest": "1"}), path
         self._rows: list[dict[str, Any]] = []
-        with _told(path):
+        with _storage_errors(path):
             self._writer = pq.ParquetWriter(path, self._schema)
 
     def add(self, row: Row) -> None:
-        told = {name: _encodable(getattr(row, name)) for name in ("id", "source", "reason", "advice")}
-        self._rows.append(asdict(row) | told)
+        names = {name: _encodable(getattr(row, name)) for name in ("id", "source", "reason", "advice")}
+        self._rows.append(asdict(row) | names)
         if len(self._rows) == _GROUP_ROWS:
             self._flush()
 
     def _flush(self) -> None:
         import pyarrow as pa
 
-        with _told(self._path):
+        with _storage_errors(self._path):
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows.clear()
 
     def close(self) -> None:
         self._flush()
-        with _told(self._path):
+        with _storage_errors(self._path):
             self._writer.close()
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -175,15 +175,15 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _encodable(name: str) -> str:
-    """A name as UTF-8 can hold it: bytes of file names that are no text are written out."""
+    """A name as valid UTF-8: other bytes of file names are escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def check_manifest_name(path: str) -> Path:
-    """Refuse a manifest that could not be written, before anything is encoded."""
+    """Refuse an unusable manifest name before encoding starts."""
     target = Path(path).expanduser()
     if target.suffix not in (".parquet", *_LINES):
-        msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither: name it so"
+        msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither; rename it"
         raise ArgumentError(msg)
     if target.suffix == ".parquet":
         require("pyarrow", "parquet", "a manifest as Parquet")
@@ -192,16 +192,16 @@ def check_manifest_name(path: str) -> Path:
 
 @contextmanager
 def writing(path: str) -> Iterator[ManifestWriter]:
-    """Write a manifest; the file is there once all rows are.
+    """Write a manifest; the file appears once it is complete.
 
     Args:
-        path: Of the file: .parquet, or .jsonl for lines of JSON, which need no extra.
+        path: Path of the file: .parquet, or .jsonl for JSON lines, which need no extra.
 
     Yields:
-        What takes the rows.
+        The writer.
 
     Raises:
-        ArgumentError: The name ends otherwise, or pyarrow is not installed.
+        ArgumentError: The name has another ending, or pyarrow is not installed.
         StorageError: The file cannot be written.
     """
     target = check_manifest_name(path)
@@ -210,7 +210,7 @@ def writing(path: str) -> Iterator[ManifestWriter]:
     try:
         yield writer
         writer.close()
-        with _told(target):
+        with _storage_errors(target):
             put_in_place(part, target)
     except BaseException:
         with suppress(OSError):
@@ -223,7 +223,7 @@ def read_manifest(path: str) -> list[Row]:
     """Read a manifest.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Returns:
         Its rows.
@@ -243,12 +243,12 @@ def read_manifest(path: str) -> list[Row]:
         import pyarrow.parquet as pq
 
         try:
-            return [Row.from_dict(found) for found in pq.read_table(target).to_pylist()]
+            return [Row.from_dict(fields) for fields in pq.read_table(target).to_pylist()]
         except (OSError, pa.ArrowException) as error:
-            msg = f"{target} cannot be read as Parquet; make it anew with kvwire encode --manifest"
+            msg = f"{target} cannot be read as Parquet; write it again with kvwire encode --manifest"
             raise CorruptError(msg) from error
     try:
         return [Row.from_dict(json.loads(line)) for line in target.read_text(encoding="ascii").splitlines()]
     except (ValueError, OSError) as error:
-        msg = f"{target} is no manifest; make it anew with kvwire encode --manifest"
+        msg = f"{target} is no manifest; write it again with kvwire encode --manifest"
         raise CorruptError(msg) from error

@@ -22,8 +22,8 @@ from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundErr
 from kvwire.offline.manifest import Row
 from kvwire.offline.on_ray import RaySettings, dataset_of, rows_of, start_ray
 from kvwire.offline.refs import DocumentRef
-from kvwire.offline.steps import DocumentSteps, RunOptions, failed_row, told
-from kvwire.offline.vllm_stage import OUTCOME, telling
+from kvwire.offline.steps import DocumentSteps, RunOptions, failed_row, stored_row
+from kvwire.offline.vllm_stage import OUTCOME, with_outcomes
 from kvwire.runtime.coding import Document
 from kvwire.store.prefix.index import opening_of
 
@@ -187,7 +187,7 @@ def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any: 
     light = {"num_cpus": _LIGHT_CPUS}
     processor = build_processor(config, _request, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
     stage = processor.stages[_STAGE]
-    processor.stages[_STAGE] = stage.model_copy(update={"fn": telling(stage.fn)})
+    processor.stages[_STAGE] = stage.model_copy(update={"fn": with_outcomes(stage.fn)})
     return processor
 
 
@@ -328,7 +328,7 @@ class Teller(_Member):
             raise StorageError(msg)
         for each in self._indexes:
             each.add(found.entry, ids, is_new=True, opening=opening_of(found.info))
-        return told(row, replace(found, skipped=False))
+        return stored_row(row, replace(found, skipped=False))
 
 
 def error_of(kind: str, message: str) -> KvwireError:

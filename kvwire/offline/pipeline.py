@@ -1,4 +1,4 @@
-"""Documents on one machine: one after another, or with reading, prefill, encoding and upload side by side."""
+"""Encoding on one machine: one document after another, or with reading, prefill, encoding and upload in parallel."""
 
 from __future__ import annotations
 
@@ -85,22 +85,22 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD = 2
-"""Documents that wait between two steps: caches of so many more are in memory."""
+"""Documents queued between two steps, with their caches in memory."""
 _POLL_S = 0.1
 
 
 def prepare_profile(
     corpus: Corpus, refs: Sequence[DocumentRef], options: RunOptions | None = None
 ) -> AnyProfile | None:
-    """Find the profile to encode with, or fit it on a sample of the documents and publish it.
+    """Find the profile, or fit it on a sample of the documents and publish it.
 
     Args:
-        corpus: Whose engine encodes into its store.
+        corpus: Engine and store.
         refs: The documents.
-        options: What is encoded.
+        options: Encoding options.
 
     Returns:
-        The profile; None where the store has none and there is too little text for one.
+        The profile; None if the store has none and there is too little text for one.
 
     Raises:
         KvwireError: As ``Encoder.prepare`` says.
@@ -118,23 +118,23 @@ def prepare_profile(
         _progress.info("reading texts to fit a profile on, of %d documents", len(refs))
         return sample(refs, read, EXTENTS[encoder.coding.calibration])
 
-    given = read_profile(chosen.profile) if chosen.profile else None
-    return encoder.prepare(texts, force=chosen.force, refit=chosen.refit, profile=given)
+    profile = read_profile(chosen.profile) if chosen.profile else None
+    return encoder.prepare(texts, force=chosen.force, refit=chosen.refit, profile=profile)
 
 
 def encode_serially(
     corpus: Corpus, refs: Sequence[DocumentRef], profile: AnyProfile | None, options: RunOptions | None = None
 ) -> Generator[Work]:
-    """Encode documents, each from its first step to its last: the plain twin of ``encode_side_by_side``.
+    """Encode documents one at a time: the plain twin of ``encode_side_by_side``.
 
     Args:
-        corpus: Whose engine encodes into its store.
+        corpus: Engine and store.
         refs: The documents.
         profile: To encode with.
-        options: What is encoded.
+        options: Encoding options.
 
     Yields:
-        Each document, done.
+        Each finished document.
     """
     steps = _steps(corpus, refs, profile, options)
     for ref in refs:
@@ -151,20 +151,19 @@ def encode_side_by_side(
     options: RunOptions | None = None,
     batches: Batches | None = None,
 ) -> Generator[Work]:
-    """Encode documents, four at a time: one is read, one computed, one coded and one written.
+    """Encode documents in a pipeline: while one is read, others are computed, coded and written.
 
-    Neighbours of one length are computed at once where that changes no bit, so a blob does not depend on what is
-    encoded with it.
+    Neighbours of one length run together if that changes no bit, so blobs never depend on other documents.
 
     Args:
-        corpus: Whose engine encodes into its store.
+        corpus: Engine and store.
         refs: The documents.
         profile: To encode with.
-        options: What is encoded.
-        batches: What earlier runs of the same engine tried; None: nothing was tried.
+        options: Encoding options.
+        batches: Shapes compared in earlier runs of the same engine; None: start anew.
 
     Yields:
-        Each document, done, in the order given.
+        Each finished document, in the order given.
     """
     steps = _steps(corpus, refs, profile, options, batches)
     groups = ahead(list, steps.groups(map(steps.begin, refs)))
@@ -193,7 +192,7 @@ def _steps(
 
 
 def ahead(step: Callable[[T], R], items: Iterable[T], depth: int = AHEAD) -> Generator[R]:
-    """As ``map``, in a thread that runs ahead of the results' reader."""
+    """``map`` in a thread that runs ahead of the consumer."""
     queue: Queue[tuple[list[R], BaseException | None]] = Queue(depth)
     stopped = threading.Event()
 
@@ -220,7 +219,7 @@ def ahead(step: Callable[[T], R], items: Iterable[T], depth: int = AHEAD) -> Gen
 
 
 def _run(step: Callable[[T], R], items: Iterable[T], put: Callable[..., bool]) -> None:
-    """Put each result in a list of its own, an empty list at the end, or the error that ended it."""
+    """Queue each result as a list of one, then an empty list at the end or the error."""
     try:
         for item in items:
             if not put([step(item)]):

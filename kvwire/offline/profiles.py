@@ -1,4 +1,4 @@
-"""Profiles as files: fitted once from texts, shipped, and looked at."""
+"""Profiles as files: fit them from texts, and summarise them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileLevel:
-    """What a level of a profile is expected to lose on text like that of the fit.
+    """Expected loss of a level on text like that of the fit.
 
     Attributes:
-        name: The level's.
+        name: Name of the level.
         error: Attention-weighted squared error over energy.
-        kl: Mean KL divergence of the next token, in nats, as blobs predict it; None where it is not known.
+        kl: Mean KL divergence of the next token, in nats, as blobs predict it; None if not known.
     """
 
     name: str
@@ -39,17 +39,17 @@ class ProfileLevel:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """What a profile says of itself.
+    """Description of a profile.
 
     Attributes:
-        method: Of the lossy levels.
+        method: Method of the lossy levels.
         model: Name of the model.
-        revision: The model's.
-        prefix_layers: Layers that readers compute anew.
-        tokens: That it was fitted on; 0 where it does not say.
-        bytes: Of the file.
-        digest: Its name in stores, SHA-256 of the file.
-        levels: Coarsest first; empty where the fit did not measure any.
+        revision: Revision of the model.
+        prefix_layers: Layers that readers compute.
+        tokens: Tokens of the fit; 0 if not recorded.
+        bytes: Size of the file.
+        digest: SHA-256 of the file, its name in stores.
+        levels: Coarsest first; empty if the fit measured none.
     """
 
     method: str
@@ -63,10 +63,10 @@ class ProfileSummary:
 
 
 def fit_profile_file(engine: Engine, refs: Sequence[DocumentRef], coding: Coding) -> AnyProfile:
-    """Fit a profile on texts, as encoding them would; no store is needed.
+    """Fit a profile on texts, as encoding would, without a store.
 
     Args:
-        engine: Of the model.
+        engine: The model's.
         refs: The texts.
         coding: How documents will be encoded.
 
@@ -79,13 +79,13 @@ def fit_profile_file(engine: Engine, refs: Sequence[DocumentRef], coding: Coding
     """
     profile = prepare_profile(Corpus(engine, MemoryStore(), coding=coding), refs)
     if profile is None:
-        msg = f"a profile needs {LEAST_TOKENS} tokens of text at least, which were not found; give more texts"
+        msg = f"a profile needs at least {LEAST_TOKENS} tokens of text, which were not found; give more texts"
         raise ArgumentError(msg)
     return profile
 
 
 def summarise(profile: AnyProfile) -> ProfileSummary:
-    """Say what a profile is.
+    """Describe a profile.
 
     Args:
         profile: Of any kind.
@@ -107,7 +107,7 @@ def summarise(profile: AnyProfile) -> ProfileSummary:
 
 
 def _levels(profile: Profile | CacheGenProfile) -> Iterator[ProfileLevel]:
-    """What the fit noted of levels; files do not keep the order of notes, and may hold anything."""
+    """The fit's notes on levels; files do not keep their order, and may hold anything."""
     noted = [(error, note) for note, error in profile.notes.items() if note.startswith(ERROR_NOTE)]
     sound = ((float(error), note) for error, note in noted if _is_number(error) and error >= 0)
     for error, note in sorted(sound)[::-1]:

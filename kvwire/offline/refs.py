@@ -1,4 +1,4 @@
-"""Where the text of one document lies, what is wrong with it, and how it is read."""
+"""References to documents: where a text is, what is wrong with it, and how to read it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Kind: TypeAlias = Literal["text", "lines", "parquet", "dataset"]
 
 @dataclass(frozen=True)
 class DocumentRef:
-    """One document of a source; its text is read where it is encoded.
+    """One document of a source, read when it is encoded.
 
     Attributes:
         document_id: Its name in the catalog.
-        source: The file, object or dataset, as people name it.
-        kind: How it is read: a text file, a line of JSON, a row of Parquet or of a dataset.
+        source: The file, object or dataset, for messages.
+        kind: A text file, a line of JSON, a row of Parquet or of a dataset.
         name: Path of the file or folder, or the object's key.
         base: Address of the bucket that holds the object; empty for files.
         column: The text's field; empty for text files.
-        at: First byte of a line, or number of a row.
+        at: First byte of a line, or a row's number.
         size: Bytes of the file, the line or the text.
-        problem: Why it cannot be read, and what to do, as far as listing told.
+        problem: Why it cannot be read, and what to do, if listing found out.
     """
 
     document_id: str
@@ -43,24 +43,24 @@ class DocumentRef:
     problem: str = ""
 
     def to_json(self) -> str:
-        """One line of ASCII, whatever is in the names."""
+        """One line of ASCII; other characters are escaped."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> DocumentRef:
-        """Read ``to_json``.
+        """Parse ``to_json``.
 
         Args:
-            line: As it was written.
+            line: Its output.
 
         Returns:
-            The same.
+            The same reference.
         """
         return cls(**json.loads(line))
 
 
 class TextReader:
-    """Reads the texts of documents, one after another; files of rows stay open in between."""
+    """Reads documents' texts; files of rows stay open in between."""
 
     def read(self, ref: DocumentRef) -> str:
         """Read one text."""
@@ -72,11 +72,11 @@ class TextReader:
             return decoded_text(data, ref.source) if ref.kind == "text" else text_of_line(data, ref.column)
         from kvwire.offline import tables
 
-        found = (tables.parquet_text if ref.kind == "parquet" else tables.dataset_text)(ref.name, ref.column, ref.at)
-        if not isinstance(found, str):
+        text = (tables.parquet_text if ref.kind == "parquet" else tables.dataset_text)(ref.name, ref.column, ref.at)
+        if not isinstance(text, str):
             msg = f"row {ref.at} has no text in {ref.column!r}; fill it in or leave the row out"
             raise ArgumentError(msg)
-        return found
+        return text
 
 
 @lru_cache(maxsize=8)
@@ -87,22 +87,22 @@ def _open_bucket(address: str) -> Bucket:
 
 
 def object_of_line(line: bytes) -> dict[str, Any]:
-    """Read a line of JSON."""
+    """Parse a line of JSON."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         msg = f"the line is no JSON ({type(error).__name__}); correct it or leave it out"
         raise ArgumentError(msg) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         msg = "the line is no JSON object; write one object a line"
         raise ArgumentError(msg)
-    return found
+    return value
 
 
 def text_of_line(line: bytes, column: str) -> str:
-    """The text of a line of JSON."""
+    """The text field of a JSON line."""
     if not line:
-        msg = "the line is gone; run again, so that the file is listed anew"
+        msg = "the line is gone; run again, so that the file is listed again"
         raise NotFoundError(msg)
     text = object_of_line(line).get(column)
     if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Which documents sources hold: folders, globs, files of lines or rows, buckets, datasets. Texts are not kept."""
+"""Lists documents of sources: folders, globs, files of lines or rows, buckets, datasets. Texts are read later."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ROWS = ".parquet"
 def find_documents(sources: Sequence[str], *, text_column: str = "text", id_column: str = "id") -> list[DocumentRef]:
     """List the documents of sources.
 
-    A folder gives its .txt and .md files, at any depth; a glob whatever files it matches; .jsonl and .parquet files
-    a document a line or row; ``s3://bucket/prefix?endpoint=...`` its .txt, .md and .jsonl objects; a folder that
-    ``datasets`` saved its rows. A document's id is its path below the folder named, without its ending; of a line or
-    row the field ``id_column``, or the file's name and the row's number.
+    A folder gives its .txt and .md files, at any depth; a glob all files it matches; .jsonl and .parquet files a
+    document per line or row; ``s3://bucket/prefix?endpoint=...`` its .txt, .md and .jsonl objects; a folder saved by
+    ``datasets`` its rows. A document's id is its path below the folder, without its ending; for a line or row the field
+    ``id_column``, else the file's name and the row's number.
 
     Args:
         sources: The sources.
@@ -35,30 +35,30 @@ def find_documents(sources: Sequence[str], *, text_column: str = "text", id_colu
         id_column: The id's.
 
     Returns:
-        The documents, in the order of the sources and of names in each. Those that cannot be encoded under their name,
-        or whose id another document has, say so in ``problem``.
+        The documents, in the order of the sources and of names in each. Invalid names and duplicate ids are noted in
+        ``problem``.
 
     Raises:
-        NotFoundError: A source is not there, or there are no documents.
+        NotFoundError: A source does not exist, or there are no documents.
         ArgumentError: An extra is not installed, or a file of rows has no such column.
         StorageError: A file of rows or a bucket cannot be read.
     """
-    found: list[DocumentRef] = []
+    refs: list[DocumentRef] = []
     for source in sources:
-        found += _of_source(source, text_column, id_column)
-    if not found:
+        refs += _of_source(source, text_column, id_column)
+    if not refs:
         msg = (
             f"no documents in {', '.join(sources)}: name .txt, .md, .jsonl or .parquet files, or folders of text files"
         )
         raise NotFoundError(msg)
-    return list(_checked(found))
+    return list(_checked(refs))
 
 
-def _checked(found: Iterable[DocumentRef]) -> Iterator[DocumentRef]:
-    """The documents, each once; those with impossible names and taken ids with their problems."""
-    first: dict[str, DocumentRef] = {}
-    for ref in found:
-        other = first.setdefault(ref.document_id, ref)
+def _checked(refs: Iterable[DocumentRef]) -> Iterator[DocumentRef]:
+    """Drop repetitions, and note invalid names and duplicate ids."""
+    by_id: dict[str, DocumentRef] = {}
+    for ref in refs:
+        other = by_id.setdefault(ref.document_id, ref)
         if other is not ref:
             if (other.base, other.name, other.at) == (ref.base, ref.name, ref.at):
                 continue
@@ -98,10 +98,10 @@ def _of_source(source: str, text_column: str, id_column: str) -> Iterator[Docume
 
 
 def _of_file(file: Path, root: Path, text_column: str, id_column: str) -> Iterator[DocumentRef]:
-    """The documents of a file; one that cannot be listed is one document that says so."""
+    """The documents of a file; if listing fails, one document with the problem."""
     try:
         yield from _listed(file, root, text_column, id_column)
-    except OSError as error:  # StorageError is one, too
+    except OSError as error:  # includes StorageError
         why = str(error) if isinstance(error, KvwireError) else f"{file} cannot be read ({error.strerror}); check it"
         name = file.relative_to(root).with_suffix("").as_posix()
         yield DocumentRef(name, str(file), "text", str(file), problem=why)
@@ -120,21 +120,21 @@ def _listed(file: Path, root: Path, text_column: str, id_column: str) -> Iterato
 
 
 def _of_lines(first: DocumentRef, lines: Iterable[bytes], id_column: str) -> Iterator[DocumentRef]:
-    """A document a line; blank lines are none."""
-    at = 0
+    """A document per line that is not blank."""
+    offset = 0
     for number, line in enumerate(lines):
         if line.strip():
             named, problem = f"{first.document_id}/{number}", ""
             try:
-                given = object_of_line(line).get(id_column)
-                named = named if given is None or given == "" else str(given)
+                own_id = object_of_line(line).get(id_column)
+                named = named if own_id is None or own_id == "" else str(own_id)
                 text_of_line(line, first.column)
                 if len(line) > MOST_BYTES:
                     problem = f"the line is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
             except ArgumentError as error:
                 problem = str(error)
-            yield replace(first, document_id=named, at=at, size=len(line), problem=problem)
-        at += len(line)
+            yield replace(first, document_id=named, at=offset, size=len(line), problem=problem)
+        offset += len(line)
 
 
 def _of_rows(first: DocumentRef, rows: Sequence[tuple[str, int]]) -> Iterator[DocumentRef]:

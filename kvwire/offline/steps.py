@@ -1,4 +1,4 @@
-"""What is done with one document: read, tokenised, looked up, computed, coded, written. Each failure becomes a row."""
+"""The steps of one document: read, tokenise, look up, compute, code, write. Each failure becomes a row."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, KVCache
 
 _log = logging.getLogger("kvwire.offline")
-_UNFORESEEN = "run again with less at a time where memory is short; else the log tells where it happened"
+_UNFORESEEN = "run again with less at a time if memory is short; else see the log for where it happened"
 _MOST_STORE_FAILURES = 8
-"""In a row; then the store is not written to any more, and no model runs for nothing."""
+"""After so many in a row, the rest is not tried, so that the model does not run in vain."""
 _ADVICE = (
-    (StorageError, "look at the disk, the store and the network, then run again: what is done is skipped"),
+    (StorageError, "look at the disk, the store and the network, then run again: finished documents are skipped"),
     (NotFoundError, "put it back, then run again"),
     (MismatchError, "encode with the model and settings that the store was made with, or name another tenant"),
     (ArgumentError, "correct the document, then run again"),
@@ -43,14 +43,14 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What is encoded of the documents.
+    """Encoding options.
 
     Attributes:
-        force: Encode and write again even what seems to be there.
-        encode_after: Documents with fewer counted uses are kept as text; 0 encodes all.
-        index: Schemes of the indexes that are to find the documents.
-        refit: Fit a new profile on these documents, and encode again what has another one.
-        profile: File of the profile to use instead of fitting one, as ``Profile.data`` has it; empty for none.
+        force: Encode and write again what exists.
+        encode_after: Documents with fewer counted uses are stored as text; 0 encodes all.
+        index: Schemes of the indexes to add the documents to.
+        refit: Fit a new profile on these documents, and encode again those with another one.
+        profile: Content of a profile file (``Profile.data``) to use without a fit; empty for none.
     """
 
     force: bool = False
@@ -62,18 +62,18 @@ class RunOptions:
 
 @dataclass
 class Work:
-    """One document on its way.
+    """State of one document between steps.
 
     Attributes:
-        row: What is told of it; its status counts once ``is_done``.
-        is_done: Nothing is left to do.
-        encoded: What became of it, where this process encoded it or found it.
-        text: As it was read, until it is tokenised.
+        row: Its row; the status is valid once ``is_done``.
+        is_done: Whether no step is left.
+        encoded: The result, if this process encoded or found it.
+        text: Its text, until it is tokenised.
         document: Its tokens.
-        cache: Where it was computed with others.
-        computed: Until it is coded.
-        coded: Until it is written.
-        digest: Of its tokens, while others of the same wait for it.
+        cache: Its cache, if computed with others.
+        computed: Output of the model, until it is coded.
+        coded: The blob, until it is written.
+        digest: Digest of its tokens, while duplicates wait for it.
     """
 
     ref: DocumentRef
@@ -89,52 +89,52 @@ class Work:
 
 
 def failed_row(row: Row, error: Exception) -> Row:
-    """A row that tells an error."""
+    """A row for an error."""
     if not isinstance(error, KvwireError):
         _log.warning("%s could not be encoded", row.id, exc_info=error)
         return replace(row, status="failed", reason=f"{type(error).__name__}: {error}", advice=_UNFORESEEN)
-    reason, cut, advice = str(error).rpartition("; ")
-    if not cut:
+    reason, separator, advice = str(error).rpartition("; ")
+    if not separator:
         reason, advice = advice, next(words for kind, words in _ADVICE if isinstance(error, kind))
     return replace(row, status="failed", reason=reason, advice=advice)
 
 
 class DocumentSteps:
-    """The steps, in the order of ``front``, ``compute``, ``code``, ``write``; each may run in a thread of its own.
+    """The steps, in the order ``front``, ``compute``, ``code``, ``write``; each may run in a thread of its own.
 
-    A text that is on its way already under another name is waited for, and found then.
+    Duplicates of a text in progress wait for it, and are then found.
     """
 
     def __init__(
         self, corpus: Corpus, profile: AnyProfile | None, options: RunOptions, batches: Batches | None = None
     ) -> None:
-        """Keep the parts."""
+        """Check engine and options before any document."""
         self._encoder, self._profile, self._options = corpus.encoder(), profile, options
         self._indexes = self._encoder.indexes(options.index)
         self._reader, self._engine = TextReader(), self._encoder.engine
-        self._encoder.is_due("", options.encode_after)  # refuses what needs counted uses and has none
+        self._encoder.is_due("", options.encode_after)  # raises if uses are not counted
         if not self._engine.has_tokenizer:
-            self._engine.tokenize("")  # which tells what is missing
-        self._around: Any = None
-        self._on_their_way: set[str] = set()
+            self._engine.tokenize("")  # raises an error that names what is missing
+        self._neighbours: Any = None
+        self._in_progress: set[str] = set()
         self._is_stopped = False
-        self._moved = threading.Condition()
+        self._in_progress_changed = threading.Condition()
         self._store_failures = 0
         self._batches = batches or Batches(self._engine)
 
     def measure_neighbours(self, refs: Sequence[DocumentRef]) -> None:
-        """Read all documents, where deviations are wanted: each one's neighbours are all others."""
+        """Read all documents if deviations are measured: each one's neighbours are all others."""
         documents = [document for ref in refs if (document := self.read_document(ref)) is not None]
-        self._around = self._encoder.neighbours(documents)
+        self._neighbours = self._encoder.neighbours(documents)
 
     def read_document(self, ref: DocumentRef) -> Document | None:
-        """A document's tokens."""
+        """A document's tokens; None if reading fails."""
         work = self._through(self.begin(ref), self._read, self._tokenize)
         return None if work.is_done else work.document
 
     @staticmethod
     def begin(ref: DocumentRef) -> Work:
-        """A document of which nothing is done."""
+        """Start a document."""
         return Work(ref, Row(ref.document_id, ref.source))
 
     def front(self, work: Work) -> Work:
@@ -142,7 +142,7 @@ class DocumentSteps:
         return self._through(work, self._read, self._tokenize, self._look_up)
 
     def groups(self, works: Iterable[Work]) -> Iterator[list[Work]]:
-        """As ``front``; neighbours of one length are put together, as far as none waits for another of its group."""
+        """``front``, in groups of neighbours of one length, none of which duplicates another."""
         group: list[Work] = []
         for work in works:
             self._through(work, self._read, self._tokenize)
@@ -158,12 +158,12 @@ class DocumentSteps:
         return self._through(work, self._compute)
 
     def compute_group(self, works: list[Work]) -> list[Work]:
-        """Run the model over documents of one length, at once where that changes no bit."""
+        """Run the model over documents of one length, together if that changes no bit."""
         due, started = [work for work in works if not work.is_done], time.perf_counter()
         if self._encoder.is_prefill(self._profile):
             caches: Sequence[KVCache | None] = [None] * len(due)
-            with suppress(KvwireError):  # of one of them: alone, each tells its own
-                caches = self._batches.caches([_there(work.document).token_ids for work in due])
+            with suppress(KvwireError):  # run alone below, each reports its own error
+                caches = self._batches.caches([_required(work.document).token_ids for work in due])
             share = (time.perf_counter() - started) / max(1, len(due))
             for work, cache in zip(due, caches, strict=True):
                 work.cache, work.row = cache, replace(work.row, prefill_s=share if cache else 0.0)
@@ -178,10 +178,10 @@ class DocumentSteps:
         return self._through(work, self._write)
 
     def stop(self) -> None:
-        """End the wait for a text that never arrives."""
-        with self._moved:
+        """Release all that wait for duplicates."""
+        with self._in_progress_changed:
             self._is_stopped = True
-            self._moved.notify_all()
+            self._in_progress_changed.notify_all()
 
     def _through(self, work: Work, *steps: Callable[[Work], None]) -> Work:
         for step in steps:
@@ -204,20 +204,20 @@ class DocumentSteps:
             return False
         if work.row.tokens != group[0].row.tokens or work.row.tokens * (len(group) + 1) > MOST_TOKENS:
             return False
-        with self._moved:
-            return digest_tokens(work.document.token_ids) not in self._on_their_way
+        with self._in_progress_changed:
+            return digest_tokens(work.document.token_ids) not in self._in_progress
 
     def leave(self, work: Work) -> None:
-        """End the wait for a text that is encoded elsewhere, or not at all."""
-        with self._moved:
-            self._on_their_way.discard(work.digest)
+        """Release duplicates of a text that this process does not encode after all."""
+        with self._in_progress_changed:
+            self._in_progress.discard(work.digest)
             work.digest = ""
-            self._moved.notify_all()
+            self._in_progress_changed.notify_all()
 
     def _enter(self, digest: str) -> None:
-        with self._moved:
-            self._moved.wait_for(lambda: self._is_stopped or digest not in self._on_their_way)
-            self._on_their_way.add(digest)
+        with self._in_progress_changed:
+            self._in_progress_changed.wait_for(lambda: self._is_stopped or digest not in self._in_progress)
+            self._in_progress.add(digest)
 
     def _read(self, work: Work) -> None:
         work.text = self._reader.read(work.ref)
@@ -237,31 +237,31 @@ class DocumentSteps:
         work.row = replace(work.row, tokens=len(document.token_ids))
 
     def _look_up(self, work: Work) -> None:
-        document = _there(work.document)
+        document = _required(work.document)
         if self._store_failures >= _MOST_STORE_FAILURES:
-            msg = f"not tried: the store failed {self._store_failures} times in a row before; see to it and run again"
+            msg = f"not tried: the store failed {self._store_failures} times in a row before; check it and run again"
             raise StorageError(msg)
         digest = digest_tokens(document.token_ids)
         self._enter(digest)
         work.digest = digest
-        found = None if self._options.force else self._encoder.known(document, self._profile)
-        if found is None and not self._encoder.is_due(document.document_id, self._options.encode_after):
-            found = self._encoder.keep_text(document)
-        if found is not None:
-            self._finish(work, found)
+        known = None if self._options.force else self._encoder.known(document, self._profile)
+        if known is None and not self._encoder.is_due(document.document_id, self._options.encode_after):
+            known = self._encoder.keep_text(document)
+        if known is not None:
+            self._finish(work, known)
 
     def _compute(self, work: Work) -> None:
-        work.computed = self._encoder.compute(_there(work.document), self._profile, self._around, work.cache)
+        work.computed = self._encoder.compute(_required(work.document), self._profile, self._neighbours, work.cache)
         work.cache = None
 
     def _code(self, work: Work) -> None:
-        work.coded = self._encoder.code(_there(work.computed), self._profile)
+        work.coded = self._encoder.code(_required(work.computed), self._profile)
         work.computed = None
 
     def _write(self, work: Work) -> None:
-        blob, info = _there(work.coded)
+        blob, info = _required(work.coded)
         try:
-            entry = self._encoder.write(_there(work.document), blob, info, self._profile)
+            entry = self._encoder.write(_required(work.document), blob, info, self._profile)
             row = work.row
             encoded = Encoded(entry, info, skipped=False, encode_s=row.prefill_s + row.encode_s)
             self._finish(work, encoded)
@@ -273,11 +273,11 @@ class DocumentSteps:
     def _finish(self, work: Work, encoded: Encoded) -> None:
         if not encoded.entry.is_text:
             for each in self._indexes:
-                ids = _there(work.document).token_ids
+                ids = _required(work.document).token_ids
                 opening = self._encoder.opening(encoded)
                 each.add(encoded.entry, ids, is_new=not encoded.skipped, opening=opening)
         work.is_done, work.encoded, work.coded = True, encoded, None
-        work.row = told(work.row, encoded)
+        work.row = stored_row(work.row, encoded)
         self.leave(work)
 
 
@@ -287,8 +287,8 @@ _PARTS = {
 }  # fmt: skip
 
 
-def told(row: Row, encoded: Encoded) -> Row:
-    """A row that tells what the store holds of a document."""
+def stored_row(row: Row, encoded: Encoded) -> Row:
+    """A row for a stored document."""
     entry, info = encoded.entry, encoded.blob
     if info is None:
         return replace(row, status="kept as text", tokens=entry.tokens)
@@ -303,8 +303,8 @@ def told(row: Row, encoded: Encoded) -> Row:
     )  # fmt: skip
 
 
-def _there(found: Any) -> Any:  # noqa: ANN401 - what an earlier step left
-    if found is None:
-        msg = "a step was run before the one that it needs: run front, compute, code and write in this order"
+def _required(value: Any) -> Any:  # noqa: ANN401 - what an earlier step left
+    if value is None:
+        msg = "a step is missing before this one: run front, compute, code and write in this order"
         raise ArgumentError(msg)
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""Documents that are rows: of Parquet files and of Hugging Face datasets on disk. pyarrow and datasets are extras."""
+"""Documents in rows of Parquet files and Hugging Face datasets on disk. pyarrow and datasets are extras."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _DATASET_FILES = ("state.json", "dataset_dict.json")
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder holds what ``datasets`` saved with ``save_to_disk``."""
+    """Whether ``save_to_disk`` of ``datasets`` made a folder."""
     return any((folder / name).is_file() for name in _DATASET_FILES)
 
 
 def parquet_rows(path: str, column: str, id_column: str) -> list[tuple[str, int]]:
-    """List the rows of a Parquet file; texts are measured and dropped."""
+    """List the rows of a Parquet file with their texts' sizes."""
     file = _parquet(path)
     names = file.schema_arrow.names
     _check_column(column, names, path)
-    wanted = [column, id_column] if id_column in names else [column]
-    found: list[tuple[str, int]] = []
-    for batch in file.iter_batches(columns=wanted):
-        found += _listed(batch, column, id_column)
-    return found
+    columns = [column, id_column] if id_column in names else [column]
+    rows: list[tuple[str, int]] = []
+    for batch in file.iter_batches(columns=columns):
+        rows += _listed(batch, column, id_column)
+    return rows
 
 
 def parquet_text(path: str, column: str, row: int) -> Any:  # noqa: ANN401 - whatever the file holds
-    """Read the text of one row; the row group that was read last is kept."""
+    """Read the text of one row; caches the last row group."""
     file, group, first = _parquet(path), 0, 0
     while group < file.num_row_groups and row >= first + file.metadata.row_group(group).num_rows:
         first += file.metadata.row_group(group).num_rows
         group += 1
     if group == file.num_row_groups:
-        msg = f"{path} has no row {row} any more; run again, so that the file is listed anew"
+        msg = f"{path} has no row {row} any more; run again, so that the file is listed again"
         raise NotFoundError(msg)
     return _row_group(path, column, group)[row - first].as_py()
 
@@ -47,8 +47,8 @@ def dataset_rows(folder: str, split: str, column: str, id_column: str) -> list[t
     """List the rows of a dataset on disk."""
     data = _dataset(folder, split)
     _check_column(column, data.column_names, folder)
-    wanted = [column, id_column] if id_column in data.column_names else [column]
-    return _listed(data.select_columns(wanted).with_format("arrow")[:], column, id_column)
+    columns = [column, id_column] if id_column in data.column_names else [column]
+    return _listed(data.select_columns(columns).with_format("arrow")[:], column, id_column)
 
 
 def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - whatever the dataset holds
@@ -57,14 +57,14 @@ def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
     try:
         return _dataset(folder, split)[row][column]
     except IndexError as error:
-        msg = f"{folder} has no row {row} any more; run again, so that it is listed anew"
+        msg = f"{folder} has no row {row} any more; run again, so that it is listed again"
         raise NotFoundError(msg) from error
 
 
 def splits(folder: str) -> list[str]:
-    """Names of a dataset's splits; one empty name where it has none."""
-    found = _loaded(folder)
-    return sorted(found) if isinstance(found, dict) else [""]
+    """Names of a dataset's splits; one empty name if it has none."""
+    data = _loaded(folder)
+    return sorted(data) if isinstance(data, dict) else [""]
 
 
 def _check_column(column: str, names: list[str], where: str) -> None:
@@ -117,8 +117,8 @@ def _row_group(path: str, column: str, group: int) -> Any:  # noqa: ANN401 - pya
 
 
 def _dataset(folder: str, split: str) -> Any:  # noqa: ANN401 - datasets is optional
-    found = _loaded(folder)
-    return found[split] if split else found
+    data = _loaded(folder)
+    return data[split] if split else data
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""Ray's stage of vLLM, which also waits until each document is in the store, or why it is not is known."""
+"""Ray's vLLM stage, extended to wait until each document is stored or has failed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 OUTCOME = "outcome"
 _POLL_S = 0.05
 _LOST_S = 60.0
-"""From when on vLLM's workers have nothing to save, and have not told of a document that was computed."""
+"""Seconds without any save in vLLM's workers, after which a missing outcome counts as lost."""
 
 
 class Outcomes:
-    """What vLLM's workers told, for those who wait for their own documents."""
+    """Outcomes from vLLM's workers, by document."""
 
     def __init__(self, ask: Any, *, lost_s: float = _LOST_S) -> None:  # noqa: ANN401 - of vLLM's engine
-        """Ask nothing yet."""
+        """Set up; polls only while documents wait."""
         self._ask, self._lost_s = ask, lost_s
         self._done: dict[str, dict[str, Any]] = {}
         self._asking = asyncio.Lock()
         self._asked, self._busy = 0.0, time.monotonic()
 
     async def of(self, document: str) -> dict[str, Any]:
-        """Wait for a document."""
+        """Wait for a document's outcome."""
         began = time.monotonic()
         while document not in self._done:
             await self._look()
@@ -35,41 +35,41 @@ class Outcomes:
         return self._done.pop(document)
 
     async def _look(self) -> None:
-        """Ask, unless that was just done."""
+        """Poll the workers, unless another waiter just did."""
         async with self._asking:
             if time.monotonic() - self._asked < _POLL_S / 2:
                 return
             answers = await self._ask("kvwire_outcomes")
             self._asked = time.monotonic()
             for answer in answers:
-                self._done |= {told["document"]: told for told in answer["done"]}
+                self._done |= {outcome["document"]: outcome for outcome in answer["done"]}
                 if answer["under_way"] or answer["done"]:
                     self._busy = self._asked
 
 
-def telling(base: type) -> type:
-    """A stage that does what Ray's does, and tells what became of each document."""
+def with_outcomes(base: type) -> type:
+    """Extend Ray's stage by each document's outcome."""
 
-    class TellingStage(base):  # type: ignore[misc]
+    class OutcomeStage(base):  # type: ignore[misc]
         async def udf(self, batch: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - Ray's
-            at = self.IDX_IN_BATCH_COLUMN
-            names = {row[at]: json.loads(row["row"])["id"] for row in batch}
+            index = self.IDX_IN_BATCH_COLUMN
+            names = {row[index]: json.loads(row["row"])["id"] for row in batch}
             if not hasattr(self, "outcomes"):
                 self.outcomes = Outcomes(self.llm.engine.collective_rpc)
             async for answer in super().udf(batch):
-                said = {"prefill_s": prefill_s(answer), "encode_s": 0.0, "error": "", "message": ""}
+                result = {"prefill_s": prefill_s(answer), "encode_s": 0.0, "error": "", "message": ""}
                 if problem := answer.get("__inference_error__", ""):
-                    said |= {"error": "vLLM", "message": f"vLLM did not compute it: {problem}"}
+                    result |= {"error": "vLLM", "message": f"vLLM did not compute it: {problem}"}
                 else:
-                    told = await self.outcomes.of(names[answer[at]])
-                    said |= {name: told[name] for name in ("encode_s", "error", "message")}
-                yield {at: answer[at], OUTCOME: json.dumps(said), "__inference_error__": ""}
+                    outcome = await self.outcomes.of(names[answer[index]])
+                    result |= {name: outcome[name] for name in ("encode_s", "error", "message")}
+                yield {index: answer[index], OUTCOME: json.dumps(result), "__inference_error__": ""}
 
-    return TellingStage
+    return OutcomeStage
 
 
 def prefill_s(answer: dict[str, Any]) -> float:
-    """Seconds of the model, as far as vLLM tells: from the prompt's first step to its token."""
+    """Seconds of the model, from vLLM's metrics: from the prompt's first step to its token."""
     times = answer.get("metrics") or {}
     began, ended = float(times.get("scheduled_ts") or 0.0), float(times.get("first_token_ts") or 0.0)
     return max(0.0, ended - began if began else float(answer.get("time_taken_llm") or 0.0))

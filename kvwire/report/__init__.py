@@ -1,4 +1,4 @@
-"""What a store holds, and what it is good for, as one page of HTML."""
+"""Report on a store's content and benefit, as one HTML page."""
 
 from typing import TYPE_CHECKING
 

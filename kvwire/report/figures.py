@@ -1,4 +1,4 @@
-"""Drawings of the report, as SVG whose colours follow the page's."""
+"""Drawings of the report, as SVG in the page's colours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _GRID = "#010203", "#040506"
-"""Stand for the page's variables: no series has these colours."""
+"""Placeholders for the page's CSS variables; no series uses these colours."""
 _SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#7F7F7F")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 4)))
 _MARKS = ("o", "s", "^", "D", "v", "x")
@@ -29,22 +29,22 @@ _GIGA = 1000
 
 
 class Drawing:
-    """One picture.
+    """One figure.
 
     Attributes:
-        axes: To be drawn into.
-        svg: The picture, once the ``with`` block of ``drawing`` is over.
+        axes: Axes to draw on.
+        svg: The figure, set when the ``with`` block of ``drawing`` ends.
     """
 
     def __init__(self, axes: Axes) -> None:
-        """Take the axes."""
+        """Take the axes; ``drawing`` sets the SVG."""
         self.axes = axes
         self.svg = ""
 
 
 @contextmanager
 def drawing(title: str, words: str, height: float = 3.2) -> Iterator[Drawing]:
-    """Make a picture; ``svg`` is there behind the block."""
+    """Make a figure; ``svg`` is set after the block."""
     settings: dict[Any, Any] = {  # matplotlib types each name
         "svg.fonttype": "none", "svg.hashsalt": title, "text.parse_math": False, "font.size": 10,
         "font.family": "sans-serif", "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _GRID,
@@ -64,7 +64,7 @@ def drawing(title: str, words: str, height: float = 3.2) -> Iterator[Drawing]:
 
 
 def _inline(svg: str, title: str, words: str) -> str:
-    """An SVG file as part of a page: no prologue, no size of its own, a name, and the page's colours."""
+    """Turn an SVG file into a page element: no prologue, no fixed size, a label, and the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = svg.replace(_INK, "var(--ink)").replace(_GRID, "var(--line)")
@@ -78,9 +78,9 @@ def bars(
     title: str, names: Sequence[str], values: Sequence[float], what: str, *, sideways: bool = False, words: str = ""
 ) -> str:
     """Draw a bar for each name."""
-    told = words or "; ".join(f"{name}: {value:,.4g}" for name, value in zip(names, values, strict=True))
+    description = words or "; ".join(f"{name}: {value:,.4g}" for name, value in zip(names, values, strict=True))
     height = max(1.2, 0.6 + 0.32 * len(names)) if sideways else 2.6
-    with drawing(title, told, height) as made:
+    with drawing(title, description, height) as made:
         places = range(len(names))
         if sideways:
             made.axes.barh(places, values, color=_SERIES[0], height=0.7)
@@ -105,11 +105,11 @@ def curves(
     *,
     to_words: Callable[[float], str] = "{:g}".format,
 ) -> str:
-    """Draw lines over logarithmic axes; each has a colour, a dash and a mark of its own."""
-    told = "; ".join(
+    """Draw lines over logarithmic axes; each has its own colour, dash and marker."""
+    description = "; ".join(
         f"{name}: {ys[0]:.3g} at the left end, {ys[-1]:.3g} at the right" for name, (_, ys) in series.items()
     )
-    with drawing(title, f"{y} over {x}. {told}", 3.6) as made:
+    with drawing(title, f"{y} over {x}. {description}", 3.6) as made:
         for number, (name, (xs, ys)) in enumerate(series.items()):
             look = number % len(_SERIES)
             made.axes.plot(
@@ -128,6 +128,6 @@ def curves(
 
 
 def in_bits(megabits: float) -> str:
-    """A bandwidth as people say it."""
+    """A bandwidth with a unit."""
     rounded = float(f"{megabits:.3g}")
     return f"{rounded / _GIGA:g} Gbit/s" if rounded >= _GIGA else f"{rounded:g} Mbit/s"

@@ -1,4 +1,4 @@
-"""When the first token of a prompt comes, over the bandwidth of the link: kvwire, and what else there is."""
+"""Time to first token over the link's bandwidth: kvwire and its alternatives."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class FirstTokens:
     """Seconds to the first token.
 
     Attributes:
-        documents: Ids of the prompt's, in order.
-        tokens: Of these.
+        documents: Ids of the prompt's documents, in order.
+        tokens: Their total length.
         query_tokens: Length of the question.
-        rtt_s: Seconds of a round trip.
-        engine: What computes, in words.
+        rtt_s: Round-trip time in seconds.
+        engine: Name of the engine.
         bandwidths: Bytes per second.
-        ways: By name: seconds at each bandwidth; ``kvwire`` first.
+        ways: Seconds at each bandwidth, by name; ``kvwire`` first.
     """
 
     documents: tuple[str, ...]
@@ -49,18 +49,18 @@ def first_tokens(
     bandwidths: Sequence[float] = BANDWIDTHS,
     on_progress: Callable[[int], None] | None = None,
 ) -> FirstTokens:
-    """Simulate a prompt over links of some bandwidths.
+    """Simulate a prompt over links of several bandwidths.
 
     Args:
         names: Of the documents, in prompt order.
-        situation: Holds the documents, what computing costs, and the time to a first byte. Both count as known, as
-            they are after some loads: what hedges against them is not what the links are compared by.
-        engine: What computes, in words.
+        situation: The documents, computing costs, and time to first byte. Both count as certain, as after some loads:
+            links are compared without hedging.
+        engine: Name of the engine.
         bandwidths: Bytes per second.
         on_progress: Called with 1 for each bandwidth.
 
     Returns:
-        The seconds, by way; a way that cannot be had at every bandwidth is left out.
+        The seconds by way; ways that fail at some bandwidth are left out.
 
     Raises:
         ArgumentError: A document has neither text nor a blob.

@@ -1,4 +1,4 @@
-"""The report as one page of HTML: nothing is fetched, nothing runs."""
+"""The report as one HTML page, without network access or scripts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def write_page(survey: Survey, first: FirstTokens | None = None, hint: str = "")
     """Write the report.
 
     Args:
-        survey: What was found in the store.
-        first: When first tokens come; None: the machine was not named.
-        hint: How to have that told, where it is not.
+        survey: The store's survey.
+        first: Times to first token; None: no machine was given.
+        hint: Shown in their place: how to get them.
 
     Returns:
-        HTML, whole and on its own.
+        A complete HTML page.
     """
     parts = [_summary(survey)]
     parts += [_config(number, each) for number, each in enumerate(survey.configs)]
@@ -36,7 +36,7 @@ def write_page(survey: Survey, first: FirstTokens | None = None, hint: str = "")
     title = f"kvwire: {survey.store}"
     header = (
         f'<h1>{as_text(survey.store)}</h1><p class="soft">Looked through on {when} in {survey.seconds:.1f} s by '
-        f"kvwire {as_text(__version__)}; of blobs, sampled headers alone were read.</p>"
+        f"kvwire {as_text(__version__)}; of blobs, only sampled headers were read.</p>"
     )
     footer = "Bytes are counted in thousands. Tenants are shown by their salted names."
     return whole_page(title, header, "".join(parts), footer)
@@ -61,44 +61,44 @@ def _summary(survey: Survey) -> str:
     )
     if all(each.is_sound for each in configs):
         return summary + "<p>No entry is damaged, and every document's blob is there.</p>\n"
-    return summary + '<p class="bad">Something is wrong; see below what, and what to do.</p>\n'
+    return summary + '<p class="bad">There are problems; see below what to do.</p>\n'
 
 
-def _config(number: int, found: ConfigSurvey) -> str:
-    name = found.model_id or "a model without a record"
-    window = f", window of {found.window:,} tokens" if found.window else ""
+def _config(number: int, config: ConfigSurvey) -> str:
+    name = config.model_id or "a model without a record"
+    window = f", window of {config.window:,} tokens" if config.window else ""
     parts = [
         f'<section aria-labelledby="c{number}"><h2 id="c{number}">{as_text(name)}</h2>\n',
-        f'<p class="soft">Tenant {as_text(found.tenant)}, configuration {as_text(found.config)}{window}.</p>\n',
+        f'<p class="soft">Tenant {as_text(config.tenant)}, configuration {as_text(config.config)}{window}.</p>\n',
         facts(
             [
-                ("documents", f"{found.documents:,}"),
-                ("kept as text alone", f"{found.texts_only:,}"),
-                ("tokens", f"{found.tokens:,}"),
-                ("bytes", in_bytes(found.bytes)),
+                ("documents", f"{config.documents:,}"),
+                ("stored as text only", f"{config.texts_only:,}"),
+                ("tokens", f"{config.tokens:,}"),
+                ("bytes", in_bytes(config.bytes)),
             ]
         ),
-        _health(found),
-        _levels(found),
-        _sample(found),
-        _lengths(found),
-        _ages(found),
-        _objects(found),
+        _health(config),
+        _levels(config),
+        _sample(config),
+        _lengths(config),
+        _ages(config),
+        _objects(config),
         "</section>\n",
     ]
     return "".join(parts)
 
 
-def _health(found: ConfigSurvey) -> str:
-    told = (
-        ("entries that cannot be read", found.damaged, "encode these documents again, or give their key with --keys"),
-        ("documents whose blob is gone", found.missing, "readers compute them from text; encode them again"),
-        ("headers that cannot be read", found.unread, "run kvwire store verify, and encode them again"),
-        ("objects of no known kind", found.unknown, "a later kvwire wrote them, or they are not kvwire's"),
-        ("blobs that no document names", found.unnamed, "kvwire store gc takes those that are old"),
+def _health(config: ConfigSurvey) -> str:
+    checks = (
+        ("entries that cannot be read", config.damaged, "encode these documents again, or give their key with --keys"),
+        ("documents whose blob is gone", config.missing, "readers compute them from text; encode them again"),
+        ("headers that cannot be read", config.unread, "run kvwire store verify, and encode them again"),
+        ("objects of no known kind", config.unknown, "a later kvwire wrote them, or they are not kvwire's"),
+        ("blobs that no document names", config.unnamed, "kvwire store gc deletes old ones"),
     )
-    out = [_wrong(what, wrong, advice) for what, wrong, advice in told if wrong.count]
-    return "<h3>What is not as it should be</h3>\n" + "".join(out) if out else ""
+    out = [_wrong(what, wrong, advice) for what, wrong, advice in checks if wrong.count]
+    return "<h3>Problems</h3>\n" + "".join(out) if out else ""
 
 
 def _wrong(what: str, wrong: Wrong, advice: str) -> str:
@@ -108,17 +108,17 @@ def _wrong(what: str, wrong: Wrong, advice: str) -> str:
     return f"<p><strong>{wrong.count:,} {what}</strong>{size}: {as_text(advice)}.</p><ul>{items}{more}</ul>\n"
 
 
-def _levels(found: ConfigSurvey) -> str:
-    if not found.levels:
+def _levels(config: ConfigSurvey) -> str:
+    if not config.levels:
         return ""
     rows = []
-    for name, total in found.levels.items():
+    for name, total in config.levels.items():
         by_token = total.bytes / max(1, total.tokens)
         kl = _mean(
-            [level.predicted_kl for info in found.sample.values() for level in info.levels if level.name == name]
+            [level.predicted_kl for info in config.sample.values() for level in info.levels if level.name == name]
         )
         bits = _mean(
-            [level.bits_per_element for info in found.sample.values() for level in info.levels if level.name == name]
+            [level.bits_per_element for info in config.sample.values() for level in info.levels if level.name == name]
         )
         rows.append(
             (
@@ -127,10 +127,10 @@ def _levels(found: ConfigSurvey) -> str:
             )
         )  # fmt: skip
     svg = bars(
-        "Bytes to fetch for each level", list(found.levels),
-        [total.bytes / max(1, total.tokens) for total in found.levels.values()], "bytes a token", sideways=True,
+        "Bytes to fetch for each level", list(config.levels),
+        [total.bytes / max(1, total.tokens) for total in config.levels.values()], "bytes a token", sideways=True,
     )  # fmt: skip
-    caption = f"Levels, coarsest first; bits and KL divergence: means of {len(found.sample)} sampled documents"
+    caption = f"Levels, coarsest first; bits and KL divergence: means of {len(config.sample)} sampled documents"
     head = ("level", "documents", "bytes to fetch", "bytes a token", "bits a number", "expected KL, nats")
     return "<h3>Bytes by level</h3>\n" + table(caption, head, rows) + _figure(svg)
 
@@ -140,23 +140,23 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _sample(found: ConfigSurvey) -> str:
-    """Rate against distortion of the sampled documents."""
+def _sample(config: ConfigSurvey) -> str:
+    """Plot rate against distortion of the sampled documents."""
     series: dict[str, tuple[list[float], list[float]]] = {}
-    for document, info in _spread(list(found.sample.items())):
+    for document, info in _spread(list(config.sample.items())):
         points = _points(info)
         if len(points) > 1:
             series[document[:32]] = [bits for bits, _ in points], [error for _, error in points]
     if not series:
         return ""
-    measured = all(level.predicted_kl is not None for info in found.sample.values() for level in info.levels)
+    measured = all(level.predicted_kl is not None for info in config.sample.values() for level in info.levels)
     y = "expected KL divergence, nats" if measured else "relative error"
     svg = curves("Rate and distortion of sampled documents", series, "bits a number", y)
     return "<h3>Rate and distortion</h3>\n" + _figure(svg)
 
 
 def _spread(items: Sequence[tuple[str, BlobInfo]]) -> list[tuple[str, BlobInfo]]:
-    """Five of them at most, from the shortest document to the longest."""
+    """Select five at most, evenly from shortest to longest."""
     most = 5
     if len(items) <= most:
         return list(items)
@@ -172,18 +172,18 @@ def _points(info: BlobInfo) -> list[tuple[float, float]]:
     return sorted(found)
 
 
-def _lengths(found: ConfigSurvey) -> str:
-    if not found.lengths:
+def _lengths(config: ConfigSurvey) -> str:
+    if not config.lengths:
         return ""
-    first, last = min(found.lengths), max(found.lengths)
+    first, last = min(config.lengths), max(config.lengths)
     names = [f"{low:,}" for low, _ in pairwise(2**power for power in range(first, last + 2))]
-    counts = [found.lengths[power] for power in range(first, last + 1)]
+    counts = [config.lengths[power] for power in range(first, last + 1)]
     svg = bars("Documents by length", names, counts, "documents")
-    return "<h3>Lengths: documents of so many tokens or more</h3>\n" + _figure(svg)
+    return "<h3>Documents by length, in tokens (at least)</h3>\n" + _figure(svg)
 
 
-def _ages(found: ConfigSurvey) -> str:
-    known = {day: count for day, count in found.ages.items() if day >= 0}
+def _ages(config: ConfigSurvey) -> str:
+    known = {day: count for day, count in config.ages.items() if day >= 0}
     if not known:
         return ""
     edges = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -193,14 +193,14 @@ def _ages(found: ConfigSurvey) -> str:
             names.append(f"{low} d")
             counts.append(sum(count for day, count in known.items() if low <= day < high))
     svg = bars("Blobs by age", names, counts, "blobs")
-    return "<h3>Age: blobs so many days old or more</h3>\n" + _figure(svg)
+    return "<h3>Blobs by age, in days (at least)</h3>\n" + _figure(svg)
 
 
-def _objects(found: ConfigSurvey) -> str:
-    rows = [(name, f"{total.documents:,}", in_bytes(total.bytes)) for name, total in found.objects.items()]
+def _objects(config: ConfigSurvey) -> str:
+    rows = [(name, f"{total.documents:,}", in_bytes(total.bytes)) for name, total in config.objects.items()]
     rows += [
         (f"profile {digest[:12] or 'inside the blob'}", f"{count:,} documents", "")
-        for digest, count in found.profiles.most_common(8)
+        for digest, count in config.profiles.most_common(8)
     ]
     return "<h3>Objects</h3>\n" + table("What is there besides the catalog", ("kind", "number", "bytes"), rows)
 

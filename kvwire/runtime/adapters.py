@@ -1,4 +1,4 @@
-"""Which corpus is opened for an engine that is configured by names and values, such as vLLM and LMCache."""
+"""Opens corpora for adapters that are configured by names and values, such as vLLM's and LMCache's."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSettings:
-    """A store, a tenant and a model, under the names that users give them.
+    """A store, a tenant and a model, by their names in users' settings.
 
     Attributes:
         store: Address of the store.
-        model: Name of the model in the store's record, or first digits of its revision; empty where there is one.
+        model: Model name in the store's record, or first digits of its revision; empty if there is only one.
         token: Bearer token of http stores.
-        tenant: Whose documents.
+        tenant: Owner of the documents.
         salt: The deployment's secret.
         keys: File of master keys.
-        cache: Folder of a cache before the store.
-        cache_size: Of that folder.
-        memory_size: Of a cache in memory.
+        cache: Folder of a cache in front of the store.
+        cache_size: Size of that folder.
+        memory_size: Size of a cache in memory.
     """
 
     store: str
@@ -64,15 +64,15 @@ _TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings(CorpusSettings):
-    """Settings of an adapter, those of its corpus included.
+    """Settings of an adapter and its corpus.
 
     Attributes:
         served_as: The engine's name of the model; empty: the name in the store's record.
-        chunk_tokens: Tokens of a chunk, as the engine hashes them.
-        level: What is served: ``lossless``, ``finest`` (of those that are not), or the name or index of a level.
+        chunk_tokens: Tokens per hashed chunk of the engine.
+        level: Level to serve: ``lossless``, ``finest`` (of the lossy ones), or a level's name or index.
         cache_salt: Serve only requests with this salt; None: only those without one.
-        cpu_block: Tokens of vLLM's blocks, where vLLM runs on a processor in float32; else 0.
-        lossy_for_all: Serve a level that is not lossless to all requests that begin with a document.
+        cpu_block: Tokens per block of vLLM on a processor in float32; else 0.
+        lossy_for_all: Serve a lossy level to all requests that begin with a document.
     """
 
     chunk_tokens: int
@@ -83,19 +83,21 @@ class ChunkSettings(CorpusSettings):
     lossy_for_all: bool = False
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], chunk_tokens: int, *, salted: bool) -> ChunkSettings:
-        """Read an adapter's parameters."""
-        known = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
-        if unknown := sorted(set(given) - set(known)):
-            msg = f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(known)}"
+    def read(cls, parameters: Mapping[str, Any], chunk_tokens: int, *, salted: bool) -> ChunkSettings:
+        """Parse an adapter's parameters."""
+        names = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
+        if unknown := sorted(set(parameters) - set(names)):
+            msg = f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(names)}"
             raise ArgumentError(msg)
-        if wrong := [name for name in _TEXTS if given.get(name) is not None and not isinstance(given[name], str)]:
+        if wrong := [
+            name for name in _TEXTS if parameters.get(name) is not None and not isinstance(parameters[name], str)
+        ]:
             msg = f"kvwire's adapter: {wrong[0]} is a text"
             raise ArgumentError(msg)
-        if not given.get("store"):
+        if not parameters.get("store"):
             msg = 'name the store of the documents: {"store": "file:///folder"}'
             raise ArgumentError(msg)
-        settings = cls(**{"chunk_tokens": chunk_tokens, **given})
+        settings = cls(**{"chunk_tokens": chunk_tokens, **parameters})
         if type(settings.level) not in (int, str) or type(settings.lossy_for_all) is not bool:
             msg = "kvwire's adapter: level is a name or an index of a level, lossy_for_all is true or false"
             raise ArgumentError(msg)
@@ -106,7 +108,7 @@ class ChunkSettings(CorpusSettings):
         return settings
 
     def check_pollution(self, *, salted: bool) -> None:
-        """Refuse to give caches that are not exact to requests that did not ask for them."""
+        """Refuse to serve inexact caches to requests that did not ask for them."""
         if self.level == LOSSLESS or self.cache_salt or self.lossy_for_all:
             return
         way = 'give "cache_salt", which requests then send, or ' if salted else ""
@@ -125,7 +127,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uniform(meta: CacheMeta) -> tuple[int, int]:
-    """Key-value heads and dimension of a model whose layers are all alike."""
+    """KV heads and dimension of a model with uniform layers."""
     shapes = {(spec.kv_heads, spec.key_dim, spec.value_dim, spec.kind, spec.value_rope) for spec in meta.layers}
     plain = [shape for shape in shapes if shape[1] == shape[2] and shape[3:] == ("full", None)]
     if len(shapes) != 1 or not plain:
@@ -138,7 +140,7 @@ def uniform(meta: CacheMeta) -> tuple[int, int]:
 
 
 def heads_of(kv_heads: int, workers: int, worker: int) -> slice:
-    """The key-value heads of one of several tensor-parallel workers, which share them where there are fewer heads."""
+    """KV heads of a tensor-parallel worker; workers share heads if there are fewer."""
     if not 0 <= worker < workers or (kv_heads % workers and workers % kv_heads):
         msg = f"{kv_heads} key-value heads cannot be divided among {workers} workers"
         raise ArgumentError(msg)

@@ -1,4 +1,4 @@
-"""Chunks of documents by their chained hashes, for caches that know nothing else of a prompt."""
+"""Reads chunks of documents by chained hash, for caches that know nothing else of a prompt."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvwire")
 GROUP = 16
-"""Hashes that are looked up at the same time; of a prompt's first chunk it is one, since most prompts have none."""
+"""Hashes looked up at once; a prompt's first chunk goes alone, since most prompts have none stored."""
 _READERS = 8
 _HITS, _BLOBS, _TOLD, _LOOKED_AT = 1 << 16, 64, 256, 64
 
 
 class Troubles:
-    """Says what goes wrong, each thing once."""
+    """Logs each problem once."""
 
     def __init__(self, tell: Callable[[str], None] = log.warning) -> None:
-        """Nothing was said yet."""
+        """Start with nothing logged."""
         self._tell, self._told, self._lock = tell, set[str](), Lock()
         self.count = 0
 
     def tell(self, trouble: str) -> None:
-        """Say it, unless it was said before."""
+        """Log a problem, unless it was logged before."""
         with self._lock:
             self.count += 1
             is_new = trouble not in self._told and len(self._told) < _TOLD
@@ -56,7 +56,7 @@ class Troubles:
 
 @dataclass(frozen=True, eq=False)
 class _Blob:
-    """A blob whose header was read, plain and as it is stored, with the level to serve."""
+    """A blob with a parsed header, as plain and as stored bytes, and the level to serve."""
 
     document: CatalogEntry
     reader: BlobReader
@@ -67,15 +67,15 @@ class _Blob:
 
 
 class ChunkReader:
-    """Reads chunks of one model's documents at one level. Whatever goes wrong is a miss. Any number of threads.
+    """Reads chunks of one model's documents at one level; every failure is a miss. Thread-safe.
 
     Attributes:
-        corpus: The documents'.
-        troubles: What went wrong, in words, goes there.
+        corpus: Corpus of the documents.
+        troubles: Logs what goes wrong.
     """
 
     def __init__(self, corpus: Corpus, scheme: str, settings: ChunkSettings, troubles: Troubles | None = None) -> None:
-        """Read nothing yet."""
+        """Do not read yet."""
         self.corpus, self.troubles = corpus, troubles or Troubles()
         self._told_scheme = f"{scheme}:{settings.chunk_tokens}"
         self._index = corpus.index(self._told_scheme)
@@ -88,7 +88,7 @@ class ChunkReader:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
+        """Tokens per chunk."""
         return self._index.scheme.chunk_tokens
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class ChunkReader:
         self.corpus.catalog.store.close()
 
     def check_index(self, documents: int = 4) -> bool:
-        """Look whether the first documents that fill a chunk can be found; say so where none of them is."""
+        """Check that some of the first documents of a chunk or more can be found; log if none can."""
         catalog, config = self.corpus.catalog, self.corpus.meta.config_digest()
         looked = 0
         try:
@@ -121,7 +121,7 @@ class ChunkReader:
         return not looked
 
     def find(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Look hashes of one or several prompts up, until a group of them is not all there."""
+        """Look up hashes of one or several prompts, until a group of them is incomplete."""
         found: set[bytes] = set()
         unique = list(dict.fromkeys(hashes))
         at, size = 0, 1
@@ -137,21 +137,21 @@ class ChunkReader:
     def read(self, hashes: Sequence[bytes], dtype: torch.dtype) -> Iterator[tuple[bytes, KVCache]]:
         """Fetch and decode chunks."""
         with self._lock:
-            known = {each: self._hits[each] for each in hashes if each in self._hits}
-        if missing := [each for each in dict.fromkeys(hashes) if each not in known]:
-            known |= self._look_up(missing)
+            cached = {each: self._hits[each] for each in hashes if each in self._hits}
+        if missing := [each for each in dict.fromkeys(hashes) if each not in cached]:
+            cached |= self._look_up(missing)
         by_blob: dict[str, list[tuple[bytes, PrefixHit]]] = {}
-        for each, hit in known.items():
+        for each, hit in cached.items():
             by_blob.setdefault(_name(hit.document), []).append((each, hit))
-        for wanted in by_blob.values():
-            wanted.sort(key=lambda pair: pair[1].start)
+        for hits in by_blob.values():
+            hits.sort(key=lambda pair: pair[1].start)
             try:
-                yield from self._decode(self._open(wanted[0][1].document), wanted, dtype)
+                yield from self._decode(self._open(hits[0][1].document), hits, dtype)
             except KvwireError as error:
-                self._forget(wanted, error)
+                self._forget(hits, error)
 
     def _look_up(self, hashes: Sequence[bytes]) -> dict[bytes, PrefixHit]:
-        """Hits whose blobs can be opened; they are remembered."""
+        """Hits whose blobs can be opened; remembered."""
         found: dict[bytes, PrefixHit] = {}
         try:
             hits = self._index.look_up(hashes, self.troubles.tell)
@@ -173,19 +173,19 @@ class ChunkReader:
                 self._hits.popitem(last=False)
         return found
 
-    def _forget(self, wanted: Iterable[tuple[bytes, PrefixHit]], error: KvwireError) -> None:
-        for each, hit in wanted:
+    def _forget(self, hits: Iterable[tuple[bytes, PrefixHit]], error: KvwireError) -> None:
+        for each, hit in hits:
             self.troubles.tell(f"document {hit.document.document_id!r} counts as a miss: {error}")
             with self._lock:
                 self._hits.pop(each, None)
                 self._blobs.pop(_name(hit.document), None)
 
     def _open(self, document: CatalogEntry) -> _Blob:
-        """Read a blob's header, or recall it; KvwireError where it is of no use here."""
+        """Read a blob's header, or recall it; raises KvwireError if the blob cannot serve chunks."""
         with self._lock:
-            if (kept := self._blobs.get(_name(document))) is not None:
+            if (cached := self._blobs.get(_name(document))) is not None:
                 self._blobs.move_to_end(_name(document))
-                return kept
+                return cached
         catalog = self.corpus.catalog
         reader = catalog.blobs.reader(document)
         info = reader.read_header(catalog.blobs.get(document, 0, document.header_bytes))
@@ -202,7 +202,7 @@ class ChunkReader:
             msg = "it is pruned, or was computed behind a neutral prefix or with soft tokens: its rows begin no prompt"
             raise MismatchError(msg)
         if info.opening:
-            self._opening_rows(opening_of(info), None)  # found before anything is promised
+            self._opening_rows(opening_of(info), None)  # must exist before a hit is reported
         profile = self.corpus.profile_of(document, level)
         blob = _Blob(document, reader, header, info, profile, level)
         with self._lock:
@@ -220,16 +220,16 @@ class ChunkReader:
             raise MismatchError(msg) from error
 
     def _decode(
-        self, blob: _Blob, wanted: Sequence[tuple[bytes, PrefixHit]], dtype: torch.dtype
+        self, blob: _Blob, hits: Sequence[tuple[bytes, PrefixHit]], dtype: torch.dtype
     ) -> Iterator[tuple[bytes, KVCache]]:
-        """Chunks of one blob, from the document's first on; those that cannot be had are left out."""
+        """Chunks of one blob, from the document's first on, without those that fail."""
         info = blob.info
         head = info.opening
-        spans = {each: info.chunks_of(max(0, hit.start - head), hit.stop - head) for each, hit in wanted}
+        spans = {each: info.chunks_of(max(0, hit.start - head), hit.stop - head) for each, hit in hits}
         decoder = BlobDecoder(
             blob.header, blob.profile, dtype=dtype, level=blob.level, max_tokens=self.corpus.window, offset=head
         )
-        store, left, bad = self.corpus.catalog.store, list(wanted), set[int]()
+        store, left, bad = self.corpus.catalog.store, list(hits), set[int]()
         needed = sorted({chunk for span in spans.values() for chunk in span})
         threads = 1 if store.is_local else _READERS
         for chunk, fetched in ahead(needed, lambda chunk: self._fetch(blob, chunk), threads):
@@ -237,7 +237,7 @@ class ChunkReader:
                 decoder.decode_chunk(chunk, fetched(), blob.level)
             except KvwireError as error:
                 bad.add(chunk)
-                self._forget([pair for pair in wanted if chunk in spans[pair[0]]], error)
+                self._forget([pair for pair in hits if chunk in spans[pair[0]]], error)
             while left and spans[left[0][0]][-1] <= chunk:
                 each, hit = left.pop(0)
                 if not bad.intersection(spans[each]):
@@ -250,13 +250,13 @@ class ChunkReader:
                     yield each, rows
 
     def _opening_rows(self, opening: tuple[int, ...], dtype: torch.dtype | None) -> KVCache:
-        """Rows of the BOS that documents stand behind; NotFoundError where the store has none."""
+        """Rows of the BOS before documents; NotFoundError if the store has none."""
         with self._lock:
-            if (kept := self._openings.get((opening, dtype))) is not None:
-                return kept
+            if (cached := self._openings.get((opening, dtype))) is not None:
+                return cached
         entry = self.corpus.catalog.by_tokens(self.corpus.meta.config_digest(), digest_tokens(opening))
         if entry is None or entry.is_text:
-            msg = "the rows of the BOS that it stands behind are not in the store: run kvwire encode again"
+            msg = "the rows of its BOS are not in the store: run kvwire encode again"
             raise NotFoundError(msg)
         rows = self.corpus.decode(entry.document_id, LOSSLESS, dtype=dtype)
         with self._lock:
@@ -264,7 +264,7 @@ class ChunkReader:
         return rows
 
     def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
-        """Segments of a chunk, which lie next to each other, in one range."""
+        """Fetch a chunk's contiguous segments as one range."""
         reads = blob.info.reads(chunk, blob.level)
         data = self.corpus.catalog.blobs.get(blob.document, reads[0].offset, reads[-1].end)
         first = reads[0].offset
@@ -276,5 +276,5 @@ class ChunkReader:
 
 
 def _name(document: CatalogEntry) -> str:
-    """What tells a document's blob from others: of several parts, the first is shared with its forks."""
+    """Identity of a document's blob: if it has several parts, forks share the first."""
     return document.sha256 + (document.token_digest if document.parts else "")

@@ -1,4 +1,4 @@
-"""What is encoded, how, and what became of it."""
+"""Encoding options, inputs and results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 CALIBRATION_TOKENS, QUICK_TOKENS = 16384, 2048
-"""Tokens that a profile is fitted on: the basis hardly moves beyond the first number. Their caches wait on disk."""
+"""Tokens to fit a profile on: more than the first number hardly change the basis. Caches of the fit are on disk."""
 LEAST_TOKENS = 64
-"""Less text says nothing about a model: such documents carry a plain profile of their own."""
+"""Less text cannot fit a model: such documents carry a plain profile of their own."""
 Extent = Literal["full", "quick"]
 EXTENTS: dict[Extent, int] = {"full": CALIBRATION_TOKENS, "quick": QUICK_TOKENS}
 
@@ -42,19 +42,19 @@ class Document:
     token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Take ids of any integer type, and refuse what is none (``ArgumentError``)."""
+        """Convert ids of any integer type; raise ArgumentError for others."""
         object.__setattr__(self, "token_ids", plain_token_ids(self.token_ids))
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of a document.
+    """Result of encoding a document.
 
     Attributes:
         entry: The document's entry in the catalog.
-        blob: What the blob's header says; None where only the text is kept, or where an older blob was left as it is.
-        skipped: The catalog had the document already, as it was wanted.
-        encode_s: Seconds of prefilling, encoding and writing; 0 where nothing was encoded.
+        blob: The blob's header; None if only the text was stored, or an older blob was left alone.
+        skipped: Whether the catalog already had the document, encoded alike.
+        encode_s: Seconds of prefilling, encoding and writing; 0 if nothing was encoded.
     """
 
     entry: CatalogEntry
@@ -64,24 +64,24 @@ class Encoded:
 
     @property
     def info(self) -> BlobInfo:
-        """What the blob's header says."""
+        """The blob's header."""
         if self.blob is None:
-            msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
+            msg = f"no blob was made of {self.entry.document_id!r}: look at ``blob`` first"
             raise ArgumentError(msg)
         return self.blob
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What the model made of a document.
+    """Output of the model for a document.
 
     Attributes:
         cache: Of the whole document, positions on and from 0.
-        neutral_prefix: Tokens that it was computed behind.
-        hidden: States of the prefix layers, where the profile has some.
-        deviation: How far tokens move behind others, where that was measured.
-        opening: How many of ``neutral_prefix``, the first ones, are the engine's opening tokens.
-        beginning: The first token alone, for prompts that begin with the document; None where none does.
+        neutral_prefix: Tokens before it when it was computed.
+        hidden: States of the prefix layers, if the profile has some.
+        deviation: How much tokens change behind other documents, if measured.
+        opening: How many of ``neutral_prefix``, from the first on, are the engine's opening tokens.
+        beginning: The first token computed alone, for prompts that begin with the document; else None.
     """
 
     cache: KVCache
@@ -94,26 +94,26 @@ class Computed:
 
 @dataclass(frozen=True)
 class Coding:
-    """How a corpus is encoded.
+    """Encoding options of a corpus.
 
     Attributes:
-        method: Of the lossy levels, one of ``codec.methods()``.
-        prefix_layers: Layers that readers will compute anew, which makes blobs smaller.
-        lossless: Add a level that holds every number bit for bit.
-        ladder: The quality levels of kvwire's own method, None for the default.
+        method: Method of the lossy levels, one of ``codec.methods()``.
+        prefix_layers: Layers that readers compute, which makes blobs smaller.
+        lossless: Add a bit-exact level.
+        ladder: Quality levels of kvwire's own method, None for the default.
         chunk_tokens: Tokens of a chunk.
-        backend: Which kernels encode; blobs are alike.
-        deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
-            text then gives the same blob only beside the same neighbours.
-        neutral_prefix: Compute documents behind so many tokens of short neutral texts, which are then dropped, so that
-            links lose much less. None: all of these texts where the model has attention sinks, but for documents that
-            are stored bit for bit or in another method, have prefix layers, deviations or a layout's tokens, or begin
-            prompts (indexes). 0: documents alone.
-        layout: Its tokens inside caches are computed with each document and become part of it; soft tokens among them
-            are those that the engine has (``Engine.use_soft_tokens``). With anchors these alone are stored.
-        calibration: How much text a profile is fitted on: ``full`` or ``quick``, see ``calibration_tokens``.
-        resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
-            interrupted goes on from it. None for none.
+        backend: Kernels that encode; blobs are the same with all.
+        deviation: Measure and store how much tokens change behind neighbours, documents of the same call. A blob then
+            depends on these neighbours.
+        neutral_prefix: Compute documents after so many tokens of short neutral texts, dropped afterwards, so that links
+            lose much less. None: all of these texts if the model has attention sinks, except for documents that have a
+            lossless level, another method, prefix layers, deviations, a layout's tokens or an index. 0: documents
+            alone.
+        layout: Its tokens inside caches are computed with each document and become part of it; soft tokens are the
+            engine's (``Engine.use_soft_tokens``). With anchors, only these are stored.
+        calibration: Amount of text to fit a profile on: ``full`` or ``quick``, see ``calibration_tokens``.
+        resume: File for the sums of a profile's fit until it is done; an interrupted fit resumes from it. None: not
+            saved.
     """
 
     method: str = DEFAULT_METHOD
@@ -129,12 +129,12 @@ class Coding:
     calibration: Extent = "full"
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse options that exclude each other."""
         if self.prefix_layers < 0:
-            msg = f"a head start takes layers, {self.prefix_layers} are none; 0 goes without"
+            msg = f"prefix_layers is a number of layers, 0 for none, got {self.prefix_layers}"
             raise ArgumentError(msg)
         if self.neutral_prefix and (self.neutral_prefix < 0 or self.prefix_layers):
-            msg = "a neutral prefix takes tokens, 0 for none, and does not go together with prefix layers"
+            msg = "a neutral prefix is a number of tokens, 0 for none, and cannot be combined with prefix layers"
             raise ArgumentError(msg)
         if self.layout.cached_tokens and self._moves:
             msg = (
@@ -155,30 +155,30 @@ class Coding:
 
     @property
     def _moves(self) -> bool:
-        """Whether documents are computed in another way than alone, or read in another way than decoded."""
+        """Whether prefix layers, deviations or a neutral prefix are in use."""
         return bool(self.neutral_prefix or self.prefix_layers or self.deviation)
 
     @property
     def lays_out(self) -> bool:
-        """Whether documents are computed from other tokens than their own."""
+        """Whether the layout adds tokens to documents."""
         return bool(self.layout.cached_tokens)
 
     @property
     def may_be_neutral(self) -> bool:
-        """Whether documents may be computed behind neutral texts where that was not asked for."""
+        """Whether documents may be computed after neutral texts by default."""
         is_plain = self.method == DEFAULT_METHOD and not (self.lossless or self.prefix_layers or self.deviation)
         return is_plain and not self.layout.cached_tokens and self.layout.anchors is None
 
     @property
     def is_prefill(self) -> bool:
-        """Whether documents are computed as the engine's ``prefill`` does: alone, each token seeing all before it."""
+        """Whether documents are computed as by the engine's ``prefill``: alone, under a causal mask."""
         return not self.neutral_prefix and self.layout.anchors is None
 
     def calibration_tokens(self, available: int) -> int:
-        """How many tokens a profile is fitted on: a small corpus gets a small fit, and keeps text to judge it by."""
+        """Number of tokens to fit on: a small corpus gets a small fit, and some text is held out to judge it."""
         return max(LEAST_TOKENS, min(EXTENTS[self.calibration], available // 2))
 
     @property
     def kind(self) -> LevelKind:
-        """What codes the lossy levels."""
+        """Level kind of the lossy levels."""
         return kind_of_method(self.method)

@@ -1,4 +1,4 @@
-"""A corpus: documents of one model in a store; encoded, looked up and decoded."""
+"""A corpus: documents of one model in a store, to encode, look up and decode."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Corpus(CorpusReader):
         coding: Coding | None = None,
         uses: UseCounts | None = None,
     ) -> None:
-        """Keep the parts; nothing is read or written yet.
+        """Keep the parts; nothing is read or written.
 
         Args:
             engine: The model whose caches are encoded.
-            store: Where everything lies.
-            tenant: Whose documents these are; see ``Catalog``.
+            store: The store.
+            tenant: Owner of the documents; see ``Catalog``.
             salt: See ``Catalog``.
             keyring: See ``Catalog``.
-            coding: How documents are encoded; None for the defaults.
-            uses: Where loads are counted, if they are.
+            coding: Encoding options; None for the defaults.
+            uses: Counts loads; None: not counted.
         """
         super().__init__(engine, Catalog(store, tenant, salt, keyring=keyring), uses)
         self._engine: Engine | None = engine
@@ -73,23 +73,23 @@ class Corpus(CorpusReader):
         keyring: Keyring | None = None,
         uses: UseCounts | None = None,
     ) -> Corpus:
-        """Open a corpus from what its store says of the model: it looks documents up, decodes and cannot encode.
+        """Open a corpus by the store's record of the model: it can look up and decode documents, but not encode.
 
         Args:
-            store: Where everything lies.
-            model: Name of the model, or first digits of its revision or configuration digest; may be empty where the
-                tenant has documents of one model only.
-            tenant: Whose documents these are; see ``Catalog``.
+            store: The store.
+            model: Model name, or first digits of its revision or configuration digest; may be empty if the tenant has
+                documents of one model only.
+            tenant: Owner of the documents; see ``Catalog``.
             salt: See ``Catalog``.
             keyring: See ``Catalog``.
-            uses: Where loads are counted, if they are.
+            uses: Counts loads; None: not counted.
 
         Returns:
             The corpus.
 
         Raises:
             NotFoundError: The store has no record of such a model; the message says how to make one.
-            ArgumentError: Several models fit.
+            ArgumentError: Several models match.
             CorruptError: The record is damaged.
         """
         catalog = Catalog(store, tenant, salt, keyring=keyring)
@@ -112,7 +112,7 @@ class Corpus(CorpusReader):
         return other
 
     def encoder(self) -> Encoder:
-        """The steps of encoding, with this corpus's engine and coding; not imported by who only reads."""
+        """Encoding steps with this corpus's engine and options; imported only when needed."""
         from kvwire.runtime.coding import Coding
         from kvwire.runtime.encode import Encoder
 
@@ -122,43 +122,42 @@ class Corpus(CorpusReader):
         """Fit a profile on the first documents and use it from now on.
 
         Args:
-            documents: Calibration text, the first ones first.
-            tokens: Fit on up to that many tokens; the last document is cut there. None: half of all, or as many as
-                ``Coding.calibration`` allows, 16,384 by default. Errors are measured on the documents that come next,
-                or else on some that are kept out of the fit.
+            documents: Calibration texts in order.
+            tokens: Most tokens to fit on; the last document is cut there. None: half of all, or as many as
+                ``Coding.calibration`` allows, 16,384 by default. Errors are measured on the next documents, or else on
+                some held out of the fit.
 
         Returns:
-            The profile. None where the documents have fewer than 64 tokens, and then nothing changes.
+            The profile; None, without any change, if the documents have fewer than 64 tokens.
         """
         return self.encoder().calibrate(documents, tokens)
 
     def encode(
         self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0, index: Sequence[str] = ()
     ) -> Iterator[Encoded]:
-        """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
+        """Encode what the catalog lacks, one document at a time; if there is no profile yet, the first ones calibrate.
 
-        A blob and its text are in the store before the entry is, so that an interrupted run loses only what was not
-        yielded. Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and
-        the same text must give the same blob.
+        Blob and text are stored before the entry, so an interrupted run loses only what was not yielded. Documents are
+        prefilled one by one: in a batch their last bits would depend on their neighbours, and the same text must give
+        the same blob.
 
         Args:
-            documents: What the catalog is to hold.
-            force: Encode and write again even what seems to be there, and fit a new profile where the one in use is
-                damaged.
-            encode_after: Documents with fewer counted uses are kept as text, from which readers compute them;
-                ``promote`` encodes them later. 0 encodes all.
-            index: Schemes, as ``index`` takes them, by which prompts that begin with one of the documents are to find
-                it; what is kept as text is not found.
+            documents: The documents to store.
+            force: Encode and write again what exists, and fit a new profile if the one in use is damaged.
+            encode_after: Documents with fewer counted uses are stored as text, which readers compute; ``promote``
+                encodes them later. 0 encodes all.
+            index: Schemes, as for ``index``, of the indexes to add the documents to; those stored as text are not
+                added.
 
         Yields:
-            What became of each document, in the order given.
+            The result for each document, in the order given.
 
         Raises:
-            ArgumentError: A document's name is not taken (``kvwire.store.check_new_name``), ``encode_after`` is given
-                and uses are not counted, the method needs a profile and there is too little text to fit one, or there
-                is no such index or none of what is computed behind a neutral prefix.
+            ArgumentError: A name is invalid (``kvwire.store.check_new_name``), ``encode_after`` is given but uses are
+                not counted, there is too little text to fit a needed profile, or there is no such index, or none for
+                documents with a neutral prefix.
             CorruptError: The profile in use is damaged and ``force`` is not given.
-            MismatchError: The profile in use is of another method or head start.
+            MismatchError: The profile in use is of another method or has other prefix layers.
         """
         for document in documents:
             check_new_name(document.document_id, "document")
@@ -180,24 +179,24 @@ class Corpus(CorpusReader):
             yield found
 
     def cache_of(self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Sequence[int]) -> KVCache:
-        """A cache of the corpus's model, from tensors that an engine elsewhere computed.
+        """Make a cache of the corpus's model from tensors computed elsewhere.
 
         Args:
             keys: Of each layer, ``[kv_heads, tokens, key_dim]``, positions on and from 0.
             values: Of each layer, ``[kv_heads, tokens, value_dim]``.
-            token_ids: What they were computed from.
+            token_ids: Their tokens.
 
         Returns:
             The cache, which holds these tensors.
 
         Raises:
-            ArgumentError: The shapes are not those of the model.
+            ArgumentError: The shapes are not the model's.
         """
         dtype = str(keys[0].dtype).removeprefix("torch.") if keys else self.meta.dtype
         return KVCache.from_tensors(keys, values, replace(self.meta, dtype=dtype), token_ids)
 
     def save(self, document: Document, cache: KVCache, *, index: Sequence[str] = ()) -> Encoded:
-        """Encode a cache that was computed elsewhere, and keep it as a document; no engine is needed.
+        """Encode a cache computed elsewhere and store it as a document, without an engine.
 
         Args:
             document: Its name and text.
@@ -205,12 +204,12 @@ class Corpus(CorpusReader):
             index: As for ``encode``.
 
         Returns:
-            What became of it; skipped where the catalog has it already.
+            The result; skipped if the catalog has it already.
 
         Raises:
-            ArgumentError: The name is not taken, the cache is not of the text, or there is no such index.
-            MismatchError: The cache is of another model, or the profile in use is for readers that run the model's
-                first layers, whose states are not known here.
+            ArgumentError: The name is invalid, the cache does not match the text, or there is no such index.
+            MismatchError: The cache is of another model, or the profile in use needs prefix layers' states, which are
+                not known here.
             CorruptError: The profile in use is damaged.
         """
         check_new_name(document.document_id, "document")
@@ -221,13 +220,13 @@ class Corpus(CorpusReader):
         return found
 
     def put_chat_head(self, chat: Chat) -> int:
-        """Keep the rows of what the model's chat template puts before documents, for ``kvwire.vllm.chat_body``.
+        """Store the rows of the chat template's text before documents, for ``kvwire.vllm.chat_body``.
 
         Args:
-            chat: The system text, earlier turns and the user's words before the documents.
+            chat: The system text, earlier turns and the user's text before the documents.
 
         Returns:
-            How many tokens these are.
+            Number of these tokens.
 
         Raises:
             ArgumentError: The corpus was opened without an engine, or the template refuses the chat.
@@ -250,34 +249,32 @@ class Corpus(CorpusReader):
         cache: KVCache | None = None,
         fork: str = "",
     ) -> Encoded:
-        """Append tokens to a document; what was encoded of it is not written again.
+        """Append tokens to a document without writing its earlier parts again.
 
-        What is written is a blob of the new tokens alone, and the entry that names all parts. A document that carries
-        its own profile, or has as many parts as it can have, is encoded anew. A writer that is killed leaves the
-        document as it was, and at most a blob for ``collect``.
+        A blob with only the new tokens is written, then an entry that names all parts. A document with a profile of its
+        own, or with the most parts allowed, is encoded again as a whole. A killed writer leaves the document as it was,
+        and at most a blob for ``collect``.
 
         Args:
             document_id: The document.
-            token_ids: What follows its last token.
-            after: Append only where the document has exactly so many tokens, which makes the call safe to repeat: where
-                these tokens stand behind them already and no more do, nothing is written. None: whatever it has, and
-                a repeated call appends twice.
-            cache: Of the whole document, or of these tokens alone at their positions, where an engine computed it
-                already; None: computed here, from the whole text.
-            fork: Leave the document as it is, and give what it would be to a new one of this name; both share the
-                parts.
+            token_ids: Tokens after its last one.
+            after: Append only if the document has exactly so many tokens, which makes retries safe: if it already ends
+                with these tokens after them, nothing is written. None: append to any length; a retry appends twice.
+            cache: Of the whole document, or of these tokens at their positions, computed elsewhere; None: computed
+                here, from the whole text.
+            fork: Name of a new document with the result, which shares the parts; the old one stays as it is.
 
         Returns:
-            The document's entry, and what the blob that was written says of itself; skipped where ``after`` is given
-            and the tokens were there already. ``entry.tokens`` is the next ``after``.
+            The document's entry, and the header of the written blob; skipped if ``after`` is given and the tokens were
+            there already. ``entry.tokens`` is the next ``after``.
 
         Raises:
             NotFoundError: There is no such document of this model, or a part of it is gone.
-            ArgumentError: There is nothing to append, an id is no integer, it goes beyond the model's window, the
-                document is kept as text, the name of the fork is not free, or the cache is not of these tokens.
-            ConflictError: Another writer changed the document meanwhile; what that one wrote stands, and the caller may
-                append again. Or it has another length than ``after``; the message tells which.
-            MismatchError: The cache or the document is of another model, or of another dtype where it is lossless.
+            ArgumentError: There is nothing to append, an id is no integer, the result exceeds the model's window, the
+                document is stored as text, the fork's name is taken, or the cache is not of these tokens.
+            ConflictError: Another writer changed the document meanwhile, and its version stands; append again. Or its
+                length is not ``after``; the message tells it.
+            MismatchError: The cache or the document is of another model, or of another dtype if it is lossless.
             CorruptError: The document's header or profile is damaged.
         """
         from kvwire.runtime.grow import Grower
@@ -285,28 +282,27 @@ class Corpus(CorpusReader):
         return Grower(self, self.encoder()).append(document_id, token_ids, after=after, cache=cache, fork=fork)
 
     def compact(self, document_id: str) -> Encoded:
-        """Encode a document of several parts anew as one blob; its parts are left to ``collect``.
+        """Encode a document of several parts again as one blob; ``collect`` deletes the parts.
 
         Raises:
             NotFoundError: There is no such document of this model.
-            ConflictError: Another writer changed the document meanwhile; it is as that one left it.
+            ConflictError: Another writer changed the document meanwhile; its version stands.
         """
         from kvwire.runtime.grow import Grower
 
         return Grower(self, self.encoder()).compact(document_id)
 
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
-        """Encode the documents that are kept as text and were used often enough, the most used first.
+        """Encode documents stored as text that were used often enough, most used first.
 
-        Texts that are lost or damaged are left out, which encoding the document again heals, and so are documents
-        whose names are not taken any more.
+        Lost or damaged texts are skipped (encoding the document again heals them), and so are invalid names.
 
         Args:
-            uses: Counted uses from which on a document is encoded.
+            uses: Least counted uses of a document.
             index: As for ``encode``.
 
         Yields:
-            What became of each of them; nothing where uses are not counted.
+            The result for each of them; nothing if uses are not counted.
         """
         from kvwire.runtime.coding import Document
 
@@ -319,12 +315,12 @@ class Corpus(CorpusReader):
         yield from self.encode(due, index=index)
 
 
-_LEAST = 6  # digits of a digest that name a model
+_LEAST = 6  # digits of a digest that identify a model
 _MOST_NAMED = 8
 
 
 def find_model(catalog: Catalog, model: str = "") -> ModelRecord:
-    """Look a model up among the records of a tenant."""
+    """Find a model in a tenant's records."""
     records, damage = _records(catalog)
     found = [record for record in records if not model or _fits(record, model)]
     if len(found) == 1:
@@ -345,7 +341,7 @@ def find_model(catalog: Catalog, model: str = "") -> ModelRecord:
 
 
 def _records(catalog: Catalog) -> tuple[list[ModelRecord], CorruptError | None]:
-    """All records that can be read, and what was wrong with the first of the others."""
+    """All readable records, and the first error of the others."""
     records: list[ModelRecord] = []
     damage: CorruptError | None = None
     for space in catalog.configurations():

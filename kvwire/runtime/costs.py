@@ -1,4 +1,4 @@
-"""Measuring what this machine needs for prefill and for decoding, so that the controller plans with facts."""
+"""Measures this machine's costs of prefill and decoding, for the controller."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 _progress = logging.getLogger("kvwire.progress")
 _log = logging.getLogger(__name__)
 BUDGET_S = 1.0
-"""Seconds that measuring takes, about: the start of a process waits for it."""
+"""Approximate seconds of measuring, for which the start of a process waits."""
 _SHARES = {"prefill": 0.45, "decode": 0.35, "link": 0.1, "joined": 0.1}
 _PASSES = ((32, 0), (32, 2048), (128, 0), (256, 0), (256, 768), (1024, 0))
-"""(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart. Shorter
-passes cost what reading the weights does, and tell nothing of a token."""
+"""(new tokens, tokens before them): enough to separate fixed cost, cost per token and cost of attention. Shorter passes
+only show the cost of reading the weights."""
 _JOINED = ((2, 16, 0), (2, 32, 768), (8, 16, 0), (2, 96, 0))
-"""(rows, new tokens of each, tokens before them): likewise, for passes that are joined."""
+"""(rows, new tokens per row, tokens before them): the same for joined passes."""
 _CHUNKS = (16, 64, 256)
 _QUESTION = 32
 _WARM_TOKENS = 16
 _FAR = 16
 _REPEATS = 3
 _TERMS = 3
-"""Of a cost: from fewer samples it is taken as proportional."""
+"""With fewer samples a cost is taken as proportional."""
 _ENDS = 2
-"""Levels of each chunk that are timed in any case, the coarsest and the finest: they tell what bytes cost."""
+"""Levels of each chunk that are always timed, coarsest and finest: they show the cost of a byte."""
 _ENOUGH = 0.1
-"""Share of what is left to measure in from which on a run is not repeated."""
+"""A run that takes more than this share of the remaining budget is not repeated."""
 
 
 class Budget:
-    """Time for some samples, the first of which is always taken."""
+    """Time for some samples, of which the first is always taken."""
 
     def __init__(self, seconds: float) -> None:
         """Begin."""
@@ -57,7 +57,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds left, below 0 where more was spent."""
+        """Seconds left, below 0 if overspent."""
         return self._end - time.perf_counter()
 
 
@@ -68,10 +68,10 @@ def measure_costs(
     threads: int | None = None,
     budget_s: float = BUDGET_S,
 ) -> CostModel:
-    """Time a few forward passes and chunk decodings on this engine, which warms both up.
+    """Time a few forward passes and chunk decodings on this engine, which also warms it up.
 
-    Short passes and chunks come first. Longer ones follow as far as the budget goes; what they would cost is
-    extrapolated otherwise. What stands before a pass, and what chunks hold, is random: it costs what real content does.
+    Short passes and chunks come first, longer ones as the budget allows; the rest is extrapolated. Contents are random:
+    they cost the same as real ones.
     """
     started = time.perf_counter()
     longest = min(engine.window, max(new + before for new, before in _PASSES))
@@ -90,7 +90,7 @@ def measure_costs(
 
 
 def measure_joined(engine: Engine, cache: KVCache | None = None, budget_s: float = BUDGET_S) -> PrefillCost | None:
-    """Time a few passes over rows of several caches on this engine, which warms them up."""
+    """Time a few joined passes over several caches, which also warms them up."""
     if not joins(engine):
         return None
     budget = Budget(budget_s)
@@ -114,7 +114,7 @@ def joins(engine: Engine) -> bool:
     try:
         engine.check_together()
     except MismatchError as error:
-        _log.info("what several loads recompute is computed for one after the other: %s", error)
+        _log.info("chunks of several loads are recomputed one load at a time: %s", error)
         return False
     return True
 
@@ -126,7 +126,7 @@ def _joined_s(engine: Engine, cache: KVCache, rows: int, new: int, before: int, 
 
 
 def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
-    """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known."""
+    """Run a little of everything once, so that no load waits for kernels and libraries; if costs are known."""
     ids = _random_ids(engine, min(engine.window, _WARM_TOKENS))
     cache = _random_cache(engine, len(ids), ids)
     engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])
@@ -137,7 +137,7 @@ def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend 
 
 
 def warm_up_decoding(engine: Engine) -> None:
-    """Decode a little, so that no load waits for kernels and libraries; no model is run and no profile is needed."""
+    """Decode a little, so that no load waits for kernels and libraries; needs no model and no profile."""
     cache = _random_cache(engine, _QUESTION)
     blob = encode(cache)
     decoder = BlobDecoder(blob, out=cache)
@@ -151,7 +151,7 @@ def _random_ids(engine: Engine, count: int) -> list[int]:
 
 
 def _random_cache(engine: Engine, tokens: int, ids: list[int] | None = None) -> KVCache:
-    """What the engine might have computed of tokens, in its memory: passes behind it take as long."""
+    """A random cache in the engine's memory: passes on top of it take as long as on a real one."""
     cache = engine.allocate(tokens)
     if ids is not None:
         cache = replace(cache, token_ids=tuple(ids[:tokens]))
@@ -163,7 +163,7 @@ def _random_cache(engine: Engine, tokens: int, ids: list[int] | None = None) -> 
 def _trial(
     engine: Engine, part: KVCache, profile: AnyProfile | None, backend: Backend
 ) -> tuple[bytes, Callable[[], BlobDecoder]]:
-    """A blob to decode, and what makes decoders of it, each into memory of its own."""
+    """A blob to decode, and a factory of decoders, each into its own memory."""
     if isinstance(profile, Profile):
         profile = loaded_part(profile)
     layers, ids = profile.prefix_layers if isinstance(profile, Profile) else 0, list(part.token_ids or ())
@@ -178,18 +178,18 @@ def _trial(
 
 
 def _decoding(decoder: BlobDecoder, blob: bytes, level: int) -> Callable[[], None]:
-    """The decoding of a blob's only chunk."""
+    """A job that decodes a blob's only chunk."""
     pieces = [blob[segment.offset : segment.end] for segment in decoder.info.reads(0, level)]
     return partial(decoder.decode_chunk, 0, pieces, level)
 
 
 def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost, budget: Budget) -> float:
-    """Seconds for each prompt token that handing the cache over costs, beyond the question's pass itself."""
+    """Seconds per prompt token for handing the cache over, without the question's pass."""
     before = cache.tokens
     new = len(ids) - before
     if not new or prefill.seconds(new, before) > budget.left_s:
         return 0.0
-    room = engine.allocate(len(ids))  # as loads have it
+    room = engine.allocate(len(ids))  # as in loads
     prompt = LinkedPrompt([before], engine.meta, cache=room.slice(0, before))
     prompt.write(0, 0, cache)
     closing = _best(
@@ -200,9 +200,9 @@ def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost
 
 
 def _measure_prefill(engine: Engine, cache: KVCache, ids: list[int], budget: Budget) -> PrefillCost:
-    """What passes cost, from those that there is time for."""
+    """Costs of passes, from as many as there is time for."""
     longest, samples = len(ids), list[tuple[int, int, float]]()
-    engine.extend(None, ids[:1])  # which warms up, where that takes long
+    engine.extend(None, ids[:1])  # warms up, in case that takes long
     known: PrefillCost | None = None
     for new, before in [each for each in _PASSES if sum(each) <= longest] or [(longest, 0)]:
         if known is not None and known.seconds(new, before) > budget.left_s:
@@ -220,7 +220,7 @@ def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before:
 def _decode_samples(
     engine: Engine, cache: KVCache, profile: AnyProfile | None, backend: Backend, threads: int, budget: Budget
 ) -> list[tuple[int, int, float]]:
-    """Tokens, bytes and seconds of chunks, short ones first: of each at the coarsest level, the finest, and others."""
+    """Tokens, bytes and seconds of chunks, short ones first: each at the coarsest level, the finest, and others."""
     samples: list[tuple[int, int, float]] = []
     with ThreadPoolExecutor(threads, initializer=stay_on_one_core) as pool:
         spent = 0.0
@@ -242,21 +242,21 @@ def _decode_samples(
                 stored = sum(segment.stored for segment in info.reads(0, level))
                 samples.append((tokens, stored, _best(work, engine, budget)))
             spent = before_s - budget.left_s
-    if len({tokens for tokens, *_ in samples}) == 1:  # proportional, as far as anybody knows
+    if len({tokens for tokens, *_ in samples}) == 1:  # one length cannot show a fixed cost
         samples += [(_FAR * tokens, _FAR * stored, _FAR * seconds) for tokens, stored, seconds in samples]
     return samples
 
 
 def _side_by_side(pool: ThreadPoolExecutor, works: Sequence[Callable[[], None]]) -> None:
-    """Decode in threads, as loads do: each slows the others down."""
+    """Decode in threads, as in loads, where they slow each other down."""
     for running in [pool.submit(work) for work in works]:
         running.result()
 
 
 def _best(work: Callable[[], object], engine: Engine, budget: Budget) -> float:
-    """Quickest of a few runs after one that warms up: other work on the machine only ever adds.
+    """Fastest of a few runs after a warm-up: other work on the machine only ever adds.
 
-    Of work that takes a good part of the budget, the first run counts, and there is no other.
+    If the first run takes a good part of the budget, it counts.
     """
     times: list[float] = []
     while len(times) <= _REPEATS:

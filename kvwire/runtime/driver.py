@@ -1,7 +1,7 @@
-"""Drives the controller of a session: events go in, instructions go to the executors of their loads.
+"""Drives a session's controller: passes it events, and its instructions to the loads.
 
-It decides nothing. A controller hands out at most one job for each lane over all of its loads, so one thread for each
-lane is enough for all of them.
+It decides nothing. A controller starts at most one job per lane over all of its loads, so one thread per lane is
+enough.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 U = TypeVar("U")
-_LEAST_WAIT_S = 0.001  # the grain of event loops' timers
-_LATE_S = 0.02  # a timer that late tells of a loop that was blocked
+_LEAST_WAIT_S = 0.001  # resolution of event loops' timers
+_LATE_S = 0.02  # a timer this late means that the loop was blocked
 _GRACE_S = 0.01
 
 
 class Handler(Protocol):
-    """Carries out a load's instructions."""
+    """Executes a load's instructions."""
 
     def execute(self, instruction: ev.Instruction) -> None:
-        """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``."""
+        """Start an instruction; report its outcome later with ``ControllerDriver.tell``."""
 
     def fail(self, error: BaseException) -> None:
-        """Steering broke: nothing more will come."""
+        """End the load: the controller failed and will send nothing more."""
 
 
 class ControllerDriver:
     """One controller for all loads of a session, on the session's event loop.
 
     Attributes:
-        clock: Seconds, of ``time.monotonic``.
+        clock: ``time.monotonic``, in seconds.
         meter: Measures transfers over the link for the controller.
-        broken: Why it takes no loads any more; None while it does.
+        broken: Why it takes no more loads; None if it does.
     """
 
     def __init__(self, controller: Controller, lock: threading.RLock, threads: Threads) -> None:
-        """To be called on the event loop."""
+        """Call it on the event loop."""
         self._controller, self._lock, self._threads = controller, lock, threads
         self.clock = time.monotonic
         self._samples: list[LinkSample] = []
@@ -62,9 +62,9 @@ class ControllerDriver:
         self._handlers: dict[int, Handler] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._due = inf  # when it should go off
-        self._paused_s = 0.0  # for which the loop was blocked, and the controller does not know
-        self._lane_jobs = 0  # that are under way in the decode lane's thread, or wait for it
+        self._due = inf  # time of the timer
+        self._paused_s = 0.0  # how long the loop was blocked, until the controller knows
+        self._lane_jobs = 0  # running or queued in the decode lane's thread
         self._is_idle = asyncio.Event()
         self._stepping = asyncio.Semaphore(threads.decode_threads)
         self.broken: StorageError | None = None
@@ -75,32 +75,32 @@ class ControllerDriver:
             self._timer.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
-    def begin(self, handler: Handler, asked: Callable[[int], ev.LoadRequested]) -> int:
-        """Ask for a load."""
+    def begin(self, handler: Handler, request: Callable[[int], ev.LoadRequested]) -> int:
+        """Request a load."""
         if self.broken:
             raise self.broken
         number = next(self._numbers)
         self._handlers[number] = handler
-        self.tell(asked(number))
+        self.tell(request(number))
         return number
 
     def handler(self, number: int) -> Handler | None:
-        """Who carries out a load's instructions; None where the load is over."""
+        """Handler of a load's instructions; None if the load is over."""
         return self._handlers.get(number)
 
     def leave(self, number: int) -> None:
-        """Nobody waits for a load any more, or it is over."""
+        """Abandon a load, or forget a finished one."""
         if self._controller.is_under_way(number):
             self.tell(ev.LoadAbandoned(number))
         self._handlers.pop(number, None)
 
     def predicted_s(self, number: int) -> float | None:
-        """What was planned when all documents were known."""
+        """Time to first token planned when all documents were known."""
         load = self._controller.loads.get(number)
         return load.first_s if load else None
 
     def tell(self, event: ev.Event) -> None:
-        """Report what happened, and have its instructions carried out."""
+        """Pass an event to the controller, and its instructions to the loads."""
         if self.broken:
             return  # all loads have failed
         try:
@@ -114,7 +114,7 @@ class ControllerDriver:
             self._break(error)
 
     def _handled(self, event: ev.Event) -> tuple[list[ev.Instruction], float]:
-        """Take in an event, after the measurements that came before it."""
+        """Pass an event to the controller, after the measurements before it."""
         self._is_late(self.clock())
         events: list[ev.Event] = [ev.DriverPaused(self._paused_s)] if self._paused_s else []
         begun, paused_s = self.clock() - self._paused_s, self._paused_s
@@ -139,7 +139,7 @@ class ControllerDriver:
         self._timer = asyncio.get_running_loop().call_later(self._due - now, work)
 
     def _is_late(self, now: float) -> bool:
-        """Whether the timer should have gone off long ago, since the loop was blocked; for how long is remembered."""
+        """Whether the timer is late because the loop was blocked; records for how long."""
         late_s = now - self._due
         if late_s <= _LATE_S:
             return False
@@ -147,7 +147,7 @@ class ControllerDriver:
         return True
 
     def _tick(self) -> None:
-        """Tell that time has passed; where the loop was blocked, what came in meanwhile is taken in first."""
+        """Pass on that time has passed; if the loop was blocked, what arrived meanwhile goes first."""
         now = self.clock()
         if self._is_late(now):
             self._call_at(now + _GRACE_S, self._tick_now)
@@ -155,13 +155,13 @@ class ControllerDriver:
             self._tick_now()
 
     def _tick_now(self) -> None:
-        self._is_late(self.clock())  # once more, within the grace
+        self._is_late(self.clock())  # again, after other events had their turn
         self._due = inf
         self.meter.flush()
         self.tell(ev.Tick())
 
     def _break(self, error: Exception) -> None:
-        """End all loads with an error that nobody foresaw."""
+        """Fail all loads after an unexpected error."""
         msg = f"steering loads failed ({type(error).__name__}: {error}); ask again, and report this"
         self.broken = StorageError(msg)
         self.broken.__cause__ = error
@@ -169,7 +169,7 @@ class ControllerDriver:
             handler.fail(self.broken)
 
     def run(self, job: Coroutine[None, None, None]) -> None:
-        """Run a job of a lane, which reports its end even where its load is over by then."""
+        """Run a lane's job, which reports its end even if its load is over."""
         task = asyncio.create_task(job)
         self._jobs.add(task)
         task.add_done_callback(self._ended)
@@ -191,7 +191,7 @@ class ControllerDriver:
             return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
 
     async def in_steps(self, steps: Iterator[None], goes_on: Callable[[], bool]) -> None:
-        """Do what decoding would have to do otherwise, while it is idle: a step in each of its threads at most."""
+        """Prepare decoding while its lane is idle: at most one step per thread."""
         loop, is_over = asyncio.get_running_loop(), object()
         while True:
             async with self._stepping:
@@ -204,7 +204,7 @@ class ControllerDriver:
 
     @contextmanager
     def _taken(self, lane: Executor) -> Iterator[None]:
-        """While a job runs that decoding waits for, or is."""
+        """Count a job that uses the decode lane, or that decoding waits for."""
         if lane is not self._threads.decode:
             yield
             return
@@ -218,12 +218,12 @@ class ControllerDriver:
                 self._is_idle.set()
 
     def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
-        """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread."""
+        """``[work(item) for item in items]`` in parallel, each on one core; call it in a lane's thread."""
         return list(self._threads.side_by_side.map(work, items))
 
 
 def _listened(sample: LinkSample, begun: float, paused_s: float) -> LinkSample:
-    """A sample without the pause that began while it was taken, if one did: bytes came meanwhile, and nobody looked."""
+    """Remove from a sample a pause of the loop: bytes arrived meanwhile, unobserved."""
     if not sample.started <= begun < sample.ended:
         return sample
     return sample._replace(started=min(sample.started + paused_s, sample.ended))

@@ -1,6 +1,6 @@
-"""Where estimates live between processes, so that a first load is not blind.
+"""Estimates of links and engines, remembered between processes, so that a first load need not guess.
 
-One small file for all links and engines. It is a convenience: whatever is wrong with it, loads go on without it.
+One small file for all links and engines; on any problem with it, loads go on without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VARIABLE = "KVWIRE_ESTIMATES"
 """Environment variable: path of the file, or ``off``."""
 _VERSION = 1
 _PARTS = ("link", "engine")
-_MOST_ENTRIES = 128  # of each part
+_MOST_ENTRIES = 128  # per part
 _MOST_KEY_CHARS = 300
 _MOST_BYTES = 1 << 20
 _LOCK_PATIENCE_S = 5.0
@@ -48,16 +48,16 @@ _LOCK_POLL_S = 0.005
 _CPU_LINES, _CPU_CHARS = 64, 70
 _END_OF_TIME = 1e11  # seconds since 1970
 _PORTS = {"http": 80, "https": 443}
-_PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # what may be written as it is; anything else as its digest
+_PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # written as it is; anything else as a digest
 _NO_COSTS = CostModel(PrefillCost(0, 0), DecodeCost(0, 0))
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """What is known of a link and an engine.
+    """Estimates of a link and an engine.
 
     Attributes:
-        state: A state for ``Estimates.of_state``; it lacks ``link`` or ``engine`` where nothing is known of it.
+        state: A state for ``Estimates.of_state``, without ``link`` or ``engine`` if not known.
         age_s: Age of the link's part, in seconds.
     """
 
@@ -66,15 +66,15 @@ class Remembered:
 
     @property
     def has_engine(self) -> bool:
-        """Whether the engine's costs are known, so that they need not be measured before a load."""
+        """Whether the engine's costs are known, and so not measured before a load."""
         return "engine" in self.state
 
 
 class EstimatesFile:
-    """Estimates by link and by engine. No method raises for what is wrong with the file or its disk."""
+    """Estimates by link and by engine. Methods never raise for a bad file or disk."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time, *, is_named: bool = True) -> None:
-        """Name the file; nothing is read yet."""
+        """Name the file; it is not read yet."""
         self._path = path
         self._is_named = is_named
         self._clock = clock
@@ -82,11 +82,11 @@ class EstimatesFile:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> EstimatesFile:
-        """The file that ``KVWIRE_ESTIMATES`` names, or ``kvwire/estimates.json`` among the user's caches."""
+        """The file named by ``KVWIRE_ESTIMATES``, or ``kvwire/estimates.json`` in the user's cache folder."""
         return cls(user_file(environment, VARIABLE, "estimates.json"), is_named=bool(environment.get(VARIABLE)))
 
     def recall(self, link: str, engine: str) -> Remembered:
-        """What is known of a link and an engine; reads a small file."""
+        """Read the estimates of a link and an engine from the file."""
         entries = self._read()
         state: dict[str, object] = {"version": _VERSION}
         age_s = 0.0
@@ -100,9 +100,9 @@ class EstimatesFile:
         return Remembered(state, age_s)
 
     def remember(self, link: str, engine: str | None, estimates: Estimates) -> None:
-        """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread.
+        """Write estimates; entries of other processes stay. Waits for a lock: call it in a thread.
 
-        Only a regular file of estimates, an empty one or none is written; a symbolic link stays, its target is written.
+        Only a file of estimates, an empty one or none is written; of a symbolic link, the target.
         """
         state = estimates.to_state()
         new = {"link": (link, state["link"])} if estimates.knows_link else {}
@@ -125,7 +125,7 @@ class EstimatesFile:
             self._warn(f"cannot write {self._path}: {_words(error)}; estimates are not remembered")
 
     def _read(self) -> dict[str, Entries] | None:
-        """What the file holds; None where something else is there, which must not be written over."""
+        """Read the file; None if it holds anything else, which must not be overwritten."""
         nothing: dict[str, Entries] = {part: {} for part in _PARTS}
         if self._path is None:
             return nothing
@@ -145,7 +145,7 @@ class EstimatesFile:
         except (CorruptError, ArgumentError):
             other = _what_else(content)
             self._warn(
-                f"{self._path} {other + ', and is left as it is' if other else 'is damaged; it is written anew'}"
+                f"{self._path} {other + ', and is left as it is' if other else 'is damaged; it is written again'}"
             )
             return None if other else nothing
 
@@ -170,7 +170,7 @@ class EstimatesFile:
 
 
 def link_key(url: str, emulated: str = "") -> str:
-    """Name of the link to a store: scheme, host, port and bucket, or the digest of a path; no query, no user."""
+    """Name of the link to a store: scheme, host, port and bucket, or a path's digest; without query and user."""
     try:
         place = _place(url)
     except ValueError:
@@ -182,14 +182,14 @@ def engine_key(
     model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "", versions: str = "",
     decode_threads: int = 1,
 ) -> str:  # fmt: skip
-    """Name of an engine: what its speed depends on."""
+    """Name of an engine, from everything that affects its speed."""
     beside = f"{decode_threads} decoded at a time" if decode_threads > 1 else ""
     parts = (model, revision, device, dtype, str(threads), backend, versions, beside)
     return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)
 
 
 def processor() -> str:
-    """The processor's name where the system tells it, and its kind in any case."""
+    """The processor's architecture, with its name if the system tells it."""
     name = platform.processor()
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
         lines = (line.partition(":") for line in islice(file, _CPU_LINES))
@@ -214,7 +214,7 @@ def _place(url: str) -> str:
 
 
 def _other_place(parts: SplitResult) -> str:
-    """Of a scheme that only its store knows: the host where there is one, else which path it is."""
+    """For an unknown scheme: the host, or else a digest of the path."""
     if parts.hostname:
         host = parts.hostname if _PLAIN.fullmatch(parts.hostname) else _digest(parts.hostname)
         return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
@@ -232,7 +232,7 @@ def _digest(text: str) -> str:
 
 
 def _decoded(content: bytes) -> dict[str, Entries]:
-    """Entries by part and key; CorruptError or ArgumentError for anything that was not written here."""
+    """Entries by part and key; CorruptError or ArgumentError for a file written elsewhere."""
     if len(content) > _MOST_BYTES:
         _refuse()
     whole = strict_json(content)
@@ -252,7 +252,7 @@ def _decoded(content: bytes) -> dict[str, Entries]:
 
 
 def _what_else(content: bytes) -> str:
-    """What a file is, in words, that was not written here by this version; empty for one that only is damaged."""
+    """Describe a file not written by this version; empty for a damaged one of this version."""
     try:
         whole = json.loads(content)
     except (ValueError, RecursionError):
@@ -285,11 +285,11 @@ def _saved_item(item: tuple[str, dict[str, object]]) -> float:
 
 
 def _encoded(entries: dict[str, Entries], now: float) -> bytes:
-    """The file's content, without the oldest entries where there are too many."""
+    """The file's content, without the oldest entries beyond the limit."""
     whole: dict[str, object] = {"version": _VERSION}
     for part in _PARTS:
         for entry in entries[part].values():
-            entry["saved"] = min(_saved(entry), now)  # a clock that was wrong once must not keep it forever
+            entry["saved"] = min(_saved(entry), now)  # an entry from a wrong clock must not stay forever
         latest = sorted(entries[part].items(), key=_saved_item, reverse=True)
         whole[part] = dict(latest[:_MOST_ENTRIES])
     return json.dumps(whole, allow_nan=False).encode()
@@ -297,7 +297,7 @@ def _encoded(entries: dict[str, Entries], now: float) -> bytes:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside a file; raises OSError where others hold it for too long."""
+    """Hold the lock next to a file; raises OSError if others hold it for too long."""
     descriptor = os.open(
         path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
     )
@@ -317,8 +317,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def keys_of(engine: Engine, corpus: Corpus, emulated: str, backend: Backend, beside: int) -> tuple[str, str]:
-    """Names of the link and the engine in the file of estimates. beside: chunks that are decoded at a time."""
-    import torch  # commands that ask no engine need none
+    """Names of the link and the engine in the file. beside: chunks decoded at a time."""
+    import torch  # commands without an engine need none
 
     from kvwire._version import __version__
 

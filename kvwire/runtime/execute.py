@@ -1,4 +1,4 @@
-"""What a load computes: its chunks are decoded and recomputed into the prompt, and the question is run on it.
+"""Computing jobs of a load: decode and recompute chunks into the prompt, and run the question on it.
 
 The engine works in one thread and decoding in the same or in another (see ``driver``).
 """
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     from kvwire.types import ChunkId, KVCache
 
 Piece = tuple[int, list[bytes], int]
-"""A chunk's number, the segments that its level needs, and the level."""
-LOAD_CANCELLED = "nobody waits for it any more"
-"""Why a job does nothing."""
+"""A chunk's number, the segments of its level, and the level."""
+LOAD_CANCELLED = "the load was cancelled"
+"""Why a job stopped early."""
 NO_ENGINE = PrefillCost(0.0, 10.0)
-"""What the controller is told of passes where ``Engine.can_recompute`` is false: so many seconds that it lets go of a
-chunk only where the chunk cannot be had. What follows a missing chunk in the prompt is worthless there, and what stands
-before it is not, so that the load goes on."""
+"""Cost of passes if ``Engine.can_recompute`` is false, in seconds: so high that the controller gives up a chunk only if
+it cannot be loaded. Without it, all later chunks of the prompt are useless, but not the earlier ones, so the load goes
+on."""
 
 
 class PromptWorker:
-    """Jobs of one load on the engine and the processor; each tells the controller how it ended.
+    """Jobs of one load on engine and processor; each reports its outcome to the controller.
 
     Attributes:
         prompt: The linked cache of all documents.
-        number: The load's, for the controller; -1 before it is known there.
-        inputs: What planning was told, by document.
-        misses: What went wrong and was healed by recomputing, in words.
-        decode_s: Compute spent on decoding, in seconds.
-        recompute_s: Compute spent on recomputing, in seconds.
-        seen: What the question saw when the prompt was looked at; None before, and where it was not.
-        look_s: Compute spent on that, in seconds.
-        can_look: The engine has not said that its attention is not to be seen.
-        documents: Those that are open, by number.
-        parts: Segments that are here and not given up, by chunk and level.
-        levels: The level that each chunk is decoded to.
-        is_gone: The load is over; jobs do nothing more.
+        number: The load's number for the controller; -1 before it has one.
+        inputs: Inputs of planning, by document.
+        misses: In words: faults healed by recomputing.
+        decode_s: Compute time of decoding, in seconds.
+        recompute_s: Compute time of recomputing, in seconds.
+        seen: The question's attention to the prompt; None before a look, or without one.
+        look_s: Compute time of the look, in seconds.
+        can_look: Whether the engine may show its attention: false once it has refused.
+        documents: Open documents, by number.
+        parts: Fetched segments that are still needed, by chunk and level.
+        levels: Decoded level of each chunk.
+        is_gone: Whether the load is over; jobs then stop.
     """
 
     prompt: LinkedPrompt
@@ -67,8 +67,8 @@ class PromptWorker:
     ) -> None:  # fmt: skip
         """Take the parts.
 
-        sees_documents: whether text that is computed may see what stands before its document. sees_head: whether the
-        first document's always does.
+        sees_documents: whether recomputed text may see all that precedes its document. sees_head: whether the first
+        document's text always does.
         """
         self._engine, self._names, self._driver = engine, names, driver
         self._backend, self._question = backend, question
@@ -80,30 +80,30 @@ class PromptWorker:
         self.parts: dict[ChunkId, dict[int, bytes]] = {}
         self.levels: dict[ChunkId, int] = {}
         self.is_gone = False
-        self._stop = threading.Event()  # of the forward pass that was asked for last
+        self._stop = threading.Event()  # for the forward pass requested last
         self._seeing: set[ChunkId] = set()
-        self._at_work, self._changed = 0, threading.Condition()  # threads that write decoded chunks
+        self._at_work, self._changed = 0, threading.Condition()  # threads writing decoded chunks
         self.inputs: dict[int, DocumentPlanInput] = {}
         self.misses: list[str] = []
         self.decode_s = self.recompute_s = self.look_s = 0.0
 
     def leave(self) -> None:
-        """Let no thread write into the prompt any more; waits for chunks that are being decoded."""
+        """Stop all writing into the prompt; waits for chunks being decoded."""
         with self._changed:
             self.is_gone = True
             self._changed.wait_for(lambda: not self._at_work)
 
     def begin_pass(self) -> None:
-        """From now on a stop is meant for the next forward pass; one that was asked for before is over."""
+        """Start a new forward pass for ``stop_pass``, which no longer affects earlier ones."""
         self._stop = threading.Event()
 
     def stop_pass(self) -> None:
-        """Have the forward pass that was begun last end early, where the engine can."""
+        """Let the last forward pass end early, if the engine can."""
         self._stop.set()
 
     @property
     def seeing(self) -> list[tuple[int, int]]:
-        """First token of the prompt, and the one behind the last, of chunks that saw all that stands before them."""
+        """Spans of recomputed chunks that saw all that precedes them: first position, and one after the last."""
         spans = []
         for chunk in self._seeing:
             at = self.prompt.offset(chunk.document)
@@ -112,22 +112,22 @@ class PromptWorker:
         return spans
 
     def lose(self, chunk: ChunkId, words: str) -> None:
-        """Note what went wrong with a chunk."""
+        """Record a fault of a chunk."""
         self.misses.append(f"{self._names[chunk.document]} chunk {chunk.chunk}: {words}")
 
     def decoding(self, index: int, document: OpenDocument, hidden: Tensor | None = None) -> OpenDocument:
-        """A document with what decodes it into its place in the prompt."""
+        """A copy of a document with a decoder into its place in the prompt."""
         part, offset = self.prompt.document(index), self.prompt.offset(index)
         return document.decode_into(part, offset, hidden, self._backend, rounded=self._engine.can_recompute)
 
     def use(self, index: int, document: OpenDocument) -> None:
-        """Go by an open document from now on."""
+        """Set an open document."""
         if document.decoder is not None and document.decoder.kept is not None:
             self.prompt.keep(index, document.decoder.kept)
         self.documents[index] = document
 
     async def decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
-        """Decode chunks whose segments are here."""
+        """Decode chunks whose segments are fetched."""
         bad: dict[ChunkId, Exception] = {}
         began = seconds = 0.0
         try:
@@ -138,8 +138,8 @@ class PromptWorker:
             bad = dict.fromkeys(chunks, error)
         self.decode_s += seconds
         if not bad:
-            # From the thread's beginning until here the lane was taken: a busy loop costs as much as computing. What
-            # the thread did before is not this job's: a closing pass, for one.
+            # The lane was taken from the thread's start until here: a busy loop costs as much as computing. Earlier
+            # work of the thread, such as a closing pass, is not this job's.
             self._driver.tell(ev.DecodeDone(chunks, self._driver.clock() - began))
             return
         for chunk, trouble in bad.items():
@@ -148,7 +148,7 @@ class PromptWorker:
         self._driver.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
 
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
-        """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
+        """Decode chunks in the decode thread; failures go into ``bad``."""
         if self.is_gone:
             raise StorageError(LOAD_CANCELLED)
         pieces: dict[int, dict[ChunkId, Piece]] = {}
@@ -162,7 +162,7 @@ class PromptWorker:
         bad.update((chunk, trouble) for chunk, trouble in zip(left, troubles, strict=True) if trouble)
 
     def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
-        """Decode a chunk on the processor, or as the only one on a GPU; returns why that cannot be."""
+        """Decode one chunk, on the processor or alone on a GPU; returns the error, if any."""
         chunk, piece = what
         with self._changed:
             if self.is_gone:
@@ -180,9 +180,9 @@ class PromptWorker:
         return None
 
     def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
-        """Have a GPU decode documents' pieces all at once; returns those that are no work for it, or that failed.
+        """Decode documents' pieces on a GPU in one batch; returns those that it cannot take, or that failed.
 
-        One by one then shows which of them it is, and needs less memory.
+        They are then decoded one by one, which finds the bad piece and needs less memory.
         """
         given: list[tuple[Pending, dict[ChunkId, Piece]]] = []
         left: dict[ChunkId, Piece] = {}
@@ -206,27 +206,27 @@ class PromptWorker:
     def _decoder_of(self, document: int) -> BlobDecoder:
         decoder = self.documents[document].decoder
         if decoder is None:
-            msg = f"document {document} has no decoder yet: its head start comes first"
+            msg = f"document {document} has no decoder yet: its prefix layers come first"
             raise ArgumentError(msg)
         return decoder
 
-    async def recompute(self, asked: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:
-        """Compute chunks in a pass of their own, in the compute thread."""
-        first = asked.first
-        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
-        if not self._engine.can_recompute:  # whoever computes the prompt does these, too
+    async def recompute(self, request: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:
+        """Recompute chunks in a pass of their own, in the compute thread."""
+        first = request.first
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, request.last.chunk + 1))
+        if not self._engine.can_recompute:  # the engine elsewhere computes these, too
             document = self.documents[first.document]
-            tokens = document.span(asked.last.chunk)[1] - document.span(first.chunk)[0]
+            tokens = document.span(request.last.chunk)[1] - document.span(first.chunk)[0]
             return ev.RecomputeDone(chunks, NO_ENGINE.seconds(tokens))
-        behind = asked.behind and self._sees_documents
-        failed, blind, began = [first], asked.behind and not behind, self._driver.clock()
+        behind = request.behind and self._sees_documents
+        failed, without_context, began = [first], request.behind and not behind, self._driver.clock()
         try:
             try:
                 seconds = await self._extend_timed(chunks, failed, behind=behind)
             except Exception as error:
                 if not behind or self.is_gone or isinstance(error, PassStoppedError):
                     raise
-                blind = True
+                without_context = True
                 self.lose(failed[0], f"computed without the documents before it: {in_words(error)}")
                 seconds = await self._extend_timed(chunks, failed, behind=False)
         except PassStoppedError:
@@ -234,26 +234,26 @@ class PromptWorker:
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self.lose(failed[0], in_words(error))
             return ev.RecomputeFailed(failed[0], in_words(error))
-        self.note_recomputed(asked, chunks, seconds, blind=blind)
-        return ev.RecomputeDone(chunks, seconds, blind)
+        self.note_recomputed(request, chunks, seconds, blind=without_context)
+        return ev.RecomputeDone(chunks, seconds, without_context)
 
     def note_recomputed(
-        self, asked: ev.Recompute, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False
+        self, request: ev.Recompute, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False
     ) -> None:
-        """Note what a pass has computed."""
+        """Record the outcome of a pass."""
         self.recompute_s += seconds
-        if asked.behind and not blind:
+        if request.behind and not blind:
             self._seeing.update(chunks)
 
     async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:
-        """``_extend_all`` in the compute thread; returns its seconds."""
+        """Run ``_extend_all`` in the compute thread; returns its seconds."""
         work = partial(self._extend_all, chunks, failed, behind=behind)
         return (await self._driver.compute(partial(self.timed, work)))[1]
 
     def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> None:
-        """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
+        """Recompute chunks in one pass or, if that fails, one by one: shorter passes need less memory.
 
-        failed: is made to hold the chunk that is being computed. behind: see ``Recompute``.
+        failed: set to the chunk being computed. behind: see ``Recompute``.
         """
         if self.is_gone:
             raise StorageError(LOAD_CANCELLED)
@@ -272,7 +272,7 @@ class PromptWorker:
                 self._extend(chunk, chunk, behind=behind)
 
     def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
-        """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
+        """Recompute chunks on top of the finished part of their document or prompt, and write them into the prompt."""
         document = self.documents[first.document]
         if document.layout is not None:
             from kvwire.reuse import compute_piece
@@ -280,42 +280,42 @@ class PromptWorker:
             span, whole = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
             compute_piece(self._engine, document.layout, self.prompt, first.document, whole, span, behind=behind)
             return
-        seen, ids, offset = self.row(first, last, behind=behind)
-        self.write(first, self._engine.extend(seen, ids, offset=offset))
+        prefix, ids, offset = self.row(first, last, behind=behind)
+        self.write(first, self._engine.extend(prefix, ids, offset=offset))
 
-    def can_be_row(self, asked: ev.Recompute) -> bool:
-        """Whether chunks can be computed as a row of a joined pass: text with anchors takes several passes."""
-        return self.documents[asked.first.document].layout is None and (self._sees_documents or not asked.behind)
+    def can_be_row(self, request: ev.Recompute) -> bool:
+        """Whether chunks can be a row of a joined pass: text with anchors takes several passes."""
+        return self.documents[request.first.document].layout is None and (self._sees_documents or not request.behind)
 
     def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
-        """What the engine extends to compute chunks anew, in the compute thread."""
+        """Inputs of ``extend`` to recompute chunks, in the compute thread: prefix, token ids and offset."""
         behind = behind or (self._sees_head and not first.document)
         document = self.documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
         offset, whole = self.prompt.offset(first.document), document.token_ids or ()
         ids = whole[start:stop]
-        seen = self.prompt.cache.slice(0, offset + start) if behind else None
-        if seen is None and start:
-            seen = self.prompt.document(first.document).slice(0, start)
-        if seen is not None and seen.kept and all(mask is None or bool(mask.all()) for mask in seen.kept):
-            seen = replace(seen, kept=None)  # of a prompt with gaps, none of which is here
+        prefix = self.prompt.cache.slice(0, offset + start) if behind else None
+        if prefix is None and start:
+            prefix = self.prompt.document(first.document).slice(0, start)
+        if prefix is not None and prefix.kept and all(mask is None or bool(mask.all()) for mask in prefix.kept):
+            prefix = replace(prefix, kept=None)  # the prompt's gaps are elsewhere
         neutral: tuple[int, ...] = ()
-        if not behind and offset:  # nothing stands before what begins the prompt
+        if not behind and offset:  # the first document has no prefix
             neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, whole)
-            if offset == len(self._engine.opening_tokens):  # behind BOS alone
+            if offset == len(self._engine.opening_tokens):  # after BOS only
                 neutral = neutral[: len(self._engine.opening_tokens)]
-        if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
+        if neutral:  # a neutral prefix has no place in the prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.prefill import behind as behind_neutral
 
-            seen = behind_neutral(self._engine, neutral, seen, more=len(ids))
-        return seen, ids, offset
+            prefix = behind_neutral(self._engine, neutral, prefix, more=len(ids))
+        return prefix, ids, offset
 
     def write(self, first: ChunkId, piece: KVCache) -> None:
-        """Put chunks that were computed into the prompt."""
+        """Write recomputed chunks into the prompt."""
         self.prompt.write(first.document, self.documents[first.document].span(first.chunk)[0], piece)
 
     async def start_head(self, index: int) -> None:
-        """Compute a document's first layers, behind which it can be decoded."""
+        """Compute a document's prefix layers, so that it can be decoded."""
         try:
             _, seconds = await self._driver.compute(partial(self.timed, partial(self._start_here, index)))
         except Exception as error:  # noqa: BLE001 - the document can be recomputed
@@ -334,7 +334,7 @@ class PromptWorker:
         self.use(index, self.decoding(index, document, hidden))
 
     async def look(self) -> None:
-        """Run the question on the prompt, to see what it attends to."""
+        """Run the question on the prompt, to measure its attention."""
         attention: tuple[tuple[float, ...], ...] = ()
         seconds = 0.0
         try:
@@ -342,7 +342,7 @@ class PromptWorker:
             attention = self._by_chunk()
         except Exception as error:  # noqa: BLE001 - finer levels then go to all alike
             self.can_look = not isinstance(error, MismatchError)
-            self.misses.append(f"what the question attends to was not seen: {in_words(error)}")
+            self.misses.append(f"the question's attention was not measured: {in_words(error)}")
         self.look_s += seconds
         self._driver.tell(ev.Looked(self.number, attention, seconds))
 
@@ -352,12 +352,12 @@ class PromptWorker:
         self.seen = self._engine.look(self.prompt.cache, self._question)
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
-        """What the question attends to, for ``Looked``."""
+        """The question's attention by chunk, for ``Looked``."""
         if self.seen is None or not float(self.seen.attention[len(self.prompt.opening) :].sum()) > 0:
             return ()
         paid = self.seen.attention
         head = len(self.prompt.opening)
-        relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # gaps count for nothing
+        relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # without gaps
         rows = []
         for index in range(len(self._names)):
             document, start = self.documents[index], self.prompt.offset(index)
@@ -367,7 +367,7 @@ class PromptWorker:
         return tuple(rows)
 
     def timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """When work began, and the seconds that it took, what it gave a GPU to do included."""
+        """Start and seconds of work, its work on a GPU included."""
         started = self._driver.clock()
         work()
         self._engine.synchronize()

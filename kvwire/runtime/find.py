@@ -1,4 +1,4 @@
-"""Documents of a load: what their catalogs say of them, and their open blobs, or the texts that stand in for these."""
+"""Finds documents of a load: their catalog entries, and their open blobs or texts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MOST_KEPT = 10_000  # entries
 _PROFILE_S = 300.0
-"""Longest reading of a profile. No load waits that long; one that was not given the time would never be there."""
+"""Longest read of a profile. No load waits that long, but a shorter limit might never let it finish."""
 UNREADABLE = (NotFoundError, CorruptError, FormatVersionError, StorageError)
-"""What a document's text stands in for. An AuthError is not among them: whoever has wrong credentials is told so."""
+"""Errors after which a document's text is used. AuthError is not one: wrong credentials must be reported."""
 
 
 def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
@@ -45,10 +45,10 @@ def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
 async def gather_optional(
     first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], timeouts: Timeouts
 ) -> tuple[T, list[T]]:
-    """Wait for the first, and for those of the others that succeed and are in time.
+    """Wait for the first, and for those of the others that succeed in time.
 
-    The others are given ``timeouts.extra`` more than the first, or twice as long as it, since they share the link, but
-    never more than ``timeouts.soon`` altogether.
+    The others share the link, so they get ``timeouts.extra`` more than the first took, or as long again, but at most
+    ``timeouts.soon`` in total.
     """
     started = time.monotonic()
     tasks = [asyncio.create_task(each) for each in others]
@@ -66,7 +66,7 @@ async def gather_optional(
 
 
 async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """What comes of works side by side; with the first error, which is raised as it is, the others are stopped."""
+    """Results of concurrent work; the first error stops the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -78,26 +78,25 @@ async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
 
 
 class DocumentFinder:
-    """Looks documents up in their catalogs, over the session's link; what was found of late is not asked for again.
+    """Looks documents up in their catalogs, over the session's link, and caches the entries.
 
-    An entry is kept for some seconds, and no longer than until this process encodes anything into the corpus, or until
-    what it names turns out to be gone.
+    An entry is cached for some seconds, and dropped when this process writes to the corpus, or when its blob is gone.
     """
 
     def __init__(self, session: Session, corpora: Sequence[Corpus], kept_s: float, level: int | None) -> None:
-        """Look nothing up yet."""
+        """Start with nothing cached."""
         self._session, self._corpora, self._kept_s, self._level = session, corpora, kept_s, level
         self._views = [corpus.over(session.view(corpus.catalog.store)) for corpus in corpora]
         self._kept: dict[tuple[int, str], _Kept] = {}
-        self._profiles: dict[tuple[int, str], asyncio.Task[AnyProfile | None]] = {}  # that are being read
+        self._profiles: dict[tuple[int, str], asyncio.Task[AnyProfile | None]] = {}  # being read
 
     async def find(
         self, document_id: str, texts: Mapping[str, Sequence[int]] | None, timeouts: Timeouts, *, anew: bool = False
     ) -> FoundDocument:
-        """What the first corpus knows of a document, its profile included; its text alone where the catalog fails.
+        """Look a document up in the first corpus, with its profile; if the catalog fails, only its text.
 
-        Of the other corpora, one that fails, is late or has another text has no variant. A use is counted in the first
-        alone.
+        A further corpus that fails, is late or has another text gives no variant. A use is counted in the first corpus
+        only.
         """
         given = (texts or {}).get(document_id)
         text = None if given is None else tuple(given)
@@ -110,19 +109,19 @@ class DocumentFinder:
         return replace(first, variants=tuple(each for each in found if each.token_digest == first.token_digest != ""))
 
     async def find_again(self, document: FoundDocument, timeouts: Timeouts) -> FoundDocument | None:
-        """Ask the catalog anew, where a kept entry led nowhere."""
+        """Ask the catalog again, after a cached entry was out of date."""
         if not document.entry_is_kept:
             return None
         number = self._corpora.index(document.corpus)
-        again = document.document_id, document.text, timeouts, timeouts.soon
+        fresh = document.document_id, document.text, timeouts, timeouts.soon
         try:
-            found = await self._find_in(number, *again, anew=True)
+            found = await self._find_in(number, *fresh, anew=True)
         except UNREADABLE:
             return None
         return None if found.entry == document.entry else found
 
     async def of_entry(self, entry: CatalogEntry, text: tuple[int, ...] | None, timeouts: Timeouts) -> FoundDocument:
-        """A document of the first corpus whose entry was just read."""
+        """A document of the first corpus from an entry just read."""
         known = self._views[0].known_profile(entry)
         found = FoundDocument(self._corpora[0], entry.document_id, entry, known, text)
         try:
@@ -131,7 +130,7 @@ class DocumentFinder:
             return replace(found, trouble=str(error))
 
     def text(self, document: FoundDocument, entry: CatalogEntry) -> tuple[int, ...]:
-        """Read a document's text from beside its blob; blocks."""
+        """Read the text stored next to a document's blob; blocks."""
         return self._views[self._corpora.index(document.corpus)].text(entry)
 
     async def _find_first(
@@ -150,12 +149,12 @@ class DocumentFinder:
         self, number: int, document_id: str, text: tuple[int, ...] | None,
         timeouts: Timeouts, wait_s: float, *, anew: bool, is_use: bool = False,
     ) -> FoundDocument:  # fmt: skip
-        """What a catalog says, with the profile; where something that a kept entry names is gone, asked anew."""
+        """Entry and profile from a catalog; asks again if a cached entry's blob or profile is gone."""
         looking = partial(self._look_up, number, document_id, text, anew=anew, is_use=is_use)
-        kept = None if anew or text is not None or self._corpora[number].uses else self._fresh(number, document_id)
-        if kept is not None and not kept.is_text:  # no thread is needed for it
-            known = self._views[number].known_profile(kept)
-            found = FoundDocument(self._corpora[number], document_id, kept, known, text, entry_is_kept=True)
+        cached = None if anew or text is not None or self._corpora[number].uses else self._fresh(number, document_id)
+        if cached is not None and not cached.is_text:  # needs no thread
+            known = self._views[number].known_profile(cached)
+            found = FoundDocument(self._corpora[number], document_id, cached, known, text, entry_is_kept=True)
         else:
             found = await self._session.look_up(looking, wait_s)
         if found.entry is None or found.profile is not None:
@@ -168,7 +167,7 @@ class DocumentFinder:
             return replace(found, trouble=str(error))
 
     async def _profile(self, number: int, entry: CatalogEntry, wait_s: float) -> AnyProfile | None:
-        """A document's profile; loads share a reading, which goes on where they leave."""
+        """A document's profile; loads share a read, which goes on when they leave."""
         if not entry.profile_digest:
             return None
         key = number, entry.profile_digest
@@ -186,14 +185,14 @@ class DocumentFinder:
     def _read(self, key: tuple[int, str], reading: asyncio.Task[AnyProfile | None]) -> None:
         del self._profiles[key]
         if not reading.cancelled():
-            reading.exception()  # is told to those who wait, if there are any
+            reading.exception()  # raised to those who wait, if any
 
     def _entry(self, number: int, document_id: str, *, anew: bool) -> tuple[CatalogEntry, bool]:
-        """A document's entry, and whether it was kept rather than read."""
+        """A document's entry, and whether it was cached."""
         if anew:
             self._kept.pop((number, document_id), None)
-        elif (kept := self._fresh(number, document_id)) is not None:
-            return kept, True
+        elif (cached := self._fresh(number, document_id)) is not None:
+            return cached, True
         key, now, changes = (number, document_id), time.monotonic(), self._corpora[number].changes
         entry = self._views[number].find(document_id)
         if self._kept_s > 0:
@@ -203,15 +202,15 @@ class DocumentFinder:
         return entry, False
 
     def _fresh(self, number: int, document_id: str) -> CatalogEntry | None:
-        """A kept entry that may still be used."""
-        kept, changes = self._kept.get((number, document_id)), self._corpora[number].changes
-        is_fresh = kept is not None and time.monotonic() - kept.read_at < self._kept_s and kept.changes == changes
-        return kept.entry if kept is not None and is_fresh else None
+        """A cached entry that is still valid."""
+        cached, changes = self._kept.get((number, document_id)), self._corpora[number].changes
+        is_fresh = cached is not None and time.monotonic() - cached.read_at < self._kept_s and cached.changes == changes
+        return cached.entry if cached is not None and is_fresh else None
 
     def _look_up(
         self, number: int, document_id: str, text: tuple[int, ...] | None, *, anew: bool, is_use: bool = False
     ) -> FoundDocument:
-        """What a catalog says, with the profile where that was read before."""
+        """Entry from a catalog, with the profile if that was read before."""
         corpus, view = self._corpora[number], self._views[number]
         if is_use:
             corpus.count_use(document_id)
@@ -231,7 +230,7 @@ class DocumentFinder:
 
 
 class _Kept(NamedTuple):
-    """An entry, the instant at which it was asked for, and the corpus's changes by then."""
+    """An entry, when it was requested, and the corpus's changes until then."""
 
     entry: CatalogEntry
     read_at: float
@@ -239,13 +238,13 @@ class _Kept(NamedTuple):
 
 
 class DocumentOpener:
-    """Reads headers of blobs, and texts where headers fail or are late; closes what it opened at its end."""
+    """Reads headers of blobs, and texts if headers fail or are late; closes what it opened."""
 
     def __init__(
         self, session: Session, driver: ControllerDriver, finder: DocumentFinder, settings: FetchSettings,
         timeouts: Timeouts,
     ) -> None:  # fmt: skip
-        """Read nothing yet."""
+        """Do not read yet."""
         self._session, self._driver, self._finder, self._settings = session, driver, finder, settings
         self._timeouts = replace(timeouts, soon=min(timeouts.soon, timeouts.patience))
         self._give_up_at = driver.clock() + timeouts.patience
@@ -258,11 +257,11 @@ class DocumentOpener:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that came over the link so far, for all documents together, headers and chunks."""
+        """Bytes received over the link for all documents, headers and chunks."""
         return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
 
     async def open_all(self, found: FoundDocument) -> list[OpenDocument]:
-        """``open`` a document and its variants; nothing where it has another length by now."""
+        """``open`` a document and its variants; empty if its length has changed."""
         variants = [self._open_variant(each) for each in found.variants]
         opened, others = await gather_optional(self.open(found), variants, self._timeouts)
         if opened is None:
@@ -270,7 +269,7 @@ class DocumentOpener:
         return [opened, *(mine for each in others if each and (mine := each.adopt_text(opened)))]
 
     async def _open_variant(self, found: FoundDocument) -> OpenDocument:
-        """Read a variant's header; without a text to stand in for it, raises whatever is wrong."""
+        """Read a variant's header; there is no text to replace it, so any error is raised."""
         if found.entry is None or found.trouble:
             raise NotFoundError(found.trouble or f"{found.document_id!r} has no blob there")
         try:
@@ -285,9 +284,9 @@ class DocumentOpener:
         return replace(opened, info=info)
 
     async def open(self, found: FoundDocument) -> OpenDocument | None:
-        """Read a document's header; where that fails, is late or is of another document, find its text.
+        """Read a document's header; if that fails, is late or is another document's, find its text.
 
-        None where the catalog names a text of another length by now than its kept entry did.
+        None if the catalog's text now has another length than the cached entry's.
         """
         opened, entry = OpenDocument(found, found.text, trouble=found.trouble), found.entry
         if entry is None or (found.trouble and found.text is not None):
@@ -315,7 +314,7 @@ class DocumentOpener:
         return opened.with_header(header, header.token_ids or found.text)
 
     async def _connected(self, found: FoundDocument, entry: CatalogEntry) -> tuple[OpenDocument, BlobFetcher]:
-        """A document with what fetches its blob, open until the end of this opener."""
+        """A document with its blob's fetcher, which this opener closes."""
         catalog = found.corpus.catalog
         reader = catalog.blobs.reader(entry)
         source = open_document(catalog, entry, self._session.http)
@@ -328,7 +327,7 @@ class DocumentOpener:
     async def _header(
         self, fetcher: BlobFetcher, document: OpenDocument, entry: CatalogEntry
     ) -> BlobInfo | tuple[int, ...]:
-        """The header, checked against the catalog; the text where that is there and the header is late."""
+        """The header, checked against the catalog; the text if that arrives before a late header."""
         opening = asyncio.create_task(fetcher.open(deadline=self._give_up_at))
         ids = document.token_ids
         try:
@@ -354,7 +353,7 @@ class DocumentOpener:
     async def _text_beside(
         self, opening: asyncio.Task[BlobInfo], found: FoundDocument, entry: CatalogEntry
     ) -> tuple[int, ...] | None:
-        """``_stored_text``, for as long as a late header does not come after all."""
+        """``_stored_text``, given up if the late header arrives after all."""
         reading = asyncio.create_task(self._stored_text(found, entry))
         try:
             await asyncio.wait({opening, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -365,7 +364,7 @@ class DocumentOpener:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _stored_text(self, found: FoundDocument, entry: CatalogEntry) -> tuple[int, ...] | None:
-        """Token ids from beside the blob, None where they are lost too or do not come in time."""
+        """Token ids stored next to the blob; None if they are lost or late."""
         try:
             left_s = max(0.0, self._give_up_at - self._driver.clock())
             ids = await self._session.look_up(partial(self._finder.text, found, entry), left_s)
@@ -375,12 +374,12 @@ class DocumentOpener:
 
 
 def _ids_of(document: OpenDocument, entry: CatalogEntry) -> tuple[int, ...] | None:
-    """Token ids from a header whose blob is of no use otherwise, where they are the ones that the catalog names."""
+    """Token ids from the header of an otherwise useless blob, if they match the catalog."""
     header = document.reader.parsed
     ids = header.info.token_ids if header else None
     return ids if ids is not None and _fits(ids, entry) else None
 
 
 def _fits(ids: tuple[int, ...], entry: CatalogEntry) -> bool:
-    """Whether a text is the entry's: the prompt has been laid out for that many tokens."""
+    """Whether a text is the entry's: the prompt was laid out for its length."""
     return len(ids) == entry.tokens and digest_tokens(ids) == entry.token_digest

@@ -1,8 +1,8 @@
-"""Documents that grow: tokens are appended as a part of their own, and nothing that was encoded is encoded again.
+"""Documents that grow: appended tokens become a part of their own, and earlier parts stay.
 
-The numbers of a token depend on the tokens before it alone, and a chunk is coded without the chunks before it, so what
-was written stays right. A part begins where the document ended, within a chunk or not: coding the last chunk again
-would cost more than the shorter chunks do, see docs/how-to/grow-a-document.md.
+A token's numbers depend only on tokens before it, and a chunk is coded without earlier ones, so old parts stay valid. A
+part begins where the document ended, even inside a chunk: coding the last chunk again would cost more than shorter
+chunks do, see docs/how-to/grow-a-document.md.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grown:
-    """A document as it was found, and what it is to be.
+    """A document as found, and its new content.
 
-    etag: of the entry that is replaced; empty for a fork. level: see ``encode``'s ``context_level``.
+    etag: of the entry to replace; empty for a fork. level: see ``encode``'s ``context_level``.
     """
 
     entry: CatalogEntry
@@ -49,7 +49,7 @@ class Grown:
 
     @property
     def whole(self) -> Document:
-        """What it is to be."""
+        """The document with its new content."""
         return Document(self.name, (*self.token_ids, *self.added))
 
 
@@ -57,7 +57,7 @@ class Grower:
     """Appends to documents of a corpus, for ``Corpus.append`` and ``Corpus.compact``."""
 
     def __init__(self, corpus: CorpusReader, encoder: Encoder) -> None:
-        """Take the corpus and the steps that encode a document anew."""
+        """Take the corpus and the steps that encode a whole document."""
         self._corpus, self._encoder = corpus, encoder
         self._catalog, self._config, self._coding = corpus.catalog, corpus.config, encoder.coding
 
@@ -70,11 +70,11 @@ class Grower:
         cache: KVCache | None = None,
         fork: str = "",
     ) -> Encoded:
-        """Append tokens to a document, as a part of its own where it can have parts."""
+        """Append tokens to a document, as a part of its own if possible."""
         started = time.perf_counter()
         added = plain_token_ids(token_ids)
         if not added:
-            msg = f"there is nothing to append to {document_id!r}: give a token at least"
+            msg = f"there is nothing to append to {document_id!r}: give at least one token"
             raise ArgumentError(msg)
         if after is None:
             return self.write(self._found(document_id, added, fork), cache, started)
@@ -89,16 +89,16 @@ class Grower:
             grown = self._found(document_id, added, fork)
             if grown.entry.tokens == after:
                 return self.write(grown, cache, started)
-        except (ArgumentError, ConflictError):  # of what another writer made of it meanwhile, perhaps this very thing
+        except (ArgumentError, ConflictError):  # perhaps another writer appended the same tokens meanwhile
             if (done := self._done(document_id, added, fork, after)) is None:
                 raise
             return done
         raise self._conflict(grown.entry, added, after)
 
     def _done(self, document_id: str, added: tuple[int, ...], fork: str, after: int) -> Encoded | None:
-        """What an append gives that was done before; None where it is to be done.
+        """Result of an append that was done before; None if it is still to do.
 
-        Raises ConflictError where the document neither ends with the first ``after`` tokens nor with these behind them.
+        Raises ConflictError if the document ends neither after ``after`` tokens nor with the added ones after these.
         """
         source = self._corpus.find(document_id)
         entry = self._catalog.by_document(self._config, fork) if fork else source
@@ -112,21 +112,21 @@ class Grower:
         return None
 
     def _text(self, entry: CatalogEntry, info: BlobInfo | None = None) -> tuple[int, ...]:
-        """A document's tokens, from its header where that is at hand."""
+        """A document's tokens, from its header if given."""
         return info.token_ids if info and info.token_ids is not None else self._corpus.text(entry)
 
     def _conflict(self, entry: CatalogEntry, added: tuple[int, ...], after: int) -> ConflictError:
         has = ""
         with suppress(CorruptError, NotFoundError):
             if self._text(entry)[after : after + len(added)] == added:
-                has = ", among which those to append stand in their place already"
+                has = ", those to append already among them"
         return ConflictError(
             f"{entry.document_id!r} has {entry.tokens} tokens{has}, and was to have {after} before (after, --after): "
-            f"look at what it has; to go on behind that, append after {entry.tokens}"
+            f"look at what it has; to continue there, append after {entry.tokens}"
         )
 
     def write(self, grown: Grown, cache: KVCache | None, started: float) -> Encoded:
-        """Append where the document is still as it was found."""
+        """Append, unless the document has changed since it was found."""
         if not takes_parts(grown):
             return self._written_anew(grown, cache, started)
         self._corpus.changes += 1
@@ -150,7 +150,7 @@ class Grower:
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def compact(self, document_id: str) -> Encoded:
-        """Encode a document of several parts anew, as one blob."""
+        """Encode a document of several parts again, as one blob."""
         started = time.perf_counter()
         grown = self._found(document_id, (), "")
         if not grown.entry.parts:
@@ -158,7 +158,7 @@ class Grower:
         return self._written_anew(grown, None, started)
 
     def _found(self, document_id: str, added: tuple[int, ...], fork: str) -> Grown:
-        """The document, its header and its text."""
+        """Find the document, its header and its text."""
         name = check_new_name(fork or document_id, "document")
         entry, etag = self._catalog.grown.version(self._config, document_id)
         if entry is None:
@@ -174,7 +174,7 @@ class Grower:
         info = self._corpus.read_header(entry)
         self._corpus.check_blob(info, entry)
         if info.soft_tokens or self._coding.layout.cached_tokens:
-            msg = f"{document_id!r} has a layout's tokens inside its cache, and more cannot follow them: encode it anew"
+            msg = f"{document_id!r} has a layout's tokens in its cache, and more cannot follow them: encode it again"
             raise ArgumentError(msg)
         behind, window = info.opening, self._corpus.window
         if behind + entry.tokens + len(added) > window:
@@ -186,7 +186,7 @@ class Grower:
         return Grown(entry, etag, info, name, self._text(entry, info), added)
 
     def _computed(self, grown: Grown, cache: KVCache | None) -> Computed:
-        """What the model makes of the tokens that are appended."""
+        """Run the model over the appended tokens."""
         before, ids, info = len(grown.token_ids), grown.whole.token_ids, grown.info
         behind = len(info.neutral_prefix)
         if cache is None:
@@ -209,7 +209,7 @@ class Grower:
         return Computed(part, info.neutral_prefix, hidden, opening=info.opening, beginning=beginning)
 
     def _alike(self, part: KVCache, info: BlobInfo) -> CacheMeta:
-        """The part's meta, as the other parts have theirs."""
+        """The part's metadata, like that of the other parts."""
         is_exact = any(level.lossless for level in info.levels)
         if is_exact and part.meta.dtype != info.meta.dtype:
             msg = (
@@ -217,11 +217,11 @@ class Grower:
                 f"open the engine with --dtype {info.meta.dtype}"
             )
             raise MismatchError(msg)
-        ours = replace(info.meta, positions=part.meta.positions, offset=part.meta.offset)
-        return replace(ours, token_digest=part.meta.token_digest)
+        meta = replace(info.meta, positions=part.meta.positions, offset=part.meta.offset)
+        return replace(meta, token_digest=part.meta.token_digest)
 
     def _coded(self, grown: Grown, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
-        """The part's blob, sealed where there are keys, and what its header says."""
+        """The part's blob, sealed if there are keys, and its header."""
         lossy = [level for level in grown.info.levels if not level.lossless]
         is_layered = lossy and not lossy[0].independent
         plain = encode(
@@ -241,7 +241,7 @@ class Grower:
         return blob, self._catalog.blobs.reader().read_header(blob)
 
     def _check_alike(self, grown: Grown, info: BlobInfo) -> None:
-        """Refuse a part that could not be read with the others; nothing of it was written yet."""
+        """Refuse a part that could not be read with the others, before it is written."""
         ours = [(level.name, level.step, level.lossless) for level in grown.info.levels]
         theirs = [(level.name, level.step, level.lossless) for level in info.levels]
         if ours != theirs or info.profile_digest != grown.entry.profile_digest:
@@ -269,9 +269,9 @@ class Grower:
 
 
 def takes_parts(grown: Grown) -> bool:
-    """Whether parts can share what the document is decoded with, and there is room for one more.
+    """Whether the document can have parts, and one more.
 
-    A profile inside a blob is that blob's alone. How long the next header is, is not known: half of the room stays.
+    A profile inside a blob is that blob's own. The next header's length is not known: half of the room stays free.
     """
     entry, info = grown.entry, grown.info
     has_room = len(entry.parts) < MAX_PARTS and 2 * entry.header_bytes <= MAX_PART_HEADERS_BYTES
@@ -279,7 +279,7 @@ def takes_parts(grown: Grown) -> bool:
 
 
 def _check_cache(cache: KVCache, grown: Grown, config: str) -> None:
-    """Refuse a cache that is not of the tokens, or is of another model."""
+    """Refuse a cache of other tokens, or of another model."""
     before, behind = len(grown.token_ids), len(grown.info.neutral_prefix)
     at = {grown.whole.token_ids: behind, grown.added: behind + before}
     if cache.token_ids not in at or (cache.meta.offset, cache.meta.positions) != (at[cache.token_ids], "on"):

@@ -1,4 +1,4 @@
-"""Measuring what a model loses over linked documents, what repair gives back, and whether linking is exact at all."""
+"""Measures a model's loss from linking documents, the effect of repair, and whether linking is exact at all."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 PIECES, PIECE_TOKENS, QUESTION_TOKENS, REST_TOKENS = 6, 128, 16, 16
-"""Of a prompt that is cut from texts: documents, their tokens, the question's, and those that follow it."""
+"""For prompts cut from texts: number of documents, their tokens, the question's, and those after it."""
 _LEAST_PIECE = 16
 SHARES = (0.02, 0.05, 0.15, 0.3)
 SELECTORS = ("attention", "blend", "cacheblend", "first")
 _LEVEL_SHARE = 0.15
 _LEVEL_PROMPTS = 4
 _EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference of logits, relative to their spread, at which two ways to compute the same count as equal."""
+"""Largest difference of logits, relative to their spread, between equal computations."""
 _EXACT_HALF = 0.1
 
 
 @dataclass(frozen=True)
 class CheckPrompt:
-    """A prompt to measure.
+    """A prompt to measure on.
 
     Attributes:
         documents: Token ids of each.
-        question: Token ids of what is asked.
-        rest: Token ids of what follows: the answer, or the text as it goes on.
+        question: Token ids of the question.
+        rest: Token ids after it: the answer, or the text's continuation.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -68,7 +68,7 @@ def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed:
 def split_prompts(
     texts: Sequence[Sequence[int]], count: int, learning: int, window: int, *, seed: int = 0
 ) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
-    """``prompts_of`` texts, and further prompts that share no token of a text with these."""
+    """``prompts_of`` texts, and further prompts without common tokens."""
     places, piece = _places(texts, window)
     judged = _chosen(places, count, seed)
     reach = PIECES * piece + QUESTION_TOKENS + REST_TOKENS
@@ -85,7 +85,7 @@ def split_prompts(
 
 
 def _places(texts: Sequence[Sequence[int]], window: int) -> tuple[list[tuple[int, int]], int]:
-    """Where prompts may begin: number of a text and its token; and how many tokens a document has."""
+    """Possible beginnings of prompts, as text number and token, and the length of their documents."""
     tail = QUESTION_TOKENS + REST_TOKENS
     longest = min(window, max((len(ids) for ids in texts), default=0))
     piece = min(PIECE_TOKENS, (longest - tail) // PIECES)
@@ -119,7 +119,7 @@ def check_links(
     neutral: int = 0,
     tell: Callable[[int], object] = lambda _: None,
 ) -> LinkReport:
-    """Measure links: first whether they are exact, then what they lose and what repair gives back."""
+    """Measure links: first whether they are exact, then their loss, and what repair restores."""
     if not prompts:
         msg = "links are measured on at least one prompt"
         raise ArgumentError(msg)
@@ -144,39 +144,41 @@ def check_links(
 
 
 def check_exact(engine: Engine, prompt: CheckPrompt) -> None:
-    """Refuse a model over which linked documents are not what one masked pass makes of them."""
-    caches, rest = engine.prefill(prompt.documents), [*prompt.question, *prompt.rest]
-    linked, text = link(caches), prompt.text  # without BOS: linked documents stand farther from it than alone
+    """Refuse a model if linked documents do not equal one masked pass."""
+    caches, continuation = engine.prefill(prompt.documents), [*prompt.question, *prompt.rest]
+    linked, text = link(caches), prompt.text  # without BOS, which would be at another distance in the prompt
     bound = _EXACT.get(engine.dtype, _EXACT_HALF)
     masked = getattr(engine, "masked_forward", None)
     if masked is not None:
-        visible = block_mask([len(ids) for ids in prompt.documents], len(rest))
-        wanted = masked([*text, *rest], visible)[len(text) :]
-        _check_equal(wanted, _after(engine, linked, rest), bound, "linked documents", "positions or masks")
+        visible = block_mask([len(ids) for ids in prompt.documents], len(continuation))
+        expected = masked([*text, *continuation], visible)[len(text) :]
+        _check_equal(expected, _after(engine, linked, continuation), bound, "linked documents", "positions or masks")
     try:
         engine.update_rows(linked, text, torch.arange(len(text)))
     except MismatchError:
-        return  # nothing will be repaired
-    wanted = engine.forward(None, [*text, *rest], 0)[len(text) :]
-    _check_equal(wanted, _after(engine, linked, rest), bound, "a prompt of which all rows are repaired", "masks")
+        return  # the engine cannot repair
+    expected = engine.forward(None, [*text, *continuation], 0)[len(text) :]
+    _check_equal(
+        expected, _after(engine, linked, continuation), bound, "a prompt of which all rows are repaired", "masks"
+    )
 
 
 def _after(engine: Engine, cache: KVCache, rest: Sequence[int]) -> Tensor:
     return engine.forward(engine.past_key_values(cache), rest, cache.tokens)
 
 
-def _check_equal(wanted: Tensor, found: Tensor, bound: float, what: str, why: str) -> None:
-    difference = float((wanted.float() - found.float()).abs().max() / wanted.float().std().clamp_min(1e-12))
+def _check_equal(expected: Tensor, actual: Tensor, bound: float, what: str, why: str) -> None:
+    difference = float((expected.float() - actual.float()).abs().max() / expected.float().std().clamp_min(1e-12))
     if not difference <= bound:
         msg = (
             f"{what} differ from one pass of this model by {difference:.2g} of the spread of logits (allowed: "
-            f"{bound:g}): its {why} are not what kvwire takes them for; run its prompts as text and report this"
+            f"{bound:g}): kvwire misreads its {why}; run its prompts as text and report this"
         )
         raise MismatchError(msg)
 
 
 class _Measured:
-    """One prompt and what becomes of it."""
+    """One prompt and its measurements."""
 
     def __init__(self, engine: Engine, prompt: CheckPrompt, shift: LinkShift | None, neutral: int) -> None:
         self._engine, self._prompt, self._shift = engine, prompt, shift
@@ -186,7 +188,7 @@ class _Measured:
         self._full = self._seen(engine.forward(None, whole, 0, logits=len(self._rest)))
 
     def _seen(self, logits: Tensor) -> Tensor:
-        """Those that predict what follows the question; without such, those of the question."""
+        """Logits that predict the tokens after the question, or else those of the question."""
         last = len(self._prompt.question) - 1
         return logits[last:-1] if self._prompt.rest else logits
 
@@ -201,7 +203,7 @@ class _Measured:
         return max(0.0, kl)
 
     def figures(self, profile: AnyProfile | None) -> dict[object, float]:
-        """KL divergences from a full prefill, by what was done."""
+        """KL divergences from a full prefill, by treatment."""
         engine = self._engine
         out: dict[object, float] = {
             "nothing": self._kl(self._without_documents()),
@@ -236,19 +238,19 @@ class _Measured:
 
     @property
     def _lengths(self) -> tuple[int, ...]:
-        """Of the documents, the opening tokens counted with the first one."""
+        """Lengths of the documents; opening tokens count with the first one."""
         first, *others = (len(ids) for ids in self._prompt.documents)
         return (len(self._engine.opening_tokens) + first, *others)
 
     def _repaired(
         self, caches: Sequence[KVCache], selector: str, share: float, shift: LinkShift | None = None
     ) -> float | None:
-        """None where the engine cannot."""
+        """Repair a linked prompt; None if the engine cannot."""
         prompt, linked = self._prompt, self._linked(caches, shift)
         ids = (*self._engine.opening_tokens, *prompt.text)
-        given = RepairInput(self._engine, linked, ids, self._lengths, prompt.question)
+        repair = RepairInput(self._engine, linked, ids, self._lengths, prompt.question)
         try:
-            repair_prompt(given, selector_of(selector), share)
+            repair_prompt(repair, selector_of(selector), share)
         except MismatchError:
             return None
         return self._kl(_after(self._engine, linked, self._rest))
@@ -268,13 +270,13 @@ class _Measured:
 
 
 def _mean(rows: Sequence[dict[object, float]], key: object) -> float:
-    """Over the prompts that have the figure."""
+    """Mean over the prompts with this figure."""
     found = [row[key] for row in rows if key in row]
     return sum(found) / len(found)
 
 
 def shortened(prompts: Sequence[CheckPrompt], window: int) -> list[CheckPrompt]:
-    """Prompts that fit a model's window; what follows the question is cut first."""
+    """Shorten prompts to a model's window; tokens after the question are cut first."""
     out = []
     for prompt in prompts:
         room = window - len(prompt.text) - len(prompt.question)
@@ -284,16 +286,16 @@ def shortened(prompts: Sequence[CheckPrompt], window: int) -> list[CheckPrompt]:
 
 
 LEARNING_PROMPTS = 48
-"""That a shift is learnt from, where there are as many."""
+"""Prompts to learn a mean shift from, if there are as many."""
 LEAST_PROMPTS = 8
-"""Fewer teach nothing that lasts."""
+"""Fewest prompts to learn from."""
 _Z = 1.959964
 
 
 def learn_shift(
     engine: Engine, prompts: Sequence[Sequence[Sequence[int]]], *, tell: Callable[[int], object] = lambda _: None
 ) -> LinkShift | None:
-    """Learn what is added to linked documents: the mean of what they lack, over prompts."""
+    """Learn the mean shift of linked documents over prompts."""
     usable = [prompt for prompt in prompts if len(prompt) > 1]
     if len(usable) < LEAST_PROMPTS:
         return None
@@ -309,9 +311,9 @@ def learn_shift(
 
 
 def shift_figures(rows: Sequence[dict[object, float]], shift: LinkShift, selectors: Sequence[str]) -> dict[str, Any]:
-    """What a report says of a shift.
+    """Figures of a report on a mean shift.
 
-    It is named, for loads to add, where it surely helps at ``GAIN_SHARE`` of the rows, and surely harms at no other.
+    It is named, and so used by loads, if it surely helps at ``GAIN_SHARE`` of the rows, and surely harms at no other.
     """
     shares = sorted({key[1] for key in rows[0] if isinstance(key, tuple) and key[0] == DEFAULT_SELECTOR})
     gains = {0.0: gain_of([row["linked"] - row["shifted"] for row in rows])}

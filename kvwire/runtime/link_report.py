@@ -1,4 +1,4 @@
-"""How much linked documents lose by not seeing each other, as measured for a model and texts."""
+"""Report on the loss of linking, measured for a model on texts."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _INTERVAL = 3
 _ADVICE = "run kvwire check-model again"
 _BOUND = 0.1
-"""Of what documents tell a question at all: links that lose no more are fine."""
+"""Default bound: the share of the documents' whole effect that links may lose."""
 GAIN_SHARE = 0.05
-"""Of the rows, computed anew as ``DEFAULT_SELECTOR`` chooses them, where a link shift has to help."""
+"""Share of rows, repaired by ``DEFAULT_SELECTOR``, at which a mean shift has to help."""
 
 
 @dataclass(frozen=True)
 class LinkReport:
-    """What ``kvwire check-model`` measured; KL divergences in nats, means over prompts and the tokens that follow.
+    """Result of ``kvwire check-model``; KL divergences in nats, means over prompts and continuation tokens.
 
     Attributes:
         model_id: Of the model.
-        prompts: How many were measured.
-        no_documents: KL divergence of the question alone from a full prefill: all that documents tell.
-        linked: KL divergence of documents that do not see each other.
+        prompts: Number of prompts.
+        no_documents: KL divergence of the question alone from a full prefill: the documents' whole effect.
+        linked: KL divergence without repair.
         linked_error: Standard error of ``linked`` over prompts.
-        shares: Shares of rows that were repaired, growing, above 0.
-        repaired: By selector: KL divergence at each share.
-        levels: By name of a level: KL divergence of linking it without repair.
-        levels_repaired: By name of a level: the same, chosen on that level and repaired at ``repaired_share``.
-        repaired_share: See there.
-        bound: Of ``no_documents``: what links may lose.
-        shift: SHA-256 of the link shift that loads add, as it helps; empty where there is none.
-        shift_prompts: How many prompts a shift was learnt from, whether it helps or not; 0: none was learnt.
-        shift_gain: KL divergence that it takes away at ``GAIN_SHARE`` of the rows, or without repair where the engine
-            cannot: mean over prompts, and its 95 % interval; empty where none was learnt.
-        shifted: ``linked`` with the shift that was learnt.
+        shares: Repaired shares of rows, ascending, above 0.
+        repaired: KL divergence at each share, by selector.
+        levels: KL divergence of linking a level without repair, by the level's name.
+        levels_repaired: The same, with rows chosen on that level and repaired at ``repaired_share``.
+        repaired_share: See ``levels_repaired``.
+        bound: Share of ``no_documents`` that links may lose.
+        shift: SHA-256 of the mean shift that loads add, if it helps; else empty.
+        shift_prompts: Number of prompts that a mean shift was learnt from, helpful or not; 0: none was learnt.
+        shift_gain: Reduction of KL divergence by it at ``GAIN_SHARE`` of the rows, or without repair if the engine
+            cannot: mean over prompts, and its 95 % interval; empty if none was learnt.
+        shifted: ``linked`` with the mean shift.
         shifted_repaired: ``repaired`` with it.
-        neutral: Tokens of neutral texts, at most, that documents were computed behind; 0: they were computed alone.
+        neutral: Most tokens of neutral texts before documents when they were computed; 0: they were computed alone.
     """
 
     model_id: str
@@ -71,7 +71,7 @@ class LinkReport:
     neutral: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse figures that cannot be."""
+        """Refuse invalid figures."""
         figures = (
             self.no_documents, self.linked, self.linked_error, self.repaired_share, self.bound, *self.shares,
             *(each for row in self.repaired.values() for each in row), *self.levels.values(),
@@ -89,48 +89,48 @@ class LinkReport:
             raise ArgumentError(msg)
 
     def with_shift(self) -> Self:
-        """What is left where loads add the shift; the same where there is none."""
+        """Figures with the mean shift; unchanged if loads add none."""
         return replace(self, linked=self.shifted, repaired=self.shifted_repaired) if self.shift else self
 
     @property
     def allowed(self) -> float:
-        """KL divergence that links may have."""
+        """Allowed KL divergence of links."""
         return self.bound * self.no_documents
 
     @property
     def is_within(self) -> bool:
-        """Whether links are fine as they are."""
+        """Whether links need no repair."""
         return self.linked <= self.allowed
 
     def least_share(self, selector: str) -> float | None:
-        """The least measured share at which links are within the bound."""
+        """Least measured share at which links are within the bound."""
         if self.is_within:
             return 0.0
         row = self.repaired.get(selector, ())
         return next((share for share, kl in zip(self.shares, row, strict=False) if kl <= self.allowed), None)
 
     def best_selector(self, layers: int) -> str:
-        """What serves this model best: of those that get links within the bound, the one that computes least."""
-        known = [name for name in self.repaired if name in SELECTORS]  # others are of a later version
+        """Selector for this model: of those that get links within the bound, the one that computes least."""
+        known = [name for name in self.repaired if name in SELECTORS]  # a later version may have others
         if not known:
             return DEFAULT_SELECTOR
         shares = {name: self.least_share(name) for name in known}
         enough = {name: share for name, share in shares.items() if share is not None}
         if not enough:
             return min(known, key=lambda name: self.left(name)[-1])
-        if not any(enough.values()):  # nothing is needed: whoever gives most for what it computes
+        if not any(enough.values()):  # no repair is needed: take the most gain per computation
             return min(enough, key=lambda name: self.left(name)[-1] + self.allowed * scan_of(selector_of(name), layers))
         return min(enough, key=lambda name: (enough[name] or 0.0) + scan_of(selector_of(name), layers))
 
     def left(self, selector: str) -> tuple[float, ...]:
-        """KL divergence at no repair and at each share, made to fall."""
+        """KL divergence without repair and at each share, made monotone."""
         out = [self.linked]
         for kl in self.repaired.get(selector, ()):
             out.append(min(out[-1], kl))
         return tuple(out)
 
     def to_json(self) -> bytes:
-        """As it is stored; ``of_json`` reads it."""
+        """Serialise for the store; ``of_json`` reads it."""
         return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
 
     @classmethod
@@ -140,22 +140,22 @@ class LinkReport:
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
-        """Read what ``to_json`` wrote."""
+        """Parse ``to_json``."""
         try:
             value: Any = strict_json(data.decode())
             if value.pop("version") not in _READ:
                 return cls._of_other_version()
-            given: dict[str, Any] = value | {"shares": tuple(value["shares"])}
-            for told in {"repaired", "shifted_repaired"} & given.keys():
-                given[told] = {name: tuple(row) for name, row in value[told].items()}
-            given["shift_gain"] = tuple(value.get("shift_gain", ()))
-            return cls(**given)
+            fields: dict[str, Any] = value | {"shares": tuple(value["shares"])}
+            for values in {"repaired", "shifted_repaired"} & fields.keys():
+                fields[values] = {name: tuple(row) for name, row in value[values].items()}
+            fields["shift_gain"] = tuple(value.get("shift_gain", ()))
+            return cls(**fields)
         except (ArgumentError, AttributeError, KeyError, OverflowError, TypeError, UnicodeDecodeError) as error:
             msg = f"the report on links is damaged ({error}); {_ADVICE}"
             raise CorruptError(msg) from error
 
 
 def scan_of(selector: Selector, layers: int) -> float:
-    """Share of a prefill that a selector takes to choose, the question's pass left out."""
+    """Cost of a selector's choice as a share of a prefill, without the question's pass."""
     tokens = 1000
     return min(1.0, selector.cost(tokens, 0, 0, layers).token_layers / (tokens * layers)) if layers else 0.0

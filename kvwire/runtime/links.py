@@ -1,4 +1,4 @@
-"""What a load does so that linked documents see each other."""
+"""Settings and steps of a load so that linked documents see each other."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 RepairMode = Literal["none", "auto", "all"]
 UNMEASURED_SHARE = 0.15
-"""Rows that are repaired at least where links were not measured and the model has attention sinks, as most real ones
-have: linked without, SmolLM2 seldom gives the text that a full prefill gives (benchmarks/answers.py)."""
+"""Least share of repaired rows if links were not measured and the model has attention sinks, as most real models do:
+linked without repair, SmolLM2 seldom gives the text of a full prefill (benchmarks/answers.py)."""
 AUTO = "auto"
-"""In place of a selector: what the model's report found best, ``DEFAULT_SELECTOR`` without one."""
+"""As a selector: the one that the model's report found best, or ``DEFAULT_SELECTOR`` without a report."""
 
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What a load does about links.
+    """A load's settings for links.
 
     Attributes:
-        option: What the controller weighs; None: links stay as they are.
+        option: Input of the controller; None: no repair.
         selector: Chooses rows.
-        is_wanted: A share was asked for by number or by ``all``: what cannot be done is an error then.
-        report: What was measured; None where nobody did.
-        trouble: Why loads cannot do what the settings say; told with every answer that it concerns.
-        is_able: Whether the engine may repair at all.
-        refuses: Nothing is answered where the report warns, or where there is none.
-        shift: SHA-256 of the link shift that is added to linked documents; empty: none is.
+        is_wanted: Whether a share was requested by number or by ``all``: then failure is an error.
+        report: The measured report; None without one.
+        trouble: Why loads cannot follow the settings; added to every answer that it concerns.
+        is_able: Whether the engine can repair.
+        refuses: Whether a load fails if the report warns, or is missing.
+        shift: SHA-256 of the mean shift to add to linked documents; empty: none.
     """
 
     option: RepairOption | None
@@ -61,14 +61,14 @@ class LinkPlan:
     shift: str = ""
 
     def warning(self, share: float, *, shifted: bool = True) -> str:
-        """Why an answer over linked documents may be wrong."""
+        """Why an answer over linked documents may be wrong; empty without a reason."""
         if self.refuses and self.report is None:
             return "what links lose with this model was not measured; run kvwire check-model with this store"
-        told = self.report.with_shift() if self.report and self.shift and shifted else self.report
-        return _warning(told, self.selector.name, share)
+        warning = self.report.with_shift() if self.report and self.shift and shifted else self.report
+        return _warning(warning, self.selector.name, share)
 
     def check(self, warning: str) -> None:
-        """Refuse to answer where that was asked for."""
+        """Refuse to answer with a warning, if the settings say so."""
         if self.refuses and warning:
             msg = f"not answered: {warning}, or raise the bound (--link-bound)"
             raise LinkBoundError(msg)
@@ -79,7 +79,7 @@ UNREPAIRED = LinkPlan(None, selector_of("none"))
 
 
 def check_repair(repair: RepairMode | float, floor: float | None, selector: str, bound: float | None = None) -> None:
-    """Refuse settings that nobody can mean."""
+    """Refuse invalid settings."""
     if selector != AUTO:
         selector_of(selector)
     named = isinstance(repair, str) and repair in {"none", "auto", "all"}
@@ -91,7 +91,7 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str,
         msg = f"the floor of repair is a share of rows from 0 to 1, got {floor}"
         raise ArgumentError(msg)
     if bound is not None and not bound >= 0:
-        msg = f"the bound on links is a share of what documents tell, at least 0, got {bound}"
+        msg = f"the bound on links is a share of the documents' effect, at least 0, got {bound}"
         raise ArgumentError(msg)
 
 
@@ -106,7 +106,7 @@ def plan_links(
     *,
     shift: bool = False,
 ) -> LinkPlan:
-    """What loads do about links."""
+    """Plan what loads do about links."""
     check_repair(repair, floor, selector, bound)
     report = report if report is None or bound is None else replace(report, bound=bound)
     used = report.with_shift() if report and shift else report
@@ -118,9 +118,9 @@ def plan_links(
 
 
 def _begins(selector: Selector) -> Begins:
-    """When rows that a selector chooses may be computed document by document."""
+    """When a selector's rows may be repaired document by document."""
     if "rows" in selector.needs:
-        return "closing"  # which rows are computed to the end depends on all of them
+        return "closing"  # it drops rows between layers, which depends on all of them
     return "looked" if "question" in selector.needs else "documents"
 
 
@@ -128,7 +128,7 @@ def _planned(
     repair: RepairMode | float, floor: float | None, selector: str, report: LinkReport | None,
     profile: AnyProfile | None, layers: int,
 ) -> LinkPlan:  # fmt: skip
-    """``plan_links`` where the report's bound is that which counts."""
+    """``plan_links`` with the bound already in the report."""
     if selector == AUTO:
         selector = report.best_selector(layers) if report else DEFAULT_SELECTOR
     chooser = selector_of("all" if repair == "all" else selector)
@@ -146,7 +146,7 @@ def _planned(
 
 
 def _usual_floor(report: LinkReport | None, selector: str, profile: AnyProfile | None) -> float:
-    """The share of rows that is repaired at least where nothing was said."""
+    """The least share of rows to repair by default."""
     if report is None:
         return UNMEASURED_SHARE if getattr(profile, "has_sinks", False) else 0.0
     wanted = report.least_share(selector)
@@ -154,7 +154,7 @@ def _usual_floor(report: LinkReport | None, selector: str, profile: AnyProfile |
 
 
 def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> RepairOption:
-    """A report on the scale of blobs' errors."""
+    """Convert a report to the scale of blobs' errors."""
     curve = getattr(profile, "error_to_kl", None)
     scale, power = curve or (1.0, 1.0)
     errors = [(kl / scale) ** (1 / power) for kl in report.left(selector)]
@@ -164,7 +164,7 @@ def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> 
 
 
 def _warning(report: LinkReport | None, selector: str, share: float) -> str:
-    """Why answers may be wrong where a share of rows is repaired."""
+    """Why answers may be wrong with this share of rows repaired."""
     if report is None or report.is_within:
         return ""
     pairs = zip((0.0, *report.shares), report.left(selector), strict=False)
@@ -179,7 +179,7 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
 
 
 def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor | None:
-    """Deviations of a prompt's tokens."""
+    """Deviations by token of a prompt; None if a document has none."""
     parts = []
     for tokens, record in documents:
         if record is None:
@@ -190,15 +190,15 @@ def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor |
 
 @dataclass(frozen=True, eq=False)
 class RepairContext:
-    """What a load knows of its prompt when it is to be repaired.
+    """Facts about a prompt for its repair.
 
     Attributes:
-        texts: Token ids of each document; None where they are not known.
-        deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
-        seen: What the question sees; None where nobody has looked yet.
-        trouble: Why none of its rows may be computed anew; empty where they may.
-        laid_out: Where everything stands, where more than documents does.
-        head: Tokens of a system text, which the first document has not seen; 0: nothing stands before it but BOS.
+        texts: Token ids of each document; None if not known.
+        deviation: How much tokens change behind other documents, float32 ``[tokens]``; None if a blob lacks it.
+        seen: The question's attention; None if not measured yet.
+        trouble: Why no rows may be repaired; empty if they may.
+        laid_out: The layout of the prompt, if it has more than documents.
+        head: Tokens of a system text, which the first document has not seen; 0: only BOS precedes it.
     """
 
     texts: Sequence[Sequence[int] | None]
@@ -209,12 +209,12 @@ class RepairContext:
     head: int = 0
 
     def lengths(self, prompt: LinkedPrompt) -> tuple[int, ...]:
-        """Tokens of the prompt's parts, each of which was computed by itself, the first one with all before it."""
+        """Tokens of the prompt's separately computed parts; the first includes all before it."""
         return (self.head, *prompt.tokens) if self.head else prompt.lengths
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
-    """Lengths of documents where the prompt's first tokens count as one: nothing of it has to be computed anew."""
+    """Lengths of documents, with the first ``front`` tokens merged into one that needs no repair."""
     left, lengths = max(front, documents[0]), []
     for tokens in documents:
         seen = min(left, tokens)
@@ -224,19 +224,19 @@ def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
     return (max(front, documents[0]), *lengths)
 
 
-def _known(told: RepairContext, prompt: LinkedPrompt) -> list[Sequence[int]]:
-    """Token ids of all documents; none where a document's are not known."""
-    known = [text for text in told.texts if text is not None]
+def _known(context: RepairContext, prompt: LinkedPrompt) -> list[Sequence[int]]:
+    """Token ids of all documents; empty if one is not known."""
+    known = [text for text in context.texts if text is not None]
     return known if len(known) == len(prompt.tokens) else []
 
 
-def _may(told: RepairContext, prompt: LinkedPrompt) -> bool:
-    """Whether rows of a prompt may be computed by themselves: no trouble is known, and every text is."""
-    return not told.trouble and bool(_known(told, prompt))
+def _may(context: RepairContext, prompt: LinkedPrompt) -> bool:
+    """Whether rows of a prompt may be repaired: there is no trouble, and all texts are known."""
+    return not context.trouble and bool(_known(context, prompt))
 
 
 def _behind(share: float, lengths: Sequence[int], front: int) -> float:
-    """A share of what is behind the front, as one of the whole prompt."""
+    """Convert a share of the tokens after the front to one of the whole prompt."""
     return share if share == 1 else share * (1 - max(0, front - lengths[0]) / sum(lengths))
 
 
@@ -244,7 +244,7 @@ class Repairer:
     """Repairs prompts of one engine.
 
     Attributes:
-        trouble: Why it never can; empty where it may.
+        trouble: Why it can never repair; empty if it can.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -256,22 +256,22 @@ class Repairer:
 
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
-        told: RepairContext, question: Sequence[int], share: float, front: int, stop: Callable[[], bool] | None = None,
-        restore: Callable[[], Tensor] | None = None,
+        context: RepairContext, question: Sequence[int], share: float, front: int,
+        stop: Callable[[], bool] | None = None, restore: Callable[[], Tensor] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
-        """Compute a share of a prompt's rows anew, in its cache."""
-        lengths = told.lengths(prompt)
-        if share <= 0 or (len(lengths) == 1 and told.laid_out is None and share < 1):
+        """Repair a share of a prompt's rows in its cache."""
+        lengths = context.lengths(prompt)
+        if share <= 0 or (len(lengths) == 1 and context.laid_out is None and share < 1):
             return None, ""
-        if not _may(told, prompt):
-            return self._refused(plan, told.trouble or "the text of a document is not known")
-        if told.laid_out is None and share < 1 and len(_behind_front(lengths, front)) == 1:
+        if not _may(context, prompt):
+            return self._refused(plan, context.trouble or "the text of a document is not known")
+        if context.laid_out is None and share < 1 and len(_behind_front(lengths, front)) == 1:
             return None, ""
         share = _behind(share, lengths, front)
         try:
-            if told.laid_out is not None:
-                return self._beside_links(plan, prompt, told.laid_out, told, question, share), ""
-            given = self._input(prompt, told, question, front)
+            if context.laid_out is not None:
+                return self._beside_links(plan, prompt, context.laid_out, context, question, share), ""
+            given = self._input(prompt, context, question, front)
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except (ArgumentError, MismatchError) as error:
             if plan.is_wanted and isinstance(error, ArgumentError):
@@ -279,33 +279,33 @@ class Repairer:
             return self._refused(plan, str(error))
 
     def begin(
-        self, plan: LinkPlan, prompt: LinkedPrompt, told: RepairContext, question: Sequence[int], share: float,
+        self, plan: LinkPlan, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], share: float,
         front: int,
     ) -> RepairInOrder:  # fmt: skip
-        """Choose rows that are computed document by document."""
-        if not _may(told, prompt):
-            raise MismatchError(told.trouble or "the text of a document is not known")
-        given = self._input(prompt, told, question, front)
-        count = rows_for(_behind(share, told.lengths(prompt), front), given.documents)
+        """Choose rows to repair document by document."""
+        if not _may(context, prompt):
+            raise MismatchError(context.trouble or "the text of a document is not known")
+        given = self._input(prompt, context, question, front)
+        count = rows_for(_behind(share, context.lengths(prompt), front), given.documents)
         return RepairInOrder(given, plan.selector, share, count)
 
-    def _input(self, prompt: LinkedPrompt, told: RepairContext, question: Sequence[int], front: int) -> RepairInput:
-        """A prompt of documents alone as selectors take it."""
-        ids = (*prompt.opening, *(token for text in _known(told, prompt) for token in text))
-        documents, moved = _behind_front(told.lengths(prompt), front), told.deviation
-        if moved is not None and prompt.opening:
-            moved = torch.cat([moved.new_zeros(len(prompt.opening)), moved])
-        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), moved, seen=told.seen)
+    def _input(self, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], front: int) -> RepairInput:
+        """Selectors' input for a prompt without a layout."""
+        ids = (*prompt.opening, *(token for text in _known(context, prompt) for token in text))
+        documents, deviation = _behind_front(context.lengths(prompt), front), context.deviation
+        if deviation is not None and prompt.opening:
+            deviation = torch.cat([deviation.new_zeros(len(prompt.opening)), deviation])
+        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), deviation, seen=context.seen)
 
     def _beside_links(
-        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, told: RepairContext,
+        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, context: RepairContext,
         question: Sequence[int], share: float,
     ) -> Repaired:  # fmt: skip
         from kvwire.reuse import repair_laid_out  # few loads need it
 
         return repair_laid_out(
-            self._engine, prompt, laid_out, _known(told, prompt), question, plan.selector, share,
-            deviation=told.deviation, seen=told.seen,
+            self._engine, prompt, laid_out, _known(context, prompt), question, plan.selector, share,
+            deviation=context.deviation, seen=context.seen,
         )  # fmt: skip
 
     def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
@@ -316,16 +316,16 @@ class Repairer:
 
 
 class RepairInOrder:
-    """What jobs of a load have computed of the rows that its selector chose.
+    """Rows repaired by jobs during the load.
 
-    A job sees nothing of the documents behind its own, which may be half decoded by then. Each row sees all that stands
-    before it as it stays, so that jobs in the prompt's order come to what all rows at once would.
+    A job sees nothing of later documents, which may be half decoded. Each row sees the final state of all before it, so
+    jobs in prompt order equal one pass over all rows.
 
     Attributes:
-        share: Of the prompt's rows, those that were chosen.
-        rows: int64, those that are computed, ascending.
-        seconds: That computing them took.
-        select_s: That choosing all of them took.
+        share: The chosen share of the prompt's rows.
+        rows: int64, the rows to compute, ascending.
+        seconds: Time spent computing them.
+        select_s: Time spent choosing them.
     """
 
     def __init__(self, given: RepairInput, selector: Selector, share: float, count: int) -> None:
@@ -337,11 +337,11 @@ class RepairInOrder:
 
     @property
     def left(self) -> int:
-        """How many of the rows are not computed yet."""
+        """Number of rows not computed yet."""
         return len(self._chosen) - len(self.rows)
 
     def run(self, stop_at: int, is_gone: Callable[[], bool]) -> int:
-        """Compute the rows before a place of the prompt, but for those that were."""
+        """Compute the remaining rows before a position of the prompt."""
         began, given, before = time.perf_counter(), self._given, len(self.rows)
         mine = self._chosen[(self._chosen < stop_at) & ~torch.isin(self._chosen, self.rows)]
         seen, ids = given.cache.slice(0, stop_at), given.token_ids[:stop_at]
@@ -354,11 +354,11 @@ class RepairInOrder:
         return len(self.rows) - before
 
     def computed(self) -> Tensor:
-        """Tell which rows are done, as ``repair_prompt`` wants it of those that were restored."""
+        """Rows that are done, as ``repair_prompt``'s ``restore`` returns them."""
         return self.rows
 
     def joined(self, after: Repaired | None, selector: Selector, share: float) -> Repaired | None:
-        """What jobs and the closing have computed together."""
+        """Combine the repairs of jobs and closing."""
         from kvwire.reuse import Repaired
 
         given = self._given

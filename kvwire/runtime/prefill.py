@@ -1,9 +1,8 @@
-"""How documents are computed: behind a BOS, behind neutral text, and measured behind other documents.
+"""How documents are computed: after a BOS, after neutral text, and measured behind other documents.
 
-A model that was trained behind a BOS gathers attention there, and a document computed without one has its own first
-tokens take that part. Behind a BOS, which is dropped, it stands in prompts that begin with one as it was computed.
-Behind some other text, whatever it says, its rows are nearer to those that it has in a prompt; its cache still depends
-on the document alone.
+Models trained with a BOS gather attention there; in a document computed without one, its own first tokens take that
+part. Computed after a BOS, which is then dropped, it fits prompts that begin with one. After some further text of any
+content, its rows are closer to those in a prompt, while its cache still depends on the document alone.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ TWICE = (
 
 
 def begins_with(token_ids: Sequence[int], opening: Sequence[int]) -> bool:
-    """Whether a text begins with opening tokens of its own."""
+    """Whether a text begins with its own opening tokens."""
     return bool(opening) and tuple(token_ids[: len(opening)]) == tuple(opening)
 
 
 def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that a document is computed behind, and that are dropped from its cache."""
+    """Tokens before a document when it is computed, dropped from its cache."""
     opening = engine.opening_tokens
     if (
         not opening
@@ -60,7 +59,7 @@ def opening_of(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> list[KVCache]:
-    """Compute documents, each alone behind the opening tokens."""
+    """Compute documents, each alone after the opening tokens."""
     openings = [opening_of(engine, ids) for ids in documents]
     caches = engine.prefill(
         [(*opening, *ids) if opening else ids for opening, ids in zip(openings, documents, strict=True)]
@@ -72,7 +71,7 @@ def prefill_documents(engine: Engine, documents: Sequence[Sequence[int]]) -> lis
 
 
 def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Sequence[int] | None = None) -> Tensor:
-    """``Engine.prefix_states`` of a document, computed behind the opening tokens."""
+    """``Engine.prefix_states`` of a document, computed after the opening tokens."""
     opening = opening_of(engine, token_ids) if opening is None else opening
     if not opening:
         return engine.prefix_states(token_ids, layers)
@@ -80,32 +79,32 @@ def states_of(engine: Engine, token_ids: Sequence[int], layers: int, opening: Se
 
 
 def opened(engine: Engine, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """A prompt's text with the opening tokens in front, which are never there twice."""
+    """A prompt's text with the opening tokens in front, once."""
     opening = engine.opening_tokens
     return tuple(token_ids) if tuple(token_ids[: len(opening)]) == opening else (*opening, *token_ids)
 
 
 def link_opened(engine: Engine, caches: Sequence[KVCache], head: Sequence[int] = ()) -> KVCache:
-    """Link documents behind the opening tokens."""
+    """Link documents after the opening tokens."""
     head = head or engine.opening_tokens
     front = engine.prefill([head]) if head else []
     linked = link([*front, *caches])
     if not front and caches[0].meta.offset and caches[0].token_ids:
-        (first,) = engine.prefill([caches[0].token_ids[:1]])  # it was computed behind something, and begins this prompt
+        (first,) = engine.prefill([caches[0].token_ids[:1]])  # it had a prefix, and begins this prompt
         for whole, token in zip((*linked.keys, *linked.values), (*first.keys, *first.values), strict=True):
             whole[:, :1] = token
     return linked
 
 
 def lacks_opening(engine: Engine, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
-    """Whether a blob was computed without the opening tokens that its document would be computed behind now."""
+    """Whether a blob was computed without the opening tokens that its document would get now."""
     if info.opening or info.soft_tokens or not engine.opening_tokens:
         return False
     return token_ids is None or bool(opening_of(engine, token_ids))
 
 
 ALL = 1 << 20
-"""Of the neutral text as many tokens as it has."""
+"""All tokens of the neutral text."""
 NEUTRAL_TEXT = """\
 The harbour of Ostrand
 Ostrand is a small town on the north coast, known for its wooden warehouses and its long stone pier. It was \
@@ -151,18 +150,18 @@ jumped in without thinking. Then the fox climbed on her back, sprang out and ran
 _texts: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
 """The neutral text in an engine's tokens."""
 _computed: WeakKeyDictionary[Any, tuple[tuple[int, ...], KVCache]] = WeakKeyDictionary()
-"""The neutral prefix that an engine computed last: all documents but the longest have the same one."""
+"""An engine's last neutral prefix: all documents but the longest share one."""
 
 
 def neutral_tokens(coding: Coding, profile: AnyProfile | None) -> int:
-    """How many neutral tokens documents are computed behind: where nothing is said all, of models that have sinks."""
+    """Number of neutral tokens before documents: by default all, for models that have sinks."""
     if coding.neutral_prefix is not None:
         return coding.neutral_prefix
     return ALL if coding.may_be_neutral and getattr(profile, "has_sinks", False) else 0
 
 
 def neutral_prefix(engine: Engine, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
-    """What a document is computed behind: opening tokens such as BOS, then at most ``count`` of the neutral text."""
+    """A document's prefix: opening tokens such as BOS, then at most ``count`` of the neutral text."""
     opening = opening_of(engine, token_ids)
     if not count or not token_ids or max(token_ids) >= engine.vocabulary_size:
         return opening
@@ -179,19 +178,19 @@ def neutral_prefix(engine: Engine, token_ids: Sequence[int], count: int) -> tupl
 
 
 def compute_documents(engine: Engine, documents: Sequence[Sequence[int]], count: int = ALL) -> list[KVCache]:
-    """Compute documents, each alone behind its neutral prefix."""
+    """Compute documents, each alone after its neutral prefix."""
     return [compute_behind(engine, neutral_prefix(engine, ids, count), ids) for ids in documents]
 
 
 def compute_behind(
     engine: Engine, neutral: Sequence[int], token_ids: Sequence[int], before: KVCache | None = None
 ) -> KVCache:
-    """Compute tokens of a document behind its neutral prefix, and behind what comes before them of the document."""
+    """Compute tokens of a document after its neutral prefix and its earlier tokens."""
     return engine.extend(behind(engine, neutral, before, more=len(token_ids)), token_ids)
 
 
 def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None, *, more: int = 0) -> KVCache | None:
-    """What ``more`` tokens of a document see behind its neutral prefix, of which the end alone may have room."""
+    """The prefix of ``more`` tokens: neutral prefix and earlier tokens; if the window is short, the prefix's end."""
     kept = len(engine.opening_tokens) if tuple(neutral[: len(engine.opening_tokens)]) == engine.opening_tokens else 0
     room = engine.window - more - (before.tokens if before else 0)
     neutral = (*neutral[:kept], *neutral[kept + max(0, len(neutral) - room) :])
@@ -205,24 +204,24 @@ def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None
 
 
 BLOCK = 16
-"""Tokens that share a byte; a byte for each token chooses no better (see benchmarks/reuse.py)."""
+"""Tokens per byte of deviations; a byte for each token chooses no better (see benchmarks/reuse.py)."""
 NEIGHBOURS, NEIGHBOUR_TOKENS = 2, 128
-"""Documents that stand before the one that is measured, in turn, and tokens of each."""
+"""Number of documents put before a measured one, in turn, and tokens of each."""
 
 
 class Neighbours:
-    """Beginnings of a corpus's documents, to stand before others."""
+    """Beginnings of a corpus's documents, to put before others."""
 
     def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
-        """Keep the texts; each is computed once, when it is first needed."""
+        """Keep the texts; each is computed once, when first needed."""
         self._engine = engine
         self._texts = list(dict.fromkeys(tuple(text[:NEIGHBOUR_TOKENS]) for text in texts))[: NEIGHBOURS + 1]
         self._caches: dict[tuple[int, ...], KVCache] = {}
 
     def measure(self, cache: KVCache, token_ids: Sequence[int]) -> BlockDeviation:
-        """Put neighbours before a document and see how far its keys and values move.
+        """Put neighbours before a document and measure how much its keys and values change.
 
-        What would stand beyond the model's window is taken not to move: little does, so far into a document.
+        Tokens that would exceed the model's window count as unchanged: so far into a document little changes.
         """
         own = tuple(token_ids[:NEIGHBOUR_TOKENS])
         others = [text for text in self._texts if text != own][:NEIGHBOURS] or [tuple(token_ids[-NEIGHBOUR_TOKENS:])]
@@ -231,8 +230,8 @@ class Neighbours:
             window = self._engine.window - len(self._engine.opening_tokens)
             seen = max(1, min(cache.tokens, window - len(text)))
             before = self._cache(text[: window - seen])
-            moved = measure_deviation(self._engine, cache.slice(0, seen), token_ids[:seen], before)
-            found[:seen] += moved / len(others)
+            deviations = measure_deviation(self._engine, cache.slice(0, seen), token_ids[:seen], before)
+            found[:seen] += deviations / len(others)
         found[cache.tokens :] = found[cache.tokens - 1]
         return BlockDeviation.of(found.view(-1, BLOCK).mean(1).tolist(), BLOCK)
 

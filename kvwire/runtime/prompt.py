@@ -1,7 +1,7 @@
-"""Where a load's prompt has its documents, and what is computed around and between them.
+"""Layouts of a load's prompt: positions of documents, and the tokens computed around them.
 
-A load is given one of three layouts, which have the same methods: documents one after the other, documents with link
-tokens and markers, modules of a schema.
+There are three, with the same methods: documents one after the other, documents with link tokens and markers, modules
+of a schema.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where documents of known lengths stand.
+    """Positions of documents of known lengths.
 
     Attributes:
-        length: Positions before the question.
+        length: Tokens before the question.
         starts: Position of each document; None: one after the other.
-        laid_out: Where everything stands, where more than documents does.
-        link_tokens: How many tokens are computed behind each document, as soon as it stays as it is; those before the
-            first document are computed with it. Empty: all of them are computed behind the last chunk.
+        laid_out: The prompt's layout, if it has more than documents.
+        link_tokens: Number of tokens computed after each document, once that is final; those before the first document
+            count with it. Empty: all are computed after the last chunk.
     """
 
     length: int
@@ -47,18 +47,18 @@ class Placement:
 
     @property
     def front_tokens(self) -> int:
-        """How many tokens are computed before the question, beside documents."""
+        """Number of tokens to compute before the question, besides documents."""
         return len(self.laid_out.front_rows()[0]) if self.laid_out else 0
 
 
 class Layout(Protocol):
-    """How a prompt is laid out.
+    """A prompt's layout.
 
     Attributes:
-        opening: Tokens at the prompt's head, before all else: BOS, or the system text that begins with it.
-        head: The system text; empty: there is none, or the layout has it.
-        sees_documents: Whether text that is computed may see what stands before its document.
-        keeps_repairs: Whether rows that earlier loads computed anew fit.
+        opening: Tokens at the prompt's head: BOS, or the system text that begins with it.
+        head: The system text; empty without one, or if the layout has it.
+        sees_documents: Whether recomputed text may see what precedes its document.
+        keeps_repairs: Whether kept repairs can be used.
     """
 
     opening: tuple[int, ...]
@@ -70,22 +70,22 @@ class Layout(Protocol):
         """Place documents of these lengths."""
 
     def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
-        """What is done about links here; what cannot be is added to misses, or refused."""
+        """Adapt the plan for links; what cannot be done is added to misses, or refused."""
 
     def check(self, document: OpenDocument) -> OpenDocument:
-        """Refuse a document that was not encoded for the layout; find out how its holes are computed."""
+        """Refuse a document that was not encoded for the layout; find the layout of its anchors."""
 
     def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
-        """Compute what is not a document's, from one position to another; returns how many tokens that were."""
+        """Compute tokens outside documents between two positions; returns their number."""
 
 
 class PlainLayout:
-    """Documents one after the other, behind the opening tokens or a system text."""
+    """Documents one after the other, after the opening tokens or a system text."""
 
     sees_documents = keeps_repairs = True
 
     def __init__(self, engine: Engine, system: tuple[int, ...] = ()) -> None:
-        """Take the system text's tokens; empty: there is none."""
+        """Take the system text's tokens; empty without one."""
         self._engine, self.head = engine, system
         self.opening = opened(engine, system) if system else engine.opening_tokens
 
@@ -94,7 +94,7 @@ class PlainLayout:
         return Placement(len(self.opening) + sum(tokens))
 
     def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:  # noqa: ARG002 - as others
-        """As planned; a system text was not seen by the first document, either."""
+        """As planned; the first document has not seen a system text, either."""
         if not (self.head and plan.option):
             return plan
         return replace(plan, option=replace(plan.option, whole=True, begins="closing"))
@@ -105,7 +105,7 @@ class PlainLayout:
         return document if is_whole else document.with_anchors(self._engine, None)
 
     def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
-        """Nothing is left to compute."""
+        """Nothing to compute."""
         del prompt, place, done, stop
         return 0
 
@@ -115,7 +115,7 @@ _ANCHORS = "anchors stand for tokens that are not there any more; ask without a 
 
 
 class SchemaLayout:
-    """Modules where their schema has them; arguments are computed in their slots, and nothing is repaired."""
+    """Modules at their schema's positions; arguments are computed in their slots, and nothing is repaired."""
 
     sees_documents = keeps_repairs = True
     head: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class SchemaLayout:
         self._plain = PlainLayout(engine)
 
     def place(self, tokens: Sequence[int]) -> Placement:
-        """As the schema says."""
+        """Positions from the schema."""
         self._modules.check_documents(tokens)
         head = len(self.opening)
         return Placement(head + self._modules.tokens, tuple(head + start for start in self._modules.starts))
@@ -152,23 +152,23 @@ class SchemaLayout:
 
 
 class LinksLayout:
-    """Documents where a layout has them: system text, markers and link tokens are computed around them."""
+    """Documents in a trained layout: system text, markers and link tokens are computed around them."""
 
     sees_documents = False
-    """Link rows stand between documents, and come later than their text."""
+    """Link rows between documents are computed later than these."""
     keeps_repairs = False
-    """What is kept is of prompts without a layout."""
+    """Kept repairs are of prompts without a layout."""
     opening: tuple[int, ...] = ()
     head: tuple[int, ...] = ()
 
     def __init__(self, engine: Engine, layout: LinkLayout, settings: LoadSettings) -> None:
-        """Refuse layouts with tokens that the model has not."""
+        """Refuse layouts with tokens outside the vocabulary."""
         self._engine, self._layout, self._settings = engine, layout, settings
         self._system = opened(engine, settings.system)
         _check_tokens(engine, layout)
 
     def place(self, tokens: Sequence[int]) -> Placement:
-        """As the layout says."""
+        """Positions from the layout."""
         own = [self._layout.own_length(count) for count in tokens]
         prompt = self._layout.lay_out(own, system=self._system)
         rows = prompt.front_rows()[0]
@@ -179,7 +179,7 @@ class LinksLayout:
         return Placement(prompt.question_start, prompt.starts, prompt, links)
 
     def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
-        """A share of rows counts, and no more: what was measured of plain links is not measured of these."""
+        """Allow only an explicit share of rows: measurements of plain links do not apply."""
         if plan.is_wanted and plan.option is not None:
             selector = plan.selector
             if "rows" in selector.needs:
@@ -189,7 +189,7 @@ class LinksLayout:
                     raise MismatchError(DROPS_ROWS.format(selector.name))
                 selector = selector_of(DEFAULT_SELECTOR)
             looks, asked = "question" in selector.needs, plan.option
-            # Chosen rows see link tokens, which see them; the first document's see what stands before it.
+            # Chosen rows see link tokens, which see them; the first document's see what precedes it.
             whole = bool(place.starts and place.starts[0])
             option = replace(UNMEASURED, least=asked.least, most=asked.most, looks=looks, begins="closing", whole=whole)
             return replace(plan, option=option, selector=selector, report=None, refuses=False, shift="")
@@ -198,7 +198,7 @@ class LinksLayout:
         return UNREPAIRED
 
     def check(self, document: OpenDocument) -> OpenDocument:
-        """Its cache holds the layout's tokens."""
+        """Check that the document's cache holds the layout's tokens."""
         from kvwire.reuse import stored_tokens  # few loads need it
 
         if self._layout.anchors:

@@ -1,4 +1,4 @@
-"""How much an answer differs from the one that exact caches give."""
+"""How much an answer differs from that of exact caches."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 _WINDOWS = 4
-"""Documents that the error is calibrated on."""
+"""Documents to calibrate the error on."""
 _LEAST_TOKENS = 64
 _CONTEXT, _REST = 512, 128
-"""Tokens of a document that are cached and read on, at most."""
+"""Most tokens of a document that are cached, and then read on."""
 _READ = slice(None, None, 2)
-"""Levels whose KL divergence is measured: those between lie on the curve."""
+"""Levels whose KL divergence is measured; the curve interpolates the others."""
 _QUANTILE = 0.6
-"""Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
+"""Quantile of the points for the curve: above the middle, since other text suffers more than the calibration's."""
 _OTHER_TEXT = 1.4
-"""What the interval's upper end is raised by: text of another kind than the calibration's may have twice the divergence
-and more (benchmarks/real_model.py)."""
+"""Factor on the interval's upper end: text of another kind may have twice the divergence and more
+(benchmarks/real_model.py)."""
 _WITHIN = (0.1, 0.9)
-"""Quantiles of the points that the interval tells."""
+"""Quantiles of the points for the interval."""
 _SLOPES = (0.5, 2.0)
-"""Exponents of the error that are believed: 0.8 to 1.3 were measured, 1 is what small errors have."""
+"""Plausible exponents of the error: 0.8 to 1.3 were measured, small errors have 1."""
 _TINY = 1e-30
 _LEAST_SPREAD = 0.5
-"""Standard deviation of the errors' logarithms from which on an exponent can be fitted; one level alone has less."""
+"""Least standard deviation of the errors' logarithms to fit an exponent; a single level has less."""
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
@@ -52,7 +52,7 @@ def mean_kl(exact: Tensor, other: Tensor) -> float:
 
 
 def greedy_agreement(exact: Tensor, other: Tensor) -> float:
-    """Share of positions at which both would choose the same token."""
+    """Share of positions with the same most likely token."""
     return float((exact.argmax(-1) == other.argmax(-1)).float().mean())
 
 
@@ -60,25 +60,24 @@ def calibrate_error(
     engine: Engine, profile: Calibrated, documents: Sequence[Sequence[int]], ladder: Ladder | None = None,
     compute: Callable[[Sequence[int]], KVCache] | None = None,
 ) -> Calibrated:  # fmt: skip
-    """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
+    """Fit the KL divergence that a blob's measured error causes, from text after cached contexts.
 
-    Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    Text of another kind may lie higher, at the finest levels at three times the curve. Give documents of all the kinds
-    that are to be encoded: from those of one kind nobody can tell what the others need.
-    The notes of the profile tell how far single levels of single documents lie from it: ``kl_low`` and ``kl_high`` are
-    factors on the prediction between which four out of five of these documents lie, the upper one raised to what text
-    of another kind has; ``kl_exponent_error`` is the exponent's standard error, as if they were independent.
-    ``error_`` with a level's name is the error of blobs there, in the geometric mean of these documents.
+    Each document is encoded and decoded at each level except for its last quarter, which is read on top. Text of
+    another kind may lie higher, at the finest levels at three times the curve, so give documents of all kinds to be
+    encoded. The profile's notes tell how single levels of single documents scatter: ``kl_low`` and ``kl_high`` are
+    factors on the prediction that enclose four out of five of these documents, the upper one raised for text of another
+    kind; ``kl_exponent_error`` is the exponent's standard error, as if they were independent. ``error_`` with a level's
+    name is the geometric mean of blobs' errors there.
 
     Args:
-        engine: The model that the profile was fitted for.
+        engine: The profile's model.
         profile: The profile to complete, of kvwire's own method or CacheGen's.
         documents: Token ids of calibration texts; the longest are used.
-        ladder: The quality levels to measure, None for the default or the profile's own.
+        ladder: The quality levels to measure, None: the default or the profile's own.
         compute: Computes a document's cache, of any length and at positions from 0; None: the engine's ``prefill``.
 
     Returns:
-        The profile with ``error_to_kl``, unchanged where the documents are too short to tell.
+        The profile with ``error_to_kl``; unchanged if the documents are too short.
     """
     from tqdm import tqdm
 
@@ -108,7 +107,7 @@ def calibrate_error(
 
 
 def _windows(documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Texts to measure on: of all that are long enough some from everywhere, else the longest."""
+    """Texts to measure on: an even sample of those long enough, else the longest."""
     long = [ids for ids in documents if len(ids) >= _CONTEXT + _REST]
     if len(long) >= _WINDOWS:
         return [long[number * len(long) // _WINDOWS] for number in range(_WINDOWS)]
@@ -116,7 +115,7 @@ def _windows(documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 
 
 class _Point(NamedTuple):
-    """Errors of all levels of one document, and what one of them does to the text behind it."""
+    """Errors of all levels of one document, and the KL divergence at one of them."""
 
     names: tuple[str, ...]
     errors: tuple[float, ...]
@@ -128,7 +127,7 @@ def _points(
     engine: Engine, profile: Profile | CacheGenProfile, ids: Sequence[int], ladder: Ladder | None,
     compute: Callable[[Sequence[int]], KVCache] | None,
 ) -> Iterator[_Point]:  # fmt: skip
-    """Of one document, at every other level."""
+    """Points of one document, at every other level."""
     context, rest = ids[: len(ids) * 3 // 4], ids[len(ids) * 3 // 4 :]
     if compute:
         cache, front = compute(context), None
@@ -159,15 +158,14 @@ def _points(
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What exact caches, linked in the same way, make of a question and of the answer that they give.
+    """Logits of linked exact caches for a question and their own answer.
 
     Attributes:
         start: Position of the question's first token.
-        tokens: The question and the exact caches' greedy answer, fed to both sides.
-        logits: Of all of them, ``[tokens, vocabulary]``.
+        tokens: The question and the exact caches' greedy answer, fed to all compared caches.
+        logits: ``[tokens, vocabulary]``.
         full: The same from one full prefill of the prompt, BOS included, in which documents see each other.
-        linking_kl: Mean KL divergence in nats of linked exact caches against one full prefill of the prompt; not the
-            codec's doing.
+        linking_kl: Mean KL divergence in nats of linked exact caches from a full prefill, without the codec.
     """
 
     start: int
@@ -187,7 +185,7 @@ class Reference:
         neutral: int = 0,
         head: Sequence[int] = (),
     ) -> Reference:
-        """Compute the documents one by one, link them, and let the model answer."""
+        """Compute the documents separately, link them, and let the model answer."""
         caches = compute_documents(engine, documents, neutral)
         linked = link_opened(engine, caches, head)
         start = linked.tokens

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sized(schema: Schema, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None = None) -> Schema:
-    """Ask a corpus for what a schema leaves open: lengths of modules, and slots that are named by their text."""
+    """Fill in what a schema leaves open: lengths of modules, and slots given by their text."""
     return schema.with_modules({module.name: _sized(module, corpus, detokenize) for module in schema.modules})
 
 
@@ -38,7 +38,7 @@ def _sized(module: Module, corpus: Corpus, detokenize: Callable[[Sequence[int]],
 def _located(
     slot: Parameter, module: Module, ids: Sequence[int], detokenize: Callable[[Sequence[int]], str]
 ) -> Parameter:
-    """The slot's tokens: the fewest whose text holds that of the slot."""
+    """Find the slot's tokens: the fewest whose text holds the slot's."""
     whole = detokenize(ids)
     if whole.count(slot.text) != 1:
         msg = f"the text of slot {module.name}.{slot.name} is {whole.count(slot.text)} times in its document; not once"

@@ -1,8 +1,8 @@
-"""What all loads of a loader share, whichever threads and event loops call it.
+"""Resources shared by all loads of a loader, for any threads and event loops.
 
-One event loop in a thread of its own, one HTTP session with kept connections, one emulated link where there is one, and
-one controller. Whatever is read from a store while loading goes over the HTTP session and the link: catalog entries,
-profiles, texts, headers and chunks.
+One event loop in a thread of its own, one HTTP session with persistent connections, one emulated link if any, and one
+controller. All reads from a store while loading go over the HTTP session and the link: catalog entries, profiles,
+texts, headers and chunks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _JOIN_S = 5.0
 
 
 class Session:
-    """One event loop in a thread, with all that loads share. It starts with the first load and ends with ``close``.
+    """One event loop in a thread, with what loads share. It starts with the first load and ends with ``close``.
 
     Attributes:
         link: The emulated link, None without one.
-        lock: Held while the controller works, or what it learnt is read.
-        threads: Where lanes and blocking calls run.
-        process: Where the loop and the threads are.
+        lock: Held while the controller works or its estimates are read.
+        threads: Threads of lanes and of blocking calls.
+        process: Process of the loop and the threads.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Session:
         self.threads, self.link = threads, link
         self._fetch = fetch
         self.process = OwnProcess("loaders")
-        self._starting = threading.RLock()  # a loader may be collected, and closed, in whichever thread holds it
+        self._starting = threading.RLock()  # reentrant: garbage collection may close a loader in its thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -66,7 +66,7 @@ class Session:
         self._look_up_threads = asyncio.Semaphore(2 * LOOK_UPS)
 
     def run(self, work: Coroutine[None, None, T]) -> T:
-        """Run work on the session's loop and wait for it; to be called from any other thread."""
+        """Run work on the session's loop and wait for it; call it from any other thread."""
         future = self._begin(work)
         look_up = look_up_here()
         if look_up is not None:
@@ -78,16 +78,16 @@ class Session:
                 raise ArgumentError(_CLOSED) from None
             raise
         except BaseException:
-            future.cancel()  # an interrupted caller waits for nothing any more
+            future.cancel()  # the caller was interrupted
             raise
 
     async def wait(self, work: Coroutine[None, None, T]) -> T:
         """``run`` for callers with an event loop of their own.
 
-        A caller that is cancelled cancels the work, and goes on when the work has cleaned up after itself.
+        Cancelling the caller cancels the work; the caller continues once the work has cleaned up.
         """
         caller, ended = asyncio.get_running_loop(), asyncio.Event()
-        taken = threading.Lock()  # the work, by the loop that runs it or by the caller that leaves before
+        taken = threading.Lock()  # decides whether the loop runs the work, or the caller left before
 
         async def whole() -> T:
             if not taken.acquire(blocking=False):
@@ -95,7 +95,7 @@ class Session:
             try:
                 return await work
             finally:
-                with suppress(RuntimeError):  # a caller that left because of a close may have ended its loop
+                with suppress(RuntimeError):  # the caller's loop may have ended
                     caller.call_soon_threadsafe(ended.set)
 
         try:
@@ -116,7 +116,7 @@ class Session:
             raise
 
     def _begin(self, work: Coroutine[None, None, T]) -> Future[T]:
-        """Have the loop run work. Nothing begins behind the session's end, which ends all that has begun before."""
+        """Schedule work on the loop. Nothing starts after the session's end, which ends all earlier work."""
         try:
             self.process.check()
         except ArgumentError:
@@ -153,7 +153,7 @@ class Session:
         return self._http
 
     def driver(self, controller: Callable[[], Controller]) -> ControllerDriver:
-        """What drives the controller, on the session's loop."""
+        """The controller's driver, on the session's loop."""
         if self._driver is None or self._driver.broken:
             self._driver = ControllerDriver(controller(), self.lock, self.threads)
         return self._driver
@@ -162,7 +162,7 @@ class Session:
         self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None,
         silence_s: float | None = None,
     ) -> bytes:  # fmt: skip
-        """Read an object over the HTTP session and a link, tried again as the fetcher does."""
+        """Read an object over the HTTP session and a link, with the fetcher's retries."""
         settings, failed = self._fetch, 0
         patience = settings.patience if silence_s is None else ReadTimeouts(silence_s, silence_s)
         while True:
@@ -182,7 +182,7 @@ class Session:
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
         """Run work that reads a store. A caller that leaves cancels what the work waits for on the loop.
 
-        Threads that a hung disk blocks after their callers left are bounded, too: some stay for reads of blobs.
+        Threads blocked by a hung disk after their callers left are bounded, too, so that some remain for blobs.
         """
         loop, looking = asyncio.get_running_loop(), LookUp(work)
 
@@ -205,11 +205,11 @@ class Session:
             looking.leave()
 
     def view(self, store: Store, *, over_link: bool = True, silence_s: float | None = None) -> Store:
-        """A store whose reads take the session's way, for callers in other threads than the loop's."""
+        """A store whose reads go through the session, for callers in threads other than the loop's."""
         return _View(self, store, self.link if over_link else None, silence_s)
 
     def close(self, *, wait: bool = True) -> None:
-        """End loads that are under way, connections and threads."""
+        """End running loads, connections and threads."""
         if not self.process.is_here:
             return
         with self._starting:
@@ -235,7 +235,7 @@ class Session:
 
 
 _RUNNING: set[Session] = set()
-"""Sessions whose threads are to end before the interpreter does: one that it cuts off may take the process down."""
+"""Sessions to end before the interpreter: a thread cut off by its exit may crash the process."""
 
 
 @atexit.register
@@ -245,7 +245,7 @@ def _close_all() -> None:
 
 
 class _View(Store):
-    """A store read through a session; everything else is the store's own."""
+    """A store read through a session; everything else goes to the store itself."""
 
     def __init__(self, session: Session, store: Store, link: EmulatedLink | None, silence_s: float | None) -> None:
         self._session, self._store, self._how = session, store, (link, silence_s)
@@ -286,4 +286,4 @@ class _View(Store):
         return self._store.scan(prefix, after)
 
     def close(self) -> None:
-        """The store belongs to somebody else."""
+        """Do nothing: the store is its owner's to close."""

@@ -1,4 +1,4 @@
-"""Text files of a user: which documents they are, and whether they can be encoded."""
+"""A user's text files: their document ids, and whether they can be encoded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MOST_BYTES = 64 << 20
-"""Of a text file: as much as the text of a stored document may have."""
+"""Limit of a text file, equal to that of a stored document's text."""
 _CHARACTERS_PER_TOKEN = 8
-"""More than tokenizers need for ordinary text: so many characters for each token of the window, and it is full."""
+"""Characters per token of the window, more than ordinary text needs: a text of as many fills it."""
 
 
 def read_texts(paths: Sequence[str]) -> dict[str, str]:
@@ -66,18 +66,18 @@ def decoded_text(data: bytes, name: str) -> str:
 
 
 def token_ids(tokenize: Callable[[str], Sequence[int]], window: int, text: str) -> list[int]:
-    """Read a text that may be far too long: tokenizers take some hundred times its length in memory."""
+    """Tokenise a text that may be far too long: tokenizers take some hundred times its length in memory."""
     most = _CHARACTERS_PER_TOKEN * window
     while most < len(text):
         found = list(tokenize(text[:most]))
-        if len(found) > window + 1:  # the last token may go on
+        if len(found) > window + 1:  # the last token may be cut off
             return found
         most *= 4
     return list(tokenize(text))
 
 
 def problem_with(ids: Sequence[int], window: int) -> str:
-    """Why a document cannot be encoded."""
+    """Why a document cannot be encoded; empty if it can."""
     if not ids:
         return "the document is empty"
     if len(ids) > window:

@@ -1,6 +1,6 @@
-"""Threads of a session: one for each lane of compute, some for decoding side by side, some that wait for stores.
+"""Threads of a session: one per lane of compute, some for parallel decoding, some that wait for stores.
 
-Beside them one that does what no load has asked for yet, while none is under way.
+A further one prepares for later loads while none is running.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOK_UPS = 16
-"""In stores at a time."""
+"""Concurrent look-ups in stores."""
 _BLOCKING = 3 * LOOK_UPS
-"""Threads that wait for stores: look-ups, and what these and fetches read in threads; more than all look-ups together,
-which may wait for such reads."""
+"""Threads that wait for stores: for look-ups, and for their reads and fetches'; more than all look-ups, which may wait
+for such reads."""
 _JOIN_S = 2.0
 _MOST_THREADS = 8
 _Job = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
 
 
 def usual_threads(given: int | None = None) -> int:
-    """How many chunks the processor decodes side by side."""
+    """Number of chunks that the processor decodes in parallel."""
     return given or min(cores(), _MOST_THREADS)
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """An executor whose threads no process waits for: what they do may block for minutes, as a dead disk does."""
+    """An executor whose threads do not delay the process's end: their jobs may block for minutes, on a dead disk."""
 
     def __init__(self, most: int, name: str, join_s: float = _JOIN_S) -> None:
         """Start no thread yet."""
@@ -48,7 +48,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
-        self._guard = threading.RLock()  # an owner that is collected shuts down, maybe within this thread's submit
+        self._guard = threading.RLock()  # reentrant: garbage collection may shut down within this thread's submit
         self._is_closed = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401 - the job's
@@ -75,11 +75,11 @@ class DaemonThreads(ThreadPoolExecutor):
                     future.set_exception(error)
                 else:
                     future.set_result(result)
-            del job, future, fn, args, kwargs  # nothing is kept alive by a thread that waits
+            del job, future, fn, args, kwargs  # a waiting thread keeps nothing alive
             self._idle.release()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as inherited
-        """End the threads; jobs that wait are cancelled, a thread that is blocked in one is left behind."""
+        """End the threads; queued jobs are cancelled, a thread blocked in one is left behind."""
         with self._guard:
             self._is_closed = True
             while True:
@@ -98,10 +98,10 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LookUp(Generic[T]):
-    """Work that reads a store, to be called in a thread. Once nobody waits for it, the thread waits for nothing."""
+    """Work that reads a store, to be called in a thread. When its caller leaves, it stops waiting."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        """Begin nothing yet."""
+        """Start nothing yet."""
         self._work = work
         self._waits_for: Future[Any] | None = None
         self._is_left = False
@@ -115,13 +115,13 @@ class LookUp(Generic[T]):
             _LOOK_UP.reset(token)
 
     def waits_for(self, future: Future[Any]) -> None:
-        """Hear from the work what it is about to wait for."""
+        """Register a future that the work is about to wait for."""
         self._waits_for = future
-        if self._is_left:  # looked at after the future is told: ``leave`` does it the other way round
+        if self._is_left:  # checked after the future is set: ``leave`` works in the opposite order
             future.cancel()
 
     def leave(self) -> None:
-        """Cancel what the work waits for now or later."""
+        """Cancel what the work waits for, now or later."""
         self._is_left = True
         if self._waits_for is not None:
             self._waits_for.cancel()
@@ -131,19 +131,19 @@ _LOOK_UP: ContextVar[LookUp[Any] | None] = ContextVar("look_up", default=None)
 
 
 def look_up_here() -> LookUp[Any] | None:
-    """The look-up whose work this thread is at."""
+    """The look-up that this thread runs; None if it runs none."""
     return _LOOK_UP.get()
 
 
 class Threads:
-    """Threads for all loads of a session: they start when they are needed and end with it.
+    """Threads for all loads of a session, started on demand.
 
     Attributes:
-        compute: One, for forward passes.
-        decode: One for decoding; the same where ``workers`` is 1.
-        decode_threads: How many chunks are decoded at once.
-        side_by_side: For chunks that the processor decodes at once, each on one core.
-        blocking: For whatever waits for a disk or a network.
+        compute: One thread for forward passes.
+        decode: One thread for decoding; the same if ``workers`` is 1.
+        decode_threads: Number of chunks decoded at once.
+        side_by_side: Threads for chunks decoded at once, each on one core.
+        blocking: Threads that wait for a disk or a network.
     """
 
     def __init__(self, workers: int, decode_threads: int = 1) -> None:
@@ -163,9 +163,9 @@ class Threads:
 
 _log = logging.getLogger("kvwire.runtime")
 _BEGUN: set[DaemonThreads] = set()
-"""Threads that may be in a step: one that the interpreter's end cuts off inside torch takes the process down."""
+"""Threads that may be in a step: one cut off inside torch by the interpreter's end crashes the process."""
 _STEP_S = 60.0
-"""Longest wait for a step then."""
+"""Longest wait for such a step."""
 
 
 if hasattr(os, "register_at_fork"):
@@ -179,18 +179,18 @@ def _end_all() -> None:
 
 
 class Warming:
-    """Runs short steps in a thread of its own, which ends with the last one; loads that begin wait for none."""
+    """Runs short preparing steps in a thread of its own; loads never wait for it."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
         self._threads = _thread()
-        self._lock = threading.RLock()  # an owner that is collected closes, in whichever thread and wherever that is
+        self._lock = threading.RLock()  # reentrant: garbage collection may close an owner in any thread, anywhere
         self._steps: Iterator[None] | None = None
         self._loads = 0
         self._is_running = self._is_closed = False
 
     def begin(self, steps: Iterator[None]) -> None:
-        """Do some work while no loads are under way. Work that is not done yet is done first, and then nothing else."""
+        """Run steps while no loads are running; ignored while earlier steps are not done."""
         with self._lock:
             if self._is_closed or self._steps is not None:
                 return
@@ -202,7 +202,7 @@ class Warming:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Begin no further step inside."""
+        """Start no further step in this context."""
         with self._lock:
             self._loads += 1
         try:
@@ -213,7 +213,7 @@ class Warming:
             self._go_on()
 
     def close(self) -> None:
-        """Leave undone what is not done, and begin nothing more."""
+        """Drop the remaining steps, and accept no more."""
         with self._lock:
             self._is_closed = True
             self._steps = None
@@ -233,7 +233,7 @@ class Warming:
         try:
             is_over = next(steps, self) is self
         except Exception:  # noqa: BLE001 - loads do the same work when they need it, and tell what is wrong
-            _log.warning("what loads will need could not be prepared; they prepare it themselves", exc_info=True)
+            _log.warning("preparing for loads failed; they prepare it themselves", exc_info=True)
             is_over = True
         with self._lock:
             self._is_running = False

@@ -1,7 +1,7 @@
-"""Chunks of several loads computed in one forward pass, each load's as a row of its own.
+"""Chunks of several loads recomputed in one forward pass, each load's as a row.
 
-A load that is over by then is left out, and one whose row cannot be computed leaves the others whole: where the pass
-fails, each load's is run alone.
+Loads that are over are left out. If a row cannot be computed, the others still are: when the pass fails, each load's
+row runs alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """A load's part of a joined pass."""
+    """A load's row in a joined pass."""
 
     jobs: PromptWorker
     asked: ev.Recompute
@@ -36,30 +36,30 @@ class _Row:
 
 
 async def recompute_together(
-    engine: Engine, driver: ControllerDriver, asked: ev.RecomputeTogether, loads: Sequence[PromptWorker]
+    engine: Engine, driver: ControllerDriver, request: ev.RecomputeTogether, loads: Sequence[PromptWorker]
 ) -> None:
-    """Compute what a joined pass names and tell how it ended, whatever becomes of its loads meanwhile."""
+    """Run a joined pass and report its outcome, even if some of its loads end meanwhile."""
     known = {jobs.number: jobs for jobs in loads}
-    rows = [_Row(known[each.first.load], each) for each in asked.passes if each.first.load in known]
+    rows = [_Row(known[each.first.load], each) for each in request.passes if each.first.load in known]
     unfit = tuple(row.asked.first.load for row in rows if not row.jobs.can_be_row(row.asked))
     if unfit:
-        await _one_by_one(driver, asked, rows, unfit)
+        await _one_by_one(driver, request, rows, unfit)
         return
     try:
         ran, seconds = await driver.compute(partial(_compute, engine, driver, rows))
     except Exception:  # noqa: BLE001 - whatever it is, passes alone need less memory, and show whose it is
-        await _one_by_one(driver, asked, rows)
+        await _one_by_one(driver, request, rows)
         return
     tokens = sum(ran.values())
     for row, own in ran.items():
         row.jobs.note_recomputed(row.asked, row.chunks, seconds * own / tokens)
     firsts = {row.asked.first for row in ran}
-    gone = tuple(ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in asked.passes if each.first not in firsts)
-    driver.tell(ev.RecomputedTogether(asked.passes, seconds, not gone, gone))
+    gone = tuple(ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in request.passes if each.first not in firsts)
+    driver.tell(ev.RecomputedTogether(request.passes, seconds, not gone, gone))
 
 
 def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> tuple[dict[_Row, int], float]:
-    """Run the rows of loads that are not over, and write them into their prompts; returns tokens of each, and seconds.
+    """Run the rows of running loads, and write them into their prompts; returns tokens of each, and seconds.
 
     In the compute thread.
     """
@@ -77,11 +77,11 @@ def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> 
 
 
 async def _one_by_one(
-    driver: ControllerDriver, asked: ev.RecomputeTogether, rows: Sequence[_Row], unfit: tuple[int, ...] = ()
+    driver: ControllerDriver, request: ev.RecomputeTogether, rows: Sequence[_Row], unfit: tuple[int, ...] = ()
 ) -> None:
-    """Run each load's row alone, and tell of each how it ended."""
+    """Run each load's row alone, and report the outcome of each."""
     known = {row.asked.first for row in rows}
-    failed = [ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in asked.passes if each.first not in known]
+    failed = [ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in request.passes if each.first not in known]
     blind: list[ChunkId] = []
     spent_s = 0.0
     for row in rows:
@@ -94,4 +94,4 @@ async def _one_by_one(
             case ev.RecomputeDone(chunks, seconds, was_blind):
                 spent_s += seconds
                 blind += [chunks[0]] if was_blind else []
-    driver.tell(ev.RecomputedTogether(asked.passes, spent_s, False, tuple(failed), tuple(blind), unfit))
+    driver.tell(ev.RecomputedTogether(request.passes, spent_s, False, tuple(failed), tuple(blind), unfit))

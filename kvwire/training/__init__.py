@@ -1,4 +1,4 @@
-"""Trains link tokens, wrappers and anchors: what documents' caches need so that models read them together."""
+"""Training of link tokens, wrappers and anchors, so that models read linked documents well."""
 
 from __future__ import annotations
 

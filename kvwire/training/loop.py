@@ -1,4 +1,4 @@
-"""The training loop: seeded, resumable, the same bits from the same seed on the same machine."""
+"""The training loop: seeded, resumable, bit-identical for a seed on the same machine."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Method = Literal["links", "wrappers", "anchors"]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how.
+    """Settings of a training.
 
     Attributes:
         method: The loss, see ``Method``.
         layout: How documents are linked.
-        recipe: How long and how fast.
-        is_frozen: Whether soft tokens alone learn; wrappers are always trained so.
-        seed: Of the data's order and of the first embeddings.
-        keep_every: Steps between two states that are kept.
+        recipe: Length and learning rates.
+        is_frozen: Whether only soft tokens learn; always so for wrappers.
+        seed: Seed of the data's order and of the first embeddings.
+        keep_every: Steps between saved states.
     """
 
     method: Method
@@ -48,7 +48,7 @@ class Training:
     keep_every: int = 100
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained."""
+        """Refuse settings that cannot work."""
         if self.method == "anchors" and self.layout.anchors is None:
             msg = f"the layout {self.layout.name} has no anchors to train; name one that has, such as anchors:100/25"
             raise ArgumentError(msg)
@@ -57,7 +57,7 @@ class Training:
             raise ArgumentError(msg)
 
     def about(self, engine: TransformersEngine) -> dict[str, Any]:
-        """What two runs have to share so that one may go on from the other's state."""
+        """Identity of the training; a saved state resumes only under the same one."""
         model = engine.meta.model_revision or engine.meta.model_id
         layout = hashlib.sha256(repr(self.layout).encode()).hexdigest()
         named = {"model": model, "method": self.method, "layout": layout, "frozen": self.is_frozen, "seed": self.seed}
@@ -66,12 +66,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it.
+    """Result of a training.
 
     Attributes:
-        model: With what was learnt.
+        model: The trained model.
         losses: Mean over the learnt tokens of each step, in nats.
-        counts: How many samples each part of the data gave.
+        counts: Samples drawn from each part of the data.
     """
 
     model: TrainableModel
@@ -86,19 +86,19 @@ def train(
     """Train. On a processor, the same seed, threads and versions give the same bits, interrupted or not.
 
     Args:
-        engine: Runs the model, in float32 where its own weights learn; these are changed.
-        mixture: The data, from its beginning.
-        what: What is trained, and how.
-        state: File that keeps how far it has got; None: nowhere.
-        resume: Goes on from that file.
-        tell: Called with the number of steps done and the last one's loss.
+        engine: Runs the model, in float32 if its weights learn; they are changed.
+        mixture: The data, at its start.
+        what: The settings.
+        state: File for saved states; None: none.
+        resume: Resume from that file.
+        tell: Called after each step with its number and loss.
 
     Returns:
-        The model and how it learnt.
+        The model and its losses.
 
     Raises:
         ArgumentError: Nothing would learn, the data does not fit, or the state is of another training.
-        MismatchError: The model cannot be trained so.
+        MismatchError: The model cannot be trained this way.
         CorruptError: The state is damaged.
         StorageError: It cannot be read or written.
     """
@@ -127,7 +127,7 @@ def train(
 
 
 def _step(model: TrainableModel, samples: list[Sample], what: Training) -> float:
-    """Add up the gradients of one update; returns its mean loss."""
+    """Accumulate the gradients of one update; returns its mean loss."""
     size = what.recipe.micro_batch
     learnt = sum(sum(sample.is_learnt) for sample in samples)
     loss_of = divergence_loss if what.method == "wrappers" else answer_loss

@@ -1,4 +1,4 @@
-"""What training makes small: the surprise at answers, or the divergence from full attention."""
+"""Training losses: cross entropy of answers, or divergence from full attention."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def answer_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLayout) -> Tensor:
-    """Cross entropy of the answers behind linked documents.
+    """Cross entropy of answers after linked documents.
 
     Args:
-        model: The model that learns.
+        model: The trained model.
         samples: Prompts with answers.
         layout: How documents are linked.
 
@@ -36,11 +36,11 @@ def answer_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLa
 
 
 def divergence_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLayout) -> Tensor:
-    """KL divergence of what follows linked documents from what the same model tells in full prefill.
+    """KL divergence of a model on linked documents from the same model in full prefill.
 
     Args:
-        model: The model; what it told before training is the reference, so its own weights have to stay.
-        samples: Prompts with what follows.
+        model: The model. Its untrained weights give the reference, so they must be frozen.
+        samples: Prompts with continuations.
         layout: How documents are linked.
 
     Returns:
@@ -50,5 +50,5 @@ def divergence_loss(model: TrainableModel, samples: Sequence[Sample], layout: Li
     with torch.no_grad():
         exact = model.logits(reference, reference.targets != IGNORED).float().log_softmax(-1)
     batch = batch_of([linked(sample, layout) for sample in samples]).to(model.device)
-    told = model.logits(batch, batch.targets != IGNORED).float().log_softmax(-1)
-    return (exact.exp() * (exact - told)).sum()
+    linked_logs = model.logits(batch, batch.targets != IGNORED).float().log_softmax(-1)
+    return (exact.exp() * (exact - linked_logs)).sum()

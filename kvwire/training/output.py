@@ -1,4 +1,4 @@
-"""What a training leaves: the model or its soft tokens, a report, and a picture of the loss."""
+"""Output of a training: the model or its soft tokens, a report, and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from kvwire.training.loop import Trained, Training
 
 SOFT_TOKENS, MODEL, REPORT, PICTURE, STATE = "soft-tokens.safetensors", "model", "report.json", "loss.png", "state.pt"
-"""Names in the folder of a training."""
+"""Names in the output folder."""
 
 
 def write_trained(engine: TransformersEngine, trained: Trained, what: Training, folder: Path) -> dict[str, str]:
-    """Write what was learnt: a folder that transformers opens where weights learnt, a file where soft tokens did.
+    """Write what was trained: weights as a folder for transformers, soft tokens as a file.
 
     Args:
-        engine: That ran the model.
-        trained: What came of the training.
-        what: What was trained.
-        folder: Where; made where it is missing.
+        engine: Ran the model.
+        trained: Result of the training.
+        what: Its settings.
+        folder: Output folder; created if missing.
 
     Returns:
-        Paths of what was written, by ``model`` and ``soft_tokens``.
+        Paths of the output, by ``model`` and ``soft_tokens``.
 
     Raises:
         StorageError: It cannot be written.
@@ -45,7 +45,7 @@ def write_trained(engine: TransformersEngine, trained: Trained, what: Training, 
         folder.mkdir(parents=True, exist_ok=True)
         if not what.is_frozen:
             place = folder / MODEL
-            trained.model.close()  # what is saved has no hooks
+            trained.model.close()  # removes its hooks before saving
             with quiet():
                 engine.model.save_pretrained(place)
             if engine.has_tokenizer:
@@ -57,18 +57,18 @@ def write_trained(engine: TransformersEngine, trained: Trained, what: Training, 
             (folder / SOFT_TOKENS).write_bytes(soft.to_bytes())
             written["soft_tokens"] = str(folder / SOFT_TOKENS)
     except OSError as error:
-        msg = f"{folder} cannot be written ({error.strerror or error}); the training is kept, go on with --resume"
+        msg = f"{folder} cannot be written ({error.strerror or error}); the training is saved, continue with --resume"
         raise StorageError(msg) from error
     return written
 
 
 def report_of(engine: TransformersEngine, trained: Trained, what: Training, data: dict[str, float]) -> dict[str, Any]:
-    """What was trained, on what, and how the loss went.
+    """Report settings, data and losses.
 
     Args:
-        engine: That ran the model.
-        trained: What came of it.
-        what: What was trained.
+        engine: Ran the model.
+        trained: Result of the training.
+        what: Its settings.
         data: Weights of the files.
 
     Returns:
@@ -94,8 +94,8 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write the report and draw the loss.
 
     Args:
-        report: Of ``report_of``.
-        folder: Where they go.
+        report: From ``report_of``.
+        folder: Output folder.
 
     Raises:
         StorageError: They cannot be written.
@@ -107,5 +107,5 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         title = f"{report['model']['id']}: {report['layout']}"
         draw_losses(report["loss"], title, report["method"], folder / PICTURE)
     except OSError as error:
-        msg = f"{folder} cannot be written ({error.strerror}); the training is kept, go on with --resume"
+        msg = f"{folder} cannot be written ({error.strerror}); the training is saved, continue with --resume"
         raise StorageError(msg) from error

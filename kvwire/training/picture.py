@@ -1,4 +1,4 @@
-"""The picture of a training: its loss over the steps."""
+"""Plot of a training's loss over its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PARTS = 40
-"""Means that are drawn as a line, each over as many steps."""
+"""Points of the plotted line, each the mean over an equal number of steps."""
 _UNITS = {
     "links": "surprise at answers (nats a token)",
     "anchors": "surprise at answers (nats a token)",
@@ -20,12 +20,12 @@ _UNITS = {
 
 
 def check_drawable() -> None:
-    """Tell before a training what its end will need."""
+    """Check for matplotlib before a training, not at its end."""
     require("matplotlib", "train", "kvwire train-links")
 
 
 def draw_losses(losses: Sequence[float], title: str, method: str, path: Path) -> None:
-    """Write a PNG: the loss of every step, and means over parts of the training."""
+    """Write a PNG: the loss of every step, and its running means."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

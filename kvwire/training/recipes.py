@@ -1,4 +1,4 @@
-"""How long and how fast a model is trained: settings, and those of the literature by name."""
+"""Training hyperparameters: settings, and published ones by name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvwire.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of AdamW and of what it is given.
+    """Hyperparameters of AdamW and of batches.
 
     Attributes:
         steps: Updates.
-        batch: Samples of an update.
-        learning_rate: The greatest.
-        warm_up: Updates over which the rate rises linearly; then it falls as half a cosine, to 0.
+        batch: Samples per update.
+        learning_rate: The peak.
+        warm_up: Updates of linear rise; half a cosine then falls to 0.
         betas: AdamW's.
         weight_decay: AdamW's.
-        clip: Greatest norm of a gradient; longer ones are scaled down.
-        most_tokens: Longest prompt, with all that the layout adds; the model's window limits it, too.
-        micro_batch: Samples that are in memory at a time; does not change what is learnt, but for rounding.
+        clip: Maximum norm of a gradient.
+        most_tokens: Longest prompt including the layout's tokens; the model's window is a limit, too.
+        micro_batch: Samples in memory at a time; affects results only by rounding.
     """
 
     steps: int = 1000
@@ -46,7 +46,7 @@ class Recipe:
         """Learning rate of an update.
 
         Args:
-            step: From 0.
+            step: Counted from 0.
 
         Returns:
             The rate.

@@ -1,4 +1,4 @@
-"""What a model is trained on: passages, and turns of questions and answers behind them, as token ids."""
+"""Training samples: passages, then turns of questions and answers, as token ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and what is to be learnt.
+    """A question and its answer.
 
     Attributes:
-        question: Token ids that are given; may be empty.
-        answer: Token ids that count in the loss.
+        question: Given token ids; may be empty.
+        answer: Token ids in the loss.
     """
 
     question: Ids
@@ -23,14 +23,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt to train on. It is made of tuples: nothing that samples share can grow.
+    """One training prompt, in tuples, so that samples can share parts.
 
     Attributes:
         passages: Token ids of documents, in prompt order.
         turns: What follows them, at least one.
         system: Token ids before the documents.
-        place: Where it comes from, for messages.
-        is_ordered: Whether the passages mean something in this order alone.
+        place: Source, for messages.
+        is_ordered: Whether the passages must stay in order.
     """
 
     passages: tuple[Ids, ...]
@@ -52,13 +52,13 @@ class Sample:
         )
 
     def shuffled(self, draw: random.Random) -> Sample:
-        """The same with its passages in another order, where that may be.
+        """Shuffle the passages, unless they must stay in order.
 
         Args:
-            draw: Source of chance.
+            draw: Random generator.
 
         Returns:
-            A new sample; this one stays as it is.
+            A new sample.
         """
         if self.is_ordered:
             return self
@@ -66,5 +66,5 @@ class Sample:
 
 
 def chance(seed: str) -> random.Random:
-    """A source of chance."""
+    """A random generator for a seed."""
     return random.Random(seed)  # noqa: S311 - an order of samples

@@ -1,4 +1,4 @@
-"""Samples as a model takes them: tokens at their positions, what each sees, and which are learnt."""
+"""Samples as model input: tokens, attention masks and targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvwire.training.samples import Ids, Sample
 
 IGNORED = -100
-"""The target of rows that learn nothing, as torch's cross entropy has it."""
+"""Target of rows without loss, as in torch's cross entropy."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class TokenSequence:
     """One prompt with its answers.
 
     Attributes:
-        token_ids: Of the vocabulary, or soft tokens (negative).
+        token_ids: Vocabulary ids, or soft tokens (negative).
         visible: Bool ``[tokens, tokens]``: row r sees column c.
-        is_learnt: Which tokens the rows before them are to predict.
+        is_learnt: Tokens that count in the loss, as targets of the rows before them.
     """
 
     token_ids: Ids
@@ -38,12 +38,12 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts side by side; shorter ones are filled up at their ends with tokens that see and tell nothing.
+    """Prompts side by side; shorter ones are padded at the end with tokens that see nothing and have no target.
 
     Attributes:
         token_ids: int64 ``[prompts, tokens]``.
         visible: Bool ``[prompts, tokens, tokens]``.
-        targets: What each row is to predict, int64 ``[prompts, tokens]``; ``IGNORED`` where nothing.
+        targets: Target of each row, int64 ``[prompts, tokens]``; ``IGNORED`` if it has none.
     """
 
     token_ids: Tensor
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def learnt(self) -> int:
-        """Number of tokens that are learnt."""
+        """Number of tokens in the loss."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -61,11 +61,11 @@ class Batch:
 
 
 def linked(sample: Sample, layout: LinkLayout) -> TokenSequence:
-    """A sample as a load links it: one pass under the mask that the layout gives.
+    """A sample as a load links it: one pass under the layout's mask.
 
     Args:
-        sample: The sample; without passages it is read as it stands, causally.
-        layout: What stands where, and what each token sees.
+        sample: The sample; without passages it is plain causal text.
+        layout: Order and mask.
 
     Returns:
         The sequence.
@@ -87,13 +87,13 @@ def linked(sample: Sample, layout: LinkLayout) -> TokenSequence:
 
 
 def plain(sample: Sample) -> TokenSequence:
-    """A sample in full prefill: no token of a layout, every row sees all before it.
+    """A sample in full prefill: no layout tokens, causal attention.
 
     Args:
         sample: The sample.
 
     Returns:
-        The sequence; as many tokens are learnt as in ``linked``, in the same order.
+        The sequence; the same tokens are learnt as in ``linked``, in the same order.
     """
     before = (*sample.system, *(token for passage in sample.passages for token in passage))
     token_ids = (*before, *sample.rest)
@@ -102,7 +102,7 @@ def plain(sample: Sample) -> TokenSequence:
 
 
 def batch_of(sequences: Sequence[TokenSequence]) -> Batch:
-    """Put sequences side by side.
+    """Pad sequences to one batch.
 
     Args:
         sequences: At least one.
@@ -125,7 +125,7 @@ def batch_of(sequences: Sequence[TokenSequence]) -> Batch:
 
 
 def check_fit(sample: Sample, layout: LinkLayout, most: int, vocabulary: int) -> None:
-    """Refuse a sample that cannot be trained on."""
+    """Refuse a sample that is too long or has unknown token ids."""
     sequence = linked(sample, layout)
     length = len(sequence.token_ids)
     if length > most:

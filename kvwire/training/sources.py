@@ -1,4 +1,4 @@
-"""Training data: files of questions with passages, of conversations, of summaries, and plain text; mixed by weights."""
+"""Training data: files of questions with passages, conversations, summaries, and plain text; mixed by weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class TextCut:
-    """How plain text becomes prompts: neighbouring pieces as documents, in order, and what follows them.
+    """How to cut prompts from plain text: consecutive pieces as documents, then a continuation.
 
     Attributes:
         documents: Least and most documents; 0 is plain language modelling.
         tokens: Of each document.
-        rest: Tokens that follow.
-        given: How many of these stand as the question does; the others are learnt.
+        rest: Tokens of the continuation.
+        given: How many of these are the question; the others are learnt.
     """
 
     documents: tuple[int, int]
@@ -43,7 +43,7 @@ class TextCut:
     given: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse cuts that leave nothing to learn."""
+        """Refuse cuts without an answer."""
         if not 0 < self.given < self.rest:
             msg = f"of {self.rest} tokens behind documents, 1 to {self.rest - 1} can be given, not {self.given}"
             raise ArgumentError(msg)
@@ -54,10 +54,10 @@ class TextCut:
 
 
 class Samples:
-    """Samples of one file of lines, each as it was read."""
+    """Samples of one file of lines."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        """Keep them.
+        """Keep the samples.
 
         Args:
             samples: At least one.
@@ -66,25 +66,25 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """Tells files of samples apart."""
+        """Identifies the samples."""
         return hashlib.sha256(
             repr([(each.passages, each.turns, each.system) for each in self.samples]).encode()
         ).hexdigest()
 
     def fitting(self, layout: LinkLayout, most: int, vocabulary: int, *, skip_long: bool = False) -> Samples:
-        """Check that samples can be trained on.
+        """Check that samples can be used.
 
         Args:
             layout: How their documents are linked.
             most: Longest sequence, in tokens.
-            vocabulary: Token ids lie below this.
-            skip_long: Leaves out what does not fit.
+            vocabulary: Upper bound of token ids.
+            skip_long: Leave out samples that are too long.
 
         Returns:
-            The samples that do.
+            The usable samples.
 
         Raises:
-            ArgumentError: A sample does not, or none does.
+            ArgumentError: A sample is not, or none is.
         """
         fitting = []
         for sample in self.samples:
@@ -101,10 +101,10 @@ class Samples:
         return Samples(fitting)
 
     def draw(self, turn: int, seed: str) -> Sample:
-        """The sample of a turn: each once in every round through the file, its passages shuffled.
+        """Draw a sample: each once per epoch, with its passages shuffled.
 
         Args:
-            turn: How many this file gave before.
+            turn: Number of earlier draws.
             seed: Of order and shuffling.
 
         Returns:
@@ -116,14 +116,14 @@ class Samples:
 
 
 class Text:
-    """Plain text, cut anew for every sample."""
+    """Plain text, cut at random for every sample."""
 
     def __init__(self, ids: Ids, cut: TextCut, place: str) -> None:
-        """Keep it.
+        """Keep the text.
 
         Args:
             ids: Token ids of the whole text.
-            cut: How it becomes prompts.
+            cut: How to cut prompts from it.
             place: Name of the file.
 
         Raises:
@@ -136,17 +136,17 @@ class Text:
 
     @property
     def digest(self) -> str:
-        """Tells texts, and how they are cut, apart."""
+        """Identifies the text and the cut."""
         return hashlib.sha256(repr((self._ids, self._cut)).encode()).hexdigest()
 
     def fitting(self, layout: LinkLayout, most: int, vocabulary: int, *, skip_long: bool = False) -> Text:
-        """Check that the largest prompt of this text can be trained on.
+        """Check that the largest prompt of this text can be used.
 
         Args:
             layout: How its documents are linked.
             most: Longest sequence, in tokens.
-            vocabulary: Token ids lie below this.
-            skip_long: Changes nothing: every prompt of a text is of the same size.
+            vocabulary: Upper bound of token ids.
+            skip_long: Ignored: every prompt of a text has the same size.
 
         Returns:
             The text.
@@ -162,35 +162,37 @@ class Text:
         return self
 
     def draw(self, turn: int, seed: str) -> Sample:
-        """A sample.
+        """Draw a sample.
 
         Args:
-            turn: How many this text gave before.
+            turn: Number of earlier draws.
             seed: Of the cuts.
 
         Returns:
-            Neighbouring documents in the text's order, and what follows.
+            Consecutive documents of the text, and the continuation.
         """
         drawn = chance(f"{seed} turn {turn}")
         count = drawn.randint(*self._cut.documents)
-        at = drawn.randrange(len(self._ids) - count * self._cut.tokens - self._cut.rest + 1)
-        start = at + count * self._cut.tokens
-        passages = tuple(self._ids[first : first + self._cut.tokens] for first in range(at, start, self._cut.tokens))
+        position = drawn.randrange(len(self._ids) - count * self._cut.tokens - self._cut.rest + 1)
+        start = position + count * self._cut.tokens
+        passages = tuple(
+            self._ids[first : first + self._cut.tokens] for first in range(position, start, self._cut.tokens)
+        )
         rest = self._ids[start : start + self._cut.rest]
-        given = self._cut.given
-        return Sample(passages, (Turn(rest[:given], rest[given:]),), place=f"{self._place}, token {at}")
+        question = self._cut.given
+        return Sample(passages, (Turn(rest[:question], rest[question:]),), place=f"{self._place}, token {position}")
 
 
 class Mixture:
-    """Files of samples, drawn by weights; where it stands is a few counts."""
+    """Files of samples, drawn by weights; a few counts are its whole state."""
 
     def __init__(self, parts: Mapping[str, Samples | Text], weights: Mapping[str, float], seed: int) -> None:
-        """Mix.
+        """Combine sources.
 
         Args:
-            parts: What samples come from, by name.
-            weights: How often each is drawn, relative to the others.
-            seed: Of everything drawn.
+            parts: The sources by name.
+            weights: Relative frequency of each.
+            seed: Seed of all draws.
 
         Raises:
             ArgumentError: There is nothing to draw, or a weight is not positive.
@@ -201,16 +203,16 @@ class Mixture:
         self._parts, self._seed = dict(parts), seed
         self._weights = [weights[name] for name in self._parts]
         self.counts = dict.fromkeys(self._parts, 0)
-        """How many samples each part has given; with the seed, all that decides what comes next."""
+        """Number of draws from each part; with the seed, they determine the next draws."""
 
     @property
     def digest(self) -> str:
-        """Tells mixtures apart: data, weights and seed."""
+        """Identifies data, weights and seed."""
         parts = [(name, part.digest) for name, part in self._parts.items()]
         return hashlib.sha256(repr((parts, self._weights, self._seed)).encode()).hexdigest()
 
     def draw(self) -> Sample:
-        """The next sample."""
+        """Draw the next sample."""
         total = sum(self.counts.values())
         (name,) = chance(f"{self._seed} part {total}").choices(list(self._parts), self._weights)
         sample = self._parts[name].draw(self.counts[name], f"{self._seed} {name}")
@@ -219,19 +221,19 @@ class Mixture:
 
 
 def read_source(path: Path, tokenize: Callable[..., Sequence[int]], cut: TextCut) -> Samples | Text:
-    """Read a file, or a folder of text files.
+    """Read training data from a file, or a folder of text files.
 
     Args:
-        path: ``.jsonl``: an object a line, see ``sample_of``. ``.txt``, ``.md``, or a folder of such: plain text.
-        tokenize: Reads a text.
+        path: ``.jsonl``: an object per line, see ``sample_of``. ``.txt``, ``.md``, or a folder of such: plain text.
+        tokenize: Tokenises a text.
         cut: How plain text becomes prompts.
 
     Returns:
-        What samples are drawn from.
+        A source of samples.
 
     Raises:
-        NotFoundError: It is not there, or holds nothing to train on.
-        ArgumentError: A line is no sample, or a text is too short.
+        NotFoundError: It does not exist, or holds nothing to train on.
+        ArgumentError: A line is invalid, or a text is too short.
         StorageError: It cannot be read.
     """
     if path.is_dir():
@@ -274,11 +276,11 @@ def _samples(path: Path, tokenize: Callable[..., Sequence[int]]) -> Iterator[Sam
 
 
 def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -> Sample:  # noqa: ANN401 - JSON
-    """Read one line. Texts may be lists of token ids instead.
+    """Parse one line. Texts may be lists of token ids instead.
 
     - ``{passages, question, answer}``: the passages are documents; ``{passages, turns: [{question, answer}, ...]}``
-    - ``{passages, summary}``, with ``question`` where one is to be asked before
-    - ``{messages: [{role, content}, ...]}``: a conversation, with ``passages`` where there are some
+    - ``{passages, summary}``, optionally with ``question``
+    - ``{messages: [{role, content}, ...]}``: a conversation, optionally with ``passages``
     - ``{text}``: plain text, all of it learnt
 
     Each may have ``system``, the text before the documents; ``ordered: true`` keeps the passages in their order.
@@ -297,7 +299,7 @@ def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -
         raise ArgumentError(msg)
     passages = tuple(read(passage, "a passage") for passage in named)
     system = read(fields["system"], "system") if "system" in fields else ()
-    said, turns = _turns(fields, read, place)
+    system_turn, turns = _turns(fields, read, place)
     turns = _with_first_token(turns)
     if not any(turn.answer for turn in turns):
         msg = f"{place}: no answer to learn: training data needs answer, turns, messages, summary or text"
@@ -308,11 +310,11 @@ def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -
     if not isinstance(fields.get("ordered", False), bool):
         msg = f"{place}: ordered is true or false"
         raise ArgumentError(msg)
-    return Sample(passages, turns, system + said, place, fields.get("ordered", False))
+    return Sample(passages, turns, system + system_turn, place, fields.get("ordered", False))
 
 
 def _turns(fields: dict[str, Any], read: Callable[[Any, str], Ids], place: str) -> tuple[Ids, tuple[Turn, ...]]:
-    """What the system says in a conversation, and the turns."""
+    """The system text of a conversation, and the turns."""
     kinds = [kind for kind in ("answer", "turns", "messages", "summary", "text") if kind in fields]
     if len(kinds) > 1:
         msg = f"{place}: a sample has one of {', '.join(kinds)}, not several"
@@ -334,26 +336,26 @@ def _turns(fields: dict[str, Any], read: Callable[[Any, str], Ids], place: str) 
 def _conversation(
     messages: Sequence[dict[str, Any]], read: Callable[[Any, str], Ids], place: str
 ) -> tuple[Ids, tuple[Turn, ...]]:
-    said: Ids = ()
-    asked: Ids = ()
+    system: Ids = ()
+    question: Ids = ()
     turns: list[Turn] = []
     for message in messages:
         role, text = message.get("role"), read(message.get("content", ""), "a message")
-        if role not in _ROLES or (role == "system" and (asked or turns)):
+        if role not in _ROLES or (role == "system" and (question or turns)):
             msg = f"{place}: messages are of the system, first, then of user and assistant"
             raise ArgumentError(msg)
         if role == "system":
-            said += text
+            system += text
         elif role == "user":
-            asked += text
+            question += text
         else:
-            turns.append(Turn(asked, text))
-            asked = ()
-    return said, tuple(turns)
+            turns.append(Turn(question, text))
+            question = ()
+    return system, tuple(turns)
 
 
 def _with_first_token(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """With no question, the first token of the answer is given: a document's last row sees no other document."""
+    """Without a question, give the answer's first token: a document's last row sees no other document."""
     if not turns or turns[0].question:
         return turns
     return (Turn(turns[0].answer[:1], turns[0].answer[1:]), *turns[1:])

@@ -1,4 +1,4 @@
-"""Where a training stands, kept in a file: numbers that learn, the optimiser's, the random generator's, and counts."""
+"""A training's state in a file: trained weights, optimiser, random generator, and counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_state(
     path: Path, about: Mapping[str, Any], parameters: Mapping[str, Parameter], optimiser: Optimizer,
     losses: list[float], counts: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Keep a training; the file is written whole or not at all."""
+    """Save the state atomically."""
     state = {
         "about": dict(about), "step": len(losses), "losses": losses, "counts": dict(counts),
         "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
@@ -47,7 +47,7 @@ def save_state(
 def restore_state(
     path: Path, about: Mapping[str, Any], parameters: Mapping[str, Parameter], optimiser: Optimizer
 ) -> tuple[list[float], dict[str, int]]:
-    """Go on where a training was kept."""
+    """Restore a saved state."""
     state = _read(path)
     changed = [name for name in about if state["about"].get(name) != about[name]]
     if changed or state["about"].keys() != about.keys():
@@ -68,14 +68,14 @@ def restore_state(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)  # plain data alone: nothing in it is run
+        state = torch.load(path, map_location="cpu", weights_only=True)  # never runs code from the file
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror}); leave --resume out to begin anew"
+        msg = f"{path} cannot be read ({error.strerror}); leave --resume out to start again"
         raise StorageError(msg) from error
     except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        msg = f"{path} is damaged; leave --resume out and begin anew in another --out"
+        msg = f"{path} is damaged; leave --resume out and start again in another --out"
         raise CorruptError(msg) from error
     if not isinstance(state, dict) or state.keys() != _PARTS:
-        msg = f"{path} holds no training; leave --resume out and begin anew in another --out"
+        msg = f"{path} holds no training; leave --resume out and start again in another --out"
         raise CorruptError(msg)
     return state

@@ -1,4 +1,4 @@
-"""A model under training: which of its numbers learn, and how it is run over laid-out prompts."""
+"""A model in training: its learning parameters, and passes over prompts in a layout."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from kvwire.training.sequences import Batch
 
 _NOISE = 0.3
-"""Standard deviation of link tokens' first embeddings around the vocabulary's mean, over the vocabulary's."""
+"""Standard deviation of link tokens' initial embeddings, as a share of the vocabulary's."""
 
 
 class TrainableModel:
-    """A transformers model with trained embeddings beside its vocabulary.
+    """A transformers model with soft tokens beside its vocabulary.
 
     Attributes:
-        soft: Embeddings of the layout's soft tokens, float32 ``[soft tokens, hidden]``; empty where it has none.
+        soft: Embeddings of the layout's soft tokens, float32 ``[soft tokens, hidden]``; may be empty.
     """
 
     def __init__(self, engine: TransformersEngine, layout: LinkLayout, *, is_frozen: bool, seed: int = 0) -> None:
-        """Choose what learns.
+        """Choose the learning parameters.
 
         Args:
-            engine: Runs the model; it is changed where it is not frozen.
-            layout: Whose soft tokens are trained.
-            is_frozen: Whether they alone learn.
-            seed: Of the tokens whose embeddings the soft ones begin with.
+            engine: Runs the model, which is changed unless frozen.
+            layout: Layout with the soft tokens.
+            is_frozen: Whether only they learn.
+            seed: Seed of the initial embeddings.
 
         Raises:
-            ArgumentError: The model is frozen and the layout has no soft tokens: nothing could learn.
+            ArgumentError: The model is frozen and the layout has no soft tokens: nothing would learn.
             MismatchError: The layout has ids that the model's vocabulary lacks, or the model is quantised.
         """
         self._engine, self._model, self.is_frozen = engine, engine.model, is_frozen
@@ -64,7 +64,7 @@ class TrainableModel:
         self._hook = SoftEmbedding(self._model, self.soft) if self.soft.numel() else None
 
     def close(self) -> None:
-        """Leave the model as one that is run as usual, with what it has learnt and without soft tokens."""
+        """Remove hooks and soft tokens; trained weights stay."""
         self._model.requires_grad_(True)
         if self._hook is not None:
             self._hook.remove()
@@ -72,20 +72,20 @@ class TrainableModel:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """Device of token ids."""
         return self._engine.device
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """All that learns, by name; tied weights once."""
+        """Learning parameters by name; tied weights once."""
         own = {} if self.is_frozen else dict(self._model.named_parameters())
         return {**own, **({"soft_tokens": self.soft} if self.soft.numel() else {})}
 
     def logits(self, batch: Batch, wanted: Tensor) -> Tensor:
-        """Run prompts and tell what some rows predict.
+        """Run prompts and return the logits of some rows.
 
         Args:
             batch: The prompts.
-            wanted: Which rows, bool ``[prompts, tokens]``.
+            wanted: The rows, bool ``[prompts, tokens]``.
 
         Returns:
             ``[rows, vocabulary]``, prompt by prompt.
@@ -103,12 +103,12 @@ class TrainableModel:
             attention_mask=shaped,
             use_cache=False,
         )
-        told: Tensor = out.logits[wanted]
-        return told
+        logits: Tensor = out.logits[wanted]
+        return logits
 
 
 def _first_embeddings(model: PreTrainedModel, layout: LinkLayout, seed: int) -> Tensor:
-    """Where soft tokens begin: around documents at zero, which disturbs least; others near the mean, all apart."""
+    """Initial embeddings: zero inside caches, which disturbs least, else the vocabulary's mean plus noise."""
     table = model.get_input_embeddings()
     weight = torch.as_tensor(table.weight)
     every: Tensor = table(torch.arange(len(weight), device=weight.device)).detach().float()

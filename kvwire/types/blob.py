@@ -1,4 +1,4 @@
-"""What a blob says about itself: levels, segments and the plan that a reader needs."""
+"""Contents of a blob's header: levels, segments, and what a reader needs to plan."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class LevelInfo:
     """One quality level of a blob.
 
     Attributes:
-        name: Of the level.
+        name: The level's name.
         step: Quantiser step, in units of the profile's normalised coefficients.
         bytes: This refinement alone.
-        cumulative_bytes: Everything that a reader of this level must fetch, header and index included.
+        cumulative_bytes: All bytes that a reader of this level fetches, header and index included.
         bits_per_element: Cumulative, per element of the original tensors.
-        measured_error: Squared error, measured while encoding: of what, ``kvwire.codec.error_of_method`` says.
-        independent: The level is a stream of its own, which needs no level below it.
-        lossless: Bit for bit what was encoded.
-        predicted_kl: Mean KL divergence of the next token, in nats, that the error is expected to cause; None where the
-            profile was not calibrated.
+        measured_error: Squared error, measured when encoding; ``kvwire.codec.error_of_method`` names the quantity.
+        independent: Whether the level decodes without lower levels.
+        lossless: Whether decoding is bit-exact.
+        predicted_kl: Mean KL divergence of the next token, in nats, expected from the error; None if the profile was
+            not calibrated.
     """
 
     name: str
@@ -43,14 +43,14 @@ class LevelInfo:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One segment of the grid [chunk][level]: where it lies and what it must hash to.
+    """One segment of the grid [chunk][level]: its place and checksum.
 
     Attributes:
         chunk: Number of the chunk.
         level: Number of the level.
         offset: First byte in the blob.
         stored: Bytes in the blob.
-        raw: Symbols that it decodes to.
+        raw: Number of symbols.
         crc32: Of the stored bytes.
         codec: Number of the entropy coder, see docs/format.md.
         error: The chunk's measured error once decoded up to this level.
@@ -73,14 +73,14 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class BlockDeviation:
-    """How far a document's keys and values move once other documents stand before it, as measured at encode time.
+    """How much a document's keys and values change behind other documents, measured when encoding.
 
-    A deviation is the squared distance of a token's keys and values from those that it has alone, over their mean
-    square, in the mean over layers and neighbours. Codes are logarithmic, a step is 6 %.
+    A deviation is the squared distance of a token's keys and values from those of the document alone, over their mean
+    square; mean over layers and neighbours. Codes are logarithmic, a step is 6 %.
 
     Attributes:
         block: Tokens of each block but the last.
-        codes: One byte for each block; 0: it does not move, else the deviation is ``2 ** ((code - 192) / 12)``.
+        codes: One byte per block; 0: no change, else the deviation is ``2 ** ((code - 192) / 12)``.
     """
 
     block: int
@@ -88,7 +88,7 @@ class BlockDeviation:
 
     @classmethod
     def of(cls, values: Sequence[float], block: int) -> BlockDeviation:
-        """Write deviations down, each to 3 % where it lies between 2e-5 and 38.
+        """Encode deviations, each to 3 % if between 2e-5 and 38.
 
         Args:
             values: One for each block, at least 0.
@@ -101,18 +101,18 @@ class BlockDeviation:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """One for each block."""
+        """One deviation per block."""
         return tuple(2 ** ((code - 192) / 12) if code else 0.0 for code in self.codes)
 
 
 @dataclass(frozen=True)
 class BlobPrefix:
-    """What of a document a part of it stands behind, see ``BlobInfo.prefix``.
+    """The tokens of a document before one of its parts; see ``BlobInfo.prefix``.
 
     Attributes:
-        tokens: How many tokens stand before the part's first.
+        tokens: Their number.
         token_digest: Their SHA-256, see ``digest_tokens``.
-        document: Name of the document in the catalog, from which a lost catalog is made anew; may be empty.
+        document: Name of the document, from which a lost catalog is rebuilt; may be empty.
     """
 
     tokens: int
@@ -126,12 +126,12 @@ def _code(value: float) -> int:
 
 @dataclass(frozen=True)
 class SoftTokensName:
-    """Soft tokens inside a document's cache: trained embeddings, which only who computes tokens anew needs.
+    """Soft tokens inside a document's cache: trained embeddings, needed only to recompute tokens.
 
     Attributes:
         digest: SHA-256 of the file of soft tokens, see ``kvwire.reuse.SoftTokens.digest``.
-        first: The token id of soft token 0, which is the size of the model's vocabulary.
-        count: How many there are.
+        first: Token id of soft token 0: the size of the model's vocabulary.
+        count: Number of soft tokens.
     """
 
     digest: str
@@ -144,33 +144,32 @@ class BlobInfo:
     """Everything in a blob's header: model, layout, levels, chunks and the token ids.
 
     Attributes:
-        version: Of the format.
-        meta: Of the cache.
-        tokens: Of the document.
-        chunk_tokens: Of each chunk but the last.
+        version: Format version.
+        meta: Metadata of the cache.
+        tokens: Length of the document.
+        chunk_tokens: Length of each chunk but the last.
         header_bytes: Length of header, metadata, index and token ids.
-        file_bytes: Of the whole blob.
-        profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its own.
-            token_ids is None where the encoder was not told them.
-        levels: From the coarsest on.
-        segments: ``[chunk][level]``; levels 0..k of a chunk decode to quality k and lie next to each other, but for
-            levels that decode alone: see ``reads``.
-        token_ids: None where the encoder was not told them.
+        file_bytes: Size of the whole blob.
+        profile_digest: SHA-256 of the profile that decoding needs; empty if the blob carries its own.
+        levels: Coarsest first.
+        segments: ``[chunk][level]``; levels 0..k of a chunk decode to quality k and are contiguous, except for
+            independent levels: see ``reads``.
+        token_ids: None if the encoder did not get them.
         method: ``kvwire`` or ``cachegen``.
-        prefix_layers: Layers that the reader computes anew before it can decode, see ``fit_profile``.
-        deviation: How far tokens move behind other documents; None where not measured.
-        neutral_prefix: Token ids that stood before the document when it was computed, and were dropped;
-            recomputing its tokens needs them.
-        soft_tokens: Which soft tokens some of its token ids are; None where none is.
-        prefix: Tokens of the same document that the blob's own stand behind, and that its numbers depend on: the blob
-            is a part of a document that grew. None: the blob is a whole document.
-        chunk_starts: First token of each chunk, where chunks are of several lengths, as in a document of several parts;
-            empty: all but the last hold ``chunk_tokens``.
-        sinks: Which tokens are attention sinks: those are nearly exact at every level.
-        opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
-        can_begin: Whether the blob has the first token as it is where nothing stands before the document, too.
-        context_level: The coarsest level that tokens stood at which some rows were computed over, or coded again from;
-            levels' ``predicted_kl`` counts it. None: all rows are as the model computes them from text.
+        prefix_layers: Layers that the reader computes before decoding, see ``fit_profile``.
+        deviation: How much tokens change behind other documents; None if not measured.
+        neutral_prefix: Token ids before the document when it was computed, dropped from its cache; recomputing tokens
+            needs them.
+        soft_tokens: The file of its soft tokens; None if it has none.
+        prefix: Earlier tokens of the document, on which the blob's numbers depend: the blob is one part of a document
+            that grew. None: the blob is a whole document.
+        chunk_starts: First token of each chunk if their lengths differ, as in a document of several parts; empty: all
+            but the last hold ``chunk_tokens``.
+        sinks: Attention sinks, nearly exact at every level.
+        opening: How many of ``neutral_prefix``, from the first on, are the tokenizer's opening tokens, such as BOS.
+        can_begin: Whether the blob also has the first token as computed without the prefix.
+        context_level: Coarsest level of tokens that some rows were computed on, or coded again from; ``predicted_kl``
+            includes it. None: all rows were computed from text.
     """
 
     version: tuple[int, int]
@@ -208,14 +207,14 @@ class BlobInfo:
         return start, min(start + self.chunk_tokens, self.tokens)
 
     def chunks_of(self, start: int, stop: int) -> range:
-        """Numbers of the chunks that hold some tokens.
+        """Numbers of the chunks that contain a span of tokens.
 
         Args:
             start: The first of the tokens.
             stop: The token after the last.
 
         Returns:
-            The chunks; none where there are no tokens.
+            The chunks; empty for an empty span.
         """
         if stop <= start:
             return range(0)

@@ -34,11 +34,11 @@ class LayerSpec:
         key_dim: Elements of a key in one head.
         value_dim: Elements of a value in one head.
         kind: ``full`` or ``sliding`` attention, or ``none`` for a layer without keys and values.
-        rope: Index into ``CacheMeta.ropes``; None where the keys carry no position that can be taken off.
+        rope: Index into ``CacheMeta.ropes``; None if keys carry no position that can be removed.
         window: Tokens that a sliding layer attends to, itself included.
         value_rope: The same index for values that carry positions: multi-head latent attention (DeepSeek-V2, arXiv
             2405.04434) caches its latent as keys and the rotated part, which all heads share, as values.
-        key_rope_start: First key dimension that is rotated; above 0 where the rotary part comes last.
+        key_rope_start: First rotated key dimension; above 0 if the rotary part comes last.
     """
 
     kv_heads: int
@@ -51,7 +51,7 @@ class LayerSpec:
     key_rope_start: int = 0
 
     def rotary(self, side: Side) -> tuple[int, int] | None:
-        """Regime index and first rotated dimension of the keys or values; None where they carry no position."""
+        """Regime index and first rotated dimension of keys or values; None if they carry no position."""
         index, start = (self.rope, self.key_rope_start) if side == "key" else (self.value_rope, 0)
         return None if index is None else (index, start)
 
@@ -68,14 +68,14 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """What makes a cache usable: the model it belongs to, its layout and its positions.
+    """Metadata of a cache: its model, layout and positions.
 
     Attributes:
-        model_id: A name for people.
-        model_revision: A digest that tells weights apart.
+        model_id: A name for messages.
+        model_revision: A digest of the weights.
         tokenizer_digest: SHA-256 of the tokenizer's files, or the empty string.
         dtype: The torch dtype of the stored tensors, by name (``bfloat16``).
-        layers: One entry per layer of the model, in order; empty means "read it off the tensors".
+        layers: One entry per layer, in order; empty: inferred from the tensors.
         ropes: The distinct rotary regimes that layers refer to.
         positions: ``on``: keys are rotated at positions offset, offset + 1, ...; ``off``: keys are un-rotated.
         offset: Position of the first token.
@@ -93,34 +93,33 @@ class CacheMeta:
     token_digest: str = ""
 
     def config_digest(self) -> str:
-        """SHA-256 over everything that two caches must share to be linked into one prompt.
+        """SHA-256 over all that two caches must share to be linked into one prompt.
 
-        A model's name does not count where its weights are known: the same model in another folder is the same. Nor
-        does the dtype: a blob decodes into any.
+        The model's name counts only if its weights' digest is unknown. The dtype never counts: a blob decodes into any.
         """
-        told: dict[str, object] = {name: getattr(self, name) for name in self._shared}
-        told["layers"] = [_plain(layer) for layer in self.layers]
-        told["ropes"] = [
+        fields: dict[str, object] = {name: getattr(self, name) for name in self._shared}
+        fields["layers"] = [_plain(layer) for layer in self.layers]
+        fields["ropes"] = [
             {**_plain(rope), "inv_freq": [f"{value:.5e}" for value in rope.inv_freq]}  # their last bits may differ
             for rope in self.ropes
         ]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     def shares_config(self, other: CacheMeta) -> bool:
-        """Whether two caches may be linked into one prompt: whether their ``config_digest`` is the same.
+        """Whether two caches may be linked: whether their ``config_digest`` is the same.
 
         Args:
             other: Of the other cache.
 
         Returns:
-            True where they may. Where all that counts is equal, no digest is worked out.
+            Whether they may; equal fields need no digest.
         """
         mine, theirs = ([getattr(each, name) for name in self._shared] for each in (self, other))
         return mine == theirs or self.config_digest() == other.config_digest()
 
     @property
     def _shared(self) -> tuple[str, ...]:
-        """Names of the fields that count."""
+        """Names of the fields in the digest."""
         named = () if self.model_revision else ("model_id",)
         return (*named, "model_revision", "tokenizer_digest", "layers", "ropes")
 
@@ -131,12 +130,12 @@ class CacheMeta:
 
 
 def _plain(described: LayerSpec | RopeRegime) -> dict[str, object]:
-    """Its fields by name; their values are plain."""
+    """Its fields by name."""
     return {field.name: getattr(described, field.name) for field in fields(described)}
 
 
 def plain_token_ids(token_ids: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """Token ids as Python's own integers, whatever holds them."""
+    """Token ids as Python integers, from any iterable."""
     listed = getattr(token_ids, "tolist", None)
     try:
         return tuple(map(operator.index, listed() if listed else token_ids))
@@ -171,10 +170,10 @@ class KVCache:
         keys: Of each layer, ``[kv_heads, tokens, key_dim]``, any float dtype, any device; empty for a layer of kind
             ``none``.
         values: Of each layer, ``[kv_heads, tokens, value_dim]``, likewise.
-        meta: What makes the cache usable.
+        meta: Model, layout and positions.
         token_ids: The document's own tokens, or None where unknown.
-        kept: What pruning left, bool ``[kv_heads, tokens]`` for each layer, None for a layer and for a cache that has
-            everything. Entries that were not kept hold zeros and mean nothing.
+        kept: Masks of a pruned cache, bool ``[kv_heads, tokens]`` for each layer, None for a complete layer and for a
+            complete cache. Entries that are false hold zeros.
     """
 
     keys: list[torch.Tensor]
@@ -198,9 +197,9 @@ class KVCache:
         Args:
             keys: ``[heads, tokens, key_dim]`` for each layer.
             values: ``[heads, tokens, value_dim]`` for each layer.
-            meta: Layout and dtype are read off the tensors where it leaves them out.
-            token_ids: The document's own tokens; None: not known.
-            kept: Bool ``[heads, tokens]`` for each layer, None for all; what it leaves out becomes zeros.
+            meta: Layout and dtype are inferred from the tensors if missing.
+            token_ids: The document's own tokens; None if not known.
+            kept: Bool ``[heads, tokens]`` for each layer, None for all; false entries become zeros.
 
         Returns:
             The cache, which holds these tensors.
@@ -227,7 +226,7 @@ class KVCache:
 
     @classmethod
     def zeros(cls, meta: CacheMeta, tokens: int, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> KVCache:
-        """Make room for a prompt of so many tokens: positions on and from 0, no token ids."""
+        """Allocate a prompt's cache: positions on and from 0, no token ids."""
         import torch
 
         shapes = [(spec, 0 if spec.kind == "none" else tokens) for spec in meta.layers]
@@ -251,14 +250,14 @@ class KVCache:
                 key_dim]`` and its values ``[n, value_dim]``; n may differ from head to head and may be 0. A layer
                 without heads has no cache.
             tokens: Of the document.
-            meta: Layout and dtype are read off the tensors where it leaves them out.
-            token_ids: The document's own tokens; None: not known.
+            meta: Layout and dtype are inferred from the tensors if missing.
+            token_ids: The document's own tokens; None if not known.
 
         Returns:
-            The cache, zeros where nothing was kept.
+            The cache, with zeros for pruned entries.
 
         Raises:
-            ArgumentError: Positions do not ascend or leave the document, or shapes disagree.
+            ArgumentError: Positions do not ascend or exceed the document, or shapes disagree.
         """
         from kvwire.types.ragged import dense_layer
 
@@ -266,17 +265,17 @@ class KVCache:
             msg = f"a document has at least one token, got {tokens}"
             raise ArgumentError(msg)
         dense = [dense_layer(index, heads, tokens) for index, heads in enumerate(layers)]
-        keys, values, kept = ([parts[side] for parts in dense] for side in range(3))
+        keys, values, masks = ([parts[side] for parts in dense] for side in range(3))
         meta = meta or CacheMeta()
         if not meta.layers and dense:
             rope = 0 if meta.ropes else None
             specs = tuple(_spec_of(k, v, rope) for k, v in zip(keys, values, strict=True))
             dtype = next((key.dtype for key in keys if key.numel()), keys[0].dtype)
             meta = replace(meta, layers=specs, dtype=str(dtype).removeprefix("torch."))
-        return cls.from_tensors(keys, values, meta, token_ids, kept=kept)
+        return cls.from_tensors(keys, values, meta, token_ids, kept=masks)
 
     def ragged(self, layer: int, head: int) -> Entries:
-        """What one head keeps: positions in the document, int64 ``[n]``, keys and values ``[n, dim]``.
+        """Entries of one head: positions in the document, int64 ``[n]``, keys and values ``[n, dim]``.
 
         Args:
             layer: Number of the layer.
@@ -294,7 +293,7 @@ class KVCache:
         return entries_of(self.keys[layer][head], self.values[layer][head], None if mask is None else mask[head])
 
     def _pruned(self, kept: Sequence[torch.Tensor | None]) -> KVCache:
-        """This cache with zeros where ``kept`` says so."""
+        """Set pruned entries to zero and record the masks."""
         if len(kept) != len(self.keys):
             msg = f"kept names {len(kept)} layers, the cache has {len(self.keys)}; pass None for layers kept whole"
             raise ArgumentError(msg)
@@ -315,10 +314,12 @@ class KVCache:
         for index, (spec, key, value) in enumerate(zip(self.meta.layers, self.keys, self.values, strict=True)):
             if spec.kind == "none":
                 continue
-            wanted = ((spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim))
+            expected = ((spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim))
             got = (tuple(key.shape), tuple(value.shape))
-            if got != wanted:
-                msg = f"layer {index}: keys and values must be {wanted[0]} and {wanted[1]}, got {got[0]} and {got[1]}"
+            if got != expected:
+                msg = (
+                    f"layer {index}: keys and values must be {expected[0]} and {expected[1]}, got {got[0]} and {got[1]}"
+                )
                 raise ArgumentError(msg)
         if self.token_ids is not None and len(self.token_ids) != tokens:
             msg = f"{len(self.token_ids)} token ids for a cache of {tokens} tokens"
@@ -342,7 +343,7 @@ class KVCache:
 
         Args:
             start: First token.
-            stop: Behind the last token.
+            stop: One after the last token.
 
         Returns:
             A cache that shares the tensors.
@@ -353,10 +354,10 @@ class KVCache:
         )
         keys = [key[:, start:stop] if key.ndim == _RANK else key for key in self.keys]
         values = [value[:, start:stop] if value.ndim == _RANK else value for value in self.values]
-        kept = None
+        masks = None
         if self.kept is not None:
-            kept = tuple(None if mask is None else mask[:, start:stop] for mask in self.kept)
-        return KVCache(keys, values, meta, ids, kept)
+            masks = tuple(None if mask is None else mask[:, start:stop] for mask in self.kept)
+        return KVCache(keys, values, meta, ids, masks)
 
 
 _RANK = 3  # [heads, tokens, dim]

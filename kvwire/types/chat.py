@@ -14,7 +14,7 @@ class Turn:
 
     Attributes:
         role: Who spoke: ``user`` or ``assistant``.
-        text: What was said.
+        text: The turn's text.
     """
 
     role: Literal["user", "assistant"]
@@ -23,13 +23,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chat:
-    """What a model's chat template is to put around documents; they and the question are the user's last turn.
+    """Turns for a model's chat template; documents and question are the user's last turn.
 
     Attributes:
-        system: The system turn; None: the template's own, if it has one.
-        turns: Earlier turns, the first one first; the user's and the assistant's by turns.
-        before: The user's words before the documents.
-        after: The user's words after the question.
+        system: The system turn; None: the template's default, if any.
+        turns: Earlier turns, oldest first, alternating between user and assistant.
+        before: The user's text before the documents.
+        after: The user's text after the question.
     """
 
     system: str | None = None
@@ -38,13 +38,11 @@ class Chat:
     after: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse turns that are none."""
+        """Refuse turns that do not alternate."""
         object.__setattr__(self, "turns", tuple(self.turns))
         roles = [turn.role for turn in self.turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
-            msg = (
-                f"earlier turns are the user's and the assistant's by turns, and end with the assistant's; got {roles}"
-            )
+            msg = f"earlier turns must alternate between user and assistant, and end with the assistant's; got {roles}"
             raise ArgumentError(msg)
 
 
@@ -54,7 +52,7 @@ class RenderedChat:
 
     Attributes:
         head: Token ids before the documents, from the opening tokens (BOS) on.
-        tail: Token ids behind the documents, up to where the assistant begins.
+        tail: Token ids after the documents, up to where the assistant begins.
         stop: Token ids that end the assistant's turn.
     """
 

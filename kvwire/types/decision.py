@@ -1,4 +1,4 @@
-"""What the controller decides for each chunk."""
+"""The controller's decision for each chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ChunkId:
     Attributes:
         document: Counted from 0 in prompt order.
         chunk: Counted from 0 in its document.
-        load: Which prompt is meant.
+        load: Number of the load.
     """
 
     document: int
@@ -29,7 +29,7 @@ class Decision:
         chunk: Which chunk.
         action: ``recompute`` from its text, or ``fetch`` levels 0..level.
         level: None: recomputed.
-        reason: A few words for people and logs.
+        reason: A few words for users and logs.
     """
 
     chunk: ChunkId

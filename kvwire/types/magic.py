@@ -1,4 +1,4 @@
-"""First bytes of objects that are told apart without being parsed."""
+"""First bytes of objects, to recognise them without parsing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV cache in pages, as serving engines keep it."""
+"""A KV cache in pages, as in serving engines."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PAGES = 4
 
 @dataclass(frozen=True, eq=False)
 class PagedKVCache:
-    """One document's place in an engine's paged cache (PagedAttention, arXiv 2309.06180).
+    """A document's place in an engine's paged cache (PagedAttention, arXiv 2309.06180).
 
     Attributes:
         keys: Of each layer, ``[pages, page_tokens, kv_heads, key_dim]``: views of the engine's own tensors, any
             strides, any float dtype; empty for layers without a cache.
         values: Likewise with value_dim.
-        page_table: Int32 ``[n]``, on the tensors' device: which page holds the prompt's tokens ``i * page_tokens`` and
-            on.
-        tokens: Of the document.
-        meta: As of any cache of the model.
-        start: The prompt's token at which the document begins.
+        page_table: Int32 ``[n]``, on the tensors' device: entry i is the page of the prompt's tokens from ``i *
+            page_tokens`` on.
+        tokens: Length of the document.
+        meta: Metadata of any cache of the model.
+        start: Position of the document's first token in the prompt.
     """
 
     keys: list[torch.Tensor]
@@ -42,7 +42,7 @@ class PagedKVCache:
     start: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError where shapes disagree or a page that is needed is not in the table."""
+        """Raise ArgumentError if shapes disagree or the table lacks a needed page."""
         shapes = [
             (tensor.shape[2:], (spec.kv_heads, dim))
             for tensors, dims in (
@@ -80,14 +80,14 @@ class PagedKVCache:
         meta: CacheMeta,
         start: int = 0,
     ) -> PagedKVCache:
-        """Make it from one tensor for each layer.
+        """Construct from one tensor per layer.
 
         Args:
             blocks: ``[pages, 2, page_tokens, kv_heads, dim]`` for each layer, keys first.
-            page_table: Int32 ``[n]``: which page holds the prompt's tokens.
-            tokens: Of the document.
-            meta: As of any cache of the model.
-            start: The prompt's token at which the document begins.
+            page_table: Int32 ``[n]``: pages of the prompt's tokens.
+            tokens: Length of the document.
+            meta: Metadata of any cache of the model.
+            start: Position of the document's first token in the prompt.
 
         Returns:
             The document's place.
@@ -111,11 +111,11 @@ class PagedKVCache:
         return self._page_shapes().pop()[1]
 
     def write(self, first: int, piece: KVCache) -> None:
-        """Copy a piece of the document, from its token ``first`` on, into the pages; positions are the caller's.
+        """Copy a piece of the document into the pages, from token ``first`` on; positions are the caller's.
 
         Args:
-            first: Token of the document at which the piece begins.
-            piece: Of the cache.
+            first: First token of the piece.
+            piece: Its cache.
         """
         stop = first + piece.tokens
         if not 0 <= first <= stop <= self.tokens:
@@ -136,8 +136,8 @@ class PagedKVCache:
             first: Token of the document at which it begins.
             tensor: ``[kv_heads, tokens, dim]``.
         """
-        ours = (self.keys if side == "key" else self.values)[layer]
-        ours[self._where(first, first + tensor.shape[1])] = tensor.transpose(0, 1).to(ours.device, ours.dtype)
+        pages = (self.keys if side == "key" else self.values)[layer]
+        pages[self._where(first, first + tensor.shape[1])] = tensor.transpose(0, 1).to(pages.device, pages.dtype)
 
     def take(self, side: Side, layer: int, first: int, stop: int) -> torch.Tensor:
         """Copy some tokens' keys or values of a layer.
@@ -146,7 +146,7 @@ class PagedKVCache:
             side: Keys or values.
             layer: Number of the layer.
             first: First token.
-            stop: Behind the last token.
+            stop: One after the last token.
 
         Returns:
             ``[kv_heads, tokens, dim]``.
@@ -171,6 +171,6 @@ class PagedKVCache:
         return KVCache(list(keys), list(values), self.meta)
 
     def _where(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and place in it of the document's tokens."""
+        """Page and slot of each of the document's tokens."""
         at = torch.arange(self.start + first, self.start + stop, device=self.page_table.device)
         return self.page_table[at // self.page_tokens].long(), at % self.page_tokens

@@ -1,4 +1,4 @@
-"""Pruned caches: heads that keep different tokens, as lists of entries and as tensors with a mask."""
+"""Pruned caches, whose heads store different tokens: as lists of entries, and as tensors with a mask."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def dense_layer(layer: int, heads: Sequence[Entries], tokens: int) -> Entries:
-    """Lay a layer's entries out densely."""
+    """Scatter a layer's entries into dense tensors."""
     if not heads:
         return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0), torch.zeros(0, tokens, dtype=torch.bool)
     for head, entries in enumerate(heads):
         _check_entries(f"layer {layer}, head {head}", entries, heads[0], tokens)
     _, first_keys, first_values = heads[0]
-    kept = torch.zeros(len(heads), tokens, dtype=torch.bool, device=first_keys.device)
+    mask = torch.zeros(len(heads), tokens, dtype=torch.bool, device=first_keys.device)
     keys = first_keys.new_zeros(len(heads), tokens, first_keys.shape[1])
     values = first_values.new_zeros(len(heads), tokens, first_values.shape[1])
     for head, (positions, own_keys, own_values) in enumerate(heads):
-        at = positions.to(keys.device)
-        keys[head, at], values[head, at], kept[head, at] = own_keys, own_values, True
-    return keys, values, kept
+        place = positions.to(keys.device)
+        keys[head, place], values[head, place], mask[head, place] = own_keys, own_values, True
+    return keys, values, mask
 
 
 def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> Entries:
-    """What a bool ``[tokens]`` keeps of one head's keys and values ``[tokens, dim]``; everything where it is None."""
+    """One head's entries set in ``mask``, bool ``[tokens]``, of keys and values ``[tokens, dim]``; None: all."""
     if mask is None:
         return torch.arange(len(keys), device=keys.device), keys, values
     positions = mask.nonzero()[:, 0].to(keys.device)
@@ -40,7 +40,7 @@ def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | No
 
 
 def masked(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Set to zero what a mask leaves out."""
+    """Set entries outside a mask to zero."""
     if mask is None:
         return tensor
     return torch.where(mask[..., None].to(tensor.device), tensor, torch.zeros_like(tensor))
@@ -59,8 +59,8 @@ def _check_entries(where: str, entries: Entries, first: Entries, tokens: int) ->
         msg = f"{where}: positions must be int64 [n], got {positions.dtype} {tuple(positions.shape)}"
         raise ArgumentError(msg)
     for name, tensor, like in zip(("keys", "values"), entries[1:], first[1:], strict=True):
-        alike = tensor.ndim == 2 and tensor.shape[1:] == like.shape[1:] and tensor.dtype == like.dtype  # noqa: PLR2004
-        if not alike or len(tensor) != len(positions):
+        fits = tensor.ndim == 2 and tensor.shape[1:] == like.shape[1:] and tensor.dtype == like.dtype  # noqa: PLR2004
+        if not fits or len(tensor) != len(positions):
             msg = (
                 f"{where}: {name} must be [n, dim] for its {len(positions)} positions, of one dim and dtype for all "
                 f"heads of the layer, got {tensor.dtype} {tuple(tensor.shape)}"

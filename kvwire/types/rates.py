@@ -1,4 +1,4 @@
-"""What a link carries over time: a piecewise constant rate, as the simulator and the emulated link both follow it."""
+"""Rates of a link over time, piecewise constant, for the simulator and the emulated link."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _INSTANT_ROUNDING = 2.0**-50  # of a sum of seconds, relative: a few units in th
 class RateTrace:
     """Bytes per second over time, constant in pieces; a rate of 0 is an outage.
 
-    Sums of bytes are rounded, so that a transfer that ends where an outage begins may add up to a hair more than the
-    link has carried by then. Such a hair does not wait for the end of the outage.
+    Sums of bytes are rounded, so a transfer that ends as an outage begins may exceed what the link has carried by a
+    rounding error. That excess does not wait for the end of the outage.
 
     Attributes:
         times: Seconds at which the pieces start; the first is 0.
@@ -27,7 +27,7 @@ class RateTrace:
         period_s: Seconds after which the trace starts again; None: the last rate lasts.
 
     Raises:
-        ArgumentError: The times do not rise from 0, or a rate or the period cannot be.
+        ArgumentError: The times do not rise from 0, or a rate or the period is invalid.
     """
 
     times: tuple[float, ...]
@@ -62,7 +62,7 @@ class RateTrace:
         """Add up what the link carries in an interval.
 
         Args:
-            a: Its begin, in seconds.
+            a: Its start, in seconds.
             b: Its end, in seconds.
 
         Returns:
@@ -78,18 +78,18 @@ class RateTrace:
         return (last - first) * self._starts[-1] + self._carried(until) - self._carried(since)
 
     def moment_of(self, carried: float) -> float:
-        """First second by which ``carried`` bytes are through; infinity if never."""
+        """First second by which ``carried`` bytes are transferred; infinity if never."""
         return 0.0 if carried <= 0 else self._moment(0.0, carried, _ROUNDING * carried)
 
     def time_to(self, size: float, start: float) -> float:
-        """Find when a transfer that has the link for itself ends.
+        """Find when a transfer ends that has the link to itself.
 
         Args:
             size: Bytes, at least 0.
             start: Second at which it begins.
 
         Returns:
-            The first second by which ``size`` more bytes than at ``start`` are through; infinity if never.
+            The first second by which ``size`` more bytes than at ``start`` are transferred; infinity if never.
 
         Raises:
             ArgumentError: The size is below 0 or infinite, or the start lies before second 0.
@@ -106,30 +106,30 @@ class RateTrace:
 
     @property
     def slowest(self) -> float:
-        """Lowest rate above 0, in bytes per second; 0 where all are."""
+        """Lowest rate above 0, in bytes per second; 0 if all are 0."""
         return min((rate for rate in self.rates if rate), default=0.0)
 
     @property
     def delivers(self) -> bool:
-        """Whether any number of bytes is through at some time."""
+        """Whether a transfer of any size ends."""
         return bool(self.rates[-1] if self.period_s is None else max(self.rates))
 
     @property
     def mean_bytes_s(self) -> float:
-        """Mean bytes per second in the long run: of a period, or the last rate where nothing repeats."""
+        """Long-run mean in bytes per second: of a period, or else the last rate."""
         return self.rates[-1] if self.period_s is None else self._starts[-1] / self.period_s
 
     def scaled(self, mean_bytes_s: float) -> RateTrace:
         """Scale all rates.
 
         Args:
-            mean_bytes_s: The wanted mean, as the attribute of that name counts it.
+            mean_bytes_s: The new ``mean_bytes_s``.
 
         Returns:
-            The same course over time with that mean.
+            The same shape over time with that mean.
 
         Raises:
-            ArgumentError: The mean of this trace is 0, or the wanted one is no rate.
+            ArgumentError: The mean of this trace is 0, or the new one is invalid.
         """
         if not (self.mean_bytes_s and isfinite(mean_bytes_s) and mean_bytes_s >= 0):
             msg = f"a trace whose mean is {self.mean_bytes_s} bytes/s cannot be scaled to {mean_bytes_s}"
@@ -138,7 +138,7 @@ class RateTrace:
         return replace(self, rates=tuple(rate * ratio for rate in self.rates))
 
     def stretched(self, factor: float) -> RateTrace:
-        """Keep the rates and change how long each lasts.
+        """Multiply the length of every piece; rates stay.
 
         Args:
             factor: Of all lengths; below 1 the link changes faster.
@@ -169,7 +169,7 @@ class RateTrace:
         return RateTrace(tuple(times), tuple(rates), self.period_s)
 
     def _moment(self, turns: float, wanted: float, slack: float) -> float:
-        """Second by which ``wanted`` bytes are through since ``turns`` periods have ended; ``slack`` less will do."""
+        """Second by which ``wanted`` bytes, less ``slack``, are transferred after ``turns`` periods."""
         whole = self._starts[-1]
         if self.period_s is not None:
             if not whole:
@@ -183,15 +183,15 @@ class RateTrace:
         piece = max(0, bisect_left(self._starts, wanted - slack) - 1)
         if not self.rates[piece]:
             return inf
-        found = self.times[piece] + (wanted - self._starts[piece]) / self.rates[piece]
+        second = self.times[piece] + (wanted - self._starts[piece]) / self.rates[piece]
         if piece + 1 < len(self._edges):
-            found = min(found, self._edges[piece + 1])  # a difference of sums is off by more than its own last place
-        return turns * (self.period_s or 0.0) + found
+            second = min(second, self._edges[piece + 1])  # rounding could otherwise pass the piece's end
+        return turns * (self.period_s or 0.0) + second
 
     def _split(self, t: float) -> tuple[float, float]:
         """Whole periods before second ``t``, and the seconds since the last one began."""
         if not (isfinite(t) and t >= 0):
-            msg = f"a trace is known from second 0 on, got {t}"
+            msg = f"a trace starts at second 0, got {t}"
             raise ArgumentError(msg)
         return (0.0, t) if self.period_s is None else divmod(t, self.period_s)
 
@@ -204,11 +204,11 @@ class RateTrace:
 
     @cached_property
     def _edges(self) -> tuple[float, ...]:
-        """Seconds at which pieces meet: where each begins and, in a trace that repeats, where the last one ends."""
+        """Bounds of pieces: each start and, if the trace repeats, the end of the period."""
         return self.times if self.period_s is None else (*self.times, self.period_s)
 
     @cached_property
     def _starts(self) -> list[float]:
-        """Bytes carried before each piece, and, in a trace that repeats, in a whole period."""
+        """Bytes carried before each piece and, if the trace repeats, in a whole period."""
         seconds = (after - before for before, after in pairwise(self._edges))
         return [0.0, *accumulate(rate * length for rate, length in zip(self.rates, seconds, strict=False))]

@@ -9,15 +9,15 @@ from kvwire.errors import ArgumentError
 
 @dataclass(frozen=True)
 class RopeRegime:
-    """How positions were rotated into keys (RoFormer, arXiv 2104.09864), whatever rule made the frequencies.
+    """How positions were rotated into keys (RoFormer, arXiv 2104.09864), for any frequencies.
 
     Attributes:
-        inv_freq: Radians per token of each rotated pair, float32 values; linear, llama3 and yarn scaling are already in
-            it.
+        inv_freq: Radians per token of each rotated pair, float32 values, after linear, llama3 or yarn scaling.
         interleaved: Pairs are (2j, 2j + 1); otherwise (j, j + rotary_dim / 2).
-        attention_scaling: Factor that the model multiplies into cos and sin (yarn, longrope). Moving keys preserves it.
+        attention_scaling: Factor that the model multiplies into cos and sin (yarn, longrope). Rotating further
+            preserves it.
         max_positions: Positions at and beyond this use other frequencies (dynamic, longrope); None: no such limit.
-        kind: The rule's usual name, for people.
+        kind: The rule's usual name, for messages.
     """
 
     inv_freq: tuple[float, ...]
@@ -34,5 +34,5 @@ class RopeRegime:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions that are rotated, side by side; the rest pass through (partial rotary)."""
+        """Number of rotated dimensions, contiguous; the rest pass through (partial rotary)."""
         return 2 * len(self.inv_freq)

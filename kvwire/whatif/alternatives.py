@@ -1,4 +1,4 @@
-"""The same prompt in other ways: other policies, single levels, uncompressed caches, other objectives."""
+"""Alternatives for the same prompt: other policies, single levels, uncompressed caches, other objectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def predict_alternatives(situation: PlanScenario) -> list[Prediction]:
-    """Play what else could be done."""
+    """Predict all alternatives."""
     names = situation.details.level_names
     found = [situation.predict("text only", TextOnly())]
     bare = situation.without_floors()
@@ -36,7 +36,7 @@ def predict_alternatives(situation: PlanScenario) -> list[Prediction]:
 
 
 def _raw(situation: PlanScenario) -> PlanScenario:
-    """The same documents as uncompressed caches, which count with the same error as recomputed ones."""
+    """The same documents as uncompressed caches, counted with the error of recomputed ones."""
     details, documents = situation.details, [variants[0] for variants in situation.documents]
     sizes = [tuple((tokens * details.raw_token_bytes,) for tokens in each.tokens) for each in documents]
     errors = [tuple((each.error(chunk, None),) for chunk in range(len(each.tokens))) for each in documents]

@@ -1,4 +1,4 @@
-"""Bandwidths at which a plan turns into another, found by asking the policy again, by bisection."""
+"""Bandwidths at which a plan changes, found by bisection over the policy."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 What = Literal["fetches", "fetches all", "beats text", "in time"]
 
 SLOWEST, FASTEST = 1e3, 1e12
-"""Bytes per second between which is looked."""
+"""Bounds of the search, bytes per second."""
 _PRECISION = 1e-3  # relative
-_FIRST_STEP = 0.01  # in logarithms, from the present bandwidth towards one with another plan
+_FIRST_STEP = 0.01  # in logarithms, away from the present bandwidth
 _GROWTH = 1.5
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """A bandwidth from which on something holds, by the policy's first plan.
+    """A bandwidth from which on a statement holds, by the policy's first plan.
 
     Attributes:
-        what: ``fetches``: more than one chunk is fetched, a single one may only try the link; ``fetches all``: none is
-            recomputed; ``beats text``: fetching all at ``level`` is sooner than recomputing all; ``in time``: the
-            deadline is met with ``level`` as the floor.
-        level: That it is about; None for the first two.
+        what: ``fetches``: more than one chunk is fetched (one may be a probe); ``fetches all``: none is recomputed;
+            ``beats text``: fetching all at ``level`` is faster than recomputing all; ``in time``: the deadline is met
+            with ``level`` as the floor.
+        level: Level of the statement; None for the first two.
         holds: From ``bandwidth`` on, always or never.
         bandwidth: Bytes per second, None where it holds always or never between ``SLOWEST`` and ``FASTEST``.
     """
@@ -51,8 +51,8 @@ def find_break_evens(situation: PlanScenario) -> Iterator[BreakEven]:
     lowest = min(goal.floor, max(situation.finest, 0))
     for level in range(lowest, situation.finest + 1) if goal.deadline_s is not None else ():
         ceiling = None if goal.ceiling is None else max(level, goal.ceiling)
-        asked = replace(situation.without_floors(), goal=replace(goal, floor=level, ceiling=ceiling))
-        yield _break_even("in time", level, _InTime(asked))
+        with_floor = replace(situation.without_floors(), goal=replace(goal, floor=level, ceiling=ceiling))
+        yield _break_even("in time", level, _InTime(with_floor))
 
 
 def _beating_text(situation: PlanScenario) -> Iterator[BreakEven]:
@@ -100,7 +100,7 @@ def _as_blob(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
 
 
 def _break_even(what: What, level: int | None, holds: Callable[[float], bool]) -> BreakEven:
-    """The bandwidth from which something holds that does not below."""
+    """Find the bandwidth at which a statement becomes true."""
     if holds(SLOWEST):
         return BreakEven(what, level, "always", None)
     if not holds(FASTEST):
@@ -109,7 +109,7 @@ def _break_even(what: What, level: int | None, holds: Callable[[float], bool]) -
 
 
 def _bisect(holds: Callable[[float], bool], without: float, with_it: float) -> float:
-    """A bandwidth at which ``holds`` is true, next to one at which it is not."""
+    """A bandwidth at which ``holds`` is true, within precision of one at which it is false."""
     while abs(log(with_it / without)) > _PRECISION:
         middle = exp((log(without) + log(with_it)) / 2)
         without, with_it = (without, middle) if holds(middle) else (middle, with_it)
@@ -117,7 +117,7 @@ def _bisect(holds: Callable[[float], bool], without: float, with_it: float) -> f
 
 
 def _edge(same: Callable[[float], bool], bandwidth: float, direction: int) -> float | None:
-    """The first bandwidth on one side that is found to be different, going out in growing steps."""
+    """Search one side in growing steps for the first bandwidth with another plan."""
     inside, step = bandwidth, _FIRST_STEP
     while True:
         outside = inside * exp(direction * step)

@@ -1,6 +1,6 @@
-"""What policies would plan for a prompt, asked through a real controller that knows all documents and begins nothing.
+"""Plans of policies for a prompt, through a real controller that knows all documents and starts nothing.
 
-Making a controller know many documents takes much longer than a plan of them, so that it is asked again and again.
+Telling a controller of many documents takes much longer than planning, so one controller serves many plans.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
-_BETWEEN_S = 1.0  # longer than any plan is used again
+_BETWEEN_S = 1.0  # longer than the controller reuses a plan
 
 
-class _Patient:
-    """A policy that lets nothing begin, and keeps what it was asked last.
+class _RecordingPolicy:
+    """A policy that starts nothing and records the last request.
 
-    policy: asked only where variants are to be chosen from, which takes plans of the documents known so far.
+    policy: used only to choose between variants, which takes plans of the documents known so far.
     """
 
-    name, preemptible = "patient", True
+    name, preemptible = "recording", True
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Answer that there is nothing to fetch and nothing to recompute."""
-        self.asked, levels = request, np.zeros(request.chunks.count, np.int64)
+        """Return an empty plan: no fetch, no recompute."""
+        self.request, levels = request, np.zeros(request.chunks.count, np.int64)
         if self._policy is None:
             return Plan(levels, (), 0.0, 0.0, 0, in_time=True, reason="nothing begins")
         answer = self._policy.plan(request)
         return replace(answer, levels=levels, order=(), upgraded=frozenset(), refine=(), refine_levels=())
 
 
-class _Ruled(_Patient):
-    """The same of a policy that says how many rows are computed anew."""
+class _RecordingRule(_RecordingPolicy):
+    """The same for a policy that decides how many rows to repair."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
@@ -57,22 +57,22 @@ class _Ruled(_Patient):
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
-    """A policy's plan.
+class QueriedPlan:
+    """A request and a policy's plan for it.
 
     Attributes:
-        asked: What the policy was told.
-        plan: Its answer.
-        inputs: The variant of each document that was chosen.
+        request: The policy's input.
+        plan: Its output.
+        inputs: The chosen variant of each document.
     """
 
-    asked: PlanRequest
+    request: PlanRequest
     plan: Plan
     inputs: tuple[ctl.DocumentPlanInput, ...]
 
 
 class PlanQuery:
-    """One prompt, goal and engine, over links of different bandwidths, under different policies."""
+    """One prompt, goal and engine; plans for any link and policy."""
 
     def __init__(
         self,
@@ -83,39 +83,39 @@ class PlanQuery:
         query_tokens: int,
         repair: ctl.RepairOption | None = None,
     ) -> None:
-        """Keep what the prompt is."""
+        """Keep the prompt's inputs; the controller is made on first use."""
         self._repair = repair if len(documents) > 1 else None
         self._documents, self._estimates = documents, estimates
         self._goal, self._settings, self._query_tokens = goal, settings, query_tokens
         self._choosing = any(len(variants) > 1 for variants in documents)
-        self._known: tuple[ctl.Controller, _Patient] | None = None
+        self._prepared: tuple[ctl.Controller, _RecordingPolicy] | None = None
         self._now = 0.0
 
-    def ask(self, policy: Policy, bandwidth: ctl.BandwidthEstimator, since_s: float) -> Answered:
-        """Ask a policy for its plan of the prompt."""
-        if self._known is None or self._choosing or isinstance(policy, RepairRule):
-            self._known = self._informed(policy, bandwidth, since_s)
+    def ask(self, policy: Policy, bandwidth: ctl.BandwidthEstimator, since_s: float) -> QueriedPlan:
+        """Let a policy plan the prompt."""
+        if self._prepared is None or self._choosing or isinstance(policy, RepairRule):
+            self._prepared = self._prepare(policy, bandwidth, since_s)
         else:
-            self._known[0].estimates.bandwidth = bandwidth
+            self._prepared[0].estimates.bandwidth = bandwidth
             self._now += _BETWEEN_S
-            self._known[0].handle(ev.Tick(), self._now)
-        controller, patient = self._known
-        asked = patient.asked
-        left_s = None if asked.left_s is None else asked.left_s + (asked.now - since_s)
-        # What is asked for first is not what is wanted in the end.
-        request = replace(asked, left_s=left_s, now=since_s, risk=0.0, pass_chunks=inf)
+            self._prepared[0].handle(ev.Tick(), self._now)
+        controller, recorder = self._prepared
+        last = recorder.request
+        left_s = None if last.left_s is None else last.left_s + (last.now - since_s)
+        # A controller's first request is for cautious first steps; the whole load's plan is wanted.
+        request = replace(last, left_s=left_s, now=since_s, risk=0.0, pass_chunks=inf)
         inputs = tuple(doc.input for doc in controller.loads[0].docs)
-        return Answered(request, policy.plan(request), inputs)
+        return QueriedPlan(request, policy.plan(request), inputs)
 
-    def _informed(
+    def _prepare(
         self, policy: Policy, bandwidth: ctl.BandwidthEstimator, since_s: float
-    ) -> tuple[ctl.Controller, _Patient]:
-        """A controller that knows all documents."""
+    ) -> tuple[ctl.Controller, _RecordingPolicy]:
+        """Make a controller that knows all documents."""
         estimates = self._estimates.copy()
-        ruled = _Ruled(policy) if isinstance(policy, RepairRule) else None
-        patient = ruled or _Patient(policy if self._choosing else None)
+        ruled = _RecordingRule(policy) if isinstance(policy, RepairRule) else None
+        recorder = ruled or _RecordingPolicy(policy if self._choosing else None)
         estimates.bandwidth = bandwidth
-        controller = ctl.Controller(estimates, self._settings, patient)
+        controller = ctl.Controller(estimates, self._settings, recorder)
         controller.handle(ev.LoadRequested(0, len(self._documents), self._query_tokens, self._goal, self._repair), 0.0)
         self._now = since_s
         for number, variants in enumerate(self._documents):
@@ -123,4 +123,4 @@ class PlanQuery:
                 if isinstance(instruction, ev.Fail):
                     msg = f"{instruction.reason}; give the document's text, or encode it again"
                     raise ArgumentError(msg)
-        return controller, patient
+        return controller, recorder

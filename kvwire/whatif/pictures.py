@@ -1,4 +1,4 @@
-"""Pictures of simulations: what one load did when, and how soon first tokens come under each policy."""
+"""Pictures of simulations: the timeline of one load, and times to first token under each policy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from kvwire.controller.simulator import Outcome, Span
 
-# Levels are steps of one colour map and everything else stands apart from it, for colour-blind readers too.
+# Levels are shades of one colour; all else has other colours, for colour-blind readers, too.
 _LEVELS = colormaps["viridis_r"]
 _LEAST_SHADE, _MOST_SHADE = 0.12, 0.95
 _RECOMPUTED, _HEAD_START, _LOST = "#D55E00", "#CC79A7", "#BBBBBB"
 _LANES = (("link", "link", 2.4), ("decode", "decoder", 1.0), ("prefill", "prefill", 1.0))
 _GAP = 0.35
 _LETTER_SHARE = 0.0085
-"""Share of the width that a letter on a bar takes."""
+"""Width of a letter on a bar, as a share of the axis."""
 
-# Okabe and Ito's palette; dashes say the same again.
+# Okabe and Ito's palette; dash patterns repeat the distinction.
 _LINES = (
     ("adaptive", "#0072B2", "-", 2.6), ("cachegen", "#CC79A7", (0, (4, 1.5, 1, 1.5)), 1.6),
     ("cachegen-timed", "#F0E442", (0, (3, 1)), 1.6),
@@ -38,7 +38,7 @@ _LINES = (
 
 
 def draw_load(outcome: Outcome, title: str, path: Path) -> None:
-    """Write a PNG of one load: a lane each for link, decoder and prefill, time from the asking on."""
+    """Write a PNG of one load: a row each for link, decoder and prefill, over time since the request."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -73,7 +73,7 @@ def _marks(outcome: Outcome) -> Iterable[tuple[float, str, str, str]]:
     if outcome.failed:
         yield outcome.ttft_s, "#000000", "-", "given up"
     elif near and outcome.deadline_s is not None:
-        # Two lines beside each other leave no room for two labels.
+        # Two lines close together leave no room for two labels.
         words = f"first token {outcome.ttft_s * 1e3:.0f} ms, deadline {outcome.deadline_s * 1e3:.0f} ms (dashed)"
         yield outcome.ttft_s, "#000000", "-", words
         yield outcome.deadline_s, "#D00000", "--", ""
@@ -85,7 +85,7 @@ def _marks(outcome: Outcome) -> Iterable[tuple[float, str, str, str]]:
 
 
 def _jobs(spans: Iterable[Span]) -> list[Span]:
-    """Spans, those of a batch as one: its coarsest."""
+    """Spans, with those of a batch merged into its coarsest."""
     batches: dict[tuple[str, float, float, int], Span] = {}
     for number, span in enumerate(spans):
         key = (span.what, span.began, span.ended, 0 if span.what == "decode" else number)
@@ -95,7 +95,7 @@ def _jobs(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lane(axes: Axes, outcome: Outcome, spans: Sequence[Span], place: tuple[float, float], finest: int) -> None:
-    """Bars of one lane; what overlaps in time lies in rows above each other."""
+    """Draw one row's bars; overlapping spans are stacked."""
     bottom, height = place
     rows: list[float] = []
     placed = []
@@ -151,7 +151,7 @@ def _keys(spans: Sequence[Span], finest: int) -> list[Patch]:
 
 
 def draw_cdf(panels: Mapping[str, Mapping[str, Sequence[float]]], deadline_s: float | None, path: Path) -> None:
-    """Write a PNG with a panel for each model and prompt: share of loads whose first token has come by each second."""
+    """Write a PNG with a panel per model and prompt: the share of loads with a first token by each second."""
     columns = min(len(panels), 3)
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(max(6.0, 4.3 * columns), 3.3 * lines + 0.6), layout="constrained")

@@ -1,7 +1,7 @@
-"""What a load would do and why, without doing it: the controller's own plan, what would come of it, and of others.
+"""What a load would do and why: the controller's plan, its outcome, and alternatives.
 
-The plan is asked of the policy through a real controller. What comes of it, and of the alternatives, is played in the
-simulator. Where a bandwidth turns a plan into another is found by asking again, by bisection.
+The policy plans through a real controller. The simulator runs this plan and the alternatives. Bisection over repeated
+plans finds the bandwidths at which the plan changes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ if TYPE_CHECKING:
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
 MOST_DOCUMENTS = 128
-"""Of one plan: the time that planning takes grows with their square."""
+"""Limit for one plan: planning time grows with the square."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load as it would be.
+    """A load that was planned, not run.
 
     Attributes:
-        goal: What the load is asked for.
-        bandwidth: Expected bytes per second of the link.
-        ttfb_s: Expected seconds to a first byte.
+        goal: Deadline, floor and objective of the load.
+        bandwidth: Expected, in bytes per second.
+        ttfb_s: Expected seconds to the first byte.
         query_tokens: Length of the question.
-        chunks: What becomes of each chunk, in prompt order.
-        prediction: Of this plan.
-        expected_s: Seconds to the first token that the policy itself expects when all headers are read.
-        alternatives: The same prompt in other ways.
-        break_evens: Bandwidths from which something holds.
-        unchanged: The bandwidths next below and above at which the first plan is another; None where there is none
-            within bounds.
+        chunks: The treatment of each chunk, in prompt order.
+        prediction: Outcome of this plan.
+        expected_s: The policy's own estimate of the seconds to the first token, once all headers are read.
+        alternatives: Other ways to load the same prompt.
+        break_evens: Bandwidths at which a statement becomes true.
+        unchanged: Nearest bandwidths below and above with another first plan; None if there is none within bounds.
         level_names: For tables; level 0 first.
     """
 

@@ -1,6 +1,6 @@
-"""What a load costs in money, in all its ways, and from how many uses a stored cache pays.
+"""Costs of a load in money, and the number of uses from which a stored cache pays off.
 
-Source: KVLink, appendix A.7 (arXiv 2502.16002), which counts the engine's hours of a million requests.
+Source: KVLink, appendix A.7 (arXiv 2502.16002), which counts engine hours per million requests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MOST_NAMED = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What is paid, in any currency.
+    """Prices in any currency.
 
     Attributes:
-        gpu_hour: For an hour of the engine.
-        gb_month: For a gigabyte that is stored for a month.
-        egress: For a gigabyte that leaves the store.
+        gpu_hour: Per hour of the engine.
+        gb_month: Per gigabyte stored for a month.
+        egress: Per gigabyte that leaves the store.
     """
 
     gpu_hour: float
@@ -39,7 +39,7 @@ class Prices:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read prices such as ``gpu_hour=1.79,gb_month=0.023,egress=0``."""
+        """Parse prices such as ``gpu_hour=1.79,gb_month=0.023,egress=0``."""
         names, found = [each.name for each in fields(cls)], {}
         for part in text.split(","):
             name, _, value = (each.strip() for each in part.partition("="))
@@ -59,16 +59,16 @@ class Prices:
 
 @dataclass(frozen=True)
 class PricedWay:
-    """What a million requests cost in one way.
+    """Cost of a million requests in one way.
 
     Attributes:
-        name: Of the way.
-        gpu_hours: Of the engine, for a million requests: recomputing, decoding and closing.
-        gpu: What they cost.
-        egress: What the bytes cost that leave the store.
-        uses_a_month: Of the same documents, from which on storing their caches costs less than their text's prefill;
-            None: never.
-        uses_in_all: That make up for computing the caches once; None: never.
+        name: Name of the way.
+        gpu_hours: Engine hours for a million requests: recomputing, decoding and closing.
+        gpu: Their cost.
+        egress: Cost of the bytes that leave the store.
+        uses_a_month: Monthly uses of the documents from which storing their caches costs less than prefill of their
+            text; None: never.
+        uses_in_all: Uses that pay for computing the caches once; None: never.
     """
 
     name: str
@@ -80,19 +80,19 @@ class PricedWay:
 
     @property
     def total(self) -> float:
-        """Of a million requests, without what is stored."""
+        """Cost of a million requests, without storage."""
         return self.gpu + self.egress
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan in money.
+    """Costs of a plan.
 
     Attributes:
-        prices: That were given.
-        stored_bytes: Of the documents' caches with all their levels.
-        stored_month: What a month of them costs.
-        computed_once: What computing them once costs, in the engine's time; coding takes none of it.
+        prices: The given prices.
+        stored_bytes: Size of the documents' caches with all levels.
+        stored_month: Cost of storing them for a month.
+        computed_once: Cost of computing them once, in engine time; coding uses none.
         ways: This plan first, then the alternatives.
     """
 
@@ -104,10 +104,10 @@ class Priced:
 
 
 def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int = 0) -> Priced:
-    """Count a plan and its alternatives in money."""
+    """Price a plan and its alternatives."""
     text = next((each for each in plan.alternatives if each.name == TEXT), None)
     if text is None:
-        msg = "prices compare with text alone: leave out --no-compare (compare=False)"
+        msg = "prices need the comparison with text: leave out --no-compare (compare=False)"
         raise ArgumentError(msg)
     ways: Sequence[Prediction] = (plan.prediction, *plan.alternatives)
     once = text.prefill_s / _HOUR_S * prices.gpu_hour
@@ -122,7 +122,7 @@ def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int
 
 
 def engine_s(way: Prediction) -> float:
-    """Seconds of the engine that one request takes: recomputing, decoding, and the question's pass."""
+    """Engine seconds of one request: recomputing, decoding, and the question's pass."""
     return way.prefill_s + way.decode_s + way.closing_s
 
 

@@ -1,4 +1,4 @@
-"""What a plan is told of documents, and what it tells: plain records."""
+"""Records that go into a plan and come out of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from kvwire import controller as ctl
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What planning itself need not know of the documents.
+    """Facts about documents that only reports need.
 
     Attributes:
-        level_names: For tables; level 0 first.
-        level_kl: Of each document, the KL divergence in nats that its blob predicts for each level; empty where
-            not known.
-        header_bytes: Of all headers, which are read before anything is decided.
-        raw_token_bytes: Of one token's uncompressed cache; 0 where that is not to be compared.
-        raw_decode: What decoding an uncompressed cache costs.
+        level_names: Level 0 first.
+        level_kl: For each document, the KL divergence in nats predicted for each level; empty if not known.
+        header_bytes: Bytes of all headers, which are read before planning.
+        raw_token_bytes: Uncompressed bytes of one token's cache; 0 leaves out that comparison.
+        raw_decode: Cost of decoding an uncompressed cache.
     """
 
     level_names: tuple[str, ...] = ()
@@ -30,17 +29,17 @@ class Details:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """What becomes of one chunk.
+    """The treatment of one chunk.
 
     Attributes:
         document: Its number in the prompt.
         chunk: Its number in the document.
         tokens: Its length.
-        level: In the end; None: recomputed.
-        first_level: By the first plan; None: recomputed.
-        reason: Of the decision, in words.
-        bytes: To fetch for it.
-        error: Of the cache that it gets.
+        level: Final level; None: recomputed.
+        first_level: Level in the first plan; None: recomputed.
+        reason: The decision's reason in words.
+        bytes: Bytes to fetch.
+        error: Error of the resulting cache.
     """
 
     document: int
@@ -55,23 +54,23 @@ class PlannedChunk:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What would come of a policy, in seconds from the asking; the parts overlap.
+    """Predicted outcome of a load, in seconds from the request; the parts overlap.
 
     Attributes:
-        name: Of the policy.
-        ttft_s: To the first token.
+        name: The policy or alternative.
+        ttft_s: Time to first token.
         headers_s: Until all headers are read.
         fetch_s: While chunks are being fetched.
         decode_s: Decoding chunks.
         prefill_s: Recomputing chunks.
         closing_s: From the last chunk to the first token.
-        bytes: Of chunks over the link, in vain or not.
+        bytes: Bytes of chunks fetched, including wasted ones.
         error: Mean over tokens.
-        kl: Mean over tokens of the predicted KL divergence, in nats; None where blobs do not tell.
+        kl: Mean over tokens of the predicted KL divergence, in nats; None if a blob has no prediction.
         levels: Tokens at each level.
-        recomputed: Tokens that are recomputed.
-        in_time: Whether the first token comes by the deadline, if there is one.
-        played: In the simulator; a load too long for that is as the policy expects.
+        recomputed: Number of recomputed tokens.
+        in_time: Whether the first token meets the deadline, if there is one.
+        played: Whether the simulator ran the load; else (too long) these are the policy's estimates.
     """
 
     name: str
@@ -91,5 +90,5 @@ class Prediction:
 
     @property
     def quality_db(self) -> float:
-        """Error in decibels, higher is better; infinite for none."""
+        """Error in decibels, higher is better; infinite without error."""
         return -10 * log10(self.error) if self.error > 0 else inf

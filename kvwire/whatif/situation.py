@@ -1,7 +1,7 @@
-"""One prompt, link and engine, and what policies would make of it.
+"""One prompt, link and engine, and the outcome of any policy there.
 
-A first plan is asked of the policy through a real controller that knows all documents and has begun nothing. What comes
-of it is played on the simulator's link and lanes by a real controller.
+A policy makes its first plan through a real controller that knows all documents and has started nothing. The simulator
+then runs the load, with a real controller too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
-_MOST_PLAYED_S = 30.0  # a longer load takes the simulator too long; what its policy expects must do
-_MOST_PLAYED_DOCUMENTS = 64  # likewise
+_MOST_PLAYED_S = 30.0  # longer loads take the simulator too long; the policy's estimate replaces it
+_MOST_PLAYED_DOCUMENTS = 64  # for the same reason
 
 
 def known_link(
     costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: float, *, known_engine: bool = False
 ) -> ctl.Estimates:
-    """Make estimates of a link that is known."""
+    """Make estimates for a link with known bandwidth."""
     if not (0 < bandwidth < inf and 0 <= ttfb_s < inf):
         msg = f"a link needs a bandwidth above 0 and a round trip of 0 or more, got {bandwidth} B/s and {ttfb_s} s"
         raise ArgumentError(msg)
@@ -53,11 +53,11 @@ class Forecast:
     """A policy's first plan.
 
     Attributes:
-        plan: As the policy gave it.
+        plan: The policy's output.
         headers_s: Seconds until all headers are read.
         closing_s: Seconds from the last chunk to the first token.
         levels: By document and chunk; RECOMPUTE (-1) where a chunk is recomputed.
-        inputs: The variant of each document that was chosen.
+        inputs: The chosen variant of each document.
     """
 
     plan: Plan
@@ -68,17 +68,17 @@ class Forecast:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the asking to the first token."""
+        """Seconds from the request to the first token."""
         return self.headers_s + self.plan.finish_s
 
 
 @dataclass(frozen=True, eq=False)
 class SimulatedLoad:
-    """What came of a policy in the simulator.
+    """The outcome of a policy in the simulator.
 
     Attributes:
-        outcome: Of the load.
-        inputs: The variant of each document that was taken.
+        outcome: The simulator's record of the load.
+        inputs: The variant used of each document.
     """
 
     outcome: Outcome
@@ -87,16 +87,16 @@ class SimulatedLoad:
 
 @dataclass(frozen=True, eq=False)
 class PlanScenario:
-    """One prompt, link and engine, to be asked about.
+    """One prompt, link and engine.
 
     Attributes:
         documents: In prompt order, each with its variants.
-        estimates: Of link and engine; they stay as they are.
-        goal: What the load is asked for.
-        settings: Of the controller.
+        estimates: Of link and engine; not changed.
+        goal: Deadline, floor and objective of the load.
+        settings: The controller's settings.
         query_tokens: Length of the question.
-        details: What planning itself need not know.
-        repair: What repairing links may take and gives; None: they stay as they are.
+        details: Facts for reports.
+        repair: Limits and benefit of repairing links; None: no repair.
     """
 
     documents: tuple[Variants, ...]
@@ -119,7 +119,7 @@ class PlanScenario:
 
     @property
     def costs(self) -> ctl.CostModel:
-        """What computing costs."""
+        """Costs of computing."""
         return self.estimates.costs(self.query_tokens)
 
     @property
@@ -129,27 +129,27 @@ class PlanScenario:
 
     @property
     def levels(self) -> range:
-        """Levels to compare: all, or the finest alone where the floor is above it."""
+        """Levels to compare: all, or only the finest if it is below the floor."""
         return range(self.finest if self.goal.floor > self.finest >= 0 else 0, self.finest + 1)
 
     def without_floors(self) -> PlanScenario:
-        """The same with no document's own floor: for levels that are asked for by number."""
+        """The same without the documents' own floors, to compare levels by number."""
         documents = tuple(tuple(replace(each, floor=0) for each in variants) for variants in self.documents)
         return replace(self, documents=documents)
 
     def forecast(self, policy: Policy | None = None, bandwidth: float | None = None) -> Forecast:
-        """Ask a policy for its plan when all headers are read and nothing has begun."""
+        """Let a policy plan, with all headers read and nothing started."""
         estimator = self.estimates.bandwidth
         if bandwidth is not None:
             horizons = estimator.horizons
             estimator = ctl.BandwidthEstimator(bandwidth, prior_error=estimator.error, horizons=horizons)
         headers_s = self._headers_s(estimator.value)
-        answered = self._inquiry.ask(policy or Adaptive(), estimator, headers_s)
-        chunks, plan = answered.asked.chunks, answered.plan
+        queried = self._inquiry.ask(policy or Adaptive(), estimator, headers_s)
+        chunks, plan = queried.request.chunks, queried.plan
         places = zip(chunks.document.tolist(), chunks.chunk.tolist(), strict=True)
         levels = dict(zip(places, plan.levels.tolist(), strict=True))
-        closing_s = answered.asked.costs.closing_s(answered.asked.prompt_tokens)
-        return Forecast(plan, headers_s, closing_s, levels, answered.inputs)
+        closing_s = queried.request.costs.closing_s(queried.request.prompt_tokens)
+        return Forecast(plan, headers_s, closing_s, levels, queried.inputs)
 
     @cached_property
     def _inquiry(self) -> PlanQuery:
@@ -159,7 +159,7 @@ class PlanScenario:
         return self.estimates.ttfb.value + self.details.header_bytes / bandwidth
 
     def play(self, policy: Policy, forecast: Forecast) -> SimulatedLoad | None:
-        """Play the load on a link that keeps its bandwidth."""
+        """Simulate the load on a link of constant bandwidth; None if it is too large."""
         if forecast.ttft_s > _MOST_PLAYED_S or len(self.documents) > _MOST_PLAYED_DOCUMENTS:
             return None
         log: list[ctl.LogEntry] = []
@@ -176,12 +176,12 @@ class PlanScenario:
         return SimulatedLoad(outcome, inputs)
 
     def predict(self, name: str, policy: Policy) -> Prediction:
-        """Plan with a policy, and play the plan where it can be."""
+        """Plan with a policy, and simulate the plan if possible."""
         forecast = self.forecast(policy)
         return self.prediction(name, forecast, self.play(policy, forecast))
 
     def prediction(self, name: str, forecast: Forecast, played: SimulatedLoad | None) -> Prediction:
-        """Sum up a policy's plan."""
+        """Summarise a policy's plan."""
         chunks = planned_chunks(forecast, played)
         tokens = sum(chunk.tokens for chunk in chunks)
         levels = [0] * (1 + max((chunk.level for chunk in chunks if chunk.level is not None), default=-1))
@@ -201,7 +201,7 @@ class PlanScenario:
         )  # fmt: skip
 
     def _planned_lanes(self, chunks: Sequence[PlannedChunk]) -> tuple[float, float, float]:
-        """Seconds of fetching, decoding and recomputing by sizes alone."""
+        """Seconds of fetching, decoding and recomputing, from sizes only."""
         decode = self.costs.decode.shared(self.settings.decode_batch, self.settings.decode_threads)
         prefill = self.costs.prefill
         fetched = [chunk for chunk in chunks if chunk.level is not None]
@@ -211,7 +211,7 @@ class PlanScenario:
         return fetch_s, sum(last) + sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed
 
     def _kl(self, chunks: Sequence[PlannedChunk], inputs: Sequence[ctl.DocumentPlanInput]) -> float | None:
-        """Mean over tokens of what blobs predict; recomputed chunks have none."""
+        """Mean over tokens of the blobs' predictions; 0 for recomputed chunks."""
         known, total = self.details.level_kl, 0.0
         for chunk in chunks:
             sizes = inputs[chunk.document].fetch_bytes
@@ -225,7 +225,7 @@ class PlanScenario:
 
 
 def planned_chunks(forecast: Forecast, played: SimulatedLoad | None) -> list[PlannedChunk]:
-    """Tell what becomes of every chunk."""
+    """Describe the treatment of every chunk."""
     decisions = played.outcome.decisions if played else ()
     ends = {(made.chunk.document, made.chunk.chunk): (made.level, made.reason) for made in decisions}
     planned = []
@@ -241,7 +241,7 @@ def planned_chunks(forecast: Forecast, played: SimulatedLoad | None) -> list[Pla
 
 
 def _played_lanes(outcome: Outcome) -> tuple[float, float, float]:
-    """Seconds in which something was being fetched, decoded and recomputed; spans of one lane may overlap."""
+    """Seconds spent fetching, decoding and recomputing; spans of one resource may overlap."""
     link, decode, prefill = (_busy_s(outcome, lane) for lane in ("link", "decode", "prefill"))
     return link, decode, prefill
 

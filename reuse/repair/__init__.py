@@ -1,1 +1,1 @@
-"""Rows of a linked prompt computed anew, so that documents see those before them."""
+"""Recompute rows of a linked prompt, so that documents see those before them."""

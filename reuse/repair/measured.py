@@ -1,4 +1,4 @@
-"""How far a document's keys and values move once another document stands before it."""
+"""Deviation: how much a document's keys and values change behind another document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ExtendingEngine(Protocol):
-    """What measuring asks of an engine."""
+    """What measuring needs of an engine."""
 
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
         """Compute tokens on top of the cache before them; see ``Engine.extend``."""
@@ -32,11 +32,11 @@ def measure_deviation(engine: ExtendingEngine, cache: KVCache, token_ids: Sequen
         engine: Runs the model.
         cache: The document's, computed alone; at any position.
         token_ids: Of the document.
-        neighbour: What stands before it, positions on and from 0.
+        neighbour: Cache of the document before it, positions on and from 0.
 
     Returns:
-        Float32 ``[tokens]`` on the processor: the mean over layers of the squared distance of a token's keys and
-        values, at the same position, over the mean square of the document's.
+        Float32 ``[tokens]`` on the processor: squared distance of a token's keys and values from those of the document
+        alone, at the same position, over their mean square; mean over layers.
     """
     fresh = engine.extend(neighbour, token_ids)
     alone = moved(cache, neighbour.tokens)

@@ -1,4 +1,4 @@
-"""Repairing a linked prompt: choose rows, compute them anew."""
+"""Repair of a linked prompt: choose rows and recompute them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 BLOCK_ROWS = 1024
-"""Rows between which a repair can be stopped."""
+"""Rows between two checks of ``stop``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Repaired:
-    """What was computed anew, and what that took.
+    """The recomputed rows, and their cost.
 
     Attributes:
         rows: int64, positions of the rows in ascending order.
-        selector: Name of what chose them.
-        cost: Choosing included, the question's own pass left out.
-        select_s: Seconds that choosing took; where rows are dropped on the way it is part of ``compute_s``.
-        compute_s: Seconds that computing took.
-        is_cut: Whether it was stopped before all rows that were chosen were computed.
-        kept: How many rows an earlier repair had computed.
-        beside: How many rows were computed while later documents were fetched.
-        is_plain: Whether nothing but these rows changed, in any layer.
+        selector: Name of the selector.
+        cost: Choosing included, without the question's pass.
+        select_s: Seconds spent choosing; selectors that drop rows between layers count in ``compute_s``.
+        compute_s: Seconds spent computing.
+        is_cut: Whether it stopped before all chosen rows were computed.
+        kept: Number of rows restored from an earlier repair.
+        beside: Number of rows computed while later documents were fetched.
+        is_plain: Whether only these rows changed, in all layers.
     """
 
     rows: Tensor
@@ -52,7 +52,7 @@ class Repaired:
 
 
 def selector_of(name: str) -> Selector:
-    """A selector by its name.
+    """Look up a selector.
 
     Args:
         name: One of ``SELECTORS``.
@@ -76,26 +76,26 @@ def repair_prompt(
     stop: Callable[[], bool] | None = None,
     restore: Callable[[], Tensor] | None = None,
 ) -> Repaired:
-    """Compute a share of a linked prompt's rows anew, in its cache.
+    """Recompute a share of a linked prompt's rows in its cache.
 
-    With a share of 1 the prompt's cache becomes that of a prefill; with 0 not a bit changes. The first document never
-    changes but with a share of 1.
+    With a share of 1 the prompt's cache becomes that of a prefill, with 0 not a bit changes. The first document changes
+    only with a share of 1.
 
     Args:
         given: The prompt; its cache is written to.
         selector: Chooses the rows.
         share: Of all documents' tokens, from 0 to 1.
-        stop: Asked between blocks of rows, front to back, whether to leave the rest as it is: any beginning of the rows
-            is a repair. A selector that drops rows on the way computes all of them at once.
-        restore: Writes rows into the cache that an earlier repair of these documents computed, once the selector has
-            looked at the cache without them, and tells which they are: chosen or not, they are not computed again. Not
-            called for selectors that drop rows on the way.
+        stop: Called between blocks of rows, front to back; true ends the repair, and the rows so far count. A selector
+            that drops rows between layers computes all rows in one block.
+        restore: Writes rows of an earlier repair of these documents into the cache, after the selector has looked at
+            the cache without them, and returns their positions; they are not recomputed. Not called for selectors that
+            drop rows between layers.
 
     Returns:
-        What was done.
+        What was repaired.
 
     Raises:
-        ArgumentError: The share is out of range, or the selector lacks something that it needs.
+        ArgumentError: The share is out of range, or the selector lacks an input.
         MismatchError: The engine's model cannot run rows.
     """
     count = rows_for(share, given.documents)

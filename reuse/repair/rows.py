@@ -1,8 +1,8 @@
-"""Selective recomputation: some rows of a linked prompt computed anew, against the whole prompt.
+"""Selective recomputation: recompute some rows of a linked prompt against the whole prompt.
 
-A linked document has not seen the documents before it. A row that is computed anew, at its true position, sees all that
-stands before it, as in a prefill of the whole prompt: CacheBlend (arXiv 2405.16444), EPIC (arXiv 2410.15332) and
-ProphetKV (arXiv 2602.02579) do this and differ in the rows that they choose.
+A linked document has not seen those before it. A row recomputed at its true position attends to all before it, as in a
+prefill of the whole prompt: CacheBlend (arXiv 2405.16444), EPIC (arXiv 2410.15332) and ProphetKV (arXiv 2602.02579) do
+this and differ in their choice of rows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSummary:
-    """What tokens behind a prompt, such as a question, see of it.
+    """Attention of tokens after a prompt, such as a question, to the prompt.
 
     Attributes:
-        attention: Float32 ``[tokens]`` on the processor: how much attention they pay to each token of the prompt, in
-            the mean over layers, heads and the tokens that look.
-        influence: The same shape: in each layer the attention times the size of the token's value, relative to the mean
-            of the layer, by the head where that is greatest; the mean over all layers but the first, which holds what
-            no other document changes.
+        attention: Float32 ``[tokens]`` on the processor: attention to each token of the prompt, mean over layers, heads
+            and looking tokens.
+        influence: The same shape: attention times the norm of the token's value, relative to the layer's mean, of the
+            head with the greatest; mean over all layers but the first, whose values depend on no other document.
     """
 
     attention: Tensor
@@ -39,11 +38,11 @@ class AttentionSummary:
 
 
 class Narrowing(Protocol):
-    """Drops rows while they are computed, by what the layers make of them.
+    """Drops rows between layers, based on their new keys and values.
 
     Attributes:
-        writes_all: Whether the layer at which rows are dropped keeps the new keys and values of all of them, or of
-            those that go on alone. Layers before it keep all, layers behind it those that go on.
+        writes_all: Whether the layer that drops rows stores new keys and values of all rows, or only of those that go
+            on. Earlier layers store all, later ones those that go on.
     """
 
     @property
@@ -52,83 +51,82 @@ class Narrowing(Protocol):
     def choose(
         self, layer: int, rows: Tensor, stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]
     ) -> Tensor | None:
-        """Choose the rows that go on; called once for each layer, in their order.
+        """Choose the rows that go on; called once per layer, in order.
 
         Args:
             layer: Number of the layer.
-            rows: int64 ``[n]``, positions of the rows that are under way, on the processor.
-            stale: Keys and values of these rows in the prompt's cache, ``[kv_heads, n, dim]``.
+            rows: int64 ``[n]``, positions of the remaining rows, on the processor.
+            stale: Their keys and values in the prompt's cache, ``[kv_heads, n, dim]``.
             fresh: The new ones, of the same shapes.
 
         Returns:
-            Numbers of rows among ``rows``, int64 in ascending order; None: all go on.
+            Indices into ``rows``, int64 in ascending order; None: all go on.
         """
         ...
 
 
 class RowsEngine(Protocol):
-    """What repair asks of an engine."""
+    """What repair needs of an engine."""
 
     @property
     def meta(self) -> CacheMeta:
-        """What the caches of its model say of themselves."""
+        """Metadata of its model's caches."""
         ...
 
     def update_rows(
         self, cache: KVCache, token_ids: Sequence[int], rows: Tensor, narrow: Narrowing | None = None
     ) -> Tensor:
-        """Compute tokens at some positions of a prompt anew, in place, each seeing all that stands before it.
+        """Recompute tokens at some positions of a prompt in place, each attending to all before it.
 
-        Layer by layer, the new keys and values of the rows take their places before that layer's attention, so that a
-        row sees the others' new ones. A layer with a window shows a row what lies in its window. Pruned caches: an
-        entry that ``cache.kept`` lacks is not seen and not brought back; a row sees itself. Latent attention: latents
-        and rotated parts are what is computed.
+        In each layer, the rows' new keys and values are written before attention, so that rows see each other's.
+        Sliding-window layers attend to their window. In pruned caches, entries that ``cache.kept`` lacks stay masked; a
+        row sees itself. Latent attention recomputes latents and rotated parts.
 
         Args:
             cache: The prompt's, positions on and from 0, in the engine's own memory; the rows are written into it.
             token_ids: Tokens of the whole prompt.
             rows: int64 ``[n]``, positions of the rows in ascending order.
-            narrow: Drops rows on the way; None drops none.
+            narrow: Drops rows between layers; None drops none.
 
         Returns:
-            int64: the rows that were computed to the end.
+            int64: the rows computed in all layers.
 
         Raises:
             ArgumentError: The rows do not lie in the cache, or it cannot be written in place.
-            MismatchError: The model cannot run rows, for it takes no masks.
+            MismatchError: The model cannot run rows, since it takes no masks.
         """
         ...
 
     def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> AttentionSummary:
-        """What tokens behind a prompt see of each of its tokens.
+        """Measure attention of tokens after a prompt to each of its tokens.
 
         Args:
             cache: The prompt's; it is not changed.
-            token_ids: What follows it, such as the question.
-            layers: Numbers of the layers to look at; empty for all.
+            token_ids: Tokens after it, such as the question.
+            layers: Layers to look at; empty for all.
 
         Returns:
-            By token of the prompt.
+            Numbers by token of the prompt.
 
         Raises:
-            MismatchError: The cache is of another model, or its attention is not to be seen.
+            MismatchError: The cache is of another model, or its attention weights are not accessible.
         """
         ...
 
 
 def checked_rows(rows: Tensor, tokens: int, named: int) -> Tensor:
-    """Rows as ``update_rows`` takes them.
+    """Check and sort rows for ``update_rows``.
 
     Args:
         rows: Positions, any integer dtype, ``[n]``.
         tokens: Length of the prompt's cache.
-        named: How many token ids come with them.
+        named: Number of token ids given with them.
 
     Returns:
         int64 ``[n]`` on the processor, in ascending order.
 
     Raises:
-        ArgumentError: They do not lie in the prompt, one is named twice, or the token ids are not the prompt's.
+        ArgumentError: They lie outside the prompt, one is named twice, or the token ids are not the prompt's.
     """
     if named != tokens:
         msg = f"a prompt of {tokens} tokens is repaired with the ids of all of them, got {named}"

@@ -186,7 +186,7 @@ class DonorIndex:
 
     def _grown(self, candidate: Candidate) -> CatalogEntry | None:
         """A document of several parts, which no entry of tokens leads to."""
-        data = self._catalog.read(self._space, candidate.key)
+        data = self._catalog.objects.read(candidate.key)
         return None if data is None else self._catalog.by_document(self._space, DonorEntry.from_json(data).document_id)
 
     def check(self, donor: Donor) -> BlobInfo:

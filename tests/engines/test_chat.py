@@ -178,5 +178,5 @@ def test_models_without_a_usable_template_say_so():
 
 def test_turns_go_by_turns():
     for turns in ((Turn("user", "a"),), (Turn("assistant", "a"), Turn("user", "b"))):
-        with pytest.raises(ArgumentError, match="by turns"):
+        with pytest.raises(ArgumentError, match="alternate"):
             Chat(turns=turns)

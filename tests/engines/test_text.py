@@ -124,11 +124,11 @@ def test_layers_that_hand_on_something_else_are_refused():
     model = make_model(config_of("llama"))
     inner = model.model.layers[0].forward
     model.model.layers[0].forward = lambda hidden, **options: inner(hidden, **options)[:, :-1]
-    with pytest.raises(MismatchError, match="no head start"):
+    with pytest.raises(MismatchError, match="prefix_layers=0"):
         prefix_states(model, tokens(9), 1)
     model = make_model(config_of("llama"))
     model.model.layers = torch.nn.Sequential(*model.model.layers)
-    with pytest.raises(MismatchError, match="not to be found"):
+    with pytest.raises(MismatchError, match="not found"):
         prefix_states(model, tokens(9), 1)
 
 

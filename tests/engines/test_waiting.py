@@ -63,10 +63,10 @@ def test_a_decoders_marks_serve():
 def test_what_must_be_moved_or_cut_first_is_refused():
     engine = engine_of("llama")
     (whole,) = engine.prefill([documents()[0]])
-    with pytest.raises(ArgumentError, match="unready"):
+    with pytest.raises(ArgumentError, match="while it is decoded"):
         engine.forward_when_ready(positions_off(whole), [], query())
     half = KVCache([k.half() for k in whole.keys], [v.half() for v in whole.values], whole.meta, whole.token_ids)
-    with pytest.raises(ArgumentError, match="unready"):
+    with pytest.raises(ArgumentError, match="while it is decoded"):
         engine.forward_when_ready(half, [], query())
 
 

@@ -331,7 +331,7 @@ def test_chunks_for_other_engines_begin_with_the_rows_of_the_bos(bos_engine, ind
     told, settings = [], ChunkSettings(level=level, chunk_tokens=32, store="")
     reader = ChunkReader(indexed, "sglang", settings, Troubles(told.append))
     assert reader.find(hashes) == set()
-    assert any("rows of the BOS" in each for each in told)
+    assert any("rows of its BOS" in each for each in told)
 
 
 def test_vllm_matches_the_bos_and_the_document_behind_it(indexed, pieces):

@@ -134,7 +134,7 @@ def test_seams_are_told(small, chatting, names):
     list(corpus.encode([Document("cut", (*small.tokens[names[0]], *chatting.tokenize(cut)))]))
     assert not asked(small, chatting, corpus, ["cut"], "\n").misses
     (told,) = asked(small, chatting, corpus, ["cut"], text[len(cut) :]).misses
-    assert "part from the chat template's" in told
+    assert "differ from the chat template's" in told
 
 
 def test_what_does_not_go_together_is_refused(small, chatting, corpus, names):

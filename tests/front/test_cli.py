@@ -400,9 +400,9 @@ def test_the_demo_on_a_folder_of_ones_own(small, tmp_path, capfd):
     ("text", "says"),
     [
         ("[", "not valid JSON at line 1"),
-        ("[" * 100_000, "hardly nested"),
-        ('[{"documents": ["a"], "question": "So", "question": "Who?"}]', "name nothing twice"),
-        ('[{"documents": NaN, "question": "So"}]', "of finite numbers"),
+        ("[" * 100_000, "deeply nested"),
+        ('[{"documents": ["a"], "question": "So", "question": "Who?"}]', "no repeated names"),
+        ('[{"documents": NaN, "question": "So"}]', "finite numbers"),
         ('[{"documents": ["a"]}]', "question"),
         ("{}", "no questions at all"),
     ],

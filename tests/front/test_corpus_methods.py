@@ -22,7 +22,7 @@ def test_a_corpus_of_the_other_method_fits_its_own_profile(small):
     assert {encoded.info.method for encoded in done} == {"cachegen"}
     assert all(encoded.skipped for encoded in corpus.encode(documents))
     own = Corpus(small.engine, corpus.catalog.store)
-    with pytest.raises(MismatchError, match="another method or head start"):
+    with pytest.raises(MismatchError, match="another method or prefix layers"):
         list(own.encode([Document("new", documents[0].token_ids[:70])]))
 
 

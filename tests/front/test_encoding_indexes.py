@@ -61,7 +61,7 @@ def test_a_text_without_a_blob_is_indexed_once_it_is_encoded(small, tmp_path):
 
 def test_documents_behind_a_neutral_prefix_are_in_no_index(small):
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=4))
-    with pytest.raises(ArgumentError, match="begin no prompt"):
+    with pytest.raises(ArgumentError, match="cannot begin a prompt"):
         next(corpus.encode(documents(small), index=("kvwire",)))
 
 

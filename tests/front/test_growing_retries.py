@@ -62,7 +62,7 @@ def test_another_length_than_expected_is_named_and_nothing_is_written(small, ids
     with pytest.raises(ConflictError, match="has 123 tokens, and was"):  # as many as there would be, but others
         corpus.append("chat", TURN, after=120)
     corpus.append("chat", TURN, after=123)
-    with pytest.raises(ConflictError, match="has 126 tokens, among which those to append stand in their place"):
+    with pytest.raises(ConflictError, match="has 126 tokens, those to append already among them"):
         corpus.append("chat", (1, 2, 3), after=120)
     assert _text(corpus) == (*ids, 1, 2, 3, *TURN)
     with pytest.raises(NotFoundError):

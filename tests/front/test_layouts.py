@@ -420,7 +420,7 @@ def test_layouts_with_tokens_in_caches_are_encoded_alone(small, soft_file):
     engine = own_engine(small)
     engine.use_soft_tokens(soft)
     corpus = Corpus(engine, MemoryStore(), coding=Coding(layout=soft.link_layout))
-    with pytest.raises(ArgumentError, match="begin no prompt"):
+    with pytest.raises(ArgumentError, match="cannot begin a prompt"):
         list(corpus.encode([Document("a", (1, 2, 3))], index=["kvwire"]))
 
 

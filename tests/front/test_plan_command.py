@@ -250,9 +250,9 @@ def test_documents_and_costs_that_do_not_belong_together_are_refused(run, small,
         "[]": "must be a JSON object, got list",
         "{}": "holds no estimates of an engine",
         '{"engine": {}}': "",
-        '{"engine": NaN}': "of finite numbers",
-        f'{{"version": 1, "engine": {engine}, "engine": {engine}}}': "name nothing twice",
-        "[" * 100_000: "hardly nested",
+        '{"engine": NaN}': "finite numbers",
+        f'{{"version": 1, "engine": {engine}, "engine": {engine}}}': "no repeated names",
+        "[" * 100_000: "deeply nested",
         "[" + " " * (1 << 24): "is longer than",
     }
     path = tmp_path / "bad.json"

@@ -38,7 +38,7 @@ def test_a_step_that_fails_is_told_and_ends_the_thread(caplog):
     for thread in wait_for_threads(warming):
         thread.join(LONG_S)
         assert not thread.is_alive()
-    assert "could not be prepared" in caplog.text
+    assert "preparing for loads failed" in caplog.text
     assert "MemoryError" in caplog.text
 
 

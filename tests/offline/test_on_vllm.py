@@ -15,8 +15,8 @@ from kvwire.engines.transformers.opening import open_tokenizer
 from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError, StorageError
 from kvwire.offline import DocumentRef, RaySettings, Row, RunOptions, VllmSettings, encode_on_vllm, encode_serially
 from kvwire.offline.on_vllm import (
+    OutcomeReader,
     Reader,
-    Teller,
     _check_room,
     _ids,
     _most_engines,
@@ -25,7 +25,7 @@ from kvwire.offline.on_vllm import (
     error_of,
     reading_engine,
 )
-from kvwire.offline.vllm_stage import OUTCOME, Outcomes, telling
+from kvwire.offline.vllm_stage import OUTCOME, Outcomes, with_outcomes
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus, find_model
 from kvwire.store import FolderStore
@@ -60,7 +60,7 @@ def test_what_vllm_does_not_serve_is_refused(run, folder, model, tmp_path, words
 
 @pytest.mark.parametrize("options", [RunOptions(force=True), RunOptions(refit=True)])
 def test_nothing_is_forced(options, refs):
-    with pytest.raises(ArgumentError, match="nothing is forced"):
+    with pytest.raises(ArgumentError, match="supports neither"):
         next(encode_on_vllm(lambda: None, refs, VLLM, options))
 
 
@@ -70,7 +70,7 @@ def test_prompts_share_nothing_and_are_saved_under_their_names():
     assert "distributed_executor_backend" not in told
     assert told["kv_transfer_config"]["kv_connector_extra_config"] == {"store": "s", "save": "named"}
     assert VLLM.engine_kwargs()["distributed_executor_backend"] == "mp"
-    with pytest.raises(ArgumentError, match="one worker at least"):
+    with pytest.raises(ArgumentError, match="at least one worker"):
         VllmSettings("m", {}, tensor_parallel=0)
 
 
@@ -153,7 +153,7 @@ def test_rows_are_those_of_a_serial_run(opened, computed, refs, folder, profile,
         assert request["sampling_params"]["extra_args"]["kv_transfer_params"]["kvwire"]["save"] == refs[n].document_id
     rows = untimed(encode_serially(computed, refs, profile))
     given = {name: [batch[name][n] for n in due] for name in ("row", "ids")} | {OUTCOME: [said()] * len(due)}
-    told = [Row.from_dict(json.loads(row)) for row in Teller(opened, profile.digest, RunOptions())(given)["row"]]
+    told = [Row.from_dict(json.loads(row)) for row in OutcomeReader(opened, profile.digest, RunOptions())(given)["row"]]
     assert {(row.prefill_s, row.encode_s) for row in told} == {(2.0, 0.5)}
     times = {name: 0.0 for name in vars(told[0]) if name.endswith("_s")}
     assert [replace(row, **times) for row in told] == rows[1:]
@@ -169,12 +169,12 @@ def test_what_went_wrong_is_in_the_row(opened, computed, refs, profile):
         said(),
     ]
     given = {name: batch[name] for name in ("row", "ids")} | {OUTCOME: outcomes}
-    rows = [Row.from_dict(json.loads(row)) for row in Teller(opened, profile.digest, RunOptions())(given)["row"]]
+    rows = [Row.from_dict(json.loads(row)) for row in OutcomeReader(opened, profile.digest, RunOptions())(given)["row"]]
     assert [row.status for row in rows] == ["failed"] * 4
     assert (rows[0].reason, rows[0].advice) == ("the disk is full", "make room")
     assert rows[1].reason == "out of memory, sorry"
     assert rows[2].reason == "vLLM did not compute it: too long"
-    assert "the store has not got it" in rows[3].reason
+    assert "the store does not have it" in rows[3].reason
     assert all("log of vLLM's workers" in row.advice for row in rows[1:])
 
 
@@ -204,14 +204,14 @@ def test_a_profile_of_few_tokens_serves(model, engine, story, tmp_path):
 def test_a_profile_of_prefix_layers_is_refused(model, engine, story, tmp_path):
     made = Corpus(engine, FolderStore(tmp_path / "store"), coding=Coding(prefix_layers=1))
     list(made.encode([Document("story", tuple(engine.tokenize(story)[:500]))]))
-    with pytest.raises(MismatchError, match="head start"):
+    with pytest.raises(MismatchError, match="prefix layers"):
         _profile(open_reading(model, tmp_path / "store"))
 
 
 def test_what_reads_computes_nothing(opened):
     engine = opened().encoder().engine
     for call in (lambda: engine.prefill([[1]]), lambda: engine.extend(None, [1]), lambda: engine.vocabulary_size):
-        with pytest.raises(MismatchError, match="vLLM alone"):
+        with pytest.raises(MismatchError, match="only in vLLM"):
             call()
 
 
@@ -285,7 +285,7 @@ def test_the_stage_tells_of_each_row_what_became_of_it():
 
     async def through():
         batch = [{"at": n, "row": json.dumps({"id": name})} for n, name in enumerate("xy")]
-        return [answer async for answer in telling(Stage)().udf(batch)]
+        return [answer async for answer in with_outcomes(Stage)().udf(batch)]
 
     wrong, right = asyncio.run(through())
     assert set(right) == {"at", OUTCOME, "__inference_error__"}

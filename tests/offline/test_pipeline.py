@@ -256,7 +256,7 @@ def test_a_full_store_is_a_row_each_and_the_model_stops(corpus, refs):
         passes.append(compute)
     assert {row.status for row in rows} == {"failed"}
     assert {row.reason for row in rows[:8]} == {"no space is left"}
-    assert "run again: what is done is skipped" in rows[0].advice
+    assert "run again: finished documents are skipped" in rows[0].advice
     assert all("not tried: the store failed 8 times" in row.reason for row in rows[8:])
     assert all(row.prefill_s == 0 for row in rows[8:])
     again = another(corpus, Full(MemoryStore(), 3))

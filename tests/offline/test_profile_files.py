@@ -77,7 +77,7 @@ def test_a_profile_of_another_model_or_method_is_refused(run, file, model, other
     code, _, err = run("encode", folder, "--model", other_model, *words)
     assert (code, "belongs to model" in err) == (8, True)
     code, _, err = run("encode", folder, "--model", model, *words, "--prefix-layers", 1)
-    assert (code, "the profile given is of another method or head start" in err) == (8, True)
+    assert (code, "the profile given is of another method or prefix layers" in err) == (8, True)
     code, _, err = run("encode", folder, "--model", model, *words, "--refit")
     assert (code, "leave one of them out" in err) == (2, True)
     code, _, err = run("encode", folder, "--model", model, "--store", tmp_path / "store", "--profile", tmp_path / "no")

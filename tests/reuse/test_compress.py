@@ -143,7 +143,7 @@ def test_a_piece_may_see_what_stands_before_its_document(family):
 def test_gaps_in_what_a_window_sees_are_no_plain_cache(family):
     engine = engine_of(family)
     cache = compute_cached(engine, LAYOUTS[0], TEXTS[2])
-    with pytest.raises(MismatchError, match=r"layers of the model see a window.* own_past"):
+    with pytest.raises(MismatchError, match=r"layers of the model have windows.* own_past"):
         engine.past_key_values(cache)
 
 

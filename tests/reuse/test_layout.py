@@ -197,7 +197,7 @@ def test_names_read_back(name: str) -> None:
     [
         ("kvlinks:5", "there is no layout 'kvlinks:5'; there are plain"),
         ("kvlink:five", "not of the form kvlink:K"),
-        ("kvlink:5:chat", "those of training or of evaluation"),
+        ("kvlink:5:chat", "training or evaluation"),
         ("kvlink:-1", "0 to 6 link tokens"),
         ("wrappers:8", "not of the form wrappers:HEADER"),
         ("wrappers:0+0", "at least one token"),

@@ -77,7 +77,7 @@ def test_ids_beyond_the_vocabulary_are_soft_tokens_too(engine):
     assert stored == (VOCABULARY, 5, VOCABULARY + 4)
     assert cache_error(engine.prefill([ids])[0], engine.prefill([stored])[0]) == 0
     for wrong in (soft_token(5), VOCABULARY + 5):
-        with pytest.raises(ArgumentError, match="of soft tokens there are 5"):
+        with pytest.raises(ArgumentError, match="with 5 soft tokens"):
             engine.prefill([[wrong]])
 
 
@@ -119,7 +119,7 @@ def test_damaged_files_are_refused():
         (b"", "no file of soft tokens"),
         (data[: len(data) // 2], "no file of soft tokens"),
         ((1 << 60).to_bytes(8, "little") + data[8:], "no file of soft tokens"),
-        (save(rows), "does not say what it is"),
+        (save(rows), "has no metadata"),
         (save(rows, named), "does not match its digest"),
         (save(rows | {"more": torch.ones(1)}, named), "one tensor"),
         (save({"embeddings": torch.full((5, 4), float("nan"))}, named), "NaN or infinity"),
@@ -136,5 +136,5 @@ def test_damaged_files_are_refused():
     with pytest.raises(CorruptError, match="does not match its digest"):
         SoftTokens.from_bytes(bytes(flipped))
     header = json.dumps({"__metadata__": [1]}).encode()
-    with pytest.raises(CorruptError, match="does not say what it is"):
+    with pytest.raises(CorruptError, match="has no metadata"):
         SoftTokens.from_bytes(len(header).to_bytes(8, "little") + header)

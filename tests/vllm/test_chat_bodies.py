@@ -88,7 +88,7 @@ def test_tokens_that_are_not_the_templates_are_refused(model, place):
     told.corpus.put_chat_head(CHAT)
     cut = Document("cut", tuple(told.engine.tokenize("The keeper lit the la")))  # " lamp" is one token
     list(told.corpus.encode([cut]))
-    with pytest.raises(ArgumentError, match="part from the chat template's at token"):
+    with pytest.raises(ArgumentError, match="differ from the chat template's at token"):
         chat_body(told.corpus, Choice(("cut",), level=1), CHAT, "mp at six?", tokenizer=model)
     with pytest.raises(ArgumentError, match="a chat's request names documents"):
         chat_body(told.corpus, Choice(prefix=True, level=1), CHAT, QUESTION, tokenizer=model)

@@ -1,4 +1,4 @@
-"""One file a way of choosing rows; see ``Selector`` in ``base.py``."""
+"""Ways of choosing rows, one per file; see ``Selector`` in ``base.py``."""
 
 from kvwire.reuse.repair.selectors.attention import Attention
 from kvwire.reuse.repair.selectors.base import Selector
@@ -22,4 +22,4 @@ SELECTORS: dict[str, Selector] = {
         Product(),
     )
 }
-"""By name, as ``--selector`` and ``selector_of`` take them."""
+"""By the name that ``--selector`` and ``selector_of`` take."""

@@ -1,4 +1,4 @@
-"""Rows that the question attends to, over the cache as it was linked (as ProphetKV, arXiv 2602.02579)."""
+"""Rows that the question attends to, in the linked cache (as ProphetKV, arXiv 2602.02579)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ if TYPE_CHECKING:
 
 
 _NEAR = 4.0
-"""Rows that count about alike at a document's beginning."""
+"""At a document's beginning, this many rows have about the same weight."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The rows that the question takes most from: the attention that it pays times the size of what it gets for that.
+    """The rows that contribute most to the question's output: attention times the value's norm.
 
-    One head that looks at a row in a layer is enough (``AttentionSummary.influence``): few heads find what a question
-    is about, most others look at all rows alike. Rows near their document's beginning count more: the fewer of its own
-    document's tokens a row sees, the more of what it should see is missing. A coarse cache suffices to choose
-    (benchmarks/reuse.py), so this can run on a prompt's base level.
+    The maximum over heads counts (``AttentionSummary.influence``): few heads find what a question is about, most attend
+    evenly. Rows near their document's beginning weigh more: the fewer of its own document's tokens a row saw, the more
+    context it lacks. A coarse cache suffices to choose (benchmarks/reuse.py), so this can run on a prompt's base level.
 
     Attributes:
-        layers: Numbers of the layers to look at; empty for all.
-        fading: Row i of its document counts ``(i + 4) ** -fading``; 0: all alike.
-        block: Neighbouring tokens that are chosen together.
+        layers: Layers to look at; empty for all.
+        fading: Row i of its document has weight ``(i + 4) ** -fading``; 0: equal weights.
+        block: Neighbouring tokens chosen together.
     """
 
     layers: tuple[int, ...] = ()
@@ -45,11 +44,11 @@ class Attention:
         error = none_needed(given, "question", self.name)
         if error:
             raise error
-        seen = given.seen
-        if seen is None or self.layers:
-            seen = given.engine.look(given.cache, given.question, layers=self.layers)
+        attention = given.seen
+        if attention is None or self.layers:
+            attention = given.engine.look(given.cache, given.question, layers=self.layers)
         within = torch.cat([torch.arange(length) for length in given.documents])
-        return seen.influence * (within + _NEAR) ** -self.fading
+        return attention.influence * (within + _NEAR) ** -self.fading
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""

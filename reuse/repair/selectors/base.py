@@ -1,4 +1,4 @@
-"""Selectors: which rows of a linked prompt are computed anew."""
+"""Selectors: which rows of a linked prompt are recomputed."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 Need = Literal["caches", "question", "deviation", "rows"]
-"""What a selector waits for: all documents' caches at any level, the question too, what encoding stored, or what all
-rows of the prompt become in the first layers."""
+"""Inputs of a selector: all documents' caches at any level, the question too, deviations stored by encoding, or all
+rows of the prompt recomputed in the first layers."""
 BLOCK = 1
-"""Neighbouring tokens that are chosen together."""
+"""Neighbouring tokens chosen together."""
 
 
 @dataclass(frozen=True, eq=False)
 class RepairInput:
-    """A linked prompt that is to be repaired.
+    """A linked prompt to repair.
 
     Attributes:
         engine: Runs the model.
-        cache: The prompt's, as it was linked, at any level.
-        token_ids: Of all documents, one after the other.
-        documents: Their lengths in tokens, in the order of the prompt.
-        question: Token ids of what follows; may be empty for selectors that do not need it.
-        deviation: Float32 ``[tokens]``: how far each token's keys and values are expected to move behind other
-            documents, as measured at encode time; None where it was not.
+        cache: The linked prompt's, at any level.
+        token_ids: Of all documents, concatenated.
+        documents: Their lengths in tokens, in prompt order.
+        question: Token ids after the prompt; may be empty for selectors that do not need it.
+        deviation: Float32 ``[tokens]``: expected change of each token's keys and values behind other documents,
+            measured when encoding; None if it was not.
         seed: Of the selector ``random``.
-        seen: What the question sees, from ``RowsEngine.look`` over all layers, where that is known already, perhaps
-            from a coarser cache; None: selectors that need it look.
+        seen: The question's attention, from ``RowsEngine.look`` over all layers, perhaps on a coarser cache; None:
+            selectors that need it look.
     """
 
     engine: RowsEngine
@@ -51,7 +51,7 @@ class RepairInput:
     seen: AttentionSummary | None = None
 
     def __post_init__(self) -> None:
-        """Refuse lengths that do not fit each other."""
+        """Refuse lengths that disagree."""
         lengths = {self.cache.tokens, len(self.token_ids), sum(self.documents)}
         if len(lengths) != 1 or not self.documents or min(self.documents) < 1:
             msg = (
@@ -68,11 +68,11 @@ class RepairInput:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Rows to compute anew.
+    """Rows to recompute.
 
     Attributes:
         rows: int64 in ascending order.
-        narrow: Drops some of them on the way; None where all are computed to the end.
+        narrow: Drops some of them between layers; None: all are computed in all layers.
     """
 
     rows: Tensor
@@ -81,11 +81,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class RepairCost:
-    """What choosing and computing rows takes of a model, the question's own pass left out.
+    """Work of choosing and computing rows, without the question's pass.
 
     Attributes:
         token_layers: Tokens that run through a layer, summed over layers.
-        pairs: Pairs of a token and a token that it sees, summed over layers, upper bound.
+        pairs: Pairs of a token and a token it attends to, summed over layers; an upper bound.
     """
 
     token_layers: float
@@ -97,12 +97,12 @@ class Selector(Protocol):
 
     @property
     def name(self) -> str:
-        """Under which users ask for it."""
+        """Name for users."""
         ...
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it waits for; empty: it can start before any byte is there."""
+        """Inputs to wait for; empty: it can start before any byte is there."""
         ...
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
@@ -110,22 +110,22 @@ class Selector(Protocol):
 
         Args:
             given: The prompt.
-            count: How many rows are to be computed to the end.
+            count: Number of rows to compute in all layers.
 
         Returns:
-            The rows, none of the first document's unless all are asked for: nothing stands before that.
+            The rows; none of the first document, which nothing precedes, unless all are wanted.
 
         Raises:
-            ArgumentError: Something that it needs is not there.
+            ArgumentError: An input is missing.
         """
         ...
 
     def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
-        """What choosing and computing ``rows`` rows takes.
+        """Work of choosing and computing ``rows`` rows.
 
         Args:
             tokens: Of all documents.
-            rows: That are computed to the end.
+            rows: Computed in all layers.
             question: Tokens of the question.
             layers: Of the model.
 
@@ -136,14 +136,14 @@ class Selector(Protocol):
 
 
 def rows_for(share: float, documents: tuple[int, ...]) -> int:
-    """Rows that a share of a prompt is.
+    """Number of rows of a share.
 
     Args:
         share: From 0 to 1, of the tokens of all documents.
         documents: Their lengths.
 
     Returns:
-        The number of rows, at most those behind the first document; every one of the prompt for a share of 1.
+        At most the rows after the first document; every row for a share of 1.
 
     Raises:
         ArgumentError: The share is not between 0 and 1.
@@ -170,12 +170,12 @@ def highest(scores: Tensor, count: int, documents: tuple[int, ...], block: int =
 
 
 def computed(rows: int, tokens: int, layers: int) -> RepairCost:
-    """Rows that run through all layers and see the whole prompt at most."""
+    """Cost of rows that run through all layers and attend to the whole prompt at most."""
     return RepairCost(float(layers * rows), float(layers * rows * tokens))
 
 
 def none_needed(given: RepairInput, need: Need, selector: str) -> ArgumentError | None:
-    """What to raise where something that a selector needs is missing."""
+    """The error to raise if a selector lacks an input."""
     if need == "question" and not given.question:
         return ArgumentError(f"the selector {selector} looks where the question looks; give it a question")
     if need == "deviation" and given.deviation is None:

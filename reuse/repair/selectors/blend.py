@@ -1,4 +1,4 @@
-"""Where the question looks, times how far what it sees there moves, measured as the rows are computed."""
+"""Attention of the question times deviation, measured while rows are computed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blend:
-    """Question attention (as ProphetKV) and deviation at a check layer (as CacheBlend), each where the other is blind.
+    """Question attention (as ProphetKV) and deviation at a check layer (as CacheBlend), each for what the other misses.
 
-    Attention over a blind cache does not see a row that matters only once it has seen the documents before it; a
-    deviation sees that row, but many that are not asked for as well. Half of the rows are those with the highest
-    attention, the other half those with the highest product.
+    Attention over a linked cache misses rows that matter only once they have seen earlier documents; deviation finds
+    them, but many irrelevant ones, too. Half of the rows are those with the highest attention, half those with the
+    highest product.
 
     Attributes:
         attention: The first factor.
-        check_layer: Number of the layer at which rows are dropped; all run so far.
-        alone: Share of the rows that attention chooses alone.
+        check_layer: The layer that drops rows; all rows run up to it.
+        alone: Share of the rows chosen by attention only.
     """
 
     attention: Attention = field(default_factory=lambda: Attention(fading=0.0))
@@ -45,24 +45,24 @@ class Blend:
         rows = torch.arange(first, tokens)
         if count in {0, len(rows)}:
             return Chosen(rows[:count])
-        seen = self.attention.scores(given)
+        attention = self.attention.scores(given)
         check = min(self.check_layer, len(given.cache.meta.layers) - 1)
-        return Chosen(rows, _ByBoth(check, count, seen, given.documents, self.alone))
+        return Chosen(rows, _ByBoth(check, count, attention, given.documents, self.alone))
 
     def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
         """See ``Selector``."""
         blended = CacheBlend(check_layer=self.check_layer).cost(tokens, rows, question, layers)
-        looked = self.attention.cost(tokens, 0, question, layers)
-        return RepairCost(blended.token_layers + looked.token_layers, blended.pairs + looked.pairs)
+        attending = self.attention.cost(tokens, 0, question, layers)
+        return RepairCost(blended.token_layers + attending.token_layers, blended.pairs + attending.pairs)
 
 
 class _ByBoth:
-    """Keeps the rows that are seen most, and those whose attention times deviation is highest."""
+    """Keeps the rows with the highest attention, and those with the highest product."""
 
     writes_all = True
 
-    def __init__(self, check: int, count: int, seen: Tensor, documents: tuple[int, ...], alone: float) -> None:
-        self._check, self._count, self._seen, self._documents = check, count, seen, documents
+    def __init__(self, check: int, count: int, attention: Tensor, documents: tuple[int, ...], alone: float) -> None:
+        self._check, self._count, self._attention, self._documents = check, count, attention, documents
         self._alone = alone
 
     def choose(
@@ -71,10 +71,10 @@ class _ByBoth:
         """See ``Narrowing``."""
         if layer != self._check or not fresh[0].numel():
             return None
-        moved = torch.zeros(len(self._seen))
-        moved[rows] = deviation(stale, fresh).cpu()
-        kept = torch.zeros(len(self._seen), dtype=torch.bool)
-        kept[highest(self._seen, int(self._alone * self._count), self._documents)] = True
-        scores = (self._seen * moved).masked_fill(kept, -torch.inf)
-        kept[highest(scores, self._count - int(kept.sum()), self._documents)] = True
-        return kept[rows].nonzero()[:, 0]
+        deviations = torch.zeros(len(self._attention))
+        deviations[rows] = deviation(stale, fresh).cpu()
+        chosen = torch.zeros(len(self._attention), dtype=torch.bool)
+        chosen[highest(self._attention, int(self._alone * self._count), self._documents)] = True
+        scores = (self._attention * deviations).masked_fill(chosen, -torch.inf)
+        chosen[highest(scores, self._count - int(chosen.sum()), self._documents)] = True
+        return chosen[rows].nonzero()[:, 0]

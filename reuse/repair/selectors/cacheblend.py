@@ -19,13 +19,13 @@ Sides = Literal["keys", "values", "both"]
 
 @dataclass(frozen=True)
 class CacheBlend:
-    """All rows run through the first layers; those that deviate most at the check layer go on.
+    """Run all rows through the first layers; those that deviate most at the check layer go on.
 
     Attributes:
-        check_layer: Number of the layer at which rows are dropped; layer 0 of an exact cache never deviates.
-        sides: What is compared; ``both`` adds the two, each relative to what is cached.
-        writes_all: Whether the check layer keeps the fresh keys and values of all rows, as in the paper, or of the
-            chosen ones alone.
+        check_layer: The layer that drops rows; layer 0 of an exact cache never deviates.
+        sides: Keys, values or ``both``, which adds them, each relative to the cached one.
+        writes_all: Whether the check layer stores new keys and values of all rows, as in the paper, or of the chosen
+            ones.
     """
 
     check_layer: int = 1
@@ -39,7 +39,7 @@ class CacheBlend:
         tokens = given.cache.tokens
         if count >= tokens:
             return Chosen(torch.arange(tokens))
-        rows = torch.arange(given.documents[0], tokens)  # nothing stands before the first document
+        rows = torch.arange(given.documents[0], tokens)  # nothing precedes the first document
         if count in {0, len(rows)}:
             return Chosen(rows[:count])
         check = min(self.check_layer, len(given.cache.meta.layers) - 1)
@@ -54,7 +54,7 @@ class CacheBlend:
 
 
 class _ByDeviation:
-    """Drops the rows that deviate least, from the check layer on."""
+    """Drops the rows that deviate least, at the check layer."""
 
     def __init__(self, check: int, count: int, sides: Sides, documents: tuple[int, ...], *, writes_all: bool) -> None:
         self._check, self._count, self._sides, self._documents = check, count, sides, documents
@@ -68,13 +68,13 @@ class _ByDeviation:
             return None
         scores = torch.full((sum(self._documents),), -torch.inf)
         scores[rows] = deviation(stale, fresh, self._sides).cpu()
-        kept = torch.zeros(len(scores), dtype=torch.bool)
-        kept[highest(scores, self._count, self._documents)] = True
-        return kept[rows].nonzero()[:, 0]
+        chosen = torch.zeros(len(scores), dtype=torch.bool)
+        chosen[highest(scores, self._count, self._documents)] = True
+        return chosen[rows].nonzero()[:, 0]
 
 
 def deviation(stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor], sides: Sides = "both") -> Tensor:
-    """How far rows have moved."""
+    """Relative squared distance of new rows from cached ones."""
     chosen = {"keys": (0,), "values": (1,), "both": (0, 1)}[sides]
     total = torch.zeros(fresh[0].shape[1], device=fresh[0].device)
     for side in chosen:

@@ -1,4 +1,4 @@
-"""Rows whose keys and values move most behind other documents, as measured at encode time."""
+"""Rows whose keys and values change most behind other documents, as measured when encoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Deviation:
     """The rows with the greatest stored deviation; it can start before any byte of a cache is there.
 
     Attributes:
-        block: Neighbouring tokens that are chosen together.
+        block: Neighbouring tokens chosen together.
     """
 
     block: int = BLOCK
@@ -45,12 +45,12 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Product:
-    """Where the question looks, times the root of how far what it sees there has moved: a distance, not its square.
+    """Attention of the question, times the root of the stored deviation: a distance, not its square.
 
     Attributes:
         attention: The first factor.
         deviation: The second factor.
-        block: Neighbouring tokens that are chosen together.
+        block: Neighbouring tokens chosen together.
     """
 
     attention: Attention = field(default_factory=lambda: Attention(fading=0.0))
@@ -61,8 +61,8 @@ class Product:
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""
-        moved = self.deviation.scores(given)
-        scores = self.attention.scores(given) * moved.sqrt()
+        deviations = self.deviation.scores(given)
+        scores = self.attention.scores(given) * deviations.sqrt()
         return Chosen(highest(scores, count, given.documents, self.block))
 
     def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:

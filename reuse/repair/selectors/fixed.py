@@ -1,4 +1,4 @@
-"""Selectors that look at nothing but lengths: none, all, random, first."""
+"""Selectors that need lengths only: none, all, random, first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Everything:
-    """All rows, whatever count is asked for: a prefill of the whole prompt."""
+    """All rows, whatever the count: a prefill of the whole prompt."""
 
     name: str = "all"
     needs: frozenset[Need] = frozenset()
@@ -51,7 +51,7 @@ class Everything:
 
 @dataclass(frozen=True)
 class Random:
-    """Rows drawn at random: the floor that a selector has to beat."""
+    """Random rows: the baseline that a selector has to beat."""
 
     name: str = "random"
     needs: frozenset[Need] = frozenset()
@@ -73,7 +73,7 @@ class First:
     """The first rows of every document but the first: EPIC's LegoLink (arXiv 2410.15332).
 
     Attributes:
-        most: Rows of one document at most; None spends all that are asked for, evenly.
+        most: Rows per document at most; None: the count, spread evenly.
     """
 
     most: int | None = None

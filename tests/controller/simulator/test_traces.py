@@ -56,7 +56,7 @@ def test_broken_lines_are_named(text, where):
     ("text", "where"),
     [
         ("", "not valid JSON at line 1"),
-        ("[" * 100_000, "hardly nested"),
+        ("[" * 100_000, "deeply nested"),
         ("[]", "not empty"),
         ("{}", "a list"),
         ("[1]", "entry 1"),
@@ -67,7 +67,7 @@ def test_broken_lines_are_named(text, where):
         (json.dumps([{**ENTRY, "bandwidth_kbps": -1}]), "entry 1"),
         (json.dumps([{**ENTRY, "latency_ms": "5"}]), "entry 1"),
         (json.dumps([{**ENTRY, "latency_ms": float("nan")}]), "finite numbers"),
-        ('[{"duration_ms": 500, "duration_ms": 5, "bandwidth_kbps": 1, "latency_ms": 1}]', "nothing twice"),
+        ('[{"duration_ms": 500, "duration_ms": 5, "bandwidth_kbps": 1, "latency_ms": 1}]', "no repeated names"),
         (json.dumps([ENTRY]).replace("8000", "1e999"), "finite numbers"),
         (json.dumps([{**ENTRY, "bandwidth_kbps": 10**400}]), "entry 1"),
         (json.dumps([{**ENTRY, "bandwidth_kbps": 10**308}]), "entry 1|go together"),
