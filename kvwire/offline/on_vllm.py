@@ -204,7 +204,7 @@ def _rows(lines: list[str], made_of: tuple[Any, ...], vllm: VllmSettings, spread
         most = _most_engines(ray.nodes(), vllm, spread.cpus) or spread.actors or 1  # 0: each is over several machines
         engines = max(1, min(spread.actors or most, most, -(-count // spread.batch)))
         saved = processor_of(vllm, spread, engines)(due)
-        rows = rows_of(saved.map_batches(Teller, **given, num_cpus=_LIGHT_CPUS))
+        rows = rows_of(saved.map_batches(OutcomeReader, **given, num_cpus=_LIGHT_CPUS))
     for batch in read.select_columns(["row", "is_due"]).iter_batches(batch_size=None, prefetch_batches=0):
         for row, is_due in zip(batch["row"], batch["is_due"], strict=True):
             yield next(rows) if is_due else Row.from_dict(json.loads(row))
@@ -302,7 +302,7 @@ class Reader(_Member):
         return work.row, array("q", work.document.token_ids).tobytes()
 
 
-class Teller(_Member):
+class OutcomeReader(_Member):
     """What an actor runs behind the model: it reads from the catalog what became of documents."""
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:

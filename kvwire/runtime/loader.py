@@ -577,9 +577,10 @@ class Loader:
             on_late=chosen.on_late,
         )
 
-    def _remember(self, load: Load) -> None:
-        """Write down estimates and last uses in a thread; while that runs, later loads leave it to those after them."""
-        self._used += self._uses.wanted(each.found.entry for each in load.work.documents.values() if each.found.entry)
+    def _remember(self, load: Load | None = None) -> None:
+        """Write estimates and last uses down in a thread; while that runs, later loads leave it to those after them."""
+        documents = load.work.documents.values() if load else ()
+        self._used += self._uses.wanted(each.found.entry for each in documents if each.found.entry)
         if self._writing is None or self._writing.done():
             due, self._used = self._used, []
             self._writing = self._session.threads.blocking.submit(self._write_down, self.estimates, due)
