@@ -23,11 +23,13 @@ class WeightlessEngine(Engine):
 
     def __init__(
         self, meta: CacheMeta, window: int, dtype: torch.dtype, refusal: KvwireError, *, model_config_digest: str = "",
-        tokenize: Callable[[str, Place, Trust], list[int]] | None = None,
+        tokenize: Callable[[str, Place, Trust], list[int]] | None = None, opening: Sequence[int] = (),
+        vocabulary_size: int | None = None,
     ) -> None:  # fmt: skip
         """Keep the parts; computing raises ``refusal``."""
         self._meta, self._window, self._dtype, self._refusal = meta, window, dtype, refusal
         self._model_config_digest, self._tokenize = model_config_digest, tokenize
+        self._opening, self._vocabulary_size = tuple(opening), vocabulary_size
 
     @property
     def meta(self) -> CacheMeta:
@@ -55,9 +57,14 @@ class WeightlessEngine(Engine):
         return self._window
 
     @property
+    def opening_tokens(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a whole text; nothing without one."""
+        return self._opening
+
+    @property
     def vocabulary_size(self) -> int:
-        """Not known here: raises."""
-        return self._refuse()
+        """Of the tokenizer; raises without one."""
+        return self._refuse() if self._vocabulary_size is None else self._vocabulary_size
 
     @property
     def can_recompute(self) -> bool:

@@ -46,7 +46,8 @@ class Choice:
         prefix: Load the longest prefix of the prompt that the corpus's index knows.
         save: Keep what vLLM computes of the prompt, for later requests for prefixes; a name: as the document of that
             name, where vLLM was started for that.
-        head: So many tokens stand before the documents, a chat template's; the store has their rows.
+        head: So many tokens stand before the documents, a chat template's, whose rows the store has; or before the
+            document that is saved under a name: BOS, which is no part of it.
         repair: ``kept``: lay the rows that an earlier load repaired, and kept, over the documents; empty: none.
     """
 
@@ -97,7 +98,7 @@ class Choice:
         if params.get("repair") is not None:
             _check_repair(params["repair"], names or (), level)
         head = params.get("head", 0)
-        if type(head) is not int or not 0 <= head <= _LONGEST_HEAD or (head and not names):
+        if type(head) is not int or not 0 <= head <= _LONGEST_HEAD or (head and not (names or isinstance(save, str))):
             msg = f"head is how many tokens stand before the documents, at most {_LONGEST_HEAD}, got {str(head)[:40]}"
             raise ArgumentError(msg)
         return cls(tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "", head)

@@ -65,6 +65,7 @@ class PageSave:
         trouble: Why it is not kept after all, which who asked for a document of this name is told.
         way: ``whole``: as a document of its own; ``grown``: behind what the store has of it; ``exact``: without loss.
         level: The coarsest that any of these rows is of, or was computed over; None: vLLM computed them all.
+        head: How many first tokens are no part of the document of that name, but stood before it: BOS.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class PageSave:
     trouble: str = ""
     way: Literal["whole", "grown", "exact"] = "whole"
     level: int | None = None
+    head: int = 0
 
 
 @dataclass(eq=False)
@@ -87,6 +89,7 @@ class _Watched:
     grows: bool = False
     has_level: bool = True
     had: bool = False
+    head: int = 0
 
 
 class Saving:
@@ -105,7 +108,8 @@ class Saving:
             document = choice.save if isinstance(choice.save, str) else ""
             why = self._other_mode(document) or self._trouble or trouble
             grows = choice.prefix and choice.save is True
-            self._watched[request_id] = _Watched(salt or "", why, document, grows, choice.level is not None)
+            head = choice.head if document else 0
+            self._watched[request_id] = _Watched(salt or "", why, document, grows, choice.level is not None, head=head)
 
     def _other_mode(self, document: str) -> str:
         """Why no request like this one is kept: whoever may ask may not write over other documents, too."""
@@ -160,7 +164,8 @@ class Saving:
             return len(ids)
         if not why:
             told = event() if event else None
-            self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks), told, document))
+            head = watched.head if document else 0
+            self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks), told, document, head=head))
         elif document:
             self._saves.append(PageSave(request_id, (), (), document=document, trouble=why))
         return why or len(prompt)
@@ -346,7 +351,9 @@ class Saver:
     def _put(self, save: PageSave, cache: KVCache, digest: str) -> tuple[CatalogEntry | None, float]:
         """Into the store, and the seconds that took; None where it is there already."""
         if save.document:
-            done = self._corpus.save(Document(save.document, save.token_ids), cache)
+            ids, opening = save.token_ids[save.head :], save.token_ids[: save.head]
+            own = cache.slice(save.head, cache.tokens) if opening else cache
+            done = self._corpus.save(Document(save.document, ids), own, opening=opening)
             return done.entry, done.encode_s
         if save.way == "exact":
             head = Document(f"head-{digest[:32]}", save.token_ids)

@@ -25,12 +25,13 @@ from kvwire.offline.refs import DocumentRef
 from kvwire.offline.steps import DocumentSteps, RunOptions, failed_row, stored_row
 from kvwire.offline.vllm_stage import OUTCOME, with_outcomes
 from kvwire.runtime.coding import Document
+from kvwire.runtime.prefill import opening_of as opening_before
 from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from kvwire.engines.base import Place, Trust
+    from kvwire.engines.transformers.tokenizing import PieceTokenizer
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import ModelRecord
 
@@ -102,13 +103,16 @@ class VllmSettings:
         return {"CPU": cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
-def reading_engine(record: ModelRecord, tokenize: Callable[[str, Place, Trust], list[int]]) -> WeightlessEngine:
+def reading_engine(record: ModelRecord, tokenizer: PieceTokenizer) -> WeightlessEngine:
     """A model as its store's record and its tokenizer tell it; no weights are opened."""
     refusal = MismatchError(
         "the model runs in vLLM alone here, and only whole documents go there; encode without --engine vllm"
     )
     dtype, digest = getattr(torch, record.meta.dtype), record.model_config_digest
-    return WeightlessEngine(record.meta, record.window, dtype, refusal, model_config_digest=digest, tokenize=tokenize)
+    return WeightlessEngine(
+        record.meta, record.window, dtype, refusal, model_config_digest=digest, tokenize=tokenizer,
+        opening=tokenizer.opening, vocabulary_size=len(tokenizer.tokenizer),
+    )  # fmt: skip
 
 
 def encode_on_vllm(
@@ -216,12 +220,14 @@ def _is_due(row: Mapping[str, Any]) -> bool:
 
 def _request(row: dict[str, Any]) -> dict[str, Any]:
     """A document as Ray's stage of vLLM takes it: its cache, and one token that is not read."""
-    name = json.loads(row["row"])["id"]
+    name, head = json.loads(row["row"])["id"], _ids(row["head"])
+    save = {"save": name} | ({"head": len(head)} if head else {})
     params = {
         "max_tokens": 1, "temperature": 0.0, "detokenize": False,
-        "extra_args": {"kv_transfer_params": {"kvwire": {"save": name}}},
+        "extra_args": {"kv_transfer_params": {"kvwire": save}},
     }  # fmt: skip
-    return {"row": row["row"], "ids": row["ids"], "tokenized_prompt": _ids(row["ids"]), "sampling_params": params}
+    prompt = [*head, *_ids(row["ids"])]
+    return {"row": row["row"], "ids": row["ids"], "tokenized_prompt": prompt, "sampling_params": params}
 
 
 def _ids(data: bytes) -> list[int]:
@@ -286,20 +292,24 @@ class Reader(_Member):
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
         """Read documents."""
-        rows, ids = [], []
+        rows, ids = [], list[tuple[bytes, bytes] | None]()
         for line in batch["ref"]:
             ref = DocumentRef.from_json(str(line))
             row, found = self._read(ref) if self._error is None else (failed_row(_row(ref), self._error), None)
             rows.append(row.to_json())
             ids.append(found)
-        return {"row": rows, "is_due": [each is not None for each in ids], "ids": [each or b"" for each in ids]}
+        heads, texts = ([each[side] if each else b"" for each in ids] for side in (0, 1))
+        return {"row": rows, "is_due": [each is not None for each in ids], "head": heads, "ids": texts}
 
-    def _read(self, ref: DocumentRef) -> tuple[Row, bytes | None]:
+    def _read(self, ref: DocumentRef) -> tuple[Row, tuple[bytes, bytes] | None]:
+        """A row, and, where the document is to be computed, what stands before it, BOS, and its tokens."""
         work = self._steps.front(self._steps.begin(ref))
         if work.is_done or work.document is None:
             return work.row, None
         self._steps.leave(work)
-        return work.row, array("q", work.document.token_ids).tobytes()
+        ids = work.document.token_ids
+        head = opening_before(self._encoder.engine, ids)
+        return work.row, (array("q", head).tobytes(), array("q", ids).tobytes())
 
 
 class OutcomeReader(_Member):

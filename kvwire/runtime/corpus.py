@@ -195,13 +195,17 @@ class Corpus(CorpusReader):
         dtype = str(keys[0].dtype).removeprefix("torch.") if keys else self.meta.dtype
         return KVCache.from_tensors(keys, values, replace(self.meta, dtype=dtype), token_ids)
 
-    def save(self, document: Document, cache: KVCache, *, index: Sequence[str] = ()) -> Encoded:
+    def save(
+        self, document: Document, cache: KVCache, *, index: Sequence[str] = (), opening: Sequence[int] = ()
+    ) -> Encoded:
         """Encode a cache computed elsewhere and store it as a document, without an engine.
 
         Args:
             document: Its name and text.
-            cache: Of the whole text, computed without loss, positions on and from 0.
+            cache: Of the whole text, computed without loss, positions on and from 0, or from behind ``opening``.
             index: As for ``encode``.
+            opening: BOS, where it stood before the text when the cache was computed, as it should for a tokenizer that
+                has one; the cache has no rows of it.
 
         Returns:
             The result; skipped if the catalog has it already.
@@ -215,7 +219,7 @@ class Corpus(CorpusReader):
         check_new_name(document.document_id, "document")
         indexes = self.indexes(index)
         steps = self.encoder()
-        found = steps.save(document, cache)
+        found = steps.save(document, cache, tuple(opening))
         steps.add_to(indexes, found, document)
         return found
 

@@ -246,10 +246,13 @@ class Encoder:
         blob = self._catalog.blobs.seal(plain)
         return blob, self._catalog.blobs.reader().read_header(blob)
 
-    def save(self, document: Document, cache: KVCache) -> Encoded:
-        """Code and write a cache that was computed elsewhere."""
-        if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (0, "on"):
-            msg = f"the cache is not that of {document.document_id!r}: give all of its tokens, at positions from 0"
+    def save(self, document: Document, cache: KVCache, opening: tuple[int, ...] = ()) -> Encoded:
+        """Code and write a cache that was computed elsewhere, behind the opening tokens or behind nothing."""
+        count = len(opening)
+        if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (count, "on"):
+            msg = (
+                f"the cache is not that of {document.document_id!r}: give all of its tokens, at positions from {count}"
+            )
             raise ArgumentError(msg)
         if cache.meta.config_digest() != self._config:
             ours = self._corpus.meta.model_id
@@ -259,7 +262,9 @@ class Encoder:
         if profile is not None and profile.prefix_layers:
             msg = "the profile in use is for readers that run the model's first layers: encode with Corpus.encode"
             raise MismatchError(msg)
-        return self.known(document, profile, computed=True) or self.put(document, Computed(cache), profile, started)
+        return self.known(document, profile, computed=True) or self.put(
+            document, Computed(cache, opening, opening=count), profile, started
+        )
 
     def put(self, document: Document, computed: Computed, profile: AnyProfile | None, started: float) -> Encoded:
         """Code and write what was computed of a document."""

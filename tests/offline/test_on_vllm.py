@@ -148,8 +148,9 @@ def test_rows_are_those_of_a_serial_run(opened, computed, refs, folder, profile,
     assert Row.from_dict(json.loads(batch["row"][0])).status == "there already"
     due = [n for n, is_due in enumerate(batch["is_due"]) if is_due]
     for n in due:  # as a worker does it
-        request = _request({name: batch[name][n] for name in ("row", "ids")})
-        assert request["tokenized_prompt"] == engine.tokenize((folder / f"{refs[n].document_id}.txt").read_text())
+        request = _request({name: batch[name][n] for name in ("row", "head", "ids")})
+        ids = engine.tokenize((folder / f"{refs[n].document_id}.txt").read_text())
+        assert request["tokenized_prompt"] == [*engine.opening_tokens, *ids]
         assert request["sampling_params"]["extra_args"]["kv_transfer_params"]["kvwire"]["save"] == refs[n].document_id
     rows = untimed(encode_serially(computed, refs, profile))
     given = {name: [batch[name][n] for n in due] for name in ("row", "ids")} | {OUTCOME: [said()] * len(due)}
@@ -210,7 +211,7 @@ def test_a_profile_of_prefix_layers_is_refused(model, engine, story, tmp_path):
 
 def test_what_reads_computes_nothing(opened):
     engine = opened().encoder().engine
-    for call in (lambda: engine.prefill([[1]]), lambda: engine.extend(None, [1]), lambda: engine.vocabulary_size):
+    for call in (lambda: engine.prefill([[1]]), lambda: engine.extend(None, [1])):
         with pytest.raises(MismatchError, match="only in vLLM"):
             call()
 
