@@ -140,13 +140,13 @@ def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int]) ->
     script = _answer_script(pieces, replace(chat, before="", after=""), _SAID)
     before, _ = script.around(script.said, _Marks(script.said).documents)
     if _rendered(pieces.tokenizer, chat, _SAID) != before:
-        return "the chat template writes earlier turns in another way once more follow: they stay as they were written"
+        return "the chat template renders a turn differently once more follow: earlier turns stay as they were run"
     text = str(pieces.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
     wanted = pieces(text, "first", "frame")
     if list(token_ids) == wanted or _control(pieces, wanted) != _control(pieces, token_ids):
         return ""
     at = next((n for n, pair in enumerate(zip(token_ids, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
-    return f"the session's tokens part from those of its text at token {at}: turns keep the tokens they were run with"
+    return f"the session's tokens differ from those of its text at token {at}: turns keep the tokens they were run with"
 
 
 def apart(
@@ -168,8 +168,8 @@ def apart(
     starts = list(accumulate((len(part) for part in parts[:-1]), initial=0))
     part = bisect_right(starts, at) - 1
     return (
-        f"the tokens part from the chat template's at token {at - starts[part]} of {names[part]}: documents keep their "
-        "own tokens where they meet other text; end them with one line break"
+        f"the tokens differ from the chat template's at token {at - starts[part]} of {names[part]}: documents keep "
+        "their own tokens where they meet other text; end them with one line break"
     )
 
 
