@@ -44,7 +44,7 @@ _LIGHT_CPUS = 0.1
 """CPUs of the actors that only pass rows on."""
 _SPARE_CPUS = 0.5
 """CPUs kept free for them: if vLLM takes all, Ray waits for ever."""
-_UNTOLD = "look at the log of vLLM's workers, then run again: what is done is skipped"
+_UNTOLD = "look at the log of vLLM's workers, then run again: finished documents are skipped"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class VllmSettings:
             )
             raise ArgumentError(msg)
         if self.tensor_parallel < 1:
-            msg = f"one worker at least runs the model, got {self.tensor_parallel}"
+            msg = f"at least one worker runs the model, got {self.tensor_parallel}"
             raise ArgumentError(msg)
 
     def engine_kwargs(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class VllmSettings:
 def reading_engine(record: ModelRecord, tokenize: Callable[[str, Place, Trust], list[int]]) -> WeightlessEngine:
     """A model from its stored record and its tokenizer, without weights."""
     refusal = MismatchError(
-        "the model runs in vLLM alone here, and only whole documents go there; encode without --engine vllm"
+        "the model runs only in vLLM here, which takes whole documents; encode without --engine vllm"
     )
     dtype, digest = getattr(torch, record.meta.dtype), record.model_config_digest
     return WeightlessEngine(record.meta, record.window, dtype, refusal, model_config_digest=digest, tokenize=tokenize)
@@ -142,7 +142,7 @@ def encode_on_vllm(
     """
     chosen, spread = options or RunOptions(), settings or RaySettings()
     if chosen.force or chosen.refit:
-        msg = "with vLLM nothing is forced and no profile is fitted; encode without --engine vllm for that"
+        msg = "vLLM supports neither --force nor fitting a profile; encode without --engine vllm for that"
         raise ArgumentError(msg)
     require("ray", "ray", "--engine vllm")
     if find_spec("vllm") is None:
@@ -324,7 +324,7 @@ class Teller(_Member):
             raise error_of(said["error"], said["message"])
         found = self._encoder.known(Document(row.id, ids), self._profile)
         if found is None:
-            msg = f"vLLM's worker has saved it, and the store has not got it; {_UNTOLD}"
+            msg = f"vLLM's worker saved it, but the store does not have it; {_UNTOLD}"
             raise StorageError(msg)
         for each in self._indexes:
             each.add(found.entry, ids, is_new=True, opening=opening_of(found.info))
