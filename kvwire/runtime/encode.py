@@ -124,8 +124,8 @@ class Encoder:
             self.coding = replace(self.coding, neutral_prefix=0)  # prompts begin with documents computed alone
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
             msg = (
-                "documents behind a neutral prefix, or with a layout's tokens in their caches, begin no prompt: encode "
-                "without these, or without an index"
+                "documents behind a neutral prefix, or with a layout's tokens in their caches, cannot begin a prompt: "
+                "encode without these, or without an index"
             )
             raise ArgumentError(msg)
         return found
@@ -326,7 +326,7 @@ class Encoder:
             profile = None
         if profile is not None and not self._is_wanted(profile):
             msg = (
-                "the profile in use here is of another method or head start, or of other soft tokens; encode with "
+                "the profile in use here is of another method or prefix layers, or of other soft tokens; encode with "
                 "those, name another tenant or store, or call Corpus.calibrate to replace it"
             )
             raise MismatchError(msg)
@@ -363,8 +363,8 @@ class Encoder:
         """Use a given profile."""
         if not self._is_wanted(profile):
             msg = (
-                "the profile given is of another method or head start, or of other soft tokens; encode with those, or "
-                "fit one for these (kvwire profile fit)"
+                "the profile given is of another method or prefix layers, or of other soft tokens; encode with those, "
+                "or fit one for these (kvwire profile fit)"
             )
             raise MismatchError(msg)
         self._corpus.set_profile(profile)
