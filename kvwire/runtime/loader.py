@@ -375,7 +375,7 @@ class Loader:
         self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
         if self._settings.system or self._settings.layout:
-            msg = "a prompt is all that the model reads: leave out the settings' system and layout"
+            msg = "ask_prompt and converse take no system text or layout: leave these settings out"
             raise ArgumentError(msg)
         timeouts = self._timeouts(goal.deadline_s)
         begun = await begin(self._prompts(), timeouts)
