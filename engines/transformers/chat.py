@@ -1,4 +1,4 @@
-"""Chat templates, rendered around documents that are cached as they are."""
+"""Chat templates rendered around documents whose tokens are already cached."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 _SAID = "a"
-"""What somebody says where it does not matter."""
+"""Placeholder for a turn's text."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt that is written around documents, or around an answer.
+    """A prompt with a place for documents, or for an answer.
 
     Attributes:
-        said: What people said in it: control tokens that these texts spell are text.
-        write: Makes the prompt, of other texts in their place, and of what stands for the documents.
-        trouble: What to say where it has the documents so many times, and not once.
+        said: Its texts; control tokens spelled in them count as text.
+        write: Renders the prompt from replacements of these texts, and a mark in place of the documents.
+        trouble: Error message if the mark does not occur exactly once; its placeholder is the count.
     """
 
     said: tuple[str, ...]
@@ -40,7 +40,7 @@ class Script:
     trouble: str
 
     def around(self, said: Sequence[str], mark: str) -> tuple[str, str]:
-        """What stands before and behind the documents."""
+        """The rendered text before and after the documents."""
         head, *rest = self.write(said, mark).split(mark)
         if len(rest) != 1:
             raise ArgumentError(self.trouble.format(len(rest)))
@@ -48,13 +48,13 @@ class Script:
 
 
 def render(pieces: PieceTokenizer, chat: Chat, question: str, *, further: bool = False) -> RenderedChat:
-    """Render a chat's template around documents, or around an answer behind which the chat goes on."""
+    """Render a chat's template around documents or, with ``further``, the turn after an answer."""
     script = _answer_script(pieces, chat, question) if further else _chat_script(pieces, chat, question)
     return RenderedChat(*read_around(pieces, script), _stop(pieces, chat, _Marks(script.said).documents))
 
 
 def read_around(pieces: PieceTokenizer, script: Script) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids before and behind a script's documents."""
+    """Token ids before and after a script's documents."""
     marks = _Marks(script.said)
     head, tail = script.around(script.said, marks.documents)
     front, rest = pieces(head, "first", "frame"), pieces(tail, "last", "frame")
@@ -62,18 +62,18 @@ def read_around(pieces: PieceTokenizer, script: Script) -> tuple[tuple[int, ...]
     if _control(pieces, front, rest) != _control(
         pieces, pieces(quiet[0], "first", "frame"), pieces(quiet[1], "last", "frame")
     ):
-        head, tail = script.around(marks.shown, marks.documents)  # a text spells control tokens: only the
+        head, tail = script.around(marks.shown, marks.documents)  # a text contains control tokens: only the
         front, rest = marks.read(pieces, head, "first"), marks.read(pieces, tail, "last")  # template's own count
-    if tuple(front[: len(pieces.opening)]) != pieces.opening:  # documents were computed behind it
+    if tuple(front[: len(pieces.opening)]) != pieces.opening:  # documents were computed after it
         front = [*pieces.opening, *front]
     return tuple(front), tuple(rest)
 
 
 class _Marks:
-    """Words that stand for texts while a template is rendered: letters and digits, which templates leave alone."""
+    """Random words that stand for texts while a template is rendered: alphanumeric, so templates keep them."""
 
     def __init__(self, said: Sequence[str]) -> None:
-        """Draw words that none of the texts has."""
+        """Draw words that occur in none of the texts."""
         word = f"Xx{secrets.token_hex(12)}"
         while any(word in text for text in said):
             word = f"Xx{secrets.token_hex(12)}"
@@ -82,7 +82,7 @@ class _Marks:
         self.shown = [f"{word}t{number}e" if text else "" for number, text in enumerate(said)]
 
     def read(self, pieces: PieceTokenizer, text: str, place: Place) -> list[int]:
-        """Read what the template made of marks: its own words as the frame, what was said as text."""
+        """Tokenise the rendered template: its own words as frame, marks as the texts they stand for."""
         parts = re.split(rf"{self._word}t(\d+)e", text)
         ids: list[int] = []
         for number, part in enumerate(parts):
@@ -103,7 +103,7 @@ def _said_in(chat: Chat, question: str) -> tuple[str, ...]:
 
 
 def _saying(chat: Chat, said: Sequence[str]) -> tuple[Chat, str]:
-    """The chat with other texts in place of its own, and the question."""
+    """The chat with its texts replaced, and the question."""
     system, before, after, question, *others = said
     turns = tuple(replace(turn, text=text) for turn, text in zip(chat.turns, others, strict=True))
     return Chat(None if chat.system is None else system, turns, before, after), question
@@ -124,7 +124,7 @@ def _chat_script(pieces: PieceTokenizer, chat: Chat, question: str) -> Script:
 
 
 def _answer_script(pieces: PieceTokenizer, chat: Chat, question: str) -> Script:
-    """An answer, and the turn that follows it."""
+    """An answer in place of documents, followed by the user's next turn."""
 
     def write(said: Sequence[str], mark: str) -> str:
         other, asked = _saying(chat, said)
@@ -136,23 +136,23 @@ def _answer_script(pieces: PieceTokenizer, chat: Chat, question: str) -> Script:
 
 
 def turns_apart(pieces: PieceTokenizer, chat: Chat, token_ids: Sequence[int]) -> str:
-    """Where a conversation's tokens are not those that the template gives all turns at once."""
+    """First difference between a conversation's tokens and its template rendered over all turns, in words."""
     script = _answer_script(pieces, replace(chat, before="", after=""), _SAID)
     before, _ = script.around(script.said, _Marks(script.said).documents)
     if _rendered(pieces.tokenizer, chat, _SAID) != before:
-        return "the chat template writes earlier turns in another way once more follow: they stay as they were written"
+        return "the chat template renders a turn differently once more follow: earlier turns stay as they were run"
     text = str(pieces.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
     wanted = pieces(text, "first", "frame")
     if list(token_ids) == wanted or _control(pieces, wanted) != _control(pieces, token_ids):
         return ""
     at = next((n for n, pair in enumerate(zip(token_ids, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
-    return f"the session's tokens part from those of its text at token {at}: turns keep the tokens they were run with"
+    return f"the session's tokens differ from those of its text at token {at}: turns keep the tokens they were run with"
 
 
 def apart(
     pieces: PieceTokenizer, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat
 ) -> str:
-    """Where the tokens of a chat around documents are not those that its template gives the same turns at once."""
+    """First difference between a chat's tokens around documents and its template rendered at once, in words."""
     texts = [str(pieces.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) for ids in documents]
     script = _chat_script(pieces, chat, question)
     whole = script.write(script.said, "".join(texts))
@@ -168,13 +168,13 @@ def apart(
     starts = list(accumulate((len(part) for part in parts[:-1]), initial=0))
     part = bisect_right(starts, at) - 1
     return (
-        f"the tokens part from the chat template's at token {at - starts[part]} of {names[part]}: documents keep their "
-        "own tokens where they meet other text; end them with one line break"
+        f"the tokens differ from the chat template's at token {at - starts[part]} of {names[part]}: documents keep "
+        "their own tokens where they meet other text; end them with one line break"
     )
 
 
 def _stop(pieces: PieceTokenizer, chat: Chat, mark: str) -> frozenset[int]:
-    """The control token that the template puts behind what the assistant says; none where it tells none."""
+    """The control token after the assistant's text in the template; empty without one."""
     messages = [*_messages(replace(chat, turns=()), "a"), {"role": "assistant", "content": mark}]
     try:
         text = str(pieces.tokenizer.apply_chat_template(messages, tokenize=False))
@@ -199,6 +199,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, content: str) -> s
         raise NotFoundError(msg)
     try:
         return str(tokenizer.apply_chat_template(_messages(chat, content), tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template raises whatever it likes
+    except Exception as error:  # templates raise anything
         msg = f"the model's chat template refuses this chat: {error}"
         raise ArgumentError(msg) from error

@@ -1,7 +1,7 @@
-"""Documents on many machines: Ray hands them to actors, each of which holds an engine, the profile and the store.
+"""Encoding on many machines: Ray hands documents to actors, each with an engine, the profile and the store.
 
-Ray only distributes. What is done is told by the catalog, document by document, so whatever Ray runs again finds what
-is there and goes on. Blobs are named by their content: a document that two actors encode is one blob.
+Ray only distributes. The catalog records each finished document, so work that Ray repeats is skipped there. Blobs are
+named by their content: if two actors encode a document, they write the same blob.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 _MOST_BLOCKS = 4096
-"""That Ray plans with; each is several batches where there are more documents."""
+"""Limit of Ray's blocks; with more documents, a block holds several batches."""
 
 
 @dataclass(frozen=True)
 class RaySettings:
-    """How work is spread.
+    """Distribution of the work.
 
     Attributes:
         actors: Processes with an engine each; 0: as many as the cluster has GPUs, or processors, for.
-        gpus: Of each actor; parts of one are allowed.
-        cpus: Of each actor.
-        batch: Documents that an actor takes at once: it loses sight of no more when it is killed.
-        address: Of a cluster; None: what RAY_ADDRESS names, or a cluster of this machine alone.
+        gpus: GPUs per actor; fractions are allowed.
+        cpus: CPUs per actor.
+        batch: Documents that an actor takes at once; a killed actor loses no more.
+        address: Address of a cluster; None: from RAY_ADDRESS, or a cluster on this machine.
     """
 
     actors: int = 0
@@ -57,21 +57,21 @@ def encode_on_ray(
 ) -> Generator[Row]:
     """Encode documents with Ray.
 
-    The profile is found or fitted once, by one process, and is in the store before any document is encoded.
+    The profile is found or fitted once, by one process, and stored before encoding starts.
 
     Args:
-        open_corpus: Opens engine and store; called in every actor, so it is to be picklable, and its store is one that
-            all machines reach.
-        refs: The documents; all machines read them under these names.
-        options: What is encoded.
-        settings: How work is spread.
+        open_corpus: Opens engine and store in every actor, so it must be picklable, and all machines must reach the
+            store.
+        refs: The documents; all machines must read them under these names.
+        options: Encoding options.
+        settings: Distribution of the work.
 
     Yields:
-        A row for each document, in the order given.
+        One row per document, in the order given.
 
     Raises:
         ArgumentError: Ray is not installed.
-        KvwireError: The corpus cannot be opened, or there is no profile to encode with.
+        KvwireError: The corpus cannot be opened, or there is no profile.
     """
     require("ray", "ray", "--on ray")
     import ray
@@ -104,11 +104,11 @@ def _rows(
 
 
 def dataset_of(lines: Sequence[str], spread: RaySettings) -> Any:  # noqa: ANN401 - Ray's
-    """Documents as Ray hands them out, in their order."""
-    import ray.data  # which sets up its log
+    """Documents as Ray's dataset, in their order."""
+    import ray.data  # sets up its log
 
     for name in ("ray.data", "ray.llm"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # rows tell how far the run is
+        logging.getLogger(name).setLevel(logging.ERROR)  # rows show the progress
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
@@ -117,13 +117,13 @@ def dataset_of(lines: Sequence[str], spread: RaySettings) -> Any:  # noqa: ANN40
 
 
 def rows_of(data: Any) -> Generator[Row]:  # noqa: ANN401 - Ray's
-    """Rows as they are done."""
+    """Finished rows, one by one."""
     for batch in data.iter_batches(batch_size=None, prefetch_batches=0):
         yield from (Row.from_dict(json.loads(row)) for row in batch["row"])
 
 
 def start_ray(spread: RaySettings) -> None:
-    """Join the cluster, unless this process is in one."""
+    """Join the cluster, unless this process already has."""
     import ray
 
     if not ray.is_initialized():
@@ -131,13 +131,13 @@ def start_ray(spread: RaySettings) -> None:
 
 
 def _most_actors(resources: Mapping[str, float], spread: RaySettings) -> int:
-    """How many actors a cluster has room for."""
+    """Number of actors that fit a cluster."""
     rooms = [resources.get(name, 0) // each for name, each in (("GPU", spread.gpus), ("CPU", spread.cpus)) if each]
     return max(1, int(min(rooms, default=1)))
 
 
 def _prepare(open_corpus: Callable[[], Corpus], lines: Sequence[str], options: RunOptions) -> dict[str, str]:
-    """The digests of the profile and of the model's layout, or the error."""
+    """Digests of the profile and of the model's layout, or the error."""
     try:
         corpus = open_corpus()
         profile = prepare_profile(corpus, [DocumentRef.from_json(line) for line in lines], options)
@@ -147,7 +147,7 @@ def _prepare(open_corpus: Callable[[], Corpus], lines: Sequence[str], options: R
 
 
 class Encoder:
-    """What an actor runs: batches of documents through the steps, side by side."""
+    """An actor's work: batches of documents through the steps, concurrently."""
 
     def __init__(self, open_corpus: Callable[[], Corpus], fitted: Mapping[str, str], options: RunOptions) -> None:
         """Open engine and store, and read the profile."""

@@ -1,8 +1,8 @@
-"""Documents through vLLM on Ray, for models that need several GPUs: ``ray.data.llm`` runs it, kvwire's connector saves.
+"""Encoding with vLLM on Ray, for models on several GPUs: ``ray.data.llm`` runs it, kvwire's connector saves.
 
-Each document is one prompt, of which vLLM computes the cache and one token. Its workers put the cache into the store
-under the document's name. What the catalog has is left out before, and what it got is read from it afterwards, so that
-rows are those of the other ways. Ray only distributes.
+Each document is a prompt; vLLM computes its cache and one token, and its workers store the cache under the document's
+name. A look-up in the catalog before leaves out finished documents, one afterwards makes the same rows as other
+engines. Ray only distributes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _OWN = (
     "prefill_context_parallel_size", "data_parallel_size",
 )  # fmt: skip
 _LIGHT_CPUS = 0.1
-"""Of what hands rows on beside the model."""
+"""CPUs of the actors that only pass rows on."""
 _SPARE_CPUS = 0.5
-"""Of the cluster, for all of that: where vLLM takes everything, Ray waits for ever."""
-_UNTOLD = "look at the log of vLLM's workers, then run again: what is done is skipped"
+"""CPUs kept free for them: if vLLM takes all, Ray waits for ever."""
+_UNTOLD = "look at the log of vLLM's workers, then run again: finished documents are skipped"
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,23 @@ class VllmSettings:
     """How vLLM runs a model.
 
     Attributes:
-        model: Folder of the model, as all machines name it.
-        connector: Store, tenant, salt and keys, under the names of the connector's settings.
-        tensor_parallel: Workers that share the model; of more than one, each has some of the heads.
-        gpus: Of each worker: 1, or 0 for a vLLM that runs on processors.
-        dtype: That vLLM computes with, as it names them.
-        engine_args: Further arguments of vLLM's engine.
+        model: Folder of the model on all machines.
+        connector: Store, tenant, salt and keys, by the connector's names of settings.
+        tensor_parallel: Workers that share the model, and so its heads.
+        gpus: GPUs per worker: 1, or 0 for vLLM on processors.
+        dtype: vLLM's name of the computing dtype.
+        engine_args: Further arguments for vLLM's engine.
     """
 
     model: str
-    connector: Mapping[str, str] = field(repr=False)  # with its secrets
+    connector: Mapping[str, str] = field(repr=False)  # holds secrets
     tensor_parallel: int = 1
     gpus: float = 1.0
     dtype: str = "auto"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what kvwire sets itself."""
+        """Refuse arguments that kvwire sets."""
         if own := sorted(set(self.engine_args) & set(_OWN)):
             msg = (
                 f"vLLM's argument {own[0]!r} is set by kvwire, or changes what caches hold: leave it out of the "
@@ -77,11 +77,11 @@ class VllmSettings:
             )
             raise ArgumentError(msg)
         if self.tensor_parallel < 1:
-            msg = f"one worker at least runs the model, got {self.tensor_parallel}"
+            msg = f"at least one worker runs the model, got {self.tensor_parallel}"
             raise ArgumentError(msg)
 
     def engine_kwargs(self) -> dict[str, Any]:
-        """Arguments of vLLM: no prompt shares rows with another, and its cache is saved under the name it gives."""
+        """Arguments for vLLM: no prefix sharing, and caches saved under the prompt's name."""
         spread = {"distributed_executor_backend": "mp"} if self.tensor_parallel > 1 else {}
         transfer = {
             "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
@@ -95,7 +95,7 @@ class VllmSettings:
         }  # fmt: skip
 
     def bundle(self, cpus: float) -> dict[str, float]:
-        """What Ray sets aside for one worker.
+        """Ray's resources for one worker.
 
         Args:
             cpus: Processors.
@@ -104,9 +104,9 @@ class VllmSettings:
 
 
 def reading_engine(record: ModelRecord, tokenizer: PieceTokenizer) -> WeightlessEngine:
-    """A model as its store's record and its tokenizer tell it; no weights are opened."""
+    """A model from its stored record and its tokenizer, without weights."""
     refusal = MismatchError(
-        "the model runs in vLLM alone here, and only whole documents go there; encode without --engine vllm"
+        "the model runs only in vLLM here, which takes whole documents; encode without --engine vllm"
     )
     dtype, digest = getattr(torch, record.meta.dtype), record.model_config_digest
     return WeightlessEngine(
@@ -122,31 +122,31 @@ def encode_on_vllm(
     options: RunOptions | None = None,
     settings: RaySettings | None = None,
 ) -> Generator[Row]:
-    """Encode documents with a model that vLLM runs on Ray.
+    """Encode documents with vLLM on Ray.
 
-    The store has the model's record and profile already: these are made where the model is opened with transformers,
-    from a few documents. What several documents have in common is computed for each.
+    The store must already have the model's record and profile: encode a few documents with transformers first. Prefixes
+    that documents share are computed for each.
 
     Args:
-        open_corpus: Opens store and tokenizer, as a corpus with a ``reading_engine``; called in actors, so it is to be
-            picklable, and its store is one that all machines reach.
+        open_corpus: Opens store and tokenizer, as a corpus with a ``reading_engine``, in actors, so it must be
+            picklable, and all machines must reach the store.
         refs: The documents.
-        vllm: How vLLM runs the model.
-        options: What is encoded; nothing is forced, and no profile is fitted.
-        settings: How work is spread: ``actors`` are vLLMs, ``cpus`` of each worker; GPUs are those of ``vllm``.
+        vllm: vLLM's settings.
+        options: Encoding options; force, refit and profile are refused.
+        settings: Distribution: ``actors`` are vLLMs, ``cpus`` per worker; GPUs come from ``vllm``.
 
     Yields:
-        A row for each document, in the order given. ``prefill_s`` is from the first step of the model to the first
-        token, ``encode_s`` includes writing.
+        One row per document, in the order given. ``prefill_s`` is from the first step of the model to the first token,
+        ``encode_s`` includes writing.
 
     Raises:
-        ArgumentError: Ray or vLLM is not installed, the cluster is too small, or an option is none that vLLM serves.
+        ArgumentError: Ray or vLLM is missing, the cluster is too small, or an option is not supported.
         NotFoundError: The store has no profile.
         KvwireError: The corpus cannot be opened, or vLLM cannot run.
     """
     chosen, spread = options or RunOptions(), settings or RaySettings()
     if chosen.force or chosen.refit:
-        msg = "with vLLM nothing is forced and no profile is fitted; encode without --engine vllm for that"
+        msg = "vLLM supports neither --force nor fitting a profile; encode without --engine vllm for that"
         raise ArgumentError(msg)
     require("ray", "ray", "--engine vllm")
     if find_spec("vllm") is None:
@@ -171,7 +171,7 @@ def encode_on_vllm(
 
 
 def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any:  # noqa: ANN401 - Ray's
-    """Ray's processor, whose stage of vLLM tells what became of each document."""
+    """Ray's processor, with a vLLM stage that reports each document's outcome."""
     try:
         from ray.data.llm import build_processor, vLLMEngineProcessorConfig
     except ImportError as error:
@@ -184,7 +184,7 @@ def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any: 
             placement_group_config={"bundles": [vllm.bundle(spread.cpus)] * vllm.tensor_parallel},
             should_continue_on_error=True, log_engine_metrics=False,
         )  # fmt: skip
-    except ValueError as error:  # of pydantic
+    except ValueError as error:  # pydantic's
         words = error.errors(include_input=False) if hasattr(error, "errors") else error  # inputs hold secrets
         msg = f"Ray refuses these settings of vLLM: {words}"
         raise ArgumentError(msg) from error
@@ -219,7 +219,7 @@ def _is_due(row: Mapping[str, Any]) -> bool:
 
 
 def _request(row: dict[str, Any]) -> dict[str, Any]:
-    """A document as Ray's stage of vLLM takes it: its cache, and one token that is not read."""
+    """A document as a request of Ray's vLLM stage: save its cache, generate one token."""
     name, head = json.loads(row["row"])["id"], _ids(row["head"])
     save = {"save": name} | ({"head": len(head)} if head else {})
     params = {
@@ -235,7 +235,7 @@ def _ids(data: bytes) -> list[int]:
 
 
 def _profile(corpus: Corpus) -> str:
-    """Digest of the profile that the connector will encode with."""
+    """Digest of the connector's profile."""
     if corpus.profile() is None or (found := corpus.encoder().prepare(list)) is None:
         msg = (
             "the store has no profile of this model, and vLLM fits none: encode a few documents into it without "
@@ -247,7 +247,7 @@ def _profile(corpus: Corpus) -> str:
 
 
 def _most_engines(nodes: Sequence[Mapping[str, Any]], vllm: VllmSettings, cpus: float) -> int:
-    """How many vLLMs the cluster has room for, each on one machine."""
+    """Number of vLLMs that fit the cluster, each on one machine."""
     needs = {name: each * vllm.tensor_parallel for name, each in vllm.bundle(cpus).items() if each}
     alive = [node["Resources"] for node in nodes if node.get("Alive", True)]
     fitting = sum(min((int(has.get(name, 0) // each) for name, each in needs.items()), default=1) for has in alive)
@@ -256,7 +256,7 @@ def _most_engines(nodes: Sequence[Mapping[str, Any]], vllm: VllmSettings, cpus: 
 
 
 def _check_room(nodes: Sequence[Mapping[str, Any]], vllm: VllmSettings, cpus: float) -> None:
-    """Refuse what Ray would wait for, for ever."""
+    """Refuse requirements that Ray would wait for without end."""
     is_spread = vllm.engine_args.get("distributed_executor_backend") == "ray"
     if is_spread or _most_engines(nodes, vllm, cpus) > 0:
         return
@@ -272,7 +272,7 @@ def _check_room(nodes: Sequence[Mapping[str, Any]], vllm: VllmSettings, cpus: fl
 
 
 class _Member:
-    """An actor beside the model: it opens the store, and says of each document where it cannot."""
+    """An actor next to the model, with a store; if that does not open, its error goes to every document."""
 
     def __init__(self, open_corpus: Callable[[], Corpus], profile: str, options: RunOptions) -> None:
         """Open store and tokenizer."""
@@ -288,7 +288,7 @@ class _Member:
 
 
 class Reader(_Member):
-    """What an actor runs before the model: documents are read, tokenised and looked up."""
+    """First actor: reads, tokenises and looks up documents."""
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
         """Read documents."""
@@ -313,10 +313,10 @@ class Reader(_Member):
 
 
 class OutcomeReader(_Member):
-    """What an actor runs behind the model: it reads from the catalog what became of documents."""
+    """Last actor: reads each document's outcome from the catalog."""
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Tell."""
+        """Make the rows."""
         rows = []
         for line, ids, outcome in zip(batch["row"], batch["ids"], batch[OUTCOME], strict=True):
             row, said = Row.from_dict(json.loads(line)), json.loads(outcome)
@@ -334,7 +334,7 @@ class OutcomeReader(_Member):
             raise error_of(said["error"], said["message"])
         found = self._encoder.known(Document(row.id, ids), self._profile)
         if found is None:
-            msg = f"vLLM's worker has saved it, and the store has not got it; {_UNTOLD}"
+            msg = f"vLLM's worker saved it, but the store does not have it; {_UNTOLD}"
             raise StorageError(msg)
         for each in self._indexes:
             each.add(found.entry, ids, is_new=True, opening=opening_of(found.info))
@@ -342,7 +342,7 @@ class OutcomeReader(_Member):
 
 
 def error_of(kind: str, message: str) -> KvwireError:
-    """The error that a worker met."""
+    """A worker's error, from its type's name."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, KvwireError):
         return found(message)

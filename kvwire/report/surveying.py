@@ -1,4 +1,4 @@
-"""What a store holds, as its catalogs and listings say it; of blobs, a sample of headers is read and nothing else."""
+"""Survey of a store from its catalogs and listings; of blobs, only sampled headers are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_NAMED = 20
-"""Of what is wrong, so many are named; the rest is counted."""
+"""Problems listed by name; the rest is counted."""
 _DAY_S = 86400.0
 _BLOB, _UNKNOWN = "blob", "of no known kind"
 _TELL_EVERY = 256
@@ -29,12 +29,12 @@ _TELL_EVERY = 256
 
 @dataclass
 class LevelTotal:
-    """One level over all documents that have it.
+    """One level, summed over all documents that have it.
 
     Attributes:
-        documents: How many have it.
-        tokens: Of these.
-        bytes: To fetch for it, coarser levels included.
+        documents: Number of documents.
+        tokens: Their tokens.
+        bytes: Bytes to fetch, coarser levels included.
     """
 
     documents: int = 0
@@ -44,12 +44,12 @@ class LevelTotal:
 
 @dataclass
 class Wrong:
-    """Something that is not as it should be.
+    """One kind of problem.
 
     Attributes:
-        count: How often.
-        bytes: Of these objects, where that is known.
-        named: The first few.
+        count: Number of cases.
+        bytes: Size of these objects, if known.
+        named: Names of the first few.
     """
 
     count: int = 0
@@ -57,7 +57,7 @@ class Wrong:
     named: list[str] = field(default_factory=list)
 
     def add(self, name: str, size: int = 0) -> None:
-        """Count one more."""
+        """Count one case."""
         self.count += 1
         self.bytes += size
         if len(self.named) < MOST_NAMED:
@@ -66,27 +66,27 @@ class Wrong:
 
 @dataclass
 class ConfigSurvey:
-    """What a tenant has of one model configuration.
+    """Content of a tenant for one model configuration.
 
     Attributes:
         tenant: The tenant's salted hash.
         config: The configuration's digest.
-        model_id: Of the model; empty where no record says so.
-        window: Tokens that a prompt of the model may hold; 0: not known.
-        documents: In the catalog.
-        texts_only: Documents of which the text alone is kept.
-        tokens: Of all documents.
+        model_id: The model's name; empty without a record.
+        window: Longest prompt of the model in tokens; 0: not known.
+        documents: Number of catalog entries.
+        texts_only: Documents stored as text only.
+        tokens: Length of all documents.
         lengths: Documents by length, in powers of two: key ``n`` counts those of ``2**n`` to ``2**(n+1) - 1`` tokens.
         levels: By name, in the order of the first document that has them.
         objects: Number and bytes of content by kind, ``blob`` first.
-        ages: Blobs by age in whole days, -1 where the store does not tell.
+        ages: Blobs by age in whole days, -1 if the store does not say.
         profiles: Documents by the digest of their profile.
         damaged: Catalog entries that cannot be read.
-        missing: Documents whose blob is not there.
-        unnamed: Blobs that no document names; none where an entry cannot be read.
-        unknown: Objects that lie where none of a known kind does.
+        missing: Documents whose blob is gone.
+        unnamed: Blobs that no document names; none if an entry cannot be read.
+        unknown: Objects of no known kind.
         sample: Headers of some documents, by document id.
-        unread: Of the sample, headers that cannot be read.
+        unread: Sampled headers that cannot be read.
     """
 
     tenant: str
@@ -110,24 +110,24 @@ class ConfigSurvey:
 
     @property
     def bytes(self) -> int:
-        """Of all content."""
+        """Bytes of all content."""
         return sum(total.bytes for total in self.objects.values())
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found that readers would miss."""
+        """Whether no problem affects readers."""
         return not (self.damaged.count or self.missing.count or self.unread.count or self.unknown.count)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found in a store.
+    """Content of a store.
 
     Attributes:
         store: Its address.
-        at: When, in Unix seconds.
-        configs: By tenant and model configuration, the largest first.
-        seconds: That it took.
+        at: Unix time of the survey.
+        configs: By tenant and model configuration, largest first.
+        seconds: Its duration.
     """
 
     store: str
@@ -144,18 +144,18 @@ def survey(
     sample: int = 16,
     on_progress: Callable[[int], None] | None = None,
 ) -> Survey:
-    """Look through a store's catalogs and listings.
+    """Survey a store's catalogs and listings.
 
     Args:
         store: The store.
         tenant_hash: One tenant only.
-        keyring: To read what is sealed; of a tenant whose key is missing no more is told than its listing.
-        sample: Documents of each configuration whose header is read: those with the least digests, so that the same
-            store gives the same sample.
-        on_progress: Called with how many more objects were looked at.
+        keyring: Keys of sealed objects; tenants without a key are surveyed by listing only.
+        sample: How many headers to read per configuration: those with the least digests, so that a store always gives
+            the same sample.
+        on_progress: Called with the number of further objects read.
 
     Returns:
-        What was found.
+        The survey.
 
     Raises:
         ArgumentError: ``sample`` is negative.
@@ -172,7 +172,7 @@ def survey(
             one = _Surveyor(catalog, space, at, on_progress)
             try:
                 one.run(sample)
-            except AuthError as error:  # sealed, and there is no key for it: what was listed is told
+            except AuthError as error:  # sealed without a key: report the listing
                 one.found.damaged.add(f"the catalog: {error}")
             found.append(one.found)
     found.sort(key=lambda each: (-each.bytes, each.tenant, each.config))
@@ -180,16 +180,16 @@ def survey(
 
 
 class _Surveyor:
-    """Goes through one configuration."""
+    """Surveys one configuration."""
 
     def __init__(self, catalog: Catalog, space: KeySpace, at: float, on_progress: Callable[[int], None] | None) -> None:
         self._catalog, self._space, self._at = catalog, space, at
         self._tell = on_progress or (lambda _: None)
         self.found = ConfigSurvey(catalog.tenant, space.config)
-        self._blobs: dict[bytes, int] = {}  # by digest: the size, so that a million take some hundred megabytes
+        self._blobs: dict[bytes, int] = {}  # size by digest, to hold a million in some hundred megabytes
 
     def run(self, sample: int) -> None:
-        """Listing first: a blob that is written meanwhile is then asked for when its entry is read."""
+        """Survey: listing first, so that a blob written meanwhile is looked up when its entry is read."""
         self._read_model()
         self._list()
         chosen = self._read_entries(sample)
@@ -223,7 +223,7 @@ class _Surveyor:
         found.objects = {name: total for name, total in found.objects.items() if total.documents}
 
     def _read_entries(self, sample: int) -> list[CatalogEntry]:
-        """Count documents; returns those whose headers are to be read, in order of length."""
+        """Count documents; returns a sample of them in order of length."""
         found = self.found
         chosen: list[tuple[int, str, CatalogEntry]] = []
         named: set[bytes] = set()
@@ -252,7 +252,7 @@ class _Surveyor:
         return sorted((entry for *_, entry in chosen), key=lambda entry: (entry.tokens, entry.document_id))
 
     def _is_there(self, key: str) -> bool:
-        """Whether a blob that was not listed is there by now: it may have been written since."""
+        """Whether an unlisted blob exists by now: it may have been written since."""
         try:
             self._catalog.store.stat(key)
         except NotFoundError:
@@ -285,7 +285,7 @@ class _Surveyor:
 
 
 def _keep_least(heap: list[tuple[int, str, CatalogEntry]], item: tuple[int, str, CatalogEntry], most: int) -> None:
-    """A heap of the greatest negated digests: what comes out at its top is the greatest digest that was kept."""
+    """Keep the ``most`` least digests, in a heap of negated ones: its top is the greatest digest kept."""
     if len(heap) < most:
         heapq.heappush(heap, item)
     elif most and item[:2] > heap[0][:2]:

@@ -1,4 +1,4 @@
-"""What a load is asked, and what it gives: the first token, how it came about, and where the time went."""
+"""Input and output of a load: the first token, how it came about, and where the time went."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Timing:
 
     Attributes:
         ttft_s: From the call to the first token, catalog lookups included.
-        fetch_s: Until the last byte that was used arrived.
-        decode_s: Compute spent on decoding chunks, in part while fetching.
-        recompute_s: Compute spent on recomputing chunks, in part while fetching.
-        link_s: Making the engine's cache, and adding the mean shift of links.
+        fetch_s: Until the last used byte arrived.
+        decode_s: Compute time of decoding chunks, partly during fetches.
+        recompute_s: Compute time of recomputing chunks, partly during fetches.
+        link_s: Building the engine's cache, and adding the mean shift of links.
         query_s: The question's forward pass.
-        repair_s: Choosing rows of the prompt and computing them anew, in part while fetching.
-        look_s: Running the question on coarse levels while finer ones were fetched, to see which of these matter.
-        front_s: Computing what stands before the question: system text, a chat's head, markers and link tokens.
+        repair_s: Choosing and recomputing rows of the prompt, partly during fetches.
+        look_s: Running the question on coarse levels during fetches of finer ones, to rank these.
+        front_s: Computing the tokens before the question: system text, a chat's head, markers and link tokens.
     """
 
     ttft_s: float
@@ -52,14 +52,14 @@ class Reuse:
     """Where the tokens of a prompt came from.
 
     Attributes:
-        document: The stored document that the prompt begins with; empty: none does.
-        loaded: How many of the prompt's tokens came from the store.
-        computed: How many were computed.
-        saved: The document that prompt and answer are kept as; empty where they are not.
-        donors: Names of the similar documents whose rows were moved into the prompt, and how many tokens of each.
-        holes: How many tokens between these were computed.
-        repaired: How many moved rows were computed anew.
-        error: KL divergence that such edits had when the model was checked; None where it was not.
+        document: The stored document that the prompt begins with; empty without one.
+        loaded: Number of the prompt's tokens loaded from the store.
+        computed: Number of computed tokens.
+        saved: The document in which prompt and answer were saved; empty if they were not.
+        donors: Names of the similar documents whose rows were moved into the prompt, with the number of tokens of each.
+        holes: Number of tokens computed between these.
+        repaired: Number of moved rows that were recomputed.
+        error: KL divergence of such edits when the model was checked; None if it was not.
     """
 
     document: str
@@ -81,32 +81,29 @@ class Answer:
         logits: Of the question's last token, float32 ``[vocabulary]``.
         tokens: Token ids of the answer.
         text: The answer in words.
-        prompt: The linked cache of all documents. Its tensors are views of memory that also holds what was computed
-            behind it, of question and answer; clone them before they are saved or kept.
-        decisions: What the controller decided for the chunks.
-        reason: Why it decided so, in words.
+        prompt: The linked cache of all documents. Its tensors are views of memory that also holds question and answer;
+            clone them before storing them.
+        decisions: The controller's decisions for the chunks.
+        reason: The reason for them, in words.
         timing: Where the time went.
-        bytes: Fetched, headers included.
-        misses: What went wrong on the way and was healed by recomputing, or with a lower level, in words; and a
-            question that begins with a BOS.
-        predicted_s: The time to first token that the first complete plan expected, counted from the asking; None where
-            there was none.
-        error: Mean over the documents' tokens of the measured errors of the levels in use; a recomputed chunk counts
-            with its blob's finest.
-        repair: Which rows of the prompt were computed anew, and what that took; None where none were.
-        front: Tokens from the prompt's beginning on that saw all that stands before them before anything was repaired:
-            the first document, or behind a system text what of it was recomputed, and what was recomputed behind it
-            where links are repaired; 0 where a layout computes tokens before the question.
-        link_warning: Why documents that do not see each other make this answer doubtful, as far as the model was
-            measured (``kvwire check-model``); empty where nothing says so.
-        computed: How many tokens were computed before the question: system text, a chat's head, a layout's markers
-            and link tokens.
-        shifted: To how many tokens of the prompt the learnt mean shift of linked documents was added, before any row
-            was computed anew.
-        document_kl: Of each document, the KL divergence from exact caches to expect of the levels that it came at, in
-            nats, the mean over its tokens: chunks that were recomputed have 0. None where its blob has no prediction.
-        expected_kl: The same of the whole prompt, the mean over the documents' tokens; None where one is not known.
-        reused: Of a prompt or a turn of a session, where its tokens came from; None of documents that were named.
+        bytes: Bytes fetched, headers included.
+        misses: In words: faults healed by recomputing or a lower level, and a question that begins with a BOS.
+        predicted_s: Time to first token from the first complete plan; None without one.
+        error: Mean over the documents' tokens of the measured errors of their levels; recomputed chunks count with
+            their blob's finest.
+        repair: The recomputed rows of the prompt, and their cost; None without any.
+        front: Tokens from the prompt's beginning on that saw all tokens before them even without repair: the first
+            document, or after a system text its recomputed beginning, with what was recomputed after it if links are
+            repaired; 0 if a layout computes tokens before the question.
+        link_warning: Why linking makes this answer doubtful, as measured by ``kvwire check-model``; empty without a
+            reason.
+        computed: Number of tokens computed before the question: system text, a chat's head, a layout's markers and link
+            tokens.
+        shifted: Number of the prompt's tokens to which the mean shift was added, before any repair.
+        document_kl: For each document, the expected KL divergence of its levels from exact caches, in nats, mean over
+            its tokens: recomputed chunks have 0. None if its blob has no prediction.
+        expected_kl: The same for the whole prompt, mean over the documents' tokens; None if one is not known.
+        reused: For a prompt or a session's turn, where its tokens came from; else None.
     """
 
     first_token: int
@@ -133,14 +130,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class ChatAsked:
-    """A chat as it was asked for, and as it was rendered."""
+    """A chat as requested and as rendered."""
 
     chat: Chat
     question: str
     rendered: RenderedChat
 
     def apart(self, engine: Engine, documents: Sequence[Sequence[int] | None]) -> str:
-        """Where the prompt's tokens are not the template's, in words; empty where they are, or nobody knows."""
+        """First difference from the template's tokens, in words; empty if there is none, or it cannot be known."""
         known = [ids for ids in documents if ids and min(ids) >= 0 and max(ids) < engine.vocabulary_size]
         if len(known) < len(documents):
             return ""
@@ -152,13 +149,13 @@ class ChatAsked:
 
 @dataclass(frozen=True)
 class Asked:
-    """Token ids around documents.
+    """Tokens around documents.
 
     Attributes:
-        question: Behind them.
-        system: Before them.
-        stop: Token ids that end the answer, besides the model's own.
-        chat: Where a chat was asked for.
+        question: Token ids after them.
+        system: Token ids before them.
+        stop: Further token ids that end the answer.
+        chat: The chat, if there is one.
     """
 
     question: Sequence[int]
@@ -168,7 +165,7 @@ class Asked:
 
 
 def level_kl(info: BlobInfo, level: int | None) -> float | None:
-    """Look up what a blob expects of a level."""
+    """Expected KL divergence of a blob's level; None if not known."""
     if level is None:
         return 0.0
     if info.levels[level].lossless:
@@ -177,7 +174,7 @@ def level_kl(info: BlobInfo, level: int | None) -> float | None:
 
 
 def floor_trouble(info: BlobInfo, max_kl: float, floor: int | None = None, ceiling: int | None = None) -> str:
-    """Say in words where levels may be fetched of which a greater KL divergence is expected than is wanted."""
+    """Describe a fetchable level with a greater expected KL divergence than allowed; empty without one."""
     lossy = len(fetched_levels(info))
     own = kl_floor(info, max_kl)
     if floor is not None:
@@ -198,7 +195,7 @@ def floor_trouble(info: BlobInfo, max_kl: float, floor: int | None = None, ceili
 
 
 def with_expected_kl(answer: Answer, infos: Sequence[BlobInfo | None]) -> Answer:
-    """Add to an answer which KL divergence is expected of the levels that its documents came at."""
+    """Add the expected KL divergence of the documents' levels to an answer."""
     tokens, sums = [0] * len(infos), [0.0] * len(infos)
     unknown: set[int] = set()
     for decision in answer.decisions:

@@ -1,4 +1,4 @@
-"""Calibration of a corpus: texts that a profile is fitted on, and texts that its errors are measured on."""
+"""Calibration of a corpus: texts to fit a profile on, and texts to measure its errors on."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 _progress = logging.getLogger("kvwire.progress")
 HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
-"""Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
-the fit for that."""
+"""For measuring errors: most texts, and least tokens in total; with fewer tokens, one of so many texts is held out of
+the fit."""
 
 
 class _Texts:
-    """Calibration texts, as the level kinds' ``fit`` asks for them."""
+    """Calibration texts as inputs of the level kinds' ``fit``."""
 
     def __init__(
         self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], coding: Coding
@@ -75,7 +75,7 @@ class _Texts:
         _progress.info("measuring what errors do to answers, level by level")
         layout = self._coding.layout
         texts, compute = self._others or self._chosen, None
-        if layout.anchors:  # a document that is cut within a chunk would be none of the layout
+        if layout.anchors:  # a document cut inside a chunk would not match the layout
             texts = [own_tokens(layout, ids, self._engine.vocabulary_size) for ids in texts]
             compute = partial(compute_cached, self._engine, layout)
         profile = calibrate_error(self._engine, profile, texts, ladder, compute)
@@ -88,9 +88,8 @@ def calibration_texts(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Texts to fit on, up to that many tokens, and others to measure errors on: seen text flatters a profile.
 
-    The others are what comes next, the rest of a text that was cut included. Where that is less than ``HELD_TOKENS``
-    and less than half of what is fitted on, every sixth text is kept out of the fit, if there are that many. Else there
-    are none.
+    The others come next, with the rest of a cut text. If they are less than ``HELD_TOKENS`` and less than half of the
+    fit, every sixth text is held out of the fit instead, if there are that many; else there are none.
     """
     chosen: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
@@ -111,7 +110,7 @@ def calibration_texts(
 def texts_to_fit_on(
     engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """``calibration_texts`` as they are computed: cut between documents' own tokens, with the layout's anchors."""
+    """``calibration_texts`` as computed: cut between documents' own tokens, with the layout's anchors."""
     layout = coding.layout
     chosen, others = calibration_texts([without_anchors(engine, coding, each) for each in documents], tokens)
     if layout.anchors:
@@ -121,25 +120,25 @@ def texts_to_fit_on(
 
 
 def tokens_to_take(coding: Coding, documents: Sequence[Document]) -> int:
-    """How many of documents' tokens a profile is fitted on: see ``Coding.calibration_tokens``."""
+    """Number of documents' tokens to fit on: see ``Coding.calibration_tokens``."""
     available = sum(len(document.token_ids) for document in documents)
     return EXTENTS[coding.calibration] if coding.layout.anchors else coding.calibration_tokens(available)
 
 
 def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Document]) -> int:
-    """On how much text a profile would be fitted, as profiles note it: of documents with anchors what is stored."""
+    """Number of stored tokens in a fit, as profiles note it; without anchors all tokens are stored."""
     most = tokens_to_take(coding, documents)
     return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, most)[0])
 
 
 def _stored(layout: LinkLayout, texts: Sequence[Sequence[int]]) -> int:
-    """Tokens of texts that a layout keeps."""
+    """Tokens of texts that a layout stores."""
     kept = [(len(ids), layout.cache_stored(len(ids))) for ids in texts]
     return sum(length if stored is None else int(stored.sum()) for length, stored in kept)
 
 
 def opens(engine: Engine, coding: Coding) -> int:
-    """How many opening tokens, such as BOS, documents are computed behind; those with soft tokens have none."""
+    """Number of opening tokens, such as BOS, before documents; 0 with soft tokens."""
     return len(engine.opening_tokens) if min(coding.layout.cached_tokens, default=0) >= 0 else 0
 
 
@@ -163,7 +162,7 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
 
 
 def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
-    """A document as it is computed: with the tokens that the layout puts into its cache."""
+    """Add the tokens that the layout puts into a document's cache."""
     layout, ids = coding.layout, document.token_ids
     if layout.cached_tokens:
         ids = stored_tokens(layout, ids, engine.vocabulary_size)
@@ -171,7 +170,7 @@ def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
 
 
 def without_anchors(engine: Engine, coding: Coding, document: Document) -> Document:
-    """A document that can be cut anywhere: one that is cut within a chunk of the layout would be none of it."""
+    """Remove anchors, so that the document can be cut anywhere."""
     layout, ids = coding.layout, document.token_ids
     own = own_tokens(layout, ids, engine.vocabulary_size) if layout.anchors else ids
     return document if own == ids else replace(document, token_ids=own)
@@ -180,7 +179,7 @@ def without_anchors(engine: Engine, coding: Coding, document: Document) -> Docum
 def compute_document(
     engine: Engine, ids: Sequence[int], coding: Coding, neutral: int = 0
 ) -> tuple[KVCache, tuple[int, ...]]:
-    """A document's cache behind as many neutral tokens, and all tokens that it was computed behind."""
+    """Compute a document's cache after ``neutral`` neutral tokens; returns also all tokens before it."""
     opening = opening_of(engine, ids)
     if coding.layout.anchors is not None:
         return compute_stored(engine, coding.layout, ids), ()
@@ -195,14 +194,13 @@ def compute_document(
 
 _log = logging.getLogger("kvwire.runtime")
 _ALIGNED = 16
-"""Each tensor begins at a multiple of so many bytes of its file."""
+"""Alignment of tensors in their file, in bytes."""
 
 
 def spilled(caches: Iterable[KVCache], total: int, folder: Path | None = None) -> list[KVCache]:
-    """Write caches to files as they come and give them back mapped: the system keeps of them what memory has room for.
+    """Write caches to files as they come and map them, so that the system may evict them from memory.
 
-    The files have no name any more once they are mapped, and go with the caches. A cache for which the disk has no room
-    stays in memory.
+    The files are unlinked once mapped, and vanish with the caches. If the disk is full, a cache stays in memory.
     """
     from tqdm import tqdm
 
@@ -220,7 +218,7 @@ def _on_disk(cache: KVCache, folder: Path | None) -> KVCache:
         try:
             mapped = list(_mapped(tensors, file.file, path))
         finally:
-            with suppress(OSError):  # where a mapped file keeps its name, the system's cleaning takes it
+            with suppress(OSError):  # systems that cannot unlink a mapped file clean it up later
                 path.unlink()
         return replace(cache, keys=mapped[: len(cache.keys)], values=mapped[len(cache.keys) :])
     _log.warning("no room for a cache of %d bytes among temporary files; it stays in memory", cache.nbytes)
@@ -228,7 +226,7 @@ def _on_disk(cache: KVCache, folder: Path | None) -> KVCache:
 
 
 def _mapped(tensors: list[Tensor], file: IO[bytes], path: Path) -> Iterator[Tensor]:
-    """All of them in one file, mapped at their places."""
+    """Map all tensors of one file."""
     for tensor in tensors:
         bytes_of = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         file.write(bytes_of.numpy().data)
@@ -245,23 +243,23 @@ def _mapped(tensors: list[Tensor], file: IO[bytes], path: Path) -> Iterator[Tens
 
 _log = logging.getLogger("kvwire.runtime")
 SAVE_S = 60.0
-"""Seconds between two writings of the file: sums of a wide model take gigabytes."""
+"""Seconds between writes of the file: sums of a wide model take gigabytes."""
 _DIGEST = "digest"
 _DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error)
-"""What reading an archive raises where it is none."""
+"""Errors of reading a damaged archive."""
 
 
 class MomentFile:
-    """What ``fit_profile`` tells of its progress, on a terminal, and in a file where one is named."""
+    """Progress of ``fit_profile``, shown on a terminal, and saved in a file if one is named."""
 
     def __init__(self, path: Path | None, save_s: float = SAVE_S) -> None:
-        """Read nothing yet."""
+        """Do not read yet."""
         self._path, self._save_s = path, save_s
         self._digest, self._saved_at = "", time.monotonic()
         self._bar: object = None
 
     def recall(self, digest: Callable[[], str]) -> Moments | None:
-        """Read the file, where there is one."""
+        """Read the file, if there is one."""
         if self._path is None:
             return None
         self._digest = digest()
@@ -283,7 +281,7 @@ class MomentFile:
         return known
 
     def keep(self, arrays: Callable[[], Moments], total: int) -> None:
-        """Show that one more cache was summed, and write the file where it is time to."""
+        """Show one more summed cache, and write the file if it is due."""
         self._show(total)
         now = time.monotonic()
         if self._path is None or now - self._saved_at < self._save_s:
@@ -309,6 +307,6 @@ class MomentFile:
                 self._bar.close()
 
     def done(self) -> None:
-        """Delete the file: the profile is there."""
+        """Delete the file, once the profile is stored."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)

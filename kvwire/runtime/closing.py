@@ -1,4 +1,4 @@
-"""From the last chunk to the answer: repair, the question's pass, generation, and what is kept of it."""
+"""From the last chunk to the answer: repair, the question's pass, generation, and saving of repaired rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _KEEPING_S = 60.0
 _KEPT_SHARE = 0.25
-"""Share of what is left of a deadline that rows of an earlier repair may still take to come."""
+"""Share of the remaining time to wait for rows of an earlier repair."""
 _BOS = (
     "the question begins with a BOS, which the tokenizer puts in front of whole texts: the prompt has one at its head, "
     "and this one stands behind documents; make the question's token ids with engine.tokenize(text, place='last'), or "
@@ -47,7 +47,7 @@ _BOS = (
 
 
 class CompletedLoad(NamedTuple):
-    """A load that ended, when it was begun, and how long finding its documents took."""
+    """A finished load, its start, and the time spent finding its documents."""
 
     driver: ControllerDriver
     load: Load
@@ -58,10 +58,10 @@ class CompletedLoad(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Closing:
-    """What follows the last chunk. done: instant of the first token.
+    """Result of closing. done: instant of the first token.
 
-    beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired. shifted: tokens
-    that the mean shift was added to.
+    beyond_s: total time without repair and the expected pass. trouble: why nothing was repaired. shifted: tokens that
+    got the mean shift.
     """
 
     past: Any
@@ -77,10 +77,10 @@ class Closing:
 
 
 class AnswerStage:
-    """Answers questions on prompts that are filled, for one loader.
+    """Answers questions on complete prompts, for one loader.
 
     Attributes:
-        keeper: Keeps what repairs computed; None: nobody does.
+        keeper: Stores repaired rows; None: they are not stored.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AnswerStage:
         self._shifts: ShiftReader | None = None
 
     def begin(self, links: LinkPlan, documents: int) -> None:
-        """Begin to read what a load will need at its end, beside its chunks; on the session's loop."""
+        """Start reads for the load's end, while its chunks are fetched; on the session's loop."""
         if not links.shift or documents == 1:
             return
         if self._shifts is None:
@@ -106,11 +106,11 @@ class AnswerStage:
 
     @property
     def trouble(self) -> str:
-        """Why links can never be repaired; empty where they may."""
+        """Why links can never be repaired; empty if they can."""
         return self._repairer.trouble
 
     def close(self) -> None:
-        """Wait for what is being kept."""
+        """Wait until repaired rows are stored."""
         if self._keeping is not None:
             with suppress(TimeoutError, CancelledError):
                 self._keeping.result(_KEEPING_S)
@@ -119,16 +119,16 @@ class AnswerStage:
         self, filled: CompletedLoad, goal: Goal, question: list[int], tokens: int,
         stop: frozenset[int] = frozenset(), then: Then | None = None, edit: Edit | None = None,
     ) -> Answer:  # fmt: skip
-        """Repair the prompt where it is to be, or edit it, run the question, and generate."""
+        """Repair the prompt if wanted, or edit it; run the question, and generate."""
         driver, load, finish, started, asked_s = filled
-        finish = replace(finish, front=load.front_of(finish))  # the controller counts documents' tokens
+        finish = replace(finish, front=load.front_of(finish))  # the controller counts documents' tokens only
         due = None if goal.deadline_s is None else started + goal.deadline_s
         found = await self._kept_rows(load, finish, due)
         shift = await self._shift(load, finish, due)
         close = partial(self._close, load, question, finish, due, found, shift)
         closing = await driver.compute(partial(edit, load, self._estimates, due) if edit else close)
         is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
-        repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
+        repair_s = 0.0 if is_short else closing.repair_s  # excluded from estimates
         if load.is_finished:
             tokens_there = load.work.prompt.cache.tokens
             driver.tell(ev.PromptAssembled(load.work.number, tokens_there, closing.beyond_s, repair_s))
@@ -182,7 +182,7 @@ class AnswerStage:
         return RepairKeeper(corpus, view, self._settings.kept_bytes, self._engine.opening_tokens)
 
     async def _kept_rows(self, load: Load, finish: ev.Finish, due: float | None) -> KeptLookup | None:
-        """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
+        """Stored rows of earlier repairs of this prompt, if rows are to be repaired and these are usable."""
         if not finish.repair or load.work.prompt.cache.kept is not None:
             return None
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
@@ -193,7 +193,7 @@ class AnswerStage:
         return found if found.kept.suits(load.documents, finish.decisions) else None
 
     async def _shift(self, load: Load, finish: ev.Finish, due: float | None) -> LinkShift | None:
-        """What is added to the prompt, where it is linked as those that it was learnt on, and not computed whole."""
+        """The mean shift, if the prompt is linked like those it was learnt on, and not computed whole."""
         if not load.links.shift or not load.takes_shift or finish.repair >= 1 or self._shifts is None:
             return None
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
@@ -204,7 +204,7 @@ class AnswerStage:
         return found
 
     def _keep(self, load: Load, repaired: Repaired | None, found: KeptLookup | None, finish: ev.Finish) -> None:
-        """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
+        """Store a prompt's repaired rows in a thread; skipped while an earlier load's are being stored."""
         if load.place.laid_out is not None:
             return  # such rows saw more than documents
         if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
@@ -251,7 +251,7 @@ class AnswerStage:
     async def _generate(
         self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int, stop: frozenset[int]  # noqa: ANN401
     ) -> list[int]:  # fmt: skip
-        """Greedy continuation, token by token, so that other loads get their turns in between."""
+        """Greedy continuation token by token, so that other loads get turns in between."""
         out = [first]
         while len(out) < tokens and out[-1] not in stop:
             step = partial(self._engine.generate, past, out[-1], start + len(out) - 1, 2)
@@ -263,16 +263,16 @@ class AnswerStage:
 
 
 def _share(repaired: Repaired | None, finish: ev.Finish, tokens: int) -> float:
-    """Share of the prompt's rows that was computed anew, 1 where all of it was computed behind each other."""
+    """Share of the prompt's rows that were repaired; 1 if the whole prompt was computed in sequence."""
     if finish.front >= tokens:
         return 1.0
     if repaired is None or not repaired.is_cut:
         return finish.repair if repaired else 0.0
-    return 0.0  # what was measured of a share is not measured of its beginning
+    return 0.0  # costs measured for a whole share do not apply to its beginning
 
 
 def _error(load: Load, decisions: Sequence[Decision]) -> float:
-    """Mean over tokens of the errors that chunks ended with."""
+    """Mean over tokens of the chunks' final errors."""
     total, tokens = 0.0, 0
     for decision in decisions:
         given, chunk = load.work.inputs[decision.chunk.document], decision.chunk.chunk
@@ -285,21 +285,21 @@ _LATE = "the mean shift of links was not added: it has not come in time"
 
 
 class ShiftReader:
-    """Reads a model's shift once, beside the first load that adds it; to be used on the session's loop."""
+    """Reads a model's mean shift once, with the first load that needs it; use it on the session's loop."""
 
     def __init__(self, corpus: Corpus, session: Session, device: torch.device) -> None:
-        """Read nothing yet."""
+        """Do not read yet."""
         self._corpus, self._session, self._device = corpus, session, device
         self._reading: Future[LinkShift | str] | None = None
 
     def begin(self, digest: str) -> None:
-        """Begin to read, unless it was read or is being read."""
+        """Start to read, unless it was read or is being read."""
         known = self._reading
         if known is None or (known.done() and isinstance(known.result(), str)):
             self._reading = self._session.threads.blocking.submit(self._read, digest)
 
     def _read(self, digest: str) -> LinkShift | str:
-        """The shift, or why it cannot be had."""
+        """The shift, or why it cannot be read."""
         view = self._corpus.over(self._session.view(self._corpus.catalog.store, over_link=False))
         try:
             return view.link_shift(digest).on(self._device)
@@ -307,7 +307,7 @@ class ShiftReader:
             return f"the mean shift of links was not added: {error}"
 
     async def get(self, limit_s: float) -> LinkShift | str:
-        """What was read."""
+        """Wait for the result."""
         if self._reading is None:
             return _LATE
         if not self._reading.done():

@@ -1,4 +1,4 @@
-"""A corpus as readers see it: documents of one model in a store, looked up and decoded."""
+"""A corpus for readers: documents of one model in a store, to look up and decode."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _ALL_LEVELS = 1 << 30
 
 
 class CorpusReader:
-    """Documents of one model and one tenant in a store, to look up and decode; ``Corpus`` is the class to open.
+    """Documents of one model and one tenant in a store; ``Corpus`` is the class to open.
 
     Attributes:
-        catalog: Where entries, texts and profiles are found.
-        config: Digest of the model's cache layout, under which the catalog keeps all of this.
-        uses: Where loads are counted; None where they are not.
-        scope: Under which name loads are counted.
-        changes: How often this object wrote anything; kept entries are older than that.
+        catalog: Finds entries, texts and profiles.
+        config: Digest of the model's cache layout, part of all keys.
+        uses: Counts loads; None: not counted.
+        scope: Name under which loads are counted.
+        changes: Number of writes by this object; cached entries are older.
     """
 
     def __init__(self, model: Engine | ModelRecord, catalog: Catalog, uses: UseCounts | None) -> None:
-        """Keep the parts; nothing is read yet."""
+        """Keep the parts; nothing is read."""
         self._model, self.catalog, self.uses = model, catalog, uses
         self.config = model.meta.config_digest()
         self.scope = catalog.keys(self.config).root
-        self._origin = catalog  # later reads of a profile outlive the session that read its first sections
+        self._origin = catalog  # lazy reads of a profile outlive the session that began it
         self._profiles: dict[tuple[str, tuple[int, str] | None], AnyProfile] = {}  # by digest and outline
         self._reading: dict[str, threading.Lock] = {}
         self.changes = 0
 
     def over(self, store: Store) -> Self:
-        """The same corpus, read and written through another store object; both share their profiles."""
+        """The same corpus over another store object; both share their profiles."""
         other = copy(self)
         other.catalog = self.catalog.over(store)
         return other
@@ -61,12 +61,12 @@ class CorpusReader:
 
     @property
     def window(self) -> int:
-        """Most tokens that a prompt of the model may hold."""
+        """Longest prompt of the model in tokens."""
         return self._model.window
 
     @property
     def model_config_digest(self) -> str:
-        """SHA-256 of the model's own configuration file; empty where it is not known."""
+        """SHA-256 of the model's configuration file; empty if not known."""
         return self._model.model_config_digest
 
     def decode(
@@ -80,26 +80,26 @@ class CorpusReader:
         first: int = 0,
         begins: bool | None = None,
     ) -> KVCache:
-        """Read a document's blob, or its parts, and decode it; no engine is needed.
+        """Decode a document's blob, or its parts, without an engine.
 
-        Without its first tokens, a document is shorter and stands elsewhere, and its numbers still come from all of
-        it: what follows sees what it would see of the whole with these tokens masked.
+        Leaving out first tokens makes it shorter and moves it, but its numbers still come from all of it: later tokens
+        see what they would see of the whole with the first tokens masked.
 
         Args:
             document_id: The document's name in the catalog.
             level: Index (negative counts from the last), name, or None for the finest that is not lossless.
-            device: Where the output lies.
-            dtype: Of the output; None: the one that the cache was encoded from.
-            offset: Position of the first token that is kept; None leaves positions off.
-            first: How many tokens to leave out at the front, as a chat does that outgrows its window.
-            begins: Whether nothing stands before the document in its prompt, see ``BlobInfo.can_begin``; None: where
-                ``offset`` is 0. Say no to what is linked behind others.
+            device: Device of the output.
+            dtype: Of the output; None: the encoded cache's.
+            offset: Position of the first remaining token; None leaves positions off.
+            first: Number of first tokens to leave out, as a chat does that outgrows its window.
+            begins: Whether the document is first in its prompt, see ``BlobInfo.can_begin``; None: if ``offset`` is 0.
+                Use False for linking behind others.
 
         Returns:
             The cache.
 
         Raises:
-            NotFoundError: There is no such document, or only its text is kept.
+            NotFoundError: There is no such document, or only its text is stored.
             ArgumentError: There is no such level, or no token is left.
             CorruptError: The blob is damaged.
             MismatchError: It needs the first layers of the model, which only an engine can run.
@@ -135,7 +135,7 @@ class CorpusReader:
         return decoder.cache.slice(first, info.tokens) if first else decoder.cache
 
     def prefetch(self, documents: Sequence[str], level: int | str | None = None) -> None:
-        """Hint that documents will be loaded soon: a store with a cache fetches them in the background.
+        """Fetch documents in the background into the store's cache.
 
         Args:
             documents: Their names.
@@ -171,17 +171,17 @@ class CorpusReader:
     def profile(
         self, digest: str | None = None, *, outline: tuple[int, str] | None = None, level: int | None = None
     ) -> AnyProfile | None:
-        """Look up a profile; what was read is kept.
+        """Look up a profile; cached.
 
-        Where its outline is known, what levels up to ``level`` need is read, and the rest once something needs it.
+        With its outline, only the sections for levels up to ``level`` are read, and the rest when needed.
 
         Args:
-            digest: Of a stored profile; None for the one in use.
-            outline: See ``CatalogEntry.profile_outline``; of the one in use, the catalog knows.
-            level: Up to which level to read at once; None: all that decoding needs.
+            digest: Of a stored profile; None: the one in use.
+            outline: See ``CatalogEntry.profile_outline``; the catalog knows it for the one in use.
+            level: Finest level to read at once; None: all that decoding needs.
 
         Returns:
-            The profile; None where the corpus has none in use yet.
+            The profile; None if the corpus has none in use yet.
 
         Raises:
             NotFoundError: The profile is lost.
@@ -193,7 +193,7 @@ class CorpusReader:
             return None
         if (known := self._profiles.get((digest, outline))) is not None:
             return known
-        # Documents that are looked up at the same time share a reading.
+        # Concurrent look-ups share one read.
         with self._reading.setdefault(digest, lock_of_process()):
             if (known := self._profiles.get((digest, outline))) is None:
                 known = self._profiles[digest, outline] = self.catalog.profiles.open(
@@ -202,17 +202,17 @@ class CorpusReader:
             return known
 
     def profile_of(self, entry: CatalogEntry, level: int | None = None) -> AnyProfile | None:
-        """Look up the profile of a document; None where its blob needs none, or has its own. See ``profile``."""
+        """Look up a document's profile; None if its blob needs none, or has its own. See ``profile``."""
         if not entry.profile_digest:
             return None
         return self.profile(entry.profile_digest, outline=entry.profile_outline, level=level)
 
     def known_profile(self, entry: CatalogEntry) -> AnyProfile | None:
-        """The profile of a document where it was read before; None elsewhere."""
+        """A document's profile if cached, else None."""
         return self._profiles.get((entry.profile_digest, entry.profile_outline)) if entry.profile_digest else None
 
     def set_profile(self, profile: AnyProfile) -> None:
-        """Store a profile that fits the model, and use it for what is encoded from now on."""
+        """Store a profile that fits the model, and use it for encoding from now on."""
         profile.check_fits(self.meta)
         self.changes += 1
         digest = self.catalog.profiles.put(self.config, profile.data)
@@ -220,7 +220,7 @@ class CorpusReader:
         self._profiles |= {(digest, outline): profile for outline in (None, profile.outline)}
 
     def link_report(self) -> LinkReport | None:
-        """What ``kvwire check-model`` measured of this model's links; None where it was not run.
+        """Report of ``kvwire check-model`` on this model's links; None if it was not run.
 
         Raises:
             CorruptError: It is damaged.
@@ -229,12 +229,12 @@ class CorpusReader:
         return None if data is None else LinkReport.of_json(data)
 
     def set_link_report(self, report: LinkReport) -> None:
-        """Keep what was measured of this model's links, for all who load."""
+        """Store a report on this model's links, for all loads."""
         self.catalog.models.put_link_report(self.config, report.to_json())
         self.changes += 1
 
     def edit_report(self) -> EditReport | None:
-        """What ``kvwire check-model --edits`` measured of this model; None where it was not run.
+        """Report of ``kvwire check-model --edits`` on this model; None if it was not run.
 
         Raises:
             CorruptError: It is damaged.
@@ -245,15 +245,15 @@ class CorpusReader:
         return None if data is None else EditReport.of_json(data)
 
     def set_edit_report(self, report: EditReport) -> None:
-        """Keep what was measured of edited caches, for all who load."""
+        """Store a report on edited caches, for all loads."""
         self.catalog.objects.write(self.catalog.keys(self.config).edit_report, report.to_json())
         self.changes += 1
 
     def link_shift(self, digest: str) -> LinkShift:
-        """What is added to linked documents of this model.
+        """Read the mean shift of this model.
 
         Args:
-            digest: As the report on links names it.
+            digest: From the report on links.
 
         Returns:
             The shift.
@@ -271,55 +271,55 @@ class CorpusReader:
         return shift
 
     def set_link_shift(self, shift: LinkShift) -> None:
-        """Keep a shift; it is used, and stays, while the report on links names it, which is set afterwards."""
+        """Store a mean shift; set a report on links that names it afterwards, or it is unused and collected."""
         shift.check_fits(self.meta)
         self.catalog.models.put_link_shift(self.config, shift.data)
         self.changes += 1
 
     def index(self, scheme: str = "kvwire") -> PrefixIndex:
-        """The index by which prompts find the documents that they begin with.
+        """The index that finds documents by a prompt's beginning.
 
         Args:
-            scheme: How prompts are hashed: ``kvwire``, ``lmcache`` or ``sglang``, with the tokens of a chunk behind a
-                colon where they are not the usual ones.
+            scheme: Hash scheme: ``kvwire``, ``lmcache`` or ``sglang``, with an unusual number of tokens per chunk after
+                a colon.
 
         Returns:
-            The index, which keeps the texts that it read of late: to be made once.
+            The index, which caches texts, so make it once.
 
         Raises:
             ArgumentError: There is no such scheme.
         """
-        from kvwire.store import PrefixIndex  # most need none
+        from kvwire.store import PrefixIndex  # most loads need none
 
         return PrefixIndex(self.catalog, self.config, scheme)
 
     def donors(self, writer: str = "") -> DonorIndex:
-        """The index by which prompts find documents that are much like them.
+        """The index that finds documents similar to a prompt.
 
         Args:
-            writer: Namespace inside the tenant: what is kept in it is found by this writer alone. Empty: by all.
+            writer: Namespace inside the tenant, whose documents only this writer finds. Empty: the whole tenant's.
 
         Returns:
-            The index, which keeps the texts that it read of late: to be made once.
+            The index, which caches texts, so make it once.
         """
-        from kvwire.store import DonorIndex  # most need none
+        from kvwire.store import DonorIndex  # most loads need none
 
         return DonorIndex(self.catalog, self.config, writer)
 
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex | DonorIndex]:
-        """The indexes of some schemes, ``donors`` among them."""
+        """The indexes of several schemes, which may include ``donors``."""
         from kvwire.store import DONORS
 
         return [self.donors() if scheme == DONORS else self.index(scheme) for scheme in schemes]
 
     def count_use(self, document_id: str) -> None:
-        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer."""
+        """Count one use of a document, if uses are counted. Errors are ignored: they cost a count, not an answer."""
         if self.uses is not None:
             with suppress(KvwireError):
                 self.uses.add(self.scope, document_id)
 
     def text(self, entry: CatalogEntry) -> tuple[int, ...]:
-        """Token ids of a document, from beside its blob.
+        """Token ids of a document, stored next to its blob.
 
         Raises:
             NotFoundError: The text is lost.
@@ -331,10 +331,10 @@ class CorpusReader:
         return self.catalog.texts.of(self.config, entry)
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
-        """What the blob of an entry says of itself.
+        """Header of an entry's blob.
 
         Raises:
-            NotFoundError: Only the text is kept.
+            NotFoundError: Only the text is stored.
         """
         if entry.is_text:
             msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
@@ -342,7 +342,7 @@ class CorpusReader:
         return self.catalog.blobs.header(entry)
 
     def find(self, document_id: str) -> CatalogEntry:
-        """A document's entry.
+        """Find a document's entry.
 
         Raises:
             NotFoundError: The catalog has no such document; the message says how to encode it.
@@ -361,15 +361,15 @@ class CorpusReader:
         return entry
 
     def check_blob(self, info: BlobInfo, entry: CatalogEntry) -> None:
-        """Refuse a blob that is not the one to use, or that claims more tokens than the model takes.
+        """Refuse a blob other than the entry's, or with more tokens than the model takes.
 
         Args:
-            info: What the blob's header says.
+            info: The blob's header.
             entry: The entry that names the blob.
 
         Raises:
             MismatchError: The blob is of another model.
-            CorruptError: The blob is not what its entry names, or no cache of the model.
+            CorruptError: The blob does not match its entry, or is no cache of the model.
         """
         names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest, None)
         if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest, info.prefix):

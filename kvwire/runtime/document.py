@@ -1,4 +1,4 @@
-"""A document of a load: what the catalog says of it, and what was opened of it."""
+"""A document of a load: its catalog entry, and its open blob."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, KVCache, SegmentInfo, SoftTokensName
 
 _OPEN_SHARE = 0.25
-"""Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
+"""Share of a deadline for a header if the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
 _PROFILE_SHARE = 0.5
-"""Share of a deadline that a profile may take, likewise."""
+"""The same for a profile."""
 LEAST_PATIENCE_S = 2.0
-"""What only the store can tell is waited for until the deadline, and so long at least: a connection over a slow link
-takes a second, and then the answer is late, but there is one."""
+"""Seconds to wait for what only the store has, even past the deadline: a connection over a slow link takes a second,
+and a late answer is better than none."""
 CHANGED = "its text has changed since it was encoded; encode it again"
 
 
@@ -46,17 +46,16 @@ class FoundDocument:
     """What the catalog says of a document.
 
     Attributes:
-        corpus: Where it is looked for.
+        corpus: Corpus in which it was looked up.
         document_id: Its name there.
-        entry: What the catalog says; None where only its text is known or kept.
-        profile: What its blob is decoded with; None where the blob carries its own, or where it could not be read, as
-            ``trouble`` says.
-        text: Token ids, as far as they are known without its blob.
+        entry: Its entry; None if only its text is known or stored.
+        profile: Profile of its blob; None if the blob carries its own, or it could not be read (see ``trouble``).
+        text: Token ids, if known without its blob.
         trouble: Why the blob cannot be used.
-        entry_is_kept: Whether the entry was kept from an earlier load, so that it may be out of date.
-        variants: The same text in further corpora.
-        ranges: First tokens of what a load is for, and the ones behind their last; empty: all of it. Chunks that hold
-            nothing of these are passed over, and none is computed from the text.
+        entry_is_kept: Whether the entry is from an earlier load, and may be out of date.
+        variants: The same text in other corpora.
+        ranges: Token ranges that the load needs, each with its end excluded; empty: the whole document. Chunks outside
+            them are skipped, and no chunk is recomputed from the text.
     """
 
     corpus: Corpus
@@ -71,7 +70,7 @@ class FoundDocument:
 
     @property
     def token_digest(self) -> str:
-        """Of the document's text; empty where it is not known."""
+        """Digest of the document's text; empty if not known."""
         if self.text is not None:
             return digest_tokens(self.text)
         return self.entry.token_digest if self.entry else ""
@@ -86,21 +85,21 @@ class FoundDocument:
 
 @dataclass(frozen=True, eq=False)
 class OpenDocument:
-    """A document whose header was read, or for which its text stands in.
+    """A document with an open blob, or with its text instead.
 
     Attributes:
         found: What the catalog says.
-        token_ids: Token ids; None where they are not known.
-        info: The header; None where the text stands in for the blob.
-        reader: Reads the blob as it is stored, sealed or plain.
-        fetcher: Fetches the blob's ranges; None where the blob cannot be used.
+        token_ids: Token ids; None if not known.
+        info: The header; None if the text replaces the blob.
+        reader: Reads the stored blob, sealed or plain.
+        fetcher: Fetches the blob's ranges; None if the blob cannot be used.
         trouble: Why it cannot.
         decoder: Decodes chunks into the prompt; None before ``decode_into``.
-        prefix_layers: Layers that are to be computed before decoding; 0 where the text stands in.
-        wanted_tokens: How many of its first tokens the load is for; None: all.
-        layout: With the anchors that its cache holds in place of its own tokens; None: it holds no anchors.
-        has_unknown_holes: Its cache lacks entries, and its text does not tell which.
-        exact: Its lossless level alone is of use.
+        prefix_layers: Layers to compute before decoding; 0 without a blob.
+        wanted_tokens: How many of its first tokens the load needs; None: all.
+        layout: Layout of the anchors in its cache; None: no anchors.
+        has_unknown_holes: Whether its cache is pruned in a way that its text does not tell.
+        exact: Whether only its lossless level may be used.
     """
 
     found: FoundDocument
@@ -123,7 +122,7 @@ class OpenDocument:
 
     @property
     def token_digest(self) -> str:
-        """Of the document's text; empty where it is not known."""
+        """Digest of the document's text; empty if not known."""
         return self.found.token_digest
 
     @property
@@ -133,21 +132,21 @@ class OpenDocument:
 
     @property
     def has_blob(self) -> bool:
-        """Whether chunks can be fetched and decoded, after a head start where one is needed."""
+        """Whether chunks can be fetched and decoded, perhaps after computing prefix layers."""
         return self.decoder is not None or self.prefix_layers > 0
 
     def with_header(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> OpenDocument:
-        """With what the header says and what the text is known to be."""
+        """A copy with header and text."""
         profile = self.found.profile
         is_predicted = token_ids is not None and isinstance(profile, Profile) and profile.hidden_size
         return replace(self, info=info, token_ids=token_ids, prefix_layers=info.prefix_layers if is_predicted else 0)
 
     def without_blob(self, trouble: str) -> OpenDocument:
-        """With the text in place of a blob that cannot be used."""
+        """A copy with the text instead of an unusable blob."""
         return replace(self, trouble=trouble, fetcher=None)
 
     def as_fine_as(self, floor: int) -> OpenDocument:
-        """With the text in place of a blob whose rows were computed over a coarser level than the one asked for."""
+        """A copy with the text instead of a blob whose rows were computed on a level below the floor."""
         level = self.info.context_level if self.info else None
         if level is None or level >= floor or self.token_ids is None:
             return self
@@ -157,7 +156,7 @@ class OpenDocument:
     def decode_into(
         self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool
     ) -> OpenDocument:
-        """With what decodes the document into its place in a prompt; see ``BlobDecoder`` for ``rounded``."""
+        """A copy with a decoder into its place in a prompt; see ``BlobDecoder`` for ``rounded``."""
         decoder = BlobDecoder(
             self.reader.parsed or b"",
             self.found.profile,
@@ -171,7 +170,7 @@ class OpenDocument:
         return replace(self, decoder=decoder)
 
     def with_soft_tokens(self, used: SoftTokensName | None) -> OpenDocument:
-        """Compare the document's soft tokens with the engine's; without them, nothing can be computed."""
+        """Compare the document's soft tokens with the engine's; without these, nothing can be computed."""
         named = self.info.soft_tokens if self.info else None
         if named is None or used == named:
             return self
@@ -185,7 +184,7 @@ class OpenDocument:
         raise MismatchError(msg)
 
     def with_anchors(self, engine: Engine, asked: LinkLayout | None) -> OpenDocument:
-        """With the layout whose anchors its cache holds, where more is to be computed than tokens in their order."""
+        """A copy with the layout of the anchors in its cache, if it has any."""
         from kvwire.reuse import stored_tokens  # few documents need it
 
         ids, kept = self.token_ids, self.decoder.kept if self.decoder else None
@@ -206,7 +205,7 @@ class OpenDocument:
 
     @property
     def advice(self) -> str:
-        """What to do where a lost chunk cannot be computed for want of more than the text; empty where that is all."""
+        """What to do if a lost chunk cannot be recomputed because the text is not enough; empty if it is enough."""
         if self.info and self.info.soft_tokens and self.token_ids is None:
             return (
                 f"name the soft tokens that {self.document_id!r} was encoded with (--soft-tokens), or encode it again"
@@ -216,7 +215,7 @@ class OpenDocument:
         return ""
 
     def adopt_text(self, first: OpenDocument) -> OpenDocument | None:
-        """With another's text, where this has the very same chunks; None where it has not."""
+        """A copy with another document's text, if that has the same chunks; else None."""
         info, ids = self.info, first.token_ids
         if info is None or self.token_digest != first.token_digest:
             return None
@@ -228,7 +227,7 @@ class OpenDocument:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The chunks that the load is for, as the blob numbers them."""
+        """The blob's numbers of the chunks that the load needs."""
         chunks = self.info.chunks if self.info else -(-self.tokens // CHUNK_TOKENS)
         every, ranges = range(chunks), self.found.ranges
         if not ranges:
@@ -242,7 +241,7 @@ class OpenDocument:
         return [self._own_span(number) for number in self.numbers]
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where one of the load's chunks lies in the document."""
+        """First token of one of the load's chunks, and one after its last."""
         return self._own_span(self.numbers[chunk])
 
     def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
@@ -255,7 +254,7 @@ class OpenDocument:
         return number * CHUNK_TOKENS, min((number + 1) * CHUNK_TOKENS, self.tokens)
 
     async def fetch(self, reads: Sequence[SegmentInfo], until: float, parts: dict[int, bytes]) -> str:
-        """Fetch a chunk's segments, until all that are of use are in: those below one that is lost."""
+        """Fetch a chunk's segments until no further one is useful: those above a lost one are not."""
         if self.fetcher is None:
             return "its blob is not open"
         trouble, useful = "", len(reads)
@@ -274,7 +273,7 @@ class OpenDocument:
         return trouble
 
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
-        """What planning needs to know."""
+        """Facts for planning."""
         has_text = self.token_ids is not None and not self.has_unknown_holes and not self.found.ranges
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
@@ -293,20 +292,20 @@ class OpenDocument:
 
     @property
     def wanted_chunks(self) -> int:
-        """Chunks that hold the tokens that the load is for."""
+        """Number of chunks with tokens that the load needs."""
         tokens = self.tokens if self.wanted_tokens is None else min(self.tokens, self.wanted_tokens)
         return sum(start < tokens for start, _ in self.spans)
 
 
 def _is_stored(layout: LinkLayout, kept: Kept | None, tokens: int) -> bool:
-    """Whether a cache holds what a layout stores, and nothing else."""
+    """Whether a cache stores exactly what a layout stores."""
     stored = layout.cache_stored(tokens)
     masks = [mask.cpu() for mask in kept or () if mask is not None and mask.numel()]
     return bool(masks) and stored is not None and all(bool((mask == stored).all()) for mask in masks)
 
 
 def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[int]) -> list[str]:
-    """What stands less exactly behind the prompt's BOS than it could. opening: what it begins the prompt behind."""
+    """Why a document fits the prompt's BOS less exactly than it could. opening: the prompt's opening tokens."""
     told, info, ids = [], document.info, document.token_ids
     if info and document.layout is None and lacks_opening(engine, info, ids):
         told.append(f"{document.document_id!r} was {WITHOUT}")
@@ -316,7 +315,7 @@ def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[i
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, with the kind of error where it is not one of this package."""
+    """An error in words, with its type unless it is kvwire's."""
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
 
 
@@ -325,10 +324,10 @@ class Timeouts:
     """Seconds to wait for the catalog, a header or a text.
 
     Attributes:
-        soon: Where the document's text is known, or for a header where it may be stored.
+        soon: If the document's text is known, or for a header if it may be stored.
         patience: For anything else.
         extra: Further wait for variants, see ``gather_optional``.
-        profile: For a profile, which is read on for later loads; the document's text stands in for it.
+        profile: For a profile; the read goes on for later loads, and the document's text replaces it here.
     """
 
     soon: float
@@ -338,7 +337,7 @@ class Timeouts:
 
     @classmethod
     def of(cls, open_s: float, patience_s: float, deadline_s: float | None, extra: float) -> Timeouts:
-        """How long a load with these settings waits for what it must know, from its beginning."""
+        """Waits of a load with these settings, counted from its beginning."""
         if deadline_s is None:
             return cls(open_s, patience_s, extra, patience_s)
         soon, profile = (max(share * deadline_s, _OPEN_LEAST_S) for share in (_OPEN_SHARE, _PROFILE_SHARE))

@@ -1,4 +1,4 @@
-"""The steps by which a document becomes a blob: looked up, computed, coded, written; the profile before all of them."""
+"""The steps from a document to a blob: look up, compute, code, write; and its profile before."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, KVCache, SoftTokensName
 
 OPENING = "bos-"
-"""How the document is called that holds the rows of the opening tokens; the tokens follow."""
+"""Prefix of the document that holds the rows of the opening tokens; the tokens follow."""
 _log = logging.getLogger("kvwire.encode")
 ENOUGH_TOKENS = 4096
-"""A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
+"""A profile of less text is replaced when twice as much comes, so that a short first document does not rule for
+ever."""
 
 
 class Encoder:
-    """What is done with each document of a corpus. One thread at a time may run a step; steps may run side by side.
+    """Encoding steps of a corpus. Each step runs in one thread at a time; different steps may run in parallel.
 
     Attributes:
-        coding: How documents are encoded.
+        coding: Encoding options.
     """
 
     def __init__(self, corpus: CorpusReader, engine: Engine | None, coding: Coding) -> None:
         """Keep the parts."""
         self._corpus, self._engine, self.coding = corpus, engine, coding
         self._catalog, self._config = corpus.catalog, corpus.config
-        self._has_told = False  # that documents lack a BOS
+        self._has_told = False  # whether documents without BOS were reported
 
     @property
     def engine(self) -> Engine:
@@ -71,7 +72,7 @@ class Encoder:
 
     @property
     def soft_tokens(self) -> SoftTokensName | None:
-        """Which soft tokens are inside documents' caches."""
+        """The file of soft tokens inside documents' caches; None without any."""
         layout = self.coding.layout
         if min(layout.cached_tokens, default=0) >= 0:
             return None
@@ -83,7 +84,7 @@ class Encoder:
         return soft.name(self.engine.vocabulary_size)
 
     def laid_out(self, document: Document) -> Document:
-        """A document as it is computed; see ``calibrate.laid_out``."""
+        """Add the layout's tokens to a document; see ``calibrate.laid_out``."""
         return laid_out(self.engine, self.coding, document) if self.coding.lays_out else document
 
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
@@ -117,38 +118,38 @@ class Encoder:
         return profile
 
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex | DonorIndex]:
-        """The indexes that are to find what is encoded."""
+        """The indexes to add documents to."""
         found = self._corpus.indexes(schemes)
         if found and self.coding.neutral_prefix is None:
-            self.coding = replace(self.coding, neutral_prefix=0)  # what begins prompts is computed alone
+            self.coding = replace(self.coding, neutral_prefix=0)  # prompts begin with documents computed alone
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
             msg = (
-                "documents behind a neutral prefix, or with a layout's tokens in their caches, begin no prompt: encode "
-                "without these, or without an index"
+                "documents behind a neutral prefix, or with a layout's tokens in their caches, cannot begin a prompt: "
+                "encode without these, or without an index"
             )
             raise ArgumentError(msg)
         return found
 
     def opening(self, found: Encoded) -> tuple[int, ...]:
-        """The BOS that a document's blob was computed behind, for indexes."""
+        """The BOS before a document's blob, for indexes."""
         info = found.blob or self._corpus.read_header(found.entry)
         return info.neutral_prefix[: info.opening]
 
     def add_to(self, indexes: Sequence[PrefixIndex | DonorIndex], found: Encoded, document: Document) -> None:
-        """Let indexes find a document."""
+        """Add a document to indexes."""
         for each in indexes:
             each.add(found.entry, document.token_ids, is_new=not found.skipped, opening=self.opening(found))
 
     def put_opening(self) -> None:
-        """Keep the rows of the opening tokens, exact: engines that read prefixes out of the store need them, too."""
+        """Store exact rows of the opening tokens, for engines that read prefixes from the store."""
         engine = self.engine
         ids = engine.opening_tokens
         self.put_exact(Document(f"{OPENING}{'-'.join(map(str, ids))}", ids))
 
     def put_exact(self, document: Document, cache: KVCache | None = None) -> CatalogEntry | None:
-        """Keep the rows of what stands before documents, without loss; None where they are there.
+        """Store rows of the text before documents, without loss; None if they are stored already.
 
-        cache: of them, where it was computed elsewhere.
+        cache: the rows, if computed elsewhere.
         """
         found = self._catalog.by_tokens(self._config, digest_tokens(document.token_ids))
         if found is not None and not found.is_text:
@@ -158,7 +159,7 @@ class Encoder:
         return self.write(document, blob, self._catalog.blobs.reader().read_header(blob), None)
 
     def neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
-        """What measures deviations, where they are wanted."""
+        """Neighbours to measure deviations with; None if these are not wanted."""
         if not self.coding.deviation:
             return None
         return Neighbours(self.engine, [each.token_ids for each in documents])
@@ -173,10 +174,10 @@ class Encoder:
         return self._corpus.uses.count(self._corpus.scope, document_id) >= encode_after
 
     def known(self, document: Document, profile: AnyProfile | None, *, computed: bool = False) -> Encoded | None:
-        """The document as the catalog has it, where that is still what encoding would give.
+        """The document from the catalog, if encoding would give the same; else None.
 
-        The same text under another name counts: only an entry is added then. So does the entry of its tokens under its
-        own name, which is written first: a writer that was killed in between left it.
+        The same text under another name counts, and gets a new entry. So does a text's entry without the name's, left
+        by a writer that was killed in between.
         """
         digest = digest_tokens(document.token_ids)
         wanted = (digest, profile.digest if profile else "", False)
@@ -190,7 +191,7 @@ class Encoder:
                 return None
             info = self._corpus.read_header(entry)
         except (CorruptError, NotFoundError):
-            return None  # a damaged entry or a blob that is gone is written again
+            return None  # a damaged entry or a lost blob is written again
         if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None, profile):
             return None
         self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id)
@@ -207,14 +208,14 @@ class Encoder:
         self, document: Document, profile: AnyProfile | None, around: Neighbours | None = None,
         cache: KVCache | None = None, *, neutral_tokens: int | None = None,
     ) -> Computed:  # fmt: skip
-        """Run the model over a document; all that encoding asks of the engine is done here."""
+        """Run the model over a document; no other step uses the engine."""
         engine, ids = self.engine, document.token_ids
         opening = opening_of(engine, ids)
         if cache is None:
             cache, neutral = compute_document(
                 engine, ids, self.coding, self._neutral(profile) if neutral_tokens is None else neutral_tokens
             )
-        else:  # by its position it was computed behind the opening tokens, or behind nothing
+        else:  # its position shows what precedes it: the opening tokens, or nothing
             neutral = opening if cache.meta.offset == len(opening) else ()
         deviation = around.measure(cache, ids) if around else None
         layers = 0 if profile is None else profile.prefix_layers
@@ -226,7 +227,7 @@ class Encoder:
     def code(
         self, computed: Computed, profile: AnyProfile | None, context_level: int | None = None
     ) -> tuple[bytes, BlobInfo]:
-        """Code what was computed; no engine and no store is asked."""
+        """Code the model's output; uses neither engine nor store."""
         coding = self.coding
         plain = encode(
             computed.cache,
@@ -267,7 +268,7 @@ class Encoder:
         )
 
     def put(self, document: Document, computed: Computed, profile: AnyProfile | None, started: float) -> Encoded:
-        """Code and write what was computed of a document."""
+        """Code and write a computed document."""
         blob, info = self.code(computed, profile)
         entry = self.write(document, blob, info, profile)
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
@@ -275,7 +276,7 @@ class Encoder:
     def write(
         self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None, etag: str | None = None
     ) -> CatalogEntry:
-        """Write a document's text and blob, and the entry that names them last."""
+        """Write text and blob, then the entry."""
         self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
         entry = self._catalog.put_blob(
             self._config,
@@ -287,7 +288,7 @@ class Encoder:
             profile_digest=info.profile_digest,
             profile_outline=profile.outline if profile else None,
             levels=[(level.name, level.cumulative_bytes) for level in info.levels],
-            overwrite=True,  # whatever lies there was not good enough
+            overwrite=True,  # what exists was rejected
             etag=etag,
         )
         self._catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
@@ -295,7 +296,7 @@ class Encoder:
         return entry
 
     def keep_text(self, document: Document) -> Encoded:
-        """Keep the text alone; a document that has it, or a blob of an older profile, is left as it is."""
+        """Store only the text; leaves alone a document with the same text, or with a blob of an older profile."""
         try:
             entry = self._catalog.by_document(self._config, document.document_id)
         except CorruptError:
@@ -309,19 +310,19 @@ class Encoder:
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
     def publish(self, profile: AnyProfile | None) -> None:
-        """Write the model's record, from which ``open`` reads, where it is not there yet."""
+        """Write the model's record, which ``open`` reads, if it is missing."""
         engine = self.engine
         digest = profile.digest if profile else ""
         self._catalog.models.put(ModelRecord(engine.meta, engine.window, engine.model_config_digest, digest))
 
     def _profile_for(self, texts: Callable[[], Sequence[Document]], *, force: bool) -> AnyProfile | None:
-        """The profile in use; a new one where there is none, or it is lost, or was fitted on too little or without BOS.
+        """The profile in use; a new one if it is missing, lost, or fitted on too little or without BOS.
 
-        One that cannot be read intact gives way only to ``force``: it may be whole for everybody else.
+        A damaged one is replaced only with ``force``: other readers may see it whole.
         """
         try:
             profile = self._corpus.profile()
-            _ = profile and profile.data  # encoders need all of it: what is damaged shows before anything is written
+            _ = profile and profile.data  # read all of it: damage must show before anything is written
         except NotFoundError:
             profile = None
         except CorruptError:
@@ -330,7 +331,7 @@ class Encoder:
             profile = None
         if profile is not None and not self._is_wanted(profile):
             msg = (
-                "the profile in use here is of another method or head start, or of other soft tokens; encode with "
+                "the profile in use here is of another method or prefix layers, or of other soft tokens; encode with "
                 "those, name another tenant or store, or call Corpus.calibrate to replace it"
             )
             raise MismatchError(msg)
@@ -342,7 +343,7 @@ class Encoder:
         if is_old:
             self._tell_old()
         documents, kind = texts(), self.coding.kind
-        enough = min(seen, ENOUGH_TOKENS) if is_old else 2 * seen  # a few lines do not replace what many texts taught
+        enough = min(seen, ENOUGH_TOKENS) if is_old else 2 * seen  # a few lines do not replace a fit on many texts
         if profile is None or tokens_to_fit_on(self.engine, self.coding, documents) >= enough:
             profile = self.calibrate(documents) or profile
         if profile is None and kind.needs_profile and documents:
@@ -352,36 +353,36 @@ class Encoder:
         return profile
 
     def _tell_old(self) -> None:
-        """Tell once that documents are computed behind a BOS now, and were not."""
+        """Log once that new documents are computed after a BOS, and older ones were not."""
         if not self._has_told:
             _log.warning("documents here were %s (those that are encoded now are done by that)", WITHOUT)
         self._has_told = True
 
     def _is_wanted(self, profile: AnyProfile) -> bool:
-        """Whether a profile is one that encoding in this way could have fitted."""
+        """Whether a profile matches the encoding options."""
         coding, soft, notes = self.coding, self.soft_tokens, profile.notes
         is_soft = notes.get("soft_tokens", "") == (soft.digest if soft else "")
         return is_soft and coding.kind.is_wanted(profile, coding)
 
     def _use(self, profile: AnyProfile) -> None:
-        """Put a profile from elsewhere in use."""
+        """Use a given profile."""
         if not self._is_wanted(profile):
             msg = (
-                "the profile given is of another method or head start, or of other soft tokens; encode with those, or "
-                "fit one for these (kvwire profile fit)"
+                "the profile given is of another method or prefix layers, or of other soft tokens; encode with those, "
+                "or fit one for these (kvwire profile fit)"
             )
             raise MismatchError(msg)
         self._corpus.set_profile(profile)
 
     def is_prefill(self, profile: AnyProfile | None) -> bool:
-        """Whether documents are computed as the engine's ``prefill`` does."""
+        """Whether documents are computed as by the engine's ``prefill``."""
         return self.coding.is_prefill and not self._neutral(profile)
 
     def _neutral(self, profile: AnyProfile | None) -> int:
         return neutral_tokens(self.coding, profile)
 
     def _is_behind(self, info: BlobInfo, token_ids: Sequence[int], profile: AnyProfile | None) -> bool:
-        """Whether a blob was computed behind what encoding would give it; alone is enough where nothing was asked."""
+        """Whether a blob has the prefix that encoding would give it; by default none is enough."""
         count = self._neutral(profile)
         if len(info.neutral_prefix) == info.opening:
             return not count or self.coding.neutral_prefix is None

@@ -1,10 +1,9 @@
-"""Repairs kept: rows that a load computed anew, for later loads of the same documents in the same order.
+"""Kept repairs: repaired rows, stored for later loads of the same documents in the same order.
 
-What a row became depends on the model, on the documents up to it, in their order, and on what they stood at: their
-levels, and which of their rows had been computed. So rows are kept under a digest of the order, by tenant, all rows of
-a prompt's beginning together, with the coarsest level of what they were computed over. They depend on no question: a
-later load writes them into its prompt where it stands at that level or a coarser one, and computes what its own
-selector chooses on top of them.
+A repaired row depends on the model, on the documents up to it in their order, on their levels, and on which of their
+rows were repaired. So rows are stored under a digest of the order, by tenant, for a whole prompt's beginning, with the
+coarsest level they were computed on. They depend on no question: a later load writes them into its prompt if that is at
+the same level or a coarser one, and repairs the rows of its own selector on top.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _log = logging.getLogger("kvwire.runtime")
 
 
 class KeptLookup(NamedTuple):
-    """What was found of an order of documents; trouble: what was wrong with it, in words, and nothing is used then."""
+    """Stored rows for an order of documents; trouble: why they cannot be used, in words."""
 
     kept: KeptPrompt | None = None
     trouble: str = ""
@@ -47,15 +46,15 @@ class KeptLookup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptPrompt:
-    """Rows of a prompt's first documents, as they were kept.
+    """Stored rows of a prompt's first documents.
 
     Attributes:
-        entry: What the store says of them.
+        entry: Their entry in the store.
         rows: int64, positions in the prompt, ascending.
         cache: The rows' keys and values, positions off.
-        digests: Of the rows' token ids, by document, as their blobs say; empty where a document has none.
+        digests: Digests of the rows' token ids, by document, for comparison with blobs; empty if a document has none.
         opening: The engine's opening tokens, such as BOS.
-        head: Tokens that stand before all documents: those, or a system text.
+        head: Number of tokens before all documents: opening tokens, or a system text.
     """
 
     entry: KeptRepair
@@ -66,7 +65,7 @@ class KeptPrompt:
     head: tuple[int, ...] = ()
 
     def suits(self, documents: Sequence[OpenDocument], decisions: Sequence[Decision]) -> bool:
-        """Whether the rows are of this prompt's texts, computed over documents at least as fine as the prompt's."""
+        """Whether the rows are of this prompt's texts, computed on levels at least as fine as the prompt's."""
         count = len(self.entry.documents)
         bases = bases_of(documents[:count], self.opening, self.head)
         if self.entry.documents != bases or self.entry.level < coarsest(decisions, count):
@@ -97,16 +96,16 @@ class KeptPrompt:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Rows of a repaired prompt that may be kept.
+    """Rows of a repaired prompt to store.
 
     Attributes:
-        bases: Each document as ``KeptRepair`` names it.
+        bases: Each document's digest in ``KeptRepair``.
         texts: Token ids of each document.
         level: See ``KeptRepair``.
         rows: int64, positions in the prompt, ascending.
         cache: The rows' keys and values on the processor, positions on.
-        heals: Whether what is kept of these documents is damaged.
-        opening: Tokens that stand before all documents, such as BOS.
+        heals: Whether the stored rows of these documents are damaged.
+        opening: Number of tokens before all documents, such as BOS.
     """
 
     bases: tuple[str, ...]
@@ -125,7 +124,7 @@ def coarsest(decisions: Sequence[Decision], documents: int) -> int:
 
 
 def behind_of(info: BlobInfo | None, opening: Sequence[int] = ()) -> str:
-    """Digest of what a document was computed behind, or of soft tokens inside it; empty for nothing."""
+    """Digest of a document's prefix when it was computed, or of soft tokens inside it; empty for nothing."""
     if info and info.neutral_prefix:
         return digest_tokens(info.neutral_prefix)
     if info and info.soft_tokens:
@@ -136,14 +135,14 @@ def behind_of(info: BlobInfo | None, opening: Sequence[int] = ()) -> str:
 def bases_of(
     documents: Sequence[OpenDocument], opening: Sequence[int] = (), head: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """Documents as ``KeptRepair`` names them."""
+    """Documents' digests for ``KeptRepair``."""
     return bases([(each.token_digest, each.info) for each in documents], opening, head)
 
 
 def bases(
     documents: Sequence[tuple[str, BlobInfo | None]], opening: Sequence[int] = (), head: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """The same, by the digests of their tokens and what their blobs say."""
+    """The same from token digests and blob headers."""
     digests = [behind_of(info, opening) for _, info in documents]
     if tuple(head) != tuple(opening):
         behind = digest_tokens(head)
@@ -155,7 +154,7 @@ def gathered(
     prompt: LinkedPrompt, documents: Sequence[OpenDocument], repaired: Repaired, found: KeptLookup | None,
     finish: ev.Finish, opening: Sequence[int] = (),
 ) -> Gathered | None:  # fmt: skip
-    """Copy the rows of a repaired prompt that are worth keeping."""
+    """Copy the rows of a repaired prompt that are worth storing; None without any."""
     known = tuple(each.token_ids for each in documents if each.token_ids is not None)
     if not len(repaired.rows) or not repaired.is_plain or len(known) < len(documents) or prompt.cache.kept is not None:
         return None
@@ -175,7 +174,7 @@ def gathered(
 
 
 class RepairKeeper:
-    """Finds and keeps repaired rows in the store of a corpus; any thread may call it."""
+    """Finds and stores repaired rows in a corpus's store. Thread-safe."""
 
     def __init__(self, corpus: Corpus, view: Store, most_bytes: int, opening: Sequence[int] = ()) -> None:
         """Take the parts."""
@@ -198,7 +197,7 @@ class RepairKeeper:
 
     @staticmethod
     def unread(error: KvwireError) -> KeptLookup:
-        """What is found where reading fails."""
+        """Result of a look-up that failed."""
         return KeptLookup(None, f"a kept repair was not used, and rows computed anew: {error}")
 
     def read(self, entry: KeptRepair, lengths: Sequence[int], head: Sequence[int] | None = None) -> KeptPrompt:
@@ -236,7 +235,7 @@ class RepairKeeper:
         return replace(decoder.cache, meta=info.meta)
 
     def keep(self, made: Gathered) -> int:
-        """Keep rows, and drop older ones beyond the bound; blocks. What fails costs later loads time, and is logged."""
+        """Store rows, and drop the oldest beyond the limit; blocks. Failures are only logged."""
         try:
             return self._keep(made)
         except KvwireError as error:
@@ -246,7 +245,7 @@ class RepairKeeper:
     def _keep(self, made: Gathered) -> int:
         profile = self._corpus.profile()
         if isinstance(profile, Profile) and profile.prefix_layers:
-            profile = None  # predicts from what the first layers make of a document alone
+            profile = None  # it predicts only from the first layers over a document alone
         off = rows_off(made.cache, made.rows)
         parts: list[tuple[bytes, bytes]] = []
         start = made.opening
@@ -269,7 +268,7 @@ class RepairKeeper:
 
 
 def _taken(cache: KVCache, rows: Tensor) -> KVCache:
-    """Some rows of a cache, by number or by mask."""
+    """Some rows of a cache, by index or mask."""
     keys, values = (
         [tensor[:, rows.to(tensor.device)] if tensor.numel() else tensor for tensor in side]
         for side in (cache.keys, cache.values)
@@ -278,7 +277,7 @@ def _taken(cache: KVCache, rows: Tensor) -> KVCache:
 
 
 def _encoded(off: KVCache, mine: Tensor, ids: Sequence[int], profile: AnyProfile | None) -> bytes:
-    """A document's rows as a blob of their own; nothing where there are none."""
+    """A document's rows as a blob of their own; empty without rows."""
     if not ids:
         return b""
     rows = _taken(off, mine)
@@ -286,7 +285,7 @@ def _encoded(off: KVCache, mine: Tensor, ids: Sequence[int], profile: AnyProfile
 
 
 def _tokens_of(part: KeptRows, length: int) -> Tensor:
-    """Which of a document's tokens a part has."""
+    """Which of a document's tokens a part holds."""
     bits = np.unpackbits(np.frombuffer(part.tokens, dtype=np.uint8), bitorder="little")
     tokens = torch.from_numpy(np.flatnonzero(bits))
     if int(tokens[-1]) >= length:

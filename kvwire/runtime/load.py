@@ -1,4 +1,4 @@
-"""One load: its documents are opened and the controller's instructions carried out, until the prompt is filled.
+"""One load: opens its documents and executes the controller's instructions until the prompt is complete.
 
 It decides nothing. Fetching runs on the event loop, the engine in one thread and decoding in the same or in another
 (see ``driver``), so that the link and the processor are busy at once.
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvwire.runtime")
 _GRACE_STEP_S = 0.05
-"""How often a late load asks whether waiting still costs less than computing what is missing."""
+"""Interval at which a late load checks whether waiting still costs less than recomputing."""
 
 
 class Load:
-    """One load, from ``run`` to ``Finish``; a context manager that stops what is under way.
+    """One load, from ``run`` to ``Finish``; a context manager that stops its running jobs.
 
     Attributes:
-        work: What is computed for it, with its prompt, which is there from ``run`` on, and complete then.
-        fetched_at: When the last bytes that were used arrived, on the driver's clock.
+        work: Its computing jobs and its prompt, which exists from ``run`` on.
+        fetched_at: When the last used bytes arrived, on the driver's clock.
         predicted_s: See ``ControllerDriver.predicted_s``.
-        links: What is done so that documents see each other.
-        room: The prompt's cache, and the memory behind it: for the question and its answer.
-        in_order: Rows that were computed beside the link; None: none were.
-        front_s: Compute spent on what stands around documents, in seconds.
-        is_finished: The controller ended the load, with all that can be had.
+        links: Its settings for links.
+        room: The prompt's cache with free memory for question and answer.
+        in_order: Rows repaired during fetches; None without any.
+        front_s: Compute time of tokens around documents, in seconds.
+        is_finished: Whether the controller has ended the load with all that can be loaded.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Load:
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._expected: set[int] = set()
-        self._linked = 0  # up to which position what stands between documents is computed
+        self._linked = 0  # position up to which tokens between documents are computed
         self.fetched_at = self.front_s = 0.0
         self.predicted_s: float | None = None
         self.in_order: RepairInOrder | None = None
@@ -89,7 +89,7 @@ class Load:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave the load and stop everything of it that is under way, but for a job that a thread is at."""
+        """Leave the load and stop its jobs, except one running in a thread."""
         self.work.is_gone = True
         self._driver.leave(self.work.number)
         self._done.cancel()
@@ -99,12 +99,12 @@ class Load:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # whoever is cancelled once more leaves no blob open
+        finally:  # a second cancellation must not leave blobs open
             await self._opener.close()
             self.work.parts.clear()
 
     async def run(self) -> ev.Finish | None:
-        """Lay out the prompt and fill it; None where a document has another length by now than it was laid out for."""
+        """Lay out the prompt and fill it; None if a document's length is not the expected one."""
         if not self._request.is_partial:
             return await self._run()
         deadline_s, began = self._request.goal.deadline_s, self._driver.clock()
@@ -143,7 +143,7 @@ class Load:
         return finish
 
     def _check_fits(self) -> None:
-        """Refuse a prompt that is longer than the model's window."""
+        """Refuse a prompt longer than the model's window."""
         wanted, length = self._request.wanted, self.place.length
         used = length if wanted is None else min(length, len(self.layout.opening) + wanted)
         total = used + self._request.query_tokens
@@ -157,7 +157,7 @@ class Load:
             raise ArgumentError(msg)
 
     def _repair_option(self) -> RepairOption | None:
-        """How the controller may repair the prompt; why it may not is told, or refused."""
+        """How the controller may repair the prompt; if it may not, the reason is reported or raised."""
         links = self.links
         if len(self._found) == 1 and not (links.option and links.option.whole):
             return None
@@ -170,7 +170,7 @@ class Load:
         return repair
 
     async def _lay_out(self) -> None:
-        """Set memory aside, and compute what stands at the prompt's head."""
+        """Allocate memory, and compute the prompt's head."""
         total, opening = self.place.length, self.layout.opening
         whole = min(total + self._request.room_tokens, self._engine.window)
         self.room = await self._driver.compute(partial(self._engine.allocate, whole))
@@ -182,7 +182,7 @@ class Load:
             await self._driver.compute(self._compute_head)
 
     def _compute_head(self) -> None:
-        """Compute the prompt's opening tokens, and the system text behind them, in the compute thread."""
+        """Compute the prompt's opening tokens and its system text, in the compute thread."""
         began = self._driver.clock()
         (front,) = self._engine.prefill([self.layout.opening])
         self.work.prompt.write_opening(front)
@@ -190,7 +190,7 @@ class Load:
             self._engine.synchronize()
             self.front_s += self._driver.clock() - began
 
-    # Documents: opened, and told to the controller.
+    # Documents: open them, and tell the controller.
 
     async def _open(self, index: int, laid_out: asyncio.Task[None]) -> None:
         opened = await self._opener.open_all(self._found[index])
@@ -227,7 +227,7 @@ class Load:
             self.predicted_s = self._driver.predicted_s(self.work.number)
 
     def _decodable(self, index: int, document: OpenDocument) -> OpenDocument:
-        """A document with its decoder, or with its text where its blob cannot be decoded, or not finely enough."""
+        """A document with its decoder; with its text if its blob cannot be decoded, or not finely enough."""
         if self._request.exact or self._request.has_floor:
             document = document.as_fine_as(self._request.goal.floor)
         if not document.info or document.prefix_layers or document.fetcher is None:
@@ -240,7 +240,7 @@ class Load:
             return document.without_blob(str(error))
 
     def _usable(self, index: int, variant: OpenDocument) -> OpenDocument | None:
-        """A variant as it is decoded; a pruned one is another cache. What is wrong with it does not matter."""
+        """A decodable variant; a pruned one is another cache. Its faults are ignored."""
         try:
             variant.plan_input(1)
             if not variant.prefix_layers:
@@ -249,11 +249,11 @@ class Load:
             return None
         return variant if variant.decoder is None or variant.decoder.kept is None else None
 
-    # What the load knows of its prompt.
+    # Facts about the prompt.
 
     @property
     def bytes(self) -> int:
-        """Received over the link, headers included."""
+        """Bytes received over the link, headers included."""
         return self._opener.wire_bytes
 
     @property
@@ -263,11 +263,11 @@ class Load:
 
     @property
     def texts(self) -> list[tuple[int, ...] | None]:
-        """Token ids of the documents, as far as they are known by now."""
+        """Token ids of the documents, as far as known."""
         return [document.token_ids for document in self.documents]
 
     def cut(self, tokens: int) -> None:
-        """Go on with the first tokens of a single document, those that were wanted."""
+        """Shorten the load to the first tokens of a single document."""
         prompt, opening = self.work.prompt, self.work.prompt.opening
         if tokens < prompt.tokens[0]:
             room = self.room.slice(0, len(opening) + tokens)
@@ -277,7 +277,7 @@ class Load:
 
     @property
     def takes_shift(self) -> bool:
-        """Whether the mean shift of links was learnt on prompts like this: whole documents, each computed alone."""
+        """Whether the prompt is like those of the mean shift: whole documents, each computed alone."""
         infos = [document.info for document in self.documents]
         opening = self._engine.opening_tokens
         plain = all(info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos)
@@ -289,7 +289,7 @@ class Load:
 
     @property
     def repair_context(self) -> RepairContext:
-        """What is known of the prompt for choosing rows."""
+        """Facts about the prompt for its repair."""
         moved = self.deviations if "deviation" in self.links.selector.needs else None
         names = (document.document_id for document in self.documents if document.layout)
         trouble = next((f"anchors of {name!r} stand for tokens that are not there any more" for name in names), "")
@@ -298,12 +298,12 @@ class Load:
 
     @property
     def deviations(self) -> Tensor | None:
-        """How far the prompt's tokens move behind other documents; None where a blob does not say so."""
+        """How much the prompt's tokens change behind other documents; None if a blob lacks it."""
         infos = [document.info for document in self.documents]
         return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
     def front_of(self, finish: ev.Finish) -> int:
-        """Tokens from the prompt's beginning on that see all that stands before them, those of its head included."""
+        """Number of the prompt's first tokens, head included, that see all before them."""
         head = len(self.layout.opening)
         if not self.layout.head:
             return finish.front + head if finish.front else 0
@@ -318,10 +318,10 @@ class Load:
     # Repair.
 
     async def _find_kept(self, keeper: RepairKeeper, opening: Sequence[asyncio.Task[None]]) -> KeptLookup | None:
-        """What earlier repairs computed of these documents, read beside their chunks."""
+        """Read rows of earlier repairs of these documents, while their chunks are fetched."""
         await asyncio.wait(opening)
         if len(self.work.documents) < len(self._found):
-            return None  # the load fails, or has ended
+            return None  # the load failed, or has ended
         try:
             find = partial(keeper.find, self.documents, self.layout.opening)
             return await self._session.look_up(find, self._request.timeouts.patience)
@@ -329,14 +329,14 @@ class Load:
             return keeper.unread(error)
 
     async def kept_rows(self, limit_s: float) -> KeptLookup | None:
-        """What earlier repairs computed of these documents."""
+        """Wait for rows of earlier repairs of these documents."""
         if self._finding_kept is None:
             return None
         await asyncio.wait({self._finding_kept}, timeout=max(0.0, limit_s))
         return self._finding_kept.result() if self._finding_kept.done() else None
 
     async def _repair(self, asked: ev.Repair) -> None:
-        """Compute rows of documents that stay as they are."""
+        """Repair rows of documents in their final state."""
         rows, left, trouble, began = 0, 0, "", self._driver.clock()
         try:
             rows, left, seconds = await self._driver.compute(partial(self._repair_here, asked))
@@ -345,7 +345,7 @@ class Load:
         self._driver.tell(ev.RepairDone(self.work.number, asked.documents, rows, left, seconds, trouble))
 
     def _repair_here(self, asked: ev.Repair) -> tuple[int, int, float]:
-        """How many rows were computed, how many are left, and the seconds; in the compute thread."""
+        """Repair rows in the compute thread; returns how many were computed, how many are left, and the seconds."""
         began, prompt, starts = self._driver.clock(), self.work.prompt, self.place.starts
         if self.work.is_gone:
             raise StorageError(LOAD_CANCELLED)
@@ -362,12 +362,12 @@ class Load:
         return rows, self.in_order.left, self._driver.clock() - began
 
     def complete(self) -> None:
-        """Compute what is left to compute in the prompt before it is repaired, in the compute thread."""
+        """Compute what the prompt still lacks before its repair, in the compute thread."""
         if self.place.starts is not None:
             self._compute_between(None)
 
     def _compute_between(self, stop: int | None) -> tuple[int, float]:
-        """Compute what stands between documents, up to a position; how many tokens that were, and the seconds."""
+        """Compute tokens between documents, up to a position; returns their number, and the seconds."""
         began = self._driver.clock()
         rows = self.layout.compute(self.work.prompt, self.place, self._linked, stop)
         self._engine.synchronize()
@@ -386,7 +386,7 @@ class Load:
             self._done.set_exception(error)
 
     def execute(self, instruction: ev.Instruction) -> None:
-        """Begin what the controller asks for."""
+        """Start an instruction."""
         match instruction:
             case ev.Fetch(chunk=chunk):
                 self._choose(chunk.document, instruction.variant)
@@ -421,7 +421,7 @@ class Load:
                 self.fail(OverloadedError(msg, late_s))
 
     async def _pass(self, instruction: ev.Recompute | ev.RecomputeTogether | ev.Look | ev.Repair) -> None:
-        """What the engine is asked to run."""
+        """Run an instruction for the engine."""
         match instruction:
             case ev.Recompute():
                 self._driver.tell(await self.work.recompute(instruction))
@@ -437,7 +437,7 @@ class Load:
                 await self._repair(instruction)
 
     def _choose(self, index: int, variant: int) -> None:
-        """Go by a document's variant from now on; the controller settles on one before it asks for anything of it."""
+        """Switch to a document's variant; the controller chooses one before any other instruction about it."""
         document = self._variants[index][variant]
         if document.found is not self.work.documents[index].found:
             self.work.documents[index] = document
@@ -450,7 +450,7 @@ class Load:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Fail with the error of a task that broke: it reports nothing any more, and would be waited for."""
+        """Fail with the error of a broken task: it will report nothing."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -459,7 +459,7 @@ class Load:
     # The link.
 
     def _expect(self, index: int, level: int) -> None:
-        """Compute what a document's text lets expect while its first chunks are on their way, rather than after."""
+        """Compute predictions from a document's text while its first chunks are fetched."""
         document = self.work.documents[index]
         info, decoder, profile, ids = document.info, document.decoder, document.found.profile, document.token_ids
         if index in self._expected or info is None or info.levels[level].lossless:
@@ -469,7 +469,7 @@ class Load:
             self._spawn(self._prepare(expect(profile, ids[: document.wanted_tokens])))
 
     async def _prepare(self, steps: Iterator[None]) -> None:
-        """Do what decoding would do itself, until the load is over."""
+        """Prepare decoding in steps, until the load is over."""
         try:
             await self._driver.in_steps(steps, lambda: not self._done.done())
         except Exception:  # noqa: BLE001 - whatever it is, no load needs it
@@ -499,6 +499,6 @@ class Load:
 
 
 def _is_lossless(document: OpenDocument, goal: Goal) -> bool:
-    """Whether the one level that is asked for is the document's lossless one, which plans have only by itself."""
+    """Whether only the document's lossless level is requested, which plans have only by itself."""
     level, levels = goal.floor, document.info.levels if document.info else ()
     return level == goal.ceiling and level < len(levels) and levels[level].lossless

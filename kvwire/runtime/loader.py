@@ -1,4 +1,4 @@
-"""Loading: documents and a deadline to a linked prompt and the first token."""
+"""Loading: from documents and a deadline to a linked prompt and the first token."""
 
 from __future__ import annotations
 
@@ -50,18 +50,17 @@ if TYPE_CHECKING:
     from kvwire.types import Chat
 
 T = TypeVar("T")
-_ANSWER_TOKENS = 64  # that there is memory for behind a question; the cache moves once where an answer gets longer
-_LEAST_WORTH_S = 0.25  # what donors are given at least, by however little they are planned to save
-_WRITING_S = 6.0  # estimates wait for a lock for five seconds
+_ANSWER_TOKENS = 64  # memory reserved for an answer; the cache moves once if it gets longer
+_LEAST_WORTH_S = 0.25  # least time for donors, however little they should save
+_WRITING_S = 6.0  # longer than the wait for the estimates' lock, 5 s
 
 
 class Loader:
     """Answers questions over documents of a corpus; a context manager.
 
-    It owns one event loop in a thread, one HTTP session whose connections are kept, one controller and one emulated
-    link, whichever threads and event loops call it, and however many loads there are at a time. All load over the same
-    link and take turns on the engine. ``close``, or the end of the ``with`` block, ends all of it; a loader that nobody
-    holds any more is closed, too. A process that is forked needs a loader of its own.
+    It owns one event loop in a thread, one HTTP session with its connections, one controller and at most one emulated
+    link, for all calling threads and event loops. Its loads share the link and take turns on the engine. ``close``, or
+    the end of the ``with`` block, ends all of it; so does garbage collection. A forked process needs its own loader.
     """
 
     def __init__(
@@ -75,30 +74,29 @@ class Loader:
         settings: LoadSettings | None = None,
         memory: EstimatesFile | None = None,
     ) -> None:
-        """Measure costs where none are given, or warm up where they are remembered; writes nothing.
+        """Measure costs if none are given or remembered, else warm up; writes nothing.
 
         Args:
             engine: Runs the model.
             corpus: The documents.
-            variants: Further corpora, reached over the same link, that hold the same documents with other prefix
-                layers; of each document the blob that suits the link and the engine is used. What they lack or bring
-                late is done without.
-            costs: Measured on this engine when left out, which takes about a second, unless they are remembered; such
-                that are given here, and what is learnt on top of them, are not written down.
-            link: An emulated link in front of the stores: look-ups in catalogs, headers, chunks and new connections
-                take its time.
-            settings: How prompts are loaded.
-            memory: Where estimates of links and engines live between processes; by default what ``KVWIRE_ESTIMATES``
-                says, and nowhere where ``link`` is a link itself rather than its settings.
+            variants: Further corpora over the same link with the same documents and other prefix layers; for each
+                document, the blob that suits link and engine is used. Missing and late variants are ignored.
+            costs: None: remembered, or measured on this engine in about a second. Given costs, and what is learnt on
+                top of them, are not remembered.
+            link: An emulated link in front of the stores, for look-ups in catalogs, headers, chunks and new
+                connections.
+            settings: Settings of all loads.
+            memory: File of estimates of links and engines; None: from ``KVWIRE_ESTIMATES``, or no file if ``link`` is a
+                link itself, not settings.
         """
         self._engine = engine
         self._corpora = (corpus, *variants)
         self._settings = chosen = settings or LoadSettings()
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
         self._controls = controls_of(chosen, on_gpu=on_gpu, interrupts=engine.can_stop)
-        ceiling = chosen.quality_ceiling  # of profiles no more is read; a decoder on a GPU takes all rows
+        ceiling = chosen.quality_ceiling  # profiles are read up to it; a decoder on a GPU takes all rows
         self._read_level = None if ceiling is None or on_gpu else max(ceiling, chosen.quality_floor or 0)
-        self._lock = threading.RLock()  # a record may ask for the estimates
+        self._lock = threading.RLock()  # reentrant: a record may read the estimates
         lasting = not isinstance(link, EmulatedLink)
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
         self._beside = min(self._controls.decode_threads, self._controls.decode_batch)
@@ -106,7 +104,7 @@ class Loader:
         self._keys = keys_of(engine, corpus, emulated_name, chosen.backend, self._beside)
         self._writing: Future[None] | None = None
         self._uses, self._used = LastUses(corpus.catalog, corpus.config), list[CatalogEntry]()  # to be marked
-        self._has_measured_costs = costs is None  # by now, or by who wrote them down
+        self._has_measured_costs = costs is None  # measured now or earlier, not given
         emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
         threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
@@ -114,14 +112,14 @@ class Loader:
         self._links: LinkPlan | None = None
         self._engine_looks = engine.can_look
         self._warming = Warming()
-        self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
-        _ = ctl.Controller  # imports it now, and not in the first load
+        self._end = weakref.finalize(self, _end, self._session, self._warming)  # runs in any thread
+        _ = ctl.Controller  # imports it now, not in the first load
         self._estimates = self._first_estimates(costs)
         self._closer = AnswerStage(engine, corpus, self._session, chosen, self._estimates)
         self._prompter: Prompter | None = None
 
     def __enter__(self) -> Self:
-        """Begin; nothing is started before the first load."""
+        """Enter the context; nothing starts before the first load."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,14 +127,14 @@ class Loader:
         self.close()
 
     def __reduce__(self) -> str:
-        """Refuse to be pickled: threads and connections stay in their process."""
+        """Refuse pickling: threads and connections stay in their process."""
         msg = "a loader cannot be sent to another process: open the engine, the store and a loader there"
         raise ArgumentError(msg)
 
     def close(self) -> None:
-        """End loads that are under way, and all connections and threads. What was learnt is written down first.
+        """End running loads, connections and threads, after writing estimates.
 
-        Does nothing in a process that was forked from the loader's.
+        Does nothing in a process forked from the loader's.
         """
         if not self._session.process.is_here:
             return
@@ -149,7 +147,7 @@ class Loader:
         self._end.detach()
 
     def _first_estimates(self, costs: ctl.CostModel | None) -> ctl.Estimates:
-        """What is remembered of the link, and of the engine unless its costs are given."""
+        """Remembered estimates of the link, and of the engine unless its costs are given."""
         known, chosen = self._memory.recall(*self._keys), self._settings
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
@@ -158,7 +156,7 @@ class Loader:
             profile = profile_in_use(views[0], self._read_level)
             for variant in views[1:]:
                 with suppress(KvwireError):
-                    variant.profile(level=self._read_level)  # the first load will not wait for it
+                    variant.profile(level=self._read_level)  # so that the first load does not wait for it
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
@@ -167,19 +165,19 @@ class Loader:
                 self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
-        # What is remembered was measured on such an engine: a process that asks once does not look again.
+        # Remembered costs were measured on such an engine: a process that asks once need not check again.
         if estimates.joined and not (self._engine.can_join and (costs is None or joins(self._engine))):
             estimates.use_joined(None)
         return estimates
 
     @property
     def costs(self) -> ctl.CostModel:
-        """What computing costs on this engine, by what is known now."""
+        """Current estimates of computing costs on this engine."""
         return self.estimates.costs()
 
     @property
     def estimates(self) -> ctl.Estimates:
-        """A copy of what is known of the link and the engine now."""
+        """A copy of the current estimates of link and engine."""
         self._session.process.check()
         with self._lock:
             return self._estimates.copy()
@@ -195,18 +193,18 @@ class Loader:
         tokens: int = 1,
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
-        """Link the documents' caches, run the question, and return the answer. Any number of threads may call this.
+        """Link the documents' caches, run the question, and return the answer. Thread-safe.
 
         Args:
             documents: Ids in the order of the prompt.
-            question: What stands behind the documents: token ids, or a text. In a chat a text: the user's words.
-            chat: What the model's chat template is to put around the documents, which are part of the user's turn, each
-                as it was encoded. The answer ends with the assistant's turn. None: no template.
+            question: Token ids or a text after the documents. In a chat a text: the user's.
+            chat: Turns for the model's chat template; the documents are part of the user's turn, each as encoded. The
+                answer ends with the assistant's turn. None: no template.
             deadline_s: Seconds until the first token, from now.
-            objective: See ``Goal``; None: the best quality within the deadline, or, without one, the soonest first
+            objective: See ``Goal``; None: the best quality within the deadline or, without one, the earliest first
                 token.
-            tokens: Length of the answer at most.
-            texts: Token ids of documents, for those whose blob is lost; blobs that can be read carry their own.
+            tokens: Longest answer.
+            texts: Token ids of documents whose blob is lost; other blobs carry their own.
 
         Returns:
             The first token, the answer, the linked prompt, and how it came about.
@@ -216,7 +214,7 @@ class Loader:
             ArgumentError: The prompt does not fit the model's window, or the loader is closed, or of another process;
                 or the template refuses the chat.
             OverloadedError: The first token would be late, and the settings say to refuse then.
-            LinkBoundError: Links lose more than the settings allow, or nobody has measured what they lose.
+            LinkBoundError: Links lose more than the settings allow, or their loss was not measured.
         """
         goal, asked = self._goal(deadline_s, objective), self._asked(question, chat)
         return self._session.run(self._ask(documents, asked, goal, tokens, texts))
@@ -231,16 +229,16 @@ class Loader:
         tokens: int = 1,
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
-        """``ask`` over modules of a schema: each where the schema has it, and arguments computed in their slots.
+        """``ask`` over modules of a schema, at their positions, with arguments computed in their slots.
 
-        Nothing is repaired: modules see themselves alone, as the schema's author laid them out.
+        Nothing is repaired: modules see only themselves, as their schema lays them out.
 
         Args:
             prompt: From ``Schema.prompt``.
-            question: Token ids; they stand behind the last module.
+            question: Token ids after the last module.
             deadline_s: As for ``ask``.
             objective: As for ``ask``.
-            tokens: Length of the answer at most.
+            tokens: Longest answer.
             texts: Token ids of documents, as for ``ask``.
 
         Returns:
@@ -250,7 +248,7 @@ class Loader:
             NotFoundError: A document is neither in the store nor in ``texts``.
             ArgumentError: A document does not fit its module, the prompt does not fit the model's window, or the
                 settings ask for a repair.
-            MismatchError: The model takes no gaps, or no rows inside a prompt.
+            MismatchError: The model supports no gaps, or no rows inside a prompt.
         """
         goal, asked = self._goal(deadline_s, objective), Asked(plain_token_ids(question), ())
         return self._session.run(self._ask(prompt.documents, asked, goal, tokens, texts, prompt))
@@ -266,30 +264,30 @@ class Loader:
         reuse: ReuseMode | None = None,
         donors: Sequence[str] = (),
     ) -> Answer:
-        """Answer a prompt: load what the store has of it, and compute the rest.
+        """Answer a prompt: load its stored part, and compute the rest.
 
-        That is the longest beginning that a stored document has, found by the index ``kvwire`` (``encode --index
-        kvwire``), or runs of tokens of *donors*, documents much like the prompt, found by the index ``donors``. Rows of
-        donors have seen other words than the prompt's, so that the answer may differ a little.
+        The stored part is the prompt's longest stored beginning, found by the index ``kvwire`` (``encode --index
+        kvwire``), or runs of tokens from *donors*, documents similar to the prompt, found by the index ``donors``. Rows
+        of donors were computed in another context, so the answer may differ a little.
 
         Args:
-            token_ids: The whole prompt, with the BOS or without.
+            token_ids: The whole prompt, with or without BOS.
             deadline_s: As for ``ask``.
             objective: As for ``ask``.
-            tokens: Length of the answer at most.
-            save: Keep prompt and answer as a document, named by its content, for prompts that begin with them, and with
-                ``auto`` and ``donors`` for those like them. What was made of donors is not kept.
-            reuse: ``exact``: the same beginning alone; ``auto``: donors too, where they save a quarter of the time;
-                ``donors``: donors in any case; ``none``: compute all. None: ``auto`` of models for which ``kvwire
-                check-model --edits`` found it safe, else ``exact``.
-            donors: Names of the donors; empty: they are searched.
+            tokens: Longest answer.
+            save: Store prompt and answer as a document, named by its content, for prompts that begin with them, and
+                with ``auto`` and ``donors`` for similar ones. Prompts made from donors are not saved.
+            reuse: ``exact``: only a stored beginning; ``auto``: also donors, if they save a quarter of the time;
+                ``donors``: donors in any case; ``none``: compute all. None: ``auto`` for models that ``kvwire
+                check-model --edits`` found safe, else ``exact``.
+            donors: Names of the donors; empty: search for them.
 
         Returns:
-            As ``ask`` does; ``Answer.reused`` says where the tokens came from, and what was saved.
+            As ``ask`` does; ``Answer.reused`` tells where the tokens came from, and what was saved.
 
         Raises:
-            ArgumentError: The prompt is empty, too long, or of other tokens than the model's; or the settings put
-                something around documents.
+            ArgumentError: The prompt is empty, too long, or has tokens outside the vocabulary; or the settings have a
+                system text or layout.
             OverloadedError: As for ``ask``.
         """
         goal, reusing = self._goal(deadline_s, objective), self._reusing(reuse, donors)
@@ -302,16 +300,16 @@ class Loader:
         self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = (),
         link: LinkSettings | None = None,
     ) -> Search:  # fmt: skip
-        """What ``ask_prompt`` would make a prompt of, and what that takes; only texts and headers are read.
+        """Plan how ``ask_prompt`` would answer, and at which cost; reads only texts and headers.
 
         Args:
-            token_ids: The whole prompt, with the BOS or without.
+            token_ids: The whole prompt, with or without BOS.
             reuse: As for ``ask_prompt``.
             donors: As for ``ask_prompt``.
-            link: Plan for this one; None: as it was measured.
+            link: Plan for this link; None: the measured one.
 
         Returns:
-            The plan, and the donors that were looked at.
+            The plan, and the donors considered.
 
         Raises:
             ArgumentError: As for ``ask_prompt``.
@@ -348,23 +346,23 @@ class Loader:
         objective: Objective | None = None,
         tokens: int = 64,
     ) -> Answer:
-        """Answer the next turn of a session, and keep it: only what is new is computed.
+        """Answer the next turn of a session, and save it; only new tokens are computed.
 
         Args:
-            session: Its name; one that is not known begins.
-            question: What is added to what was said.
-            chat: What the model's chat template is to put around turns; the system text is the first turn's.
+            session: Its name; an unknown one begins a session.
+            question: The user's new text.
+            chat: Settings of the chat template; the system text is the first turn's.
             deadline_s: As for ``ask``.
             objective: As for ``ask``.
-            tokens: Length of the answer at most.
+            tokens: Longest answer.
 
         Returns:
-            As ``ask_prompt`` does. A turn that could not be saved says so in ``Answer.misses``, and is no part of the
+            As ``ask_prompt`` does. If a turn could not be saved, ``Answer.misses`` says so, and it is not part of the
             session.
 
         Raises:
-            ArgumentError: There is no question, the session has become too long for the model, or its name is not
-                taken; or as for ``ask_prompt``.
+            ArgumentError: There is no question, the session is too long for the model, or its name is invalid; or as
+                for ``ask_prompt``.
             NotFoundError: The model has no chat template.
             CorruptError: The session's entry in the store is damaged.
             OverloadedError: As for ``ask``.
@@ -377,7 +375,7 @@ class Loader:
         self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
         if self._settings.system or self._settings.layout:
-            msg = "a prompt is all that the model reads: leave out the settings' system and layout"
+            msg = "ask_prompt and converse take no system text or layout: leave these settings out"
             raise ArgumentError(msg)
         timeouts = self._timeouts(goal.deadline_s)
         begun = await begin(self._prompts(), timeouts)
@@ -408,7 +406,7 @@ class Loader:
     async def _ask_edited(
         self, begun: Begun, plan: EditPlan, goal: ctl.Goal, timeouts: Timeouts, tokens: int
     ) -> Answer:  # fmt: skip
-        """Make a prompt of its donors, and run what is asked last."""
+        """Build a prompt from its donors, then run its last tokens."""
         from kvwire.runtime.edited import EditLayout
 
         with self._warming.paused():
@@ -435,12 +433,12 @@ class Loader:
         tokens: int = 1,
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
-        """``ask`` for callers with an event loop of their own; one that is cancelled leaves the load."""
+        """``ask`` for callers with an event loop of their own; cancelling it abandons the load."""
         goal, asked = self._goal(deadline_s, objective), self._asked(question, chat)
         return await self._session.wait(self._ask(documents, asked, goal, tokens, texts))
 
     def _asked(self, question: Sequence[int] | str, chat: Chat | None) -> Asked:
-        """What stands around the documents, in tokens."""
+        """Tokens around the documents."""
         chosen = self._settings
         if isinstance(question, str):
             if chat is None:
@@ -488,7 +486,7 @@ class Loader:
     def _laid_out(
         self, asked: Asked, texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None
     ) -> tuple[Layout, Sequence[int], Mapping[str, Sequence[int]] | None]:
-        """Where documents stand, and the question and the texts as they are there."""
+        """The prompt's layout, with the question and the texts in its tokens."""
         engine, layout = self._engine, self._settings.layout
         if schema is None and layout is None:
             return PlainLayout(engine, asked.system), asked.question, texts
@@ -507,7 +505,7 @@ class Loader:
         self, documents: Sequence[str | FoundDocument], texts: Mapping[str, Sequence[int]] | None,
         request: LoadRequest, started: float,
     ) -> AsyncIterator[CompletedLoad]:  # fmt: skip
-        """Find documents, open them and load them to the end; what was opened is closed behind the context."""
+        """Find, open and load documents; closes them after the context."""
         deadline_s = request.goal.deadline_s
         driver, chosen, timeouts = self._session.driver(self._new_controller), self._settings, request.timeouts
         planning = asyncio.create_task(self._link_plan(timeouts.soon))
@@ -533,7 +531,7 @@ class Loader:
             )  # fmt: skip
             async with Load(self._engine, found, self._session, driver, self._finder, request) as load:
                 finish = await load.run()
-                if finish is None:  # a kept entry was out of date, as what was read in this load is not
+                if finish is None:  # a cached entry was out of date; the next round reads it
                     continue
                 yield CompletedLoad(driver, load, finish, started, asked_s)
                 return
@@ -541,7 +539,7 @@ class Loader:
         raise StorageError(msg)
 
     def _timeouts(self, deadline_s: float | None) -> Timeouts:
-        """How long a load waits for what it must know, from its beginning."""
+        """Longest waits of a load, counted from its beginning."""
         with self._lock:
             extra = self._estimates.ttfb.value
         return Timeouts.of(self._settings.open_s, self._settings.patience_s, deadline_s, extra)
@@ -551,7 +549,7 @@ class Loader:
         return ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
 
     async def _link_plan(self, limit_s: float) -> LinkPlan:
-        """What a load does about links; what was measured of the model is read once, beside the catalog."""
+        """Plan for links; the model's report is read once, while the catalog is asked."""
         if self._links is None:
             try:
                 self._links = await self._session.look_up(self._read_link_plan, limit_s)

@@ -1,4 +1,4 @@
-"""What one load is asked for."""
+"""Input of one load."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """What is to be loaded, and how, as in ``LoadSettings``.
+    """A load's documents and options, as in ``LoadSettings``.
 
     Attributes:
-        layout: Where documents stand.
+        layout: Layout of the prompt.
         fetch: How blobs are fetched.
-        backend: Which kernels decode.
+        backend: Kernels that decode.
         timeouts: Longest waits.
-        goal: What the controller is to reach.
+        goal: The controller's goal.
         query_tokens: Length of the question.
-        links: What is done so that documents see each other.
-        question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
-        keeper: Finds what earlier repairs computed; None: they are not kept.
-        room_tokens: To set memory aside for behind the prompt, as far as the model's window goes.
-        exact: Lossless levels alone are of use.
-        max_kl: The greatest KL divergence to expect of levels that are fetched; None: any.
-        has_floor: The goal's floor was asked for, and holds in place of ``max_kl``.
-        wanted: How many tokens of each document's beginning are of use; None: all.
-        is_partial: At the deadline, or where it fails, the load ends with what is there.
+        links: Settings for links.
+        question: Token ids for a look at the prompt during fetches; empty: no look.
+        keeper: Finds kept repairs; None: there are none.
+        room_tokens: Memory to reserve after the prompt, in tokens, within the model's window.
+        exact: Use only lossless levels.
+        max_kl: Greatest expected KL divergence of fetched levels; None: any.
+        has_floor: Whether the goal's floor was given, and replaces ``max_kl``.
+        wanted: How many of each document's first tokens are needed; None: all.
+        is_partial: Whether the load ends at the deadline, or on failure, with what is loaded.
         limit_s: Longest partial load without a deadline.
-        worth_s: Longest partial load in any case: from then on, computing what is missing is sooner.
-        grace_s: Seconds that a partial load goes on behind its deadline at most, asked again while it does.
+        worth_s: Longest partial load in any case: after that, recomputing the missing part is faster.
+        grace_s: Seconds to extend a partial load after its deadline; called repeatedly.
     """
 
     layout: Layout
@@ -68,7 +68,7 @@ class LoadRequest:
     grace_s: Callable[[PromptWorker], float] = field(default=lambda _: 0.0)
 
     def plan_input(self, document: OpenDocument, layers: int) -> DocumentPlanInput:
-        """What planning is told of a document; a floor or a ceiling that was asked for goes before one by KL."""
+        """A document's input for planning; a given floor or ceiling precedes one by KL."""
         made = document.plan_input(layers)
         if self.max_kl is None or self.has_floor or self.goal.floor or not (document.info and made.has_blob):
             return made
@@ -76,7 +76,7 @@ class LoadRequest:
         return replace(made, floor=floor if ceiling is None else min(floor, ceiling))
 
     def quality_trouble(self, document: OpenDocument, inputs: Sequence[DocumentPlanInput]) -> str:
-        """Why no level of a document, or not any that may be fetched, is as good as is wanted; empty where one is."""
+        """Why no allowed level of a document is good enough; empty if one is."""
         if document.info is None or document.trouble:
             return ""
         if self.exact:

@@ -1,4 +1,4 @@
-"""How prompts are loaded."""
+"""Settings of loads."""
 
 from __future__ import annotations
 
@@ -27,61 +27,58 @@ _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How prompts are loaded.
+    """Settings of loads.
 
     Attributes:
-        max_kl: Of each document, the coarsest level that is fetched is the first of which its blob expects no greater
-            KL divergence from exact caches, in nats; the finest lossy one where none is so good, as ``Answer.misses``
-            then says. Blobs without predictions have no such floor. Text may be computed in any case. None: any level.
-        quality_floor: The lowest level that may be used where there is a choice, in place of ``max_kl``; None: as that
-            says.
-        quality_ceiling: The finest level that is worth waiting for; None for any.
-        exact: Load caches bit for bit as the engine computes them: the lossless level of documents that were encoded
-            with one, and the text of others is computed. In place of floor and ceiling.
-        bandwidth_prior: Bytes per second assumed before anything was measured.
-        ttfb_prior_s: Seconds to the first byte assumed likewise.
-        max_in_flight: Chunks fetched at once at most; how many are, depends on the link.
-        memory_bytes: Of blobs, fetched or kept to be upgraded, over all loads.
-        open_s: Longest wait for a blob's header where the document's text is known or stored, in seconds.
-        patience_s: Longest wait for any other header, and for anything else that nothing stands in for, in seconds.
-        fetch: The fetcher's settings; its concurrency bounds the connections of all loads together.
-        backend: Which kernels decode.
-        compute_workers: 2 to decode beside forward passes, 1 to take turns; None: 2 where a GPU does both, since
-            decoding has streams of its own there.
-        decode_batch: Chunks that are decoded in one go; None: as suits the machine.
-        decode_threads: How many of them a CPU decodes side by side; None: as suits the machine.
-        on_late: What becomes of a load whose first token cannot be in time: ``serve`` it as soon as possible, or
-            ``refuse`` it at once with an OverloadedError, so that the caller can go elsewhere or come back.
-        look: Run the question on the coarsest levels first, where time before a deadline is left for finer ones, and
-            spend that time on the chunks that the question attends to. Without it all chunks become finer alike.
-        repair: Rows of the prompt that are computed anew before the question runs, so that documents see those before
-            them: ``none``; ``auto``, as many as time and quality want, at least ``repair_floor``; ``all``, which is a
-            prefill of the whole prompt; or a share of the rows from 0 to 1. Without a deadline ``auto`` repairs the
-            floor alone.
-        repair_floor: Share that ``auto`` repairs at least; None: what ``kvwire check-model`` found that the model
-            needs; where that was not run 15 % of models that have attention sinks, none of others.
-        selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``, or ``auto``: what ``kvwire check-model``
-            found best for the model, and ``attention`` where that was not run.
-        repair_in_order: Compute rows of documents that stay as they are while the link brings later ones, where the
-            selector knows its rows by then, and so link tokens of a layout. Without it all rows are computed after the
-            last chunk, to the same end.
-        link_bound: Of what documents tell the model, the share that links may lose by what ``kvwire check-model``
-            found; where more would be lost, or nobody has measured it, a load of several documents ends with a
-            LinkBoundError and no answer. In place of the bound that was named there, also for ``repair_floor``. None:
-            that one, and a warning.
-        shift: Add to linked documents what they lack on average, where ``kvwire check-model`` found that it helps the
-            model. Not done where repairs are kept, nor with a layout.
-        keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
-            order, and use what was kept. Loads then write to the store.
-        kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
-        layout: What stands around documents and inside their caches; None: nothing. With one,
-            documents are repaired only where a share is asked for (``repair``), and link tokens with them.
-        system: Token ids of the system text, which is computed in every prompt, before the documents.
-        entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
-        writer: Namespace inside the tenant for prompts that are kept for others like them: they serve this writer
-            alone. Empty: the whole tenant.
-        policy: Decides instead of the controller's own, for comparisons.
-        record: Called with every event and what it led to; ``controller.replay`` takes these.
+        max_kl: For each document, the coarsest level allowed is the first with at most this expected KL divergence from
+            exact caches, in nats; the finest lossy one if none is so good, noted in ``Answer.misses``. Blobs without
+            predictions have no such floor. Text may always be recomputed. None: any level.
+        quality_floor: The lowest level allowed, in place of ``max_kl``; None: ``max_kl`` applies.
+        quality_ceiling: The finest level worth waiting for; None for any.
+        exact: Load bit-exact caches: lossless levels where they exist, else recomputed text. Excludes floor and
+            ceiling.
+        bandwidth_prior: Bytes per second assumed before any measurement.
+        ttfb_prior_s: Seconds to the first byte, likewise.
+        max_in_flight: Most chunks fetched at once; the actual number depends on the link.
+        memory_bytes: Limit of blobs in memory, fetched or kept for upgrades, over all loads.
+        open_s: Longest wait for a blob's header if the document's text is known or stored, in seconds.
+        patience_s: Longest wait for any other header, and for anything that nothing replaces, in seconds.
+        fetch: The fetcher's settings; its concurrency limits the connections of all loads together.
+        backend: Kernels that decode.
+        compute_workers: 2 to decode during forward passes, 1 to take turns; None: 2 if a GPU does both, since decoding
+            has its own streams there.
+        decode_batch: Chunks decoded in one batch; None: by machine.
+        decode_threads: Chunks that a CPU decodes in parallel; None: by machine.
+        on_late: For a load whose first token cannot be in time: ``serve`` it as soon as possible, or ``refuse`` it at
+            once with an OverloadedError, so that the caller can go elsewhere or retry.
+        look: Run the question on the coarsest levels first, if the deadline leaves time for finer ones, and spend that
+            time on the chunks with the most attention. Without it all chunks are refined alike.
+        repair: Rows of the prompt to recompute before the question runs, so that documents see those before them:
+            ``none``; ``auto``, as many as time and quality suggest, at least ``repair_floor``; ``all``, which equals a
+            prefill of the whole prompt; or a share of the rows from 0 to 1. Without a deadline ``auto`` repairs only
+            the floor.
+        repair_floor: Least share for ``auto``; None: what ``kvwire check-model`` found the model to need; if it was not
+            run, 15 % for models with attention sinks, else 0.
+        selector: Chooses the rows: one of ``kvwire.reuse.SELECTORS``, or ``auto``: the best one by ``kvwire
+            check-model``, or ``attention`` if that was not run.
+        repair_in_order: Repair documents, and compute a layout's link tokens, while later ones are fetched, if the
+            selector can choose by then. Otherwise all rows are repaired after the last chunk, with the same result.
+        link_bound: Share of the documents' effect on the model that links may lose by ``kvwire check-model``; if more
+            would be lost, or it was not measured, a load of several documents raises LinkBoundError. It also replaces
+            the report's bound for ``repair_floor``. None: the report's bound, and a warning.
+        shift: Add the mean shift to linked documents, if ``kvwire check-model`` found that it helps the model. Not with
+            kept repairs or a layout.
+        keep_repairs: Store repaired rows for later loads of the same documents in the same order, and use stored ones.
+            Loads then write to the store.
+        kept_bytes: Limit of stored rows for this model and tenant; the oldest are dropped.
+        layout: Tokens around documents and inside their caches; None: none. With one, documents, and link tokens with
+            them, are repaired only if ``repair`` is a share.
+        system: Token ids of the system text, computed in every prompt, before the documents.
+        entries_s: Seconds for which catalog entries are cached; 0: every load asks the catalog.
+        writer: Namespace inside the tenant for prompts saved for similar ones, which only this writer finds. Empty: the
+            whole tenant.
+        policy: Replaces the controller's own, for comparisons.
+        record: Called with every event and its instructions; ``controller.replay`` takes these.
     """
 
     max_kl: float | None = ctl.MAX_KL
@@ -117,7 +114,7 @@ class LoadSettings:
     record: Callable[[LogEntry], object] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a way of repairing that there is not, and bounds on a quality that has none."""
+        """Refuse invalid ways of repair, and quality bounds of exact loads."""
         check_max_kl(self.max_kl)
         if self.exact and (self.quality_floor is not None or self.quality_ceiling is not None):
             msg = "an exact load takes lossless levels alone: leave out the floor and the ceiling"
@@ -126,7 +123,7 @@ class LoadSettings:
 
 
 def check_max_kl(max_kl: object) -> None:
-    """Refuse what cannot be a KL divergence."""
+    """Refuse values that are no KL divergence."""
     if max_kl is None or (isinstance(max_kl, int | float) and not isinstance(max_kl, bool) and max_kl >= 0):
         return
     msg = f"max_kl is a KL divergence in nats, 0 or more, or None for no such floor; got {max_kl!r}"
@@ -134,7 +131,7 @@ def check_max_kl(max_kl: object) -> None:
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True) -> ctl.ControllerSettings:
-    """How the controller of a loader with these settings steers."""
+    """Settings of the controller from those of a loader."""
     threads = usual_threads(settings.decode_threads)
     suited = ctl.ControllerSettings.suited(on_gpu=on_gpu, threads=threads, interrupts=interrupts)
     return replace(
@@ -148,7 +145,7 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True
 
 
 def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | None) -> LinkPlan:
-    """What loads do about links, by what the store says of them; blocks."""
+    """Plan for links from the store's report; blocks."""
     report, profile = corpus.link_report(), None
     with suppress(KvwireError):
         profile = corpus.profile(level=level)
@@ -156,10 +153,10 @@ def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | 
 
 
 def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
-    """What loads do about links."""
+    """Plan for links."""
     shift = settings.shift and not settings.keep_repairs
     asked = settings.repair, settings.repair_floor, settings.selector
     plan = plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)
-    if plan.option and (settings.keep_repairs or not settings.repair_in_order):  # what is kept is known at the end
+    if plan.option and (settings.keep_repairs or not settings.repair_in_order):  # stored rows are known at the end
         plan = replace(plan, option=replace(plan.option, begins="closing"))
     return plan
