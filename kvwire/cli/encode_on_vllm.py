@@ -62,9 +62,9 @@ def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
     from kvwire.runtime.corpus import Coding, Corpus, find_model
 
     store = place.open_lasting()
-    record = find_model(place.catalog(store), model_name(model))
+    record, pieces = find_model(place.catalog(store), model_name(model)), open_tokenizer(model)
     return Corpus(
-        reading_engine(record, open_tokenizer(model)),
+        reading_engine(record, pieces, pieces.opening, len(pieces.tokenizer)),
         store,
         **place.whose(),
         coding=Coding(neutral_prefix=0),

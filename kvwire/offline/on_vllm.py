@@ -31,7 +31,7 @@ from kvwire.store.prefix.index import opening_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from kvwire.engines.transformers.tokenizing import PieceTokenizer
+    from kvwire.engines.base import Place, Trust
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import ModelRecord
 
@@ -103,15 +103,20 @@ class VllmSettings:
         return {"CPU": cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
-def reading_engine(record: ModelRecord, tokenizer: PieceTokenizer) -> WeightlessEngine:
+def reading_engine(
+    record: ModelRecord,
+    tokenize: Callable[[str, Place, Trust], list[int]],
+    opening: Sequence[int],
+    vocabulary_size: int,
+) -> WeightlessEngine:
     """A model from its stored record and its tokenizer, without weights."""
     refusal = MismatchError(
         "the model runs only in vLLM here, which takes whole documents; encode without --engine vllm"
     )
     dtype, digest = getattr(torch, record.meta.dtype), record.model_config_digest
     return WeightlessEngine(
-        record.meta, record.window, dtype, refusal, model_config_digest=digest, tokenize=tokenizer,
-        opening=tokenizer.opening, vocabulary_size=len(tokenizer.tokenizer),
+        record.meta, record.window, dtype, refusal, model_config_digest=digest, tokenize=tokenize,
+        opening=opening, vocabulary_size=vocabulary_size,
     )  # fmt: skip
 
 

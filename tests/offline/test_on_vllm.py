@@ -113,8 +113,8 @@ def test_a_cluster_that_is_too_small_is_told_instead_of_waited_for():
 def open_reading(model, store):
     opened = FolderStore(store)
     corpus = Corpus.open(opened)
-    record = find_model(corpus.catalog)
-    return Corpus(reading_engine(record, open_tokenizer(model)), opened)
+    record, pieces = find_model(corpus.catalog), open_tokenizer(model)
+    return Corpus(reading_engine(record, pieces, pieces.opening, len(pieces.tokenizer)), opened)
 
 
 @pytest.fixture
