@@ -108,7 +108,7 @@ def reading_engine(
     tokenize: Callable[[str, Place, Trust], list[int]],
     opening: Sequence[int],
     vocabulary_size: int,
-) -> WeightlessEngine:
+) -> WeightlessEngine:  # fmt: skip
     """A model from its stored record and its tokenizer, without weights."""
     refusal = MismatchError(
         "the model runs only in vLLM here, which takes whole documents; encode without --engine vllm"
