@@ -70,14 +70,12 @@ class VllmSettings:
     def __post_init__(self) -> None:
         """Refuse what kvwire sets itself."""
         if own := sorted(set(self.engine_args) & set(_OWN)):
-            msg = (
+            raise ArgumentError(
                 f"vLLM's argument {own[0]!r} is set by kvwire, or changes what caches hold: leave it out of the "
                 "engine's arguments (--tensor-parallel says how many workers share the model)"
             )
-            raise ArgumentError(msg)
         if self.tensor_parallel < 1:
-            msg = f"one worker at least runs the model, got {self.tensor_parallel}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"one worker at least runs the model, got {self.tensor_parallel}")
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments of vLLM: no prompt shares rows with another, and its cache is saved under the name it gives."""
@@ -146,8 +144,7 @@ def encode_on_vllm(
         raise ArgumentError(msg)
     require("ray", "ray", "--engine vllm")
     if find_spec("vllm") is None:
-        msg = "--engine vllm needs vLLM on all machines: pip install 'kvwire[vllm]'"
-        raise ArgumentError(msg)
+        raise ArgumentError("--engine vllm needs vLLM on all machines: pip install 'kvwire[vllm]'")
     profile = _profile(open_corpus())
     start_ray(spread)
     import ray
@@ -159,11 +156,10 @@ def encode_on_vllm(
         yield from _rows([ref.to_json() for ref in refs], made_of, vllm, spread)
     except ray.exceptions.RayError as error:
         words = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        msg = (
+        raise KvwireError(
             f"vLLM did not run on Ray ({words[-1][-300:]}); the logs of Ray's workers say why, on their "
             "machine in ray/session_latest/logs"
-        )
-        raise KvwireError(msg) from error
+        ) from error
 
 
 def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any:  # noqa: ANN401 - Ray's
@@ -182,8 +178,7 @@ def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any: 
         )  # fmt: skip
     except ValueError as error:  # of pydantic
         words = error.errors(include_input=False) if hasattr(error, "errors") else error  # inputs hold secrets
-        msg = f"Ray refuses these settings of vLLM: {words}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"Ray refuses these settings of vLLM: {words}") from error
     light = {"num_cpus": _LIGHT_CPUS}
     processor = build_processor(config, _request, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
     stage = processor.stages[_STAGE]
@@ -231,12 +226,11 @@ def _ids(data: bytes) -> list[int]:
 def _profile(corpus: Corpus) -> str:
     """Digest of the profile that the connector will encode with."""
     if corpus.profile() is None or (found := corpus.encoder().prepare(list)) is None:
-        msg = (
+        raise NotFoundError(
             "the store has no profile of this model, and vLLM fits none: encode a few documents into it without "
             "--engine vllm first (a model that fits no GPU runs on the processor, or over several with "
             "kvwire.open_engine(model, device_map='auto'))"
         )
-        raise NotFoundError(msg)
     return found.digest
 
 
@@ -257,12 +251,11 @@ def _check_room(nodes: Sequence[Mapping[str, Any]], vllm: VllmSettings, cpus: fl
     each = vllm.bundle(cpus)
     needs = " and ".join(f"{each[name] * vllm.tensor_parallel:g} {name}s" for name in each)
     has = "; ".join(", ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in each) for node in nodes)
-    msg = (
+    raise ArgumentError(
         f"a vLLM of {vllm.tensor_parallel} workers needs one machine with {needs}, and Ray {_SPARE_CPUS:g} CPUs "
         f"more; Ray has {has}: name a larger cluster (RAY_ADDRESS), take fewer workers, or less than {cpus:g} --cpus "
         "for each; --device cpu is for a vLLM that runs on processors"
     )
-    raise ArgumentError(msg)
 
 
 class _Member:
@@ -324,8 +317,7 @@ class Teller(_Member):
             raise error_of(said["error"], said["message"])
         found = self._encoder.known(Document(row.id, ids), self._profile)
         if found is None:
-            msg = f"vLLM's worker has saved it, and the store has not got it; {_UNTOLD}"
-            raise StorageError(msg)
+            raise StorageError(f"vLLM's worker has saved it, and the store has not got it; {_UNTOLD}")
         for each in self._indexes:
             each.add(found.entry, ids, is_new=True, opening=opening_of(found.info))
         return told(row, replace(found, skipped=False))
