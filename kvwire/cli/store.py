@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import to_builtins
 
-from kvwire.cli.inputs import read_seconds
 from kvwire.cli.options import INDEX, STORE, StoreOptions, argument, command, flag, option
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import error_as_data, leave, progress, say
@@ -159,6 +158,7 @@ class _GcOptions:
 @command(_GcOptions, group=store_group)
 def gc(options: _GcOptions) -> None:
     """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
+    from kvwire.cli.inputs import read_seconds
     from kvwire.store import Part, collect
 
     grace_s, chosen = read_seconds(options.grace), Part.parse(options.part)
