@@ -286,8 +286,7 @@ def main() -> None:
     """Fit, measure, print, save; after each model, so that an interrupted run leaves those before it."""
     args = options()
     if not args.text:
-        msg = "no text to measure on; name some with --text"
-        raise SystemExit(msg)
+        raise SystemExit("no text to measure on; name some with --text")
     settings = {
         "seed": args.seed, "context_tokens": args.contexts, "continuation_tokens": CONTINUATION, "chunk_tokens": CHUNK,
         "exact": "float32",

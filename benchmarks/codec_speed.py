@@ -75,8 +75,7 @@ def threaded(function: Callable[..., Any], threads: int) -> Callable[..., Any]:
 def use_threads(threads: int) -> None:
     """Let torch and numba use that many threads."""
     if threads > _NUMBA_THREADS:
-        msg = f"numba was started with {_NUMBA_THREADS} threads; set NUMBA_NUM_THREADS={threads}"
-        raise SystemExit(msg)
+        raise SystemExit(f"numba was started with {_NUMBA_THREADS} threads; set NUMBA_NUM_THREADS={threads}")
     torch.set_num_threads(threads)
     numba.set_num_threads(threads)
 
@@ -474,8 +473,7 @@ def options() -> argparse.Namespace:
     if args.fit is None:
         args.fit = [path for path in demo if path not in args.text]
     if set(args.fit) & set(args.text) or not args.fit or not args.text:
-        msg = "name documents to fit on with --fit and other ones to measure on with --text"
-        raise SystemExit(msg)
+        raise SystemExit("name documents to fit on with --fit and other ones to measure on with --text")
     return args
 
 

@@ -180,8 +180,7 @@ def windows_in(engine: TransformersEngine, text: str, name: str, count: int, tok
     """``windows`` of a text that is at hand; seed and name decide where they lie."""
     room = CHARACTERS_PER_TOKEN * tokens
     if len(text) < 2 * room:
-        msg = f"{name} is too short for windows of {tokens} tokens; name a longer text"
-        raise SystemExit(msg)
+        raise SystemExit(f"{name} is too short for windows of {tokens} tokens; name a longer text")
     draw = random.Random(f"{seed} {name}")
     found = []
     while len(found) < count:
@@ -197,8 +196,7 @@ def calibration(
 ) -> list[list[int]]:
     """``count`` windows from as many different texts, in an order that the seed decides."""
     if not texts:
-        msg = "no text to fit the profile on; name some with --fit"
-        raise SystemExit(msg)
+        raise SystemExit("no text to fit the profile on; name some with --fit")
     order = list(texts)
     random.Random(seed).shuffle(order)
     return [windows(engine, order[index % len(order)], 1, tokens, seed + index)[0] for index in range(count)]

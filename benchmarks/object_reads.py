@@ -161,8 +161,7 @@ def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.05)
-    msg = f"{server.args!r} does not answer"
-    raise SystemExit(msg)
+    raise SystemExit(f"{server.args!r} does not answer")
 
 
 def free_port() -> int:
@@ -293,8 +292,7 @@ def _wrk(binary: str, url: str, size: int, concurrency: int, seconds: float) -> 
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"([0-9]+) requests in ([0-9.]+)s", text)
     if found is None or "Non-2xx" in text or "Socket errors" in text:
-        msg = f"wrk met errors:\n{text}"
-        raise SystemExit(msg)
+        raise SystemExit(f"wrk met errors:\n{text}")
     return int(found[1]), float(found[2])
 
 

@@ -115,8 +115,7 @@ def main() -> None:
     documents, others = drawn_to_fit[: args.calibration], drawn_to_fit[args.calibration :]
     profile = kvwire.fit_profile(engine.prefill(documents), statistics=engine.statistics(documents))
     if profile is None:
-        msg = "calibration needs at least one window"
-        raise SystemExit(msg)
+        raise SystemExit("calibration needs at least one window")
     profile = kvwire.calibrate_error(engine, profile, others)
     tokens = args.contexts + CONTINUATION + 1
     drawn = {path.stem: windows(engine, path, args.windows, tokens, args.seed) for path in args.text}

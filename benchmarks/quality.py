@@ -114,7 +114,6 @@ def question_windows(engine: TransformersEngine, path: Path, count: int, context
         passages = "\n\n".join(passage["text"] for passage in last["ctxs"][:3])
         tail = engine.tokenize(f"{passages}\n\n{last['question']}\n{answer}\n")
         if min(len(ids) - context, len(tail) - CONTINUATION - 1) < 0:
-            msg = f"{path.name} holds too little text for contexts of {context} tokens; name a longer one"
-            raise SystemExit(msg)
+            raise SystemExit(f"{path.name} holds too little text for contexts of {context} tokens; name a longer one")
         found.append(ids[:context] + tail[-CONTINUATION - 1 :])
     return found

@@ -81,8 +81,7 @@ class AttentionOutputs:
         with recording(recorder, engine.model):
             engine.forward(None, [0, 1], 0)
         if not recorder.modules:
-            msg = "this model's attention cannot be watched; open one that attends with sdpa or eager"
-            raise SystemExit(msg)
+            raise SystemExit("this model's attention cannot be watched; open one that attends with sdpa or eager")
         self._modules = recorder.modules
 
     @contextmanager
@@ -196,8 +195,7 @@ def measure_shift(
 ) -> dict[str, Any]:
     """Fit on the first half of the encyclopaedia; measure on the novel (shifted) and on the second half (in-domain)."""
     if ENCYCLOPAEDIA not in kinds:
-        msg = "--shift fits on an encyclopaedia; name one with --encyclopaedia"
-        raise SystemExit(msg)
+        raise SystemExit("--shift fits on an encyclopaedia; name one with --encyclopaedia")
     path: Path = args.encyclopaedia
     text = path.read_text(encoding="utf-8")
     first = text[: len(text) // 2]
@@ -313,8 +311,7 @@ def present_kinds(args: argparse.Namespace) -> list[str]:
         else:
             print(f"no {kind}: {path or 'its default text'} is absent; name one with --{kind}", file=sys.stderr)
     if not kinds:
-        msg = "no text to measure on; name some with --novel, --encyclopaedia, --questions"
-        raise SystemExit(msg)
+        raise SystemExit("no text to measure on; name some with --novel, --encyclopaedia, --questions")
     return kinds
 
 

@@ -111,8 +111,7 @@ def main() -> None:
     """Measure, print, draw and write down."""
     args, began = arguments(), time.perf_counter()
     if not args.text or not args.fit:
-        msg = "no texts to cut prompts from; name some with --text and --fit"
-        raise SystemExit(msg)
+        raise SystemExit("no texts to cut prompts from; name some with --text and --fit")
     one_thread()
     models = {}
     for path in args.models:

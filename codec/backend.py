@@ -29,6 +29,10 @@ _LEAST_TRITON = (3, 3)
 _LEAST_INTERPRETER = (3, 7)
 """Of Triton, where NumPy is 2.4 or later, which no longer takes arrays of one element for numbers."""
 _LOG = logging.getLogger("kvwire.codec")
+Side = Literal["key", "value"]
+SIDES: tuple[Side, ...] = ("key", "value")
+Plane = tuple[Side, int]
+"""The keys or the values of one layer."""
 
 
 def uses_triton(backend: Backend, device: str | torch.device) -> bool:
@@ -47,16 +51,14 @@ def uses_triton(backend: Backend, device: str | torch.device) -> bool:
         ArgumentError: There is no such backend, or ``triton`` cannot run there.
     """
     if backend not in BACKENDS:
-        msg = f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     device = torch.device(device)
     kind = device.type
     if backend == "numba" or (backend == "auto" and kind == "cpu"):
         return False
     missing = _missing(device)
     if missing and backend == "triton":
-        msg = f"Triton kernels cannot run on {device}: {missing}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"Triton kernels cannot run on {device}: {missing}")
     if missing:
         _say_once(kind, missing)
     return not missing
@@ -134,12 +136,6 @@ def _driver_trouble() -> str:
 @lru_cache(maxsize=8)
 def _say_once(kind: str, missing: str) -> None:
     _LOG.warning("caches on %s are coded by the processor and copied: %s", kind, missing)
-
-
-Side = Literal["key", "value"]
-SIDES: tuple[Side, ...] = ("key", "value")
-Plane = tuple[Side, int]
-"""The keys or the values of one layer."""
 
 
 def plane_width(layers: tuple[LayerSpec, ...], plane: Plane) -> int:

@@ -53,8 +53,7 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
     Where one fails, its error is raised and what has not begun is left undone.
     """
     if threads is not None and threads < 1:
-        msg = f"threads must be at least 1, or None for every core, got {threads}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"threads must be at least 1, or None for every core, got {threads}")
     listed = list(items)
     count = min(len(listed), cores() if threads is None else threads)
     if count <= 1:

@@ -114,8 +114,7 @@ class Controller:
             ArgumentError: The event cannot happen in the present state; nothing has changed.
         """
         if not (self._now <= now < inf and now > -inf):
-            msg = f"time must be finite and never go back: {now} after {self._now}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"time must be finite and never go back: {now} after {self._now}")
         out: list[ev.Instruction] = []
         self._state.now = now
         try:
@@ -158,8 +157,7 @@ class Controller:
                 self._outcomes.decoded(chunks, (), seconds, "", out)
             case ev.LoadRequested(load):
                 if load <= self._outcomes.newest:
-                    msg = f"loads are numbered upwards: {load} after {self._outcomes.newest}"
-                    raise ArgumentError(msg)
+                    raise ArgumentError(f"loads are numbered upwards: {load} after {self._outcomes.newest}")
                 state.loads[load] = Load(event, now)
                 self._outcomes.newest = load
             case ev.IndexKnown(load, document, variants):
@@ -176,8 +174,7 @@ class Controller:
                 self._outcomes.pass_failed(chunk, reason)
             case ev.RecomputeInterrupted(chunks, seconds):
                 if not state.workers.is_interrupted:
-                    msg = "no forward pass was to be stopped; report what became of it"
-                    raise ArgumentError(msg)
+                    raise ArgumentError("no forward pass was to be stopped; report what became of it")
                 self._outcomes.pass_over(chunks, seconds, stopped=True)
             case ev.RecomputedTogether():
                 self._outcomes.passes_over(event)

@@ -214,15 +214,13 @@ def fit_decode(samples: Iterable[tuple[int, int, float]]) -> DecodeCost:
 
 def _check_coefficients(*values: float) -> None:
     if any(not (isfinite(value) and value >= 0) for value in values):
-        msg = f"cost coefficients must be finite and at least 0, got {values}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"cost coefficients must be finite and at least 0, got {values}")
 
 
 def _checked(samples: Iterable[tuple[float, float, float]]) -> NDArray[np.float64]:
     rows = np.array([tuple(sample) for sample in samples], dtype=np.float64).reshape(-1, 3)
     if not len(rows) or not np.isfinite(rows).all() or (rows < 0).any():
-        msg = "a fit needs at least one sample, and numbers that are finite and not negative"
-        raise ArgumentError(msg)
+        raise ArgumentError("a fit needs at least one sample, and numbers that are finite and not negative")
     return rows
 
 

@@ -51,35 +51,27 @@ class DocumentPlanInput:
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
         if not self.tokens or min(self.tokens) < 1:
-            msg = "a document needs at least one chunk, and every chunk at least one token"
-            raise ArgumentError(msg)
+            raise ArgumentError("a document needs at least one chunk, and every chunk at least one token")
         if max(max(row, default=0) for row in (self.tokens, *self.fetch_bytes)) > _LARGEST:
-            msg = f"a chunk has at most {_LARGEST} tokens and as many bytes"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a chunk has at most {_LARGEST} tokens and as many bytes")
         if self.fetch_bytes and len(self.fetch_bytes) != len(self.tokens):
-            msg = f"{len(self.tokens)} chunks but bytes for {len(self.fetch_bytes)}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{len(self.tokens)} chunks but bytes for {len(self.fetch_bytes)}")
         for sizes in self.fetch_bytes:
             if min(sizes, default=0) < 0 or list(sizes) != sorted(sizes):
-                msg = f"bytes up to a level must be at least 0 and grow with the level, got {sizes}"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"bytes up to a level must be at least 0 and grow with the level, got {sizes}")
         if not 0 <= self.prefix_share <= 1:
-            msg = f"a head start is a share of a forward pass, 0 to 1, got {self.prefix_share}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a head start is a share of a forward pass, 0 to 1, got {self.prefix_share}")
         if self.floor < 0:
-            msg = f"the floor of a document is a level from 0 on, got {self.floor}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the floor of a document is a level from 0 on, got {self.floor}")
         self._check_errors()
 
     def _check_errors(self) -> None:
         if not self.errors:
             return
         if [len(row) for row in self.errors] != [len(row) for row in self.fetch_bytes]:
-            msg = "errors must be given for exactly the levels that bytes are given for"
-            raise ArgumentError(msg)
+            raise ArgumentError("errors must be given for exactly the levels that bytes are given for")
         if any(not (isfinite(error) and error >= 0) for row in self.errors for error in row):
-            msg = "errors must be finite and at least 0"
-            raise ArgumentError(msg)
+            raise ArgumentError("errors must be finite and at least 0")
 
     @classmethod
     def from_blob(

@@ -175,14 +175,12 @@ class Estimates:
             ArgumentError: Priors are wrong, or there are none.
         """
         if not (isfinite(age_s) and age_s >= 0):
-            msg = f"an age must be a finite number of seconds, at least 0, got {age_s}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"an age must be a finite number of seconds, at least 0, got {age_s}")
         parts = _parts(state)
         engine = _Engine(parts["engine"]) if "engine" in parts else None
         known = engine.costs if engine else costs
         if known is None:
-            msg = "the state tells nothing of the engine; pass its costs"
-            raise ArgumentError(msg)
+            raise ArgumentError("the state tells nothing of the engine; pass its costs")
         made = cls(known, bandwidth_prior, ttfb_prior_s, settings=settings)
         if engine:
             made.prefill, made.decode, made.repair = engine.prefill, engine.decode, engine.repair
@@ -222,8 +220,7 @@ class _Fields:
 
     def __init__(self, part: object, what: str, names: tuple[str, ...]) -> None:
         if not isinstance(part, dict) or set(part) != set(names):
-            msg = f"the remembered {what} must be an object of {', '.join(names)}; {_ADVICE}"
-            raise CorruptError(msg)
+            raise CorruptError(f"the remembered {what} must be an object of {', '.join(names)}; {_ADVICE}")
         self.values: dict[str, object] = part
         self._what = what
 
@@ -235,8 +232,7 @@ class _Fields:
         """A list of so many finite numbers from 0 on."""
         values = self.values[name]
         if not isinstance(values, list) or len(values) != length:
-            msg = f"{name} of the remembered {self._what} must be a list of {length} numbers; {_ADVICE}"
-            raise CorruptError(msg)
+            raise CorruptError(f"{name} of the remembered {self._what} must be a list of {length} numbers; {_ADVICE}")
         return tuple(self._checked(name, value, most, 0.0) for value in values)
 
     def _checked(self, name: str, value: object, most: float, least: float) -> float:
@@ -249,12 +245,10 @@ class _Fields:
 
 def _parts(state: object) -> dict[str, object]:
     if not isinstance(state, dict) or not set(state) <= {"version", "link", "engine"}:
-        msg = f"remembered estimates must be an object of version, link and engine; {_ADVICE}"
-        raise CorruptError(msg)
+        raise CorruptError(f"remembered estimates must be an object of version, link and engine; {_ADVICE}")
     version = state.get("version")
     if version != STATE_VERSION or isinstance(version, bool):
-        msg = f"the remembered estimates are not of version {STATE_VERSION}; {_ADVICE}"
-        raise CorruptError(msg)
+        raise CorruptError(f"the remembered estimates are not of version {STATE_VERSION}; {_ADVICE}")
     return state
 
 

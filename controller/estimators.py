@@ -49,8 +49,7 @@ class Memory:
     def __post_init__(self) -> None:
         """Refuse an average that would never or at once forget."""
         if not (0 < self.seconds < inf and self.size > 0 and self.samples > 0):
-            msg = f"a memory needs seconds, bytes and samples above 0, got {self}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a memory needs seconds, bytes and samples above 0, got {self}")
 
     def half_lives(self, size: int, seconds: float) -> float:
         """Measure a sample."""
@@ -320,8 +319,7 @@ class RecentMedian:
     def __init__(self, prior: float, spread: float = 0.5) -> None:
         """Start at a prior."""
         if not (0 <= prior < inf and 0 <= spread < inf):
-            msg = f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}")
         self._prior = prior
         self._spread = spread
         self._recent: deque[float] = deque(maxlen=_WINDOW)
@@ -331,8 +329,7 @@ class RecentMedian:
     def add(self, measured: float) -> None:
         """Take in one measurement."""
         if not 0 <= measured < inf:
-            msg = f"a measurement must be a finite number, at least 0, got {measured}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a measurement must be a finite number, at least 0, got {measured}")
         self._recent.append(measured)
         self.value, self._deviation = median(self._taken), None
 

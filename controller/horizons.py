@@ -39,8 +39,7 @@ class HorizonErrors:
         self._counts = [[0.0] * len(EDGES) for _ in HORIZONS_S] if counts is None else [list(row) for row in counts]
         right = [len(row) == len(EDGES) and all(isfinite(c) and c >= 0 for c in row) for row in self._counts]
         if len(right) != len(HORIZONS_S) or not all(right):
-            msg = f"errors need {len(HORIZONS_S)} horizons of {len(EDGES)} finite counts of at least 0"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"errors need {len(HORIZONS_S)} horizons of {len(EDGES)} finite counts of at least 0")
         self._busy_s = self._brought = 0.0
         self._open: tuple[deque[_Prediction], ...] = tuple(deque() for _ in HORIZONS_S)
         self._latest = [-inf] * len(HORIZONS_S)

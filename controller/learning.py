@@ -114,8 +114,7 @@ class _Learner:
 
     def add(self, row: Row, seconds: float) -> None:
         if not (isfinite(seconds) and seconds >= 0 and isfinite(sum(row)) and min(row) >= 0):
-            msg = f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s")
         if self._is_due:
             self._refit()
         expected = float(self._fitted @ row)

@@ -123,16 +123,14 @@ class Link:
     def first_byte(self, seconds: float, now: float) -> None:
         """Take in a time to first byte, unless it was perhaps spent in a queue behind other answers."""
         if not (isfinite(seconds) and seconds >= 0):
-            msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}")
         if not (self.fetches and self._flowing) and now - seconds >= self._paused_at:
             self._estimates.ttfb.add(seconds)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came."""
         if not isfinite(size):
-            msg = f"a transfer needs a finite number of bytes, got {size}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a transfer needs a finite number of bytes, got {size}")
         self._estimates.bandwidth.add(size, started, ended)
         if not size:
             return

@@ -44,8 +44,7 @@ class Load:
     def __init__(self, asked: LoadRequested, now: float) -> None:
         """Lay the load out; its documents come later."""
         if asked.documents < 1 or asked.query_tokens < 0:
-            msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a load needs at least one document and a question of 0 tokens or more, got {asked}")
         links = asked.links
         if links and (len(links) != asked.documents or min(links) < 0 or sum(links) > asked.query_tokens):
             msg = f"a load's link tokens are told for each document, and count in query_tokens, got {asked}"
@@ -96,8 +95,7 @@ class Load:
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
         """Make a document known."""
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
-            msg = f"load {self.number} has no document {number} whose index is still missing"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"load {self.number} has no document {number} whose index is still missing")
         doc = self._slots[number] = DocumentState(self.number, number, variants, self.table)
         if self.docs and number < self.docs[-1].number:
             insort(self.docs, doc, key=attrgetter("number"))
@@ -125,8 +123,7 @@ class Load:
         """A document that is known."""
         doc = self._slots[document] if 0 <= document < len(self._slots) else None
         if doc is None:
-            msg = f"document {document} of load {self.number} is not known"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"document {document} of load {self.number} is not known")
         return doc
 
     def place(self, at: int) -> Place:
@@ -278,8 +275,7 @@ class Load:
             msg = f"attention is told for each of {counts} chunks, got {[len(row) for row in attention]} figures"
             raise ArgumentError(msg)
         if not all(isfinite(each) and each >= 0 for row in attention for each in row):
-            msg = "attention to a chunk must be finite and at least 0"
-            raise ArgumentError(msg)
+            raise ArgumentError("attention to a chunk must be finite and at least 0")
         return attention
 
     def looked(self, attention: Sequence[Sequence[float]]) -> None:

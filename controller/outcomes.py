@@ -35,15 +35,13 @@ class Outcomes:
     def load(self, number: int) -> Load | None:
         """A load under way; None where it is over. Raises ArgumentError for one that never was."""
         if number > self.newest:
-            msg = f"load {number} was never asked for"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"load {number} was never asked for")
         return self._state.loads.get(number)
 
     def assembled(self, event: ev.PromptAssembled, now: float) -> None:
         """End a load's closing, and learn from it; of a closing that was abandoned nothing is learnt."""
         if self.load(event.load):
-            msg = f"load {event.load} is not finished; report its closing after Finish"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"load {event.load} is not finished; report its closing after Finish")
         closing = self._state.workers.closings.get(event.load)
         if closing:
             if closing.repair_s:
@@ -63,8 +61,7 @@ class Outcomes:
             return None
         doc, number = load.doc(chunk.document), chunk.chunk
         if not 0 <= number < doc.count:
-            msg = f"{chunk} is not part of this load"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{chunk} is not part of this load")
         state = doc.table.state[doc.start + number]
         if state not in _FETCHED:
             msg = f"{chunk} is {ChunkState(state).name.lower()}, not being fetched; report each outcome once"
@@ -80,8 +77,7 @@ class Outcomes:
         table, at = doc.table, doc.start + chunk.chunk
         asked = table.level[at]
         if not 0 <= level <= asked:
-            msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"level {level} of {chunk} arrived, level {asked} was asked for")
         refining = table.state[at] == REFINING
         if level < asked:
             floor = max(load.goal.floor, table.floor[at])
@@ -133,8 +129,7 @@ class Outcomes:
     ) -> None:  # fmt: skip
         """Take in the end of a batch; ``seconds`` is None where some of it is bad."""
         if seconds is None and not (bad and set(bad) <= set(chunks)):
-            msg = "a decode that failed names at least one of its own chunks"
-            raise ArgumentError(msg)
+            raise ArgumentError("a decode that failed names at least one of its own chunks")
         if seconds is not None:
             check_seconds(seconds)
         numbers = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
@@ -205,8 +200,7 @@ class Outcomes:
         """Take in that a forward pass failed."""
         job = self._state.workers.running("prefill")
         if job is None or job.kind != "recompute" or chunk not in job.chunks:
-            msg = f"{chunk} is not being recomputed; name a chunk of the pass that failed"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{chunk} is not being recomputed; name a chunk of the pass that failed")
         self._state.workers.end("prefill", "recompute", job.chunks, job.load, job.document, self._state.now)
         if load := self.load(job.load):
             load.pass_stopped(job, chunk, reason)
@@ -225,11 +219,10 @@ class Outcomes:
         are_ours = ours.issuperset(each.chunk for each in event.failed) and firsts.issuperset(event.blind)
         are_ours &= {each.load for each in firsts}.issuperset(event.unfit)
         if len(failed) < len(event.failed) or not are_ours:
-            msg = (
+            raise ArgumentError(
                 "of each pass at most one chunk failed, what was blind is named by its first chunk, and loads that are "
                 "unfit are those of the pass"
             )
-            raise ArgumentError(msg)
         self._state.workers.end("prefill", "joined", job.chunks, job.load, job.document, self._state.now)
         if self._state.estimates.joined and event.joined and not (event.failed or event.blind):
             self._state.estimates.joined.add_rows([(each.tokens, each.context) for each in job.passes], event.seconds)

@@ -62,8 +62,7 @@ class RepairOption:
             msg = f"the shares of rows to repair lie between 0 and 1, got {self.least} to {self.most}, {self.scan}"
             raise ArgumentError(msg)
         if not (isfinite(self.error) and self.error >= 0):
-            msg = f"the error of links must be finite and at least 0, got {self.error}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the error of links must be finite and at least 0, got {self.error}")
         grows = len(self.shares) == len(self.left) >= 1 and all(a < b for a, b in pairwise(self.shares))
         falls = all(0 <= b <= a <= 1 for a, b in pairwise((1.0, *self.left)))
         if not (grows and falls and self.shares[0] == 0 and self.shares[-1] <= 1):

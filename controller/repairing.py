@@ -126,8 +126,7 @@ class Repairs:
         """End a job, and learn from it."""
         state = self._state
         if min(event.rows, event.left) < 0:
-            msg = f"a repair computes 0 rows or more and leaves as many, got {event}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a repair computes 0 rows or more and leaves as many, got {event}")
         job = state.workers.end("prefill", "repair", (), event.load, event.documents - 1, state.now)
         if event.rows and not event.trouble:
             costs = replace(state.estimates.costs(), repair_rows=event.rows, repair_looks=False, repair_scale=1.0)

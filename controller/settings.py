@@ -40,8 +40,7 @@ class Goal:
     def __post_init__(self) -> None:
         """Refuse goals that nobody can mean."""
         if self.objective not in ("earliest", "quality", "cheapest"):
-            msg = f"an objective is earliest, quality or cheapest, got {self.objective!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"an objective is earliest, quality or cheapest, got {self.objective!r}")
         if self.deadline_s is not None and not isfinite(self.deadline_s):
             msg = f"a deadline must be a finite number of seconds, or None for none, got {self.deadline_s}"
             raise ArgumentError(msg)
@@ -49,8 +48,7 @@ class Goal:
             msg = f"a load that would be late is served or refused: serve or refuse, got {self.on_late!r}"
             raise ArgumentError(msg)
         if self.deadline_s is None and self.objective != "earliest":
-            msg = f"{self.objective} needs a deadline; give one, or ask for the earliest first token"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{self.objective} needs a deadline; give one, or ask for the earliest first token")
         if self.floor < 0 or (self.ceiling is not None and self.ceiling < self.floor):
             msg = f"a floor must be at least 0 and a ceiling no lower, got {self.floor} and {self.ceiling}"
             raise ArgumentError(msg)
@@ -132,25 +130,21 @@ class ControllerSettings:
             self.max_joined,
         )  # fmt: skip
         if min(counts) < 1:
-            msg = (
+            raise ArgumentError(
                 "max_in_flight, decode_batch, decode_threads, max_failures, memory_bytes and max_joined must be at "
                 "least 1"
             )
-            raise ArgumentError(msg)
         if self.workers not in (1, 2):
-            msg = f"workers must be 1 or 2, got {self.workers}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"workers must be 1 or 2, got {self.workers}")
         figures = (
             self.horizon_s, self.max_pass_s, self.stall_s, self.patience_s, self.replan_s, self.reserve_s,
             self.cancel_margin, self.stretch, self.plan_s, self.plan_chunk_s,
         )  # fmt: skip
         if not all(isfinite(figure) for figure in figures):
-            msg = f"all settings must be finite numbers, got {self}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"all settings must be finite numbers, got {self}")
         positive = (self.stall_s, self.patience_s, self.max_pass_s, self.stretch)
         if not (min(positive) > 0 and self.cancel_margin >= 1):
             msg = "stall_s, patience_s, max_pass_s and stretch must be above 0 and cancel_margin at least 1"
             raise ArgumentError(msg)
         if min(self.reserve_s, self.replan_s, self.horizon_s, self.plan_s, self.plan_chunk_s) < 0:
-            msg = "reserve_s, replan_s, horizon_s, plan_s and plan_chunk_s must be at least 0"
-            raise ArgumentError(msg)
+            raise ArgumentError("reserve_s, replan_s, horizon_s, plan_s and plan_chunk_s must be at least 0")

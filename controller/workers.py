@@ -55,8 +55,7 @@ class Job:
 def check_seconds(seconds: float) -> None:
     """Refuse what no clock measures."""
     if not (isfinite(seconds) and seconds >= 0):
-        msg = f"a measured time must be a finite number of seconds, at least 0, got {seconds}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a measured time must be a finite number of seconds, at least 0, got {seconds}")
 
 
 class Workers:

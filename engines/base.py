@@ -154,8 +154,7 @@ class Engine(Protocol):
             ArgumentError: The template fails on this chat, or alters the documents' text.
         """
         del chat, question
-        msg = "this engine renders no chats; open the model with transformers, or pass token ids"
-        raise NotFoundError(msg)
+        raise NotFoundError("this engine renders no chats; open the model with transformers, or pass token ids")
 
     def check_chat(self, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat) -> str:
         """Compare the prompt's tokens with those of the template rendered over the whole text.
@@ -218,8 +217,7 @@ class Engine(Protocol):
             MismatchError: They are of another model, or the engine supports none.
         """
         if soft is not None:
-            msg = "this engine takes no soft tokens; open the model with transformers"
-            raise MismatchError(msg)
+            raise MismatchError("this engine takes no soft tokens; open the model with transformers")
 
     def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
         """Compute the caches of independent documents.
@@ -247,8 +245,7 @@ class Engine(Protocol):
             MismatchError: The engine does not support it.
         """
         del token_ids, visible
-        msg = "this engine does not run documents under a mask; encode without anchors"
-        raise MismatchError(msg)
+        raise MismatchError("this engine does not run documents under a mask; encode without anchors")
 
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
         """Compute tokens on top of the cache before them, as one prefill of both would.
@@ -291,8 +288,7 @@ class Engine(Protocol):
         Raises:
             MismatchError: The engine or its model cannot.
         """
-        msg = "this engine extends caches one by one"
-        raise MismatchError(msg)
+        raise MismatchError("this engine extends caches one by one")
 
     def extend_together(
         self, prefixes: Sequence[KVCache | None], token_ids: Sequence[Sequence[int]], *, offsets: Sequence[int]
@@ -312,8 +308,7 @@ class Engine(Protocol):
         """
         del prefixes, token_ids, offsets
         self.check_together()
-        msg = "this engine extends caches one by one"
-        raise MismatchError(msg)
+        raise MismatchError("this engine extends caches one by one")
 
     def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - the engine's own
         """Convert a cache to the engine's own type for ``forward``, which grows with use.
@@ -410,8 +405,7 @@ class Engine(Protocol):
             ArgumentError: The engine cannot run only its first layers, or has fewer.
         """
         del token_ids
-        msg = f"this engine cannot run only its first {layers} layers; encode with prefix_layers=0"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"this engine cannot run only its first {layers} layers; encode with prefix_layers=0")
 
     def statistics(
         self, documents: Sequence[Sequence[int]], *, tokens: bool = True, sensitivity: bool = True
@@ -444,8 +438,7 @@ class Engine(Protocol):
             MismatchError: The engine cannot.
         """
         del cache, token_ids, rows, narrow
-        msg = "this engine cannot compute rows inside a prompt; load with repair none"
-        raise MismatchError(msg)
+        raise MismatchError("this engine cannot compute rows inside a prompt; load with repair none")
 
     def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> AttentionSummary:
         """Attention of tokens after a prompt to it; see ``kvwire.reuse.RowsEngine``. Optional.
@@ -454,8 +447,7 @@ class Engine(Protocol):
             MismatchError: The engine cannot.
         """
         del cache, token_ids, layers
-        msg = "this engine does not show its attention; choose a selector that needs none, such as first"
-        raise MismatchError(msg)
+        raise MismatchError("this engine does not show its attention; choose a selector that needs none, such as first")
 
     def allocate(self, tokens: int) -> KVCache:
         """A cache of zeros for decoders and ``extend`` to write into; may be the engine's own memory.

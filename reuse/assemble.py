@@ -64,8 +64,7 @@ class LinkedPrompt:
             RopeRegimeError: The prompt is too long for its documents' keys to be rotated there.
         """
         if not tokens or min(tokens) < 1:
-            msg = "a linked prompt needs documents of at least one token each"
-            raise ArgumentError(msg)
+            raise ArgumentError("a linked prompt needs documents of at least one token each")
         self.tokens = tuple(tokens)
         self.opening, head = tuple(opening), len(opening)
         self.starts = tuple(accumulate(tokens[:-1], initial=head) if starts is None else starts)
@@ -75,8 +74,7 @@ class LinkedPrompt:
         _check_reach(meta, total)
         self.cache = KVCache.zeros(meta, total, dtype=dtype, device=device) if cache is None else cache
         if self.cache.tokens != total:
-            msg = f"a prompt of {total} tokens needs as much memory, got a cache of {self.cache.tokens}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a prompt of {total} tokens needs as much memory, got a cache of {self.cache.tokens}")
         self._lock = threading.Lock()
         at = head
         for start, count in (*zip(self.starts, self.tokens, strict=True), (total, 0)):
@@ -87,12 +85,10 @@ class LinkedPrompt:
         """Position after the last document."""
         at = len(self.opening)
         if len(self.starts) != len(self.tokens):
-            msg = f"{len(self.tokens)} documents need as many starts, got {len(self.starts)}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{len(self.tokens)} documents need as many starts, got {len(self.starts)}")
         for start, count in zip(self.starts, self.tokens, strict=True):
             if start < at:
-                msg = f"a document cannot start at position {start}: what precedes it ends at {at}"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"a document cannot start at position {start}: what precedes it ends at {at}")
             at = start + count
         return at
 
@@ -148,8 +144,7 @@ class LinkedPrompt:
         whole = self.document(document)
         stop = start + piece.tokens
         if not 0 <= start <= stop <= whole.tokens:
-            msg = f"tokens {start} to {stop} do not lie in document {document} of {whole.tokens} tokens"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"tokens {start} to {stop} do not lie in document {document} of {whole.tokens} tokens")
         _check_alike(piece.meta, self.cache.meta)
         part = whole.slice(start, stop)
         placed = moved(piece, part.meta.offset)
@@ -194,8 +189,7 @@ class LinkedPrompt:
         shapes = [None if mask is None else tuple(mask.shape) for mask in kept]
         fits = (shape is None or (shape[0] == n and shape[1] <= room) for shape, n in zip(shapes, heads, strict=False))
         if start < 0 or len(kept) != len(heads) or not all(fits):
-            msg = f"what was kept does not fit document {document} of this prompt from token {start} on"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"what was kept does not fit document {document} of this prompt from token {start} on")
         self._use_masks()
         first = self.offset(document) + start
         for target, source in zip(self.cache.kept or (), kept, strict=True):
@@ -280,8 +274,7 @@ def link(caches: Sequence[KVCache]) -> KVCache:
         RopeRegimeError: The prompt is too long for its documents' keys to be rotated there.
     """
     if not caches:
-        msg = "nothing to link: name at least one document"
-        raise ArgumentError(msg)
+        raise ArgumentError("nothing to link: name at least one document")
     first = caches[0].meta
     if not all(cache.meta.shares_config(first) for cache in caches):
         msg = "caches of different models or layouts cannot be linked; encode all documents with one model"
@@ -346,15 +339,13 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
 def _check_reach(meta: CacheMeta, stop: int, start: int = 0) -> None:
     """Refuse positions ``start`` to ``stop`` if a regime changes its frequencies between them."""
     if start < 0:
-        msg = f"a cache cannot start at position {start}; positions count from 0"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a cache cannot start at position {start}; positions count from 0")
     for rope in meta.ropes:
         if rope.max_positions is not None and stop > rope.max_positions:
-            msg = (
+            raise RopeRegimeError(
                 f"{stop} positions are more than {rope.max_positions}, where {rope.kind} RoPE changes its frequencies "
                 "for all of them; name fewer documents or run the whole prompt as text"
             )
-            raise RopeRegimeError(msg)
 
 
 def _check_alike(piece: CacheMeta, prompt: CacheMeta) -> None:
@@ -364,8 +355,7 @@ def _check_alike(piece: CacheMeta, prompt: CacheMeta) -> None:
         or piece.ropes != prompt.ropes
         or (both_known and both_known != piece.model_revision)
     ):
-        msg = (
+        raise MismatchError(
             f"the piece was computed by model {piece.model_id!r}, the prompt is for {prompt.model_id!r}, of another "
             "layout; encode the document with this model"
         )
-        raise MismatchError(msg)

@@ -38,8 +38,7 @@ def soft_token(index: int) -> int:
         ArgumentError: The row is negative.
     """
     if index < 0:
-        msg = f"soft tokens count from 0, got {index}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"soft tokens count from 0, got {index}")
     return -1 - index
 
 
@@ -60,8 +59,7 @@ class Anchors:
     def __post_init__(self) -> None:
         """Refuse empty chunks."""
         if self.chunk < 1 or not self.tokens:
-            msg = f"anchors need chunks of at least one token, got chunks of {self.chunk}: {self.tokens}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"anchors need chunks of at least one token, got chunks of {self.chunk}: {self.tokens}")
 
     def length(self, tokens: int) -> int:
         """Length of a document of ``tokens`` own tokens with its anchors."""
@@ -283,8 +281,7 @@ class LinkLayout:
         """Kinds, documents and tokens of a prompt's segments, empty ones included."""
         lengths = [each if isinstance(each, int) else len(each) for each in documents]
         if not lengths or min(lengths) < 1:
-            msg = "a linked prompt needs documents of at least one token each"
-            raise ArgumentError(msg)
+            raise ArgumentError("a linked prompt needs documents of at least one token each")
         yield "system", None, system
         yield "opening", None, self.opening
         for index, own in enumerate(documents):
@@ -341,8 +338,7 @@ class PromptLayout:
             ArgumentError: It was laid out from lengths only.
         """
         if any(each.token_ids is None for each in self.segments):
-            msg = "the tokens of a document are not known; lay the prompt out with them"
-            raise ArgumentError(msg)
+            raise ArgumentError("the tokens of a document are not known; lay the prompt out with them")
         return tuple(token for each in self.segments for token in each.token_ids or ())
 
     def positions(self, *kinds: SegmentKind) -> Tensor:

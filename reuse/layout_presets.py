@@ -44,8 +44,7 @@ def kvlink(count: int = 5, *, chat: Chat = "", stride: int | None = None) -> Lin
         msg = f"KVLink's checkpoints have ids for 0 to {most} link tokens a document, got {count} with stride {step}"
         raise ArgumentError(msg)
     if chat not in {"", "training", "evaluation"}:
-        msg = f"KVLink's chat is training or evaluation, got {chat!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"KVLink's chat is training or evaluation, got {chat!r}")
     firsts = range(KVLINK_FIRST, KVLINK_FIRST + step * KVLINK_DOCUMENTS, step) if count else ()
     return LinkLayout(
         name=":".join(["kvlink", str(count), *([chat] if chat else [])]),
@@ -90,8 +89,7 @@ def wrappers(header: int = 8, trailer: int = 8) -> LinkLayout:
         ArgumentError: Both are 0, or they exceed a file of soft tokens.
     """
     if min(header, trailer) < 0 or not header + trailer:
-        msg = f"documents are wrapped with at least one token, got {header} before and {trailer} after"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"documents are wrapped with at least one token, got {header} before and {trailer} after")
     tokens = _soft_tokens(header + trailer)
     return LinkLayout(name=f"wrappers:{header}+{trailer}", before=tokens[:header], after=tokens[header:])
 
@@ -139,15 +137,13 @@ def anchors(chunk: int = 100, count: int = 25) -> LinkLayout:
 
 def _soft_tokens(count: int) -> tuple[int, ...]:
     if count > MAX_SOFT_TOKENS:
-        msg = f"a layout takes at most {MAX_SOFT_TOKENS} soft tokens, got {count}; take fewer"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a layout takes at most {MAX_SOFT_TOKENS} soft tokens, got {count}; take fewer")
     return tuple(soft_token(index) for index in range(count))
 
 
 def _check_counts(count: int, documents: int) -> None:
     if min(count, documents) < 1:
-        msg = f"links need at least one token after at least one document, got {count} after {documents}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"links need at least one token after at least one document, got {count} after {documents}")
 
 
 def _soft_links(text: str) -> LinkLayout:
@@ -204,7 +200,5 @@ def read_layout(name: str) -> LinkLayout:
     except ArgumentError:
         raise
     except ValueError:
-        msg = f"the layout {name!r} is not of the form {form}"
-        raise ArgumentError(msg) from None
-    msg = f"there is no layout {name!r}; there are {', '.join(form for form, _ in _PRESETS.values())}"
-    raise ArgumentError(msg)
+        raise ArgumentError(f"the layout {name!r} is not of the form {form}") from None
+    raise ArgumentError(f"there is no layout {name!r}; there are {', '.join(form for form, _ in _PRESETS.values())}")

@@ -37,11 +37,10 @@ def link_documents(engine: RowsEngine, caches: Sequence[KVCache], prompt: Prompt
     """
     lengths = tuple(cache.tokens for cache in caches)
     if lengths != prompt.lengths:
-        msg = (
+        raise ArgumentError(
             f"the layout {prompt.layout.name} has caches of {list(prompt.lengths)} tokens, got {list(lengths)}; "
             "compute them from LinkLayout.cache_tokens"
         )
-        raise ArgumentError(msg)
     sample = next(key for key in caches[0].keys if key.numel())
     room = KVCache.zeros(caches[0].meta, prompt.question_start, dtype=sample.dtype, device=sample.device)
     linked = LinkedPrompt(lengths, caches[0].meta, cache=room, starts=prompt.starts)

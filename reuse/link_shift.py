@@ -40,8 +40,7 @@ _RANK = 3
 def stretch_bounds(tokens: int) -> tuple[int, ...]:
     """Bounds of stretches of a document's tokens, coarser further in: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ..."""
     if not 1 <= tokens <= _MOST_TOKENS:
-        msg = f"a document has 1 to {_MOST_TOKENS} tokens, got {tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a document has 1 to {_MOST_TOKENS} tokens, got {tokens}")
     bounds, width = [0, 1, 2, 3, 4], 2
     while bounds[-1] < tokens:
         bounds += [bounds[-1] + width, bounds[-1] + 2 * width]
@@ -73,18 +72,14 @@ class LinkShift:
         """Check shapes and numbers."""
         grows = all(0 <= low < high for low, high in pairwise(self.bounds))
         if len(self.bounds) < 2 or self.bounds[0] or not grows or self.bounds[-1] > _MOST_TOKENS:  # noqa: PLR2004
-            msg = "stretches of a document ascend from token 0"
-            raise ArgumentError(msg)
+            raise ArgumentError("stretches of a document ascend from token 0")
         if len(self.keys) != len(self.values) or not self.keys or self.prompts < 1:
-            msg = "a link shift has keys and values of each layer, learnt from at least one prompt"
-            raise ArgumentError(msg)
+            raise ArgumentError("a link shift has keys and values of each layer, learnt from at least one prompt")
         for key, value in zip(self.keys, self.values, strict=True):
             if key.ndim != _RANK or value.ndim != _RANK or not self.stretches == len(key) == len(value):
-                msg = f"keys and values of a link shift are [{self.stretches} stretches, kv_heads, dim]"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"keys and values of a link shift are [{self.stretches} stretches, kv_heads, dim]")
             if key.shape[1] != value.shape[1] or not bool(key.isfinite().all() and value.isfinite().all()):
-                msg = "a link shift holds finite numbers, for as many heads of keys as of values"
-                raise ArgumentError(msg)
+                raise ArgumentError("a link shift holds finite numbers, for as many heads of keys as of values")
 
     @property
     def stretches(self) -> int:
@@ -134,8 +129,7 @@ class LinkShift:
         try:
             shift = cls._of_parts(head, arrays)
         except (ArgumentError, KeyError, TypeError, ValueError) as error:
-            msg = f"the {_WHAT} is damaged ({error}); run kvwire check-model again"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the {_WHAT} is damaged ({error}); run kvwire check-model again") from error
         shift.__dict__["data"] = bytes(data)  # cached property: the digest covers the bytes read
         return shift
 
@@ -144,14 +138,11 @@ class LinkShift:
         config, model_id, layers, bounds = head["config"], head["model_id"], head["layers"], head["bounds"]
         numbers = [layers, head["prompts"], *bounds]
         if not (isinstance(config, str) and isinstance(model_id, str) and len(config) == _DIGEST_DIGITS):
-            msg = "it names no model"
-            raise ValueError(msg)
+            raise ValueError("it names no model")
         if not all(type(number) is int for number in numbers) or len(arrays) != 2 * layers:
-            msg = f"it has {len(arrays)} arrays for {layers} layers"
-            raise ValueError(msg)
+            raise ValueError(f"it has {len(arrays)} arrays for {layers} layers")
         if any(array.dtype != np.dtype("<f4") for array in arrays.values()):
-            msg = "an array is not float32"
-            raise ValueError(msg)
+            raise ValueError("an array is not float32")
         keys, values = (
             tuple(torch.from_numpy(arrays[_name(side, layer)].astype(np.float32)) for layer in range(layers))
             for side in ("key", "value")
@@ -237,18 +228,16 @@ class LinkShift:
     def _check_prompt(cache: KVCache, lengths: Sequence[int]) -> None:
         is_whole = cache.kept is None and cache.meta.positions == "on" and not cache.meta.offset
         if cache.tokens != sum(lengths) or not is_whole:
-            msg = (
+            raise ArgumentError(
                 f"the {_WHAT} is added to whole prompts at position 0 that are not pruned: got {cache.tokens} tokens "
                 f"for documents of {sum(lengths)}"
             )
-            raise ArgumentError(msg)
 
 
 def check_shiftable(meta: CacheMeta) -> None:
     """Refuse models without a mean shift."""
     if any(spec.value_rope is not None for spec in meta.layers):
-        msg = f"no {_WHAT} is learnt for models of latent attention: use none"
-        raise MismatchError(msg)
+        raise MismatchError(f"no {_WHAT} is learnt for models of latent attention: use none")
 
 
 class ShiftLearner:
@@ -281,11 +270,9 @@ class ShiftLearner:
             MismatchError: A cache is of another model.
         """
         if len(alone) < 2 or prompt.tokens != sum(cache.tokens for cache in alone):  # noqa: PLR2004
-            msg = "a link shift is learnt from prompts of at least two documents and their prefill"
-            raise ArgumentError(msg)
+            raise ArgumentError("a link shift is learnt from prompts of at least two documents and their prefill")
         if not all(cache.meta.shares_config(self._meta) for cache in (*alone, prompt)):
-            msg = "a cache is of another model than the link shift that is learnt"
-            raise MismatchError(msg)
+            raise MismatchError("a cache is of another model than the link shift that is learnt")
         start = alone[0].tokens
         for cache in alone[1:]:
             self._add(cache, prompt.slice(start, start + cache.tokens))
@@ -322,8 +309,7 @@ class ShiftLearner:
             ArgumentError: No prompt was added, or caches hold numbers that are not finite.
         """
         if not self.prompts:
-            msg = "a link shift is learnt from at least one prompt"
-            raise ArgumentError(msg)
+            raise ArgumentError("a link shift is learnt from at least one prompt")
         means = [(total / self._counts[:, None, None]).float() for total in self._sums]
         layers = len(means) // 2
         bounds = stretch_bounds(self._longest)

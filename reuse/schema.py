@@ -133,11 +133,10 @@ class SchemaPrompt:
                 raise ArgumentError(msg)
         for fill in self.fills:
             if fill.at + fill.tokens > lengths[fill.document]:
-                msg = (
+                raise ArgumentError(
                     f"the slot {fill.name} ends at token {fill.at + fill.tokens} of a document of "
                     f"{lengths[fill.document]}; move it in the schema"
                 )
-                raise ArgumentError(msg)
 
 
 @dataclass(frozen=True)
@@ -161,13 +160,11 @@ class Schema:
                 _check_module(module)
                 if module.name in starts or start < end:
                     wrong = "is named twice" if module.name in starts else f"starts before {end}, inside another one"
-                    msg = f"module {module.name!r} {wrong}; each needs a name and a place of its own"
-                    raise ArgumentError(msg)
+                    raise ArgumentError(f"module {module.name!r} {wrong}; each needs a name and a place of its own")
                 starts[module.name] = start
             end = start + max((module.tokens for module in _members(part)), default=0)
         if not starts:
-            msg = "a schema needs at least one module"
-            raise ArgumentError(msg)
+            raise ArgumentError("a schema needs at least one module")
         object.__setattr__(self, "_starts", starts)
 
     @property
@@ -218,16 +215,13 @@ class Schema:
         known = {module.name: module for module in self.modules}
         for name in modules:
             if name not in known:
-                msg = f"the schema has no module {name!r}; it has {', '.join(known)}"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"the schema has no module {name!r}; it has {', '.join(known)}")
         if not modules or len(set(modules)) < len(modules):
-            msg = "a prompt takes at least one module, and each once"
-            raise ArgumentError(msg)
+            raise ArgumentError("a prompt takes at least one module, and each once")
         for part in self.parts:
             both = [module.name for module in _members(part) if module.name in modules]
             if len(both) > 1:
-                msg = f"{' and '.join(both)} are members of one union; take one of them"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"{' and '.join(both)} are members of one union; take one of them")
         unknown = [module.name for module in known.values() if not module.tokens]
         if unknown:
             msg = f"the length of {unknown[0]!r} is not known; give the schema its tokens, or ask its corpus (sized)"
@@ -242,8 +236,7 @@ class Schema:
             msg = f"the modules taken have no parameter {name!r}; they have {', '.join(options) or 'none'}"
             raise ArgumentError(msg)
         if len(ids) > slot.tokens:
-            msg = f"the argument of {name} has {len(ids)} tokens, its slot {slot.tokens}; shorten it"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the argument of {name} has {len(ids)} tokens, its slot {slot.tokens}; shorten it")
         return Fill(name, names.index(owner), slot.at, slot.tokens, tuple(ids))
 
 
@@ -262,8 +255,7 @@ def place_modules(caches: Sequence[KVCache], prompt: SchemaPrompt) -> LinkedProm
         MismatchError: The caches come from different models.
     """
     if len(caches) != len(prompt.names):
-        msg = f"the prompt takes {len(prompt.names)} modules, got {len(caches)} caches"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the prompt takes {len(prompt.names)} modules, got {len(caches)} caches")
     lengths = [cache.tokens for cache in caches]
     prompt.check_documents(lengths)
     sample = next(key for key in caches[0].keys if key.numel())
@@ -309,19 +301,17 @@ def _members(part: Module | Union) -> Iterator[Module]:
 def _check_module(module: Module) -> None:
     """Refuse slots outside of their module, or overlapping."""
     if not module.name or module.tokens < 0 or (module.start or 0) < 0:
-        msg = f"module {module.name!r} needs a name, and its start and tokens count from 0"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"module {module.name!r} needs a name, and its start and tokens count from 0")
     end = 0
     names = {each.name for each in module.parameters}
     for slot in sorted(module.parameters, key=lambda each: each.at or 0):
         if slot.at is None and slot.text:
             continue
         if slot.at is None or not slot.name or "." in slot.name or slot.tokens < 1 or slot.at < end:
-            msg = (
+            raise ArgumentError(
                 f"parameter {slot.name!r} of module {module.name!r} needs a name without dots and a slot of its own: "
                 "at, its first token, and tokens, its length, or text"
             )
-            raise ArgumentError(msg)
         end = slot.at + slot.tokens
     if len(names) < len(module.parameters) or (module.tokens and end > module.tokens):
         msg = f"parameters of module {module.name!r} have names and slots of their own in its {module.tokens} tokens"

@@ -51,6 +51,5 @@ def _checked(data: Any, kinds: dict[str, type], what: str) -> dict[str, Any]:  #
     """An object's fields, after checking their types."""
     wrong = not isinstance(data, dict) or any(type(value) is not kinds.get(name) for name, value in data.items())
     if wrong:
-        msg = f"{what} holds {', '.join(kinds)} and nothing else; a schema is {_FORM}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{what} holds {', '.join(kinds)} and nothing else; a schema is {_FORM}")
     return dict(data)

@@ -60,8 +60,7 @@ class SoftTokens:
             raise ArgumentError(msg)
         object.__setattr__(self, "embeddings", rows.detach().to("cpu", torch.float32).contiguous())
         if not bool(self.embeddings.isfinite().all()):
-            msg = "the soft tokens hold NaN or infinity; the training that made them diverged"
-            raise ArgumentError(msg)
+            raise ArgumentError("the soft tokens hold NaN or infinity; the training that made them diverged")
         self.check_layout(self.link_layout)
 
     @property
@@ -115,12 +114,11 @@ class SoftTokens:
         own, other = self.model_revision, meta.model_revision
         is_same = own == other if own and other else self.model_id == meta.model_id
         if self.embeddings.shape[1] != hidden_size or not is_same:
-            msg = (
+            raise MismatchError(
                 f"the soft tokens were trained for model {self.model_id!r} ({self.model_revision[:12] or 'unnamed'}, "
                 f"embeddings of {self.embeddings.shape[1]}), this engine runs {meta.model_id!r} "
                 f"({meta.model_revision[:12] or 'unnamed'}, {hidden_size}); train some for this model"
             )
-            raise MismatchError(msg)
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -145,24 +143,20 @@ class SoftTokens:
         try:
             named, tensors = _header(data), safetensors.torch.load(data)
         except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
-            msg = f"this is no file of soft tokens ({error}); kvwire train-links writes one"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"this is no file of soft tokens ({error}); kvwire train-links writes one") from error
         if named.get("format") != FORMAT:
             msg = f"this kvwire reads the format {FORMAT!r}, this file is {named.get('format', 'another')!r}"
             raise FormatVersionError(msg)
         rows = tensors.get("embeddings")
         texts = [named.get(name, "") for name in ("layout", "model_id", "model_revision")]
         if rows is None or len(tensors) > 1:
-            msg = "a file of soft tokens holds one tensor, embeddings, and nothing else; write it again"
-            raise CorruptError(msg)
+            raise CorruptError("a file of soft tokens holds one tensor, embeddings, and nothing else; write it again")
         try:
             tokens = cls(rows, *texts)
         except ArgumentError as error:
-            msg = f"the file of soft tokens is damaged: {error}"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the file of soft tokens is damaged: {error}") from error
         if tokens.digest != named.get("digest"):
-            msg = "the file of soft tokens does not match its digest; copy it again"
-            raise CorruptError(msg)
+            raise CorruptError("the file of soft tokens does not match its digest; copy it again")
         return tokens
 
 
@@ -170,13 +164,11 @@ def _header(data: bytes) -> dict[str, str]:
     """Metadata of a safetensors file."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
-        msg = "it ends within its header"
-        raise ValueError(msg)
+        raise ValueError("it ends within its header")
     parsed = json.loads(data[8 : 8 + size])
     named = parsed.get("__metadata__") if isinstance(parsed, dict) else None
     if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
-        msg = "it has no metadata"
-        raise ValueError(msg)
+        raise ValueError("it has no metadata")
     return named
 
 

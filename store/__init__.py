@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvwire.store.donors.index import DONORS, Donor, DonorIndex
     from kvwire.store.http_clients import Addressed, HttpAddress, range_header, range_told
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
-    from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of, text_digest
+    from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of
     from kvwire.store.keys import KeySpace, check_after, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import Part, read_ahead, tenants
     from kvwire.store.prefix.index import PrefixHit, PrefixIndex
@@ -111,7 +111,6 @@ __all__ = [
     "strict_json",
     "tenant_hash",
     "tenants",
-    "text_digest",
     "verify_store",
 ]
 
@@ -141,7 +140,7 @@ __getattr__ = lazy(
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.donors.index": ("DONORS", "Donor", "DonorIndex"),
         "kvwire.store.http_clients": ("Addressed", "HttpAddress", "range_header", "range_told"),
-        "kvwire.store.key_kinds": ("KeyKind", "ObjectRef", "content_digest", "kind_of", "text_digest"),
+        "kvwire.store.key_kinds": ("KeyKind", "ObjectRef", "content_digest", "kind_of"),
         "kvwire.store.keys": (
             "KeySpace",
             "check_after",

@@ -114,7 +114,7 @@ class Store(Protocol):
     def create(self, key: str, data: Data) -> bool:
         """Write where there is nothing of that size yet. Saves time, but is no lock.
 
-        Meant for content-addressed keys, where whoever else writes the key writes the same bytes.
+        Meant for content-addressed keys, where every writer of a key writes the same bytes.
 
         Args:
             key: The object.
@@ -132,7 +132,7 @@ class Store(Protocol):
         return True
 
     def replace(self, key: str, data: Data, etag: str) -> bool:
-        """Write only where nobody else has written since: of several writers that saw one version, one wins.
+        """Write only where no other writer has written since: of several writers that saw one version, one wins.
 
         Stores that know no such thing look first and then write, which leaves a moment in between.
 
@@ -323,8 +323,7 @@ class _PlainReader:
         end = min(end, self.size)
         data = self._store.get(self._key, start, max(start, end))
         if len(data) != max(0, end - start) or self._store.stat(self._key).etag != self.etag:
-            msg = f"{self._key} changed while being read: open it again"
-            raise StorageError(msg)
+            raise StorageError(f"{self._key} changed while being read: open it again")
         return data
 
     def close(self) -> None:
@@ -384,6 +383,5 @@ def clamp_range(start: int, end: int | None, size: int) -> tuple[int, int]:
         ArgumentError: The range starts below 0 or ends before it starts.
     """
     if start < 0 or (end is not None and end < start):
-        msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a byte range must run forwards from 0 or later, got {start} to {end}")
     return min(start, size), size if end is None else min(end, size)

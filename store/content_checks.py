@@ -60,8 +60,7 @@ def check_text(reader: ObjectReader, token_digest: str) -> bool:
 
     ids = _token_ids(reader)
     if ids is not None and digest_tokens(ids) != token_digest:
-        msg = "it holds another text than its key says: encode the document again"
-        raise CorruptError(msg)
+        raise CorruptError("it holds another text than its key says: encode the document again")
     return ids is not None
 
 
@@ -80,8 +79,7 @@ def _token_ids(reader: ObjectReader) -> tuple[int, ...] | None:
 
 def _compare(found: str, sha256: str, advice: str) -> None:
     if found != sha256:
-        msg = f"its SHA-256 is not the one in its key: {advice}"
-        raise CorruptError(msg)
+        raise CorruptError(f"its SHA-256 is not the one in its key: {advice}")
 
 
 class _SegmentCheck:

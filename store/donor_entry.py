@@ -38,8 +38,7 @@ class DonorEntry(Struct, frozen=True):
         """Refuse fields that are out of range."""
         is_named = 0 < len(self.document_id) <= MAX_NAME_CHARS and _DIGEST.fullmatch(self.token_digest)
         if not (is_named and _SCHEME.fullmatch(self.scheme)):
-            msg = "a donor entry names a scheme, a document and the SHA-256 of its token ids"
-            raise ArgumentError(msg)
+            raise ArgumentError("a donor entry names a scheme, a document and the SHA-256 of its token ids")
 
     def to_json(self) -> bytes:
         """The bytes to store; the same for the same entry."""

@@ -40,17 +40,16 @@ def client_tls(cafile: str | None = None) -> ssl.SSLContext:
             is_folder = os.path.isdir(more)  # noqa: PTH112 - as OpenSSL takes it
             context.load_verify_locations(**{"capath" if is_folder else "cafile": more})
     except OSError as error:
-        msg = (
+        raise ArgumentError(
             "the certificates that AWS_CA_BUNDLE (or ca_bundle in the profile), REQUESTS_CA_BUNDLE or SSL_CERT_FILE "
             "names cannot be read: name a readable file of certificates"
-        )
-        raise ArgumentError(msg) from error
+        ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
 def is_untrusted(error: BaseException | None) -> bool:
-    """Whether a connection failed because nobody who is trusted vouches for the server's certificate."""
+    """Whether a connection failed because no trusted authority signed the server's certificate."""
     return isinstance(error, ssl.SSLCertVerificationError)
 
 
@@ -145,8 +144,7 @@ def redirected(url: str, status: int, location: str | None, method: str = "GET")
     except ValueError:
         fits = False
     if not fits:
-        msg = f"{where} redirects without saying where to (status {status}): check the server"
-        raise StorageError(msg) from None
+        raise StorageError(f"{where} redirects without saying where to (status {status}): check the server") from None
     if here.scheme == "https" != parts.scheme:
         msg = f"{where} redirects to plain http (status {status}), which is not followed: let it redirect to https"
         raise StorageError(msg)

@@ -71,8 +71,7 @@ class KeptRepair(Struct, frozen=True):
             for part in self.parts
         )
         if not (sound and parts and len(self.parts) == len(self.documents) and 0 <= self.level <= TEXT_LEVEL):
-            msg = "a kept repair names its documents in order, and the rows of each"
-            raise ArgumentError(msg)
+            raise ArgumentError("a kept repair names its documents in order, and the rows of each")
 
     @property
     def count(self) -> int:
@@ -115,8 +114,7 @@ class KeptRepair(Struct, frozen=True):
         try:
             parts = [KeptRows(sha256, size, base64.b64decode(tokens, validate=True)) for sha256, size, tokens in rows]
         except ValueError as error:
-            msg = f"{_WHAT} is damaged ({error}): {_ADVICE}"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"{_WHAT} is damaged ({error}): {_ADVICE}") from error
         return record(fields | {"parts": parts}, cls, _WHAT, _ADVICE)
 
 

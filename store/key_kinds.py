@@ -2,7 +2,7 @@
 
 A new kind of object is one row of ``KINDS`` and the functions that it names. A key that fits no row is of an unknown
 kind: the server refuses it, and the collector deletes nothing of a model configuration whose catalog holds one, since
-nobody knows what it names.
+what it names is not known.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class KeyKind:
         place: Its one key, by its digest; None where there is no digest.
         gc_role: What a collector does with it.
         max_bytes: Longest that a server takes; None for its own limit of uploads.
-        accept: Whether bytes belong under a key, for whoever is sent them; raises CorruptError or ArgumentError. Not
-            asked of sealed bytes, nor where ``digest`` says all.
+        accept: Whether bytes that a server is sent belong under a key; raises CorruptError or ArgumentError. Not asked
+            of sealed bytes, nor where ``digest`` says all.
         names: What the bytes of an entry name, the most important first; raises CorruptError or ArgumentError.
         verify: The deep check of content by its digest; returns whether it could be looked at.
         is_verified: Whether the entries of this kind, and that what they name is there, are part of a check.
@@ -152,19 +152,6 @@ def content_digest(key: str) -> str | None:
     return found[1] if found and found[0].digest == "sha256" else None
 
 
-def text_digest(key: str) -> str | None:
-    """The digest of a text's key (``.kvt``).
-
-    Args:
-        key: A key.
-
-    Returns:
-        Digest of token ids, not of bytes; None for any other key.
-    """
-    found = _find(key)
-    return found[1] if found and found[0].digest == "tokens" and not found[0].is_catalog else None
-
-
 def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
     """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it."""
     found = _find(key)
@@ -204,11 +191,10 @@ def max_bytes(key: str, content_bytes: int) -> int | None:
 
 
 def check_object(key: str, data: Data) -> None:
-    """Whether bytes belong under a key, as far as whoever is sent them can tell. Sealed ones are opaque."""
+    """Whether bytes belong under a key, as far as a server that is sent them can tell. Sealed ones are opaque."""
     kind = kind_of(key)
     if kind is None:
-        msg = "the catalog has no entries of this name"
-        raise ArgumentError(msg)
+        raise ArgumentError("the catalog has no entries of this name")
     if kind.accept is not None and bytes(data[: len(SEALED_MAGIC)]) != SEALED_MAGIC:
         kind.accept(key, data)
 
@@ -233,8 +219,7 @@ def _accept_text(key: str, data: Data) -> None:
     """Whether the tokens are those of the key is for readers to check, as they do."""
     del key
     if bytes(data[: len(TEXT_MAGIC)]) != TEXT_MAGIC:
-        msg = "not a text of kvwire's"
-        raise CorruptError(msg)
+        raise CorruptError("not a text of kvwire's")
 
 
 def _accept_entry(key: str, data: Data) -> None:
@@ -243,11 +228,9 @@ def _accept_entry(key: str, data: Data) -> None:
     if entry.token_digest:
         keys.add(space.token_entry(entry.token_digest))
     if key not in keys:
-        msg = "the entry speaks of another document than its key"
-        raise CorruptError(msg)
+        raise CorruptError("the entry speaks of another document than its key")
     if entry.blob_key and not entry.blob_key.startswith(f"v1/{space.tenant}/"):
-        msg = "the entry's blob lies in another namespace"
-        raise CorruptError(msg)
+        raise CorruptError("the entry's blob lies in another namespace")
 
 
 def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
@@ -274,8 +257,7 @@ def _accept_prefix(key: str, data: Data) -> None:
 
     space, entry = _space_of(key), PrefixEntry.from_json(bytes(data))
     if space.prefix_entry(prefix_digest(entry.scheme, entry.chunk_hash)) != key:
-        msg = "the entry is of another prefix than its key"
-        raise CorruptError(msg)
+        raise CorruptError("the entry is of another prefix than its key")
 
 
 def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
@@ -287,8 +269,7 @@ def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
 
 def _accept_last_use(key: str, data: Data) -> None:
     if _space_of(key).last_use(LastUse.from_json(bytes(data)).document_id) != key:
-        msg = "the mark is of another document than its key"
-        raise CorruptError(msg)
+        raise CorruptError("the mark is of another document than its key")
 
 
 def _last_use_names(key: str, data: bytes) -> list[ObjectRef]:
@@ -301,8 +282,7 @@ def _donor_names(key: str, data: bytes) -> list[ObjectRef]:
 
     entry = DonorEntry.from_json(data)
     if not key.endswith(f"/{entry.token_digest}.json"):
-        msg = "the entry is of another text than its key"
-        raise CorruptError(msg)
+        raise CorruptError("the entry is of another text than its key")
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
@@ -321,8 +301,7 @@ def _accept_model(key: str, data: Data) -> None:
     record = ModelRecord.from_json(bytes(data))
     space = _space_of(key)
     if KeySpace.of(space.tenant, record.meta.config_digest()) != space:
-        msg = "the record is of another configuration than its key"
-        raise CorruptError(msg)
+        raise CorruptError("the record is of another configuration than its key")
 
 
 def _model_names(key: str, data: bytes) -> list[ObjectRef]:
@@ -336,8 +315,7 @@ def _accept_kept(key: str, data: Data) -> None:
     from kvwire.store.kept_repair import KeptRepair
 
     if _space_of(key).kept_repair(KeptRepair.from_json(bytes(data)).digest) != key:
-        msg = "the kept repair is of other documents than its key"
-        raise CorruptError(msg)
+        raise CorruptError("the kept repair is of other documents than its key")
 
 
 def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
@@ -404,7 +382,7 @@ KINDS: tuple[KeyKind, ...] = (
            advice="set the current profile again"),
     _entry("link report", r"links\.json", lambda s: s.link_report,
            accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
-           is_verified=False,  # without it, links count as nobody measured them
+           is_verified=False,  # without it, links count as not measured
            **_MEASURE),
     _entry("edit report", r"edits\.json", lambda s: s.edit_report,
            accept=lambda _, data: parse_object(bytes(data)), names=lambda _, data: [*parse_object(data)][:0],

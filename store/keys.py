@@ -43,19 +43,17 @@ def check_key(key: str) -> str:
     """
     parts_fit = all(len(part) <= MAX_PART_CHARS for part in key.split("/"))
     if len(key) > MAX_KEY_CHARS or not parts_fit or not _KEY.fullmatch(key):
-        msg = (
+        raise ArgumentError(
             f"{key[:80]!r} is not a key: use letters, digits and _ = + @ ~ . - in parts joined by single slashes, "
             f"no part starting with a dot, at most {MAX_KEY_CHARS} characters"
         )
-        raise ArgumentError(msg)
     return key
 
 
 def check_prefix(prefix: str) -> str:
     """Check the beginning of keys."""
     if len(prefix) > MAX_KEY_CHARS or not _PREFIX.fullmatch(prefix):
-        msg = f"{prefix[:80]!r} is not the beginning of a key"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{prefix[:80]!r} is not the beginning of a key")
     return prefix
 
 
@@ -93,8 +91,7 @@ def is_catalog_key(key: str) -> bool:
 def check_digest(digest: str, what: str) -> str:
     """Check a SHA-256."""
     if not _HEX64.fullmatch(digest):
-        msg = f"{what} must be 64 lower-case hexadecimal digits, got {digest[:80]!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{what} must be 64 lower-case hexadecimal digits, got {digest[:80]!r}")
     return digest
 
 
@@ -117,8 +114,7 @@ def tenant_hash(name: str, salt: bytes = b"") -> str:
 def check_tenant(digest: str) -> str:
     """Check a tenant's hash."""
     if not _HEX32.fullmatch(digest):
-        msg = f"a tenant's hash is {TENANT_DIGITS} lower-case hexadecimal digits, got {digest[:80]!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a tenant's hash is {TENANT_DIGITS} lower-case hexadecimal digits, got {digest[:80]!r}")
     return digest
 
 
@@ -128,7 +124,7 @@ def is_tenant(name: str) -> bool:
 
 
 def check_new_name(name: str, what: str) -> str:
-    """Refuse a name that would deceive whoever reads it in a list or a log; what has one already stays readable.
+    """Refuse a name that would deceive a reader of a list or a log; what has one already stays readable.
 
     Args:
         name: Of something that is about to be written.
@@ -143,20 +139,17 @@ def check_new_name(name: str, what: str) -> str:
     """
     problem = name_problem(name)
     if problem:
-        msg = f"the {what}'s name {name[:80]!r} holds {problem}: name it otherwise"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the {what}'s name {name[:80]!r} holds {problem}: name it otherwise")
     return name
 
 
 def _named(name: str, what: str) -> bytes:
     if not name or len(name) > MAX_NAME_CHARS:
-        msg = f"a {what} needs a name of 1 to {MAX_NAME_CHARS} characters, got {len(name)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a {what} needs a name of 1 to {MAX_NAME_CHARS} characters, got {len(name)}")
     try:
         return name.encode()
     except UnicodeEncodeError as error:
-        msg = f"the {what}'s name holds half a surrogate pair: pass proper text"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"the {what}'s name holds half a surrogate pair: pass proper text") from error
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ class LastUse(Struct, frozen=True):
     def __post_init__(self) -> None:
         """Refuse what names no document."""
         if not 0 < len(self.document_id) <= MAX_NAME_CHARS or not _DIGEST.fullmatch(self.token_digest):
-            msg = "the mark of a last use names a document and the SHA-256 of its token ids"
-            raise ArgumentError(msg)
+            raise ArgumentError("the mark of a last use names a document and the SHA-256 of its token ids")
 
     def to_json(self) -> bytes:
         """The bytes to store; the same for the same document."""

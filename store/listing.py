@@ -26,6 +26,10 @@ R = TypeVar("R")
 _THREADS = 16
 _AHEAD = 4
 """Items begun for each thread: enough that none waits for the one that takes the results."""
+MAX_PARTS = 65536
+_DIGITS = 8  # of a digest, that decide on its part
+_ALL = 1 << 4 * _DIGITS
+_WRITTEN = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
 def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> Iterator[tuple[str, Callable[[], R]]]:
@@ -103,12 +107,6 @@ def children(store: Store, prefix: str) -> Iterator[str]:
         after = max(found.key, f"{prefix}{name}/~")  # past all keys that are in use below it
 
 
-MAX_PARTS = 65536
-_DIGITS = 8  # of a digest, that decide on its part
-_ALL = 1 << 4 * _DIGITS
-_WRITTEN = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
-
-
 @dataclass(frozen=True)
 class Part:
     """Keys whose digests lie in one of ``count`` ranges of equal length; the first part has keys without digests, too.
@@ -144,8 +142,7 @@ class Part:
         """
         found = _WRITTEN.fullmatch(text)
         if found is None:
-            msg = f"a part is K/N, such as 3/16, got {text!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a part is K/N, such as 3/16, got {text!r}")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, key: str) -> bool:

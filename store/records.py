@@ -39,6 +39,10 @@ _DIGEST_CHARS = 64
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 Outline: TypeAlias = tuple[Annotated[int, Meta(gt=0, le=MAX_OUTLINE_BYTES)], Sha256]
+_PREFIX = "a prefix entry"
+_SCHEME = re.compile(r"[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}")
+_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")
+_MODEL, _MODEL_ADVICE = "a model record", "encode any document again, which writes it anew"
 
 
 class BlobPart(Struct, frozen=True):
@@ -73,8 +77,7 @@ class BlobPart(Struct, frozen=True):
         except ValueError:
             digests = ""
         if len(digests) not in (_DIGEST_CHARS, 2 * _DIGEST_CHARS):
-            msg = f"a document's part names no SHA-256: {_ADVICE}"
-            raise CorruptError(msg)
+            raise CorruptError(f"a document's part names no SHA-256: {_ADVICE}")
         return cls(digests[:_DIGEST_CHARS], size, header_bytes, tokens, digests[_DIGEST_CHARS:])
 
 
@@ -93,7 +96,7 @@ class CatalogEntry(Struct, frozen=True):
         profile_digest: SHA-256, or the empty string where unknown or not needed.
         levels: (name, cumulative bytes) of each level, coarsest first.
         profile_outline: Length and SHA-256 of what a profile in sections says of itself, so that its first sections can
-            be read and checked alone; None where the profile has none, or nobody knows.
+            be read and checked alone; None where the profile has none, or it is not known.
         parts: The blobs of a document that grew, in the order of its tokens; empty where there is one or none.
     """
 
@@ -113,8 +116,7 @@ class CatalogEntry(Struct, frozen=True):
         """Refuse fields that contradict each other or are out of range."""
         problem = next(_problems(self), None)
         if problem:
-            msg = f"not a catalog entry: {problem}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"not a catalog entry: {problem}")
 
     @property
     def is_text(self) -> bool:
@@ -254,11 +256,6 @@ class Announcement(Struct):
         return record(parse_object(data), cls, "an announcement", "it names no objects: collect again")
 
 
-_PREFIX = "a prefix entry"
-_SCHEME = re.compile(r"[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}")
-_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")
-
-
 class PrefixEntry(Struct, frozen=True):
     """One chunk of one document, and so all tokens before it. JSON in a store; docs/format.md tells the fields.
 
@@ -324,13 +321,10 @@ class PrefixEntry(Struct, frozen=True):
 def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:
     """What the key of a prefix entry carries.
 
-    A chain of hashes can be guessed chunk by chunk, so that the names of whoever has a secret are keyed with it.
+    A chain of hashes can be guessed chunk by chunk, so names are keyed with a secret where there is one.
     """
     told = f"kvwire prefix entry\0{scheme}\0{chunk_hash}".encode()
     return hmac.new(secret, told, hashlib.sha256).hexdigest() if secret else hashlib.sha256(told).hexdigest()
-
-
-_MODEL, _MODEL_ADVICE = "a model record", "encode any document again, which writes it anew"
 
 
 class _Stored(Struct):
@@ -391,6 +385,5 @@ class ModelRecord:
         stored = record(fields, _Stored, _MODEL, _MODEL_ADVICE)
         meta = replace(meta_from_json(stored.meta), positions="on")
         if meta.config_digest() != stored.config_digest:
-            msg = f"{_MODEL} contradicts itself: {_MODEL_ADVICE}"
-            raise CorruptError(msg)
+            raise CorruptError(f"{_MODEL} contradicts itself: {_MODEL_ADVICE}")
         return cls(meta, stored.window, stored.model_config_digest, stored.profile_digest)

@@ -84,14 +84,12 @@ def _folder(url: str, token: str | None) -> Store:  # noqa: ARG001 - every opene
     as_files = parts.query == "catalog=files"
     is_local = parts.netloc in ("", "localhost") and path.startswith("/")
     if not is_local or (parts.query and not as_files) or parts.fragment:
-        msg = (
+        raise ArgumentError(
             f"{url!r} is not the address of a folder on this machine: write file:///absolute/path, "
             "or file:///absolute/path?catalog=files for a folder that web servers read"
         )
-        raise ArgumentError(msg)
     if "\0" in path:
-        msg = "a folder's path cannot hold a zero character"
-        raise ArgumentError(msg)
+        raise ArgumentError("a folder's path cannot hold a zero character")
     return FolderStore(path, catalog="files" if as_files else "rows")
 
 

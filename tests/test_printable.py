@@ -115,7 +115,7 @@ def test_a_record_and_its_traceback_forge_no_line(capsys):
     logger.addHandler(handler)
     logger.warning("name %s", "a\nERROR forged \x1b[2J")
     try:
-        raise ValueError("b\x1b[2J\u202e")  # noqa: EM101, TRY301 - a test of what it looks like
+        raise ValueError("b\x1b[2J\u202e")  # noqa: TRY301 - a test of what it looks like
     except ValueError:
         logger.exception("failed")
     shown = capsys.readouterr().err

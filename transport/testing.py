@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["build_blob", "read_blob_head", "serving"]
 
 _START_S = 10.0
+_MAGIC = b"FAKE"
+_PREFIX = struct.Struct("<4sII")  # magic, bytes of the JSON that follows, its CRC-32
 
 
 @contextmanager
@@ -49,8 +51,7 @@ def serving(store: Store, **options: Any) -> Iterator[str]:  # noqa: ANN401 - wh
     thread.start()
     try:
         if not ready.wait(_START_S) or not told:
-            msg = "the server did not start: look for a free port on 127.0.0.1"
-            raise StorageError(msg)
+            raise StorageError("the server did not start: look for a free port on 127.0.0.1")
         if isinstance(told[0], BaseException):
             raise told[0]
         yield told[0]
@@ -58,10 +59,6 @@ def serving(store: Store, **options: Any) -> Iterator[str]:  # noqa: ANN401 - wh
         if loops and thread.is_alive():
             loops[0].call_soon_threadsafe(stop.set)
         thread.join()
-
-
-_MAGIC = b"FAKE"
-_PREFIX = struct.Struct("<4sII")  # magic, bytes of the JSON that follows, its CRC-32
 
 
 def build_blob(sizes: Sequence[Sequence[int]], *, padding: int = 0, seed: int = 1) -> bytes:
@@ -76,20 +73,16 @@ def build_blob(sizes: Sequence[Sequence[int]], *, padding: int = 0, seed: int = 
 def read_blob_head(data: bytes) -> BlobInfo:
     """What ``BlobFetcher`` needs to know of such a blob. Raises TruncatedError and CorruptError as the codec does."""
     if len(data) < _PREFIX.size:
-        msg = "the header is not there yet"
-        raise TruncatedError(msg, _PREFIX.size)
+        raise TruncatedError("the header is not there yet", _PREFIX.size)
     magic, length, crc = _PREFIX.unpack_from(data)
     if magic != _MAGIC:
-        msg = "these bytes are no plain blob: build one"
-        raise CorruptError(msg)
+        raise CorruptError("these bytes are no plain blob: build one")
     end = _PREFIX.size + length
     if len(data) < end:
-        msg = "half of the header is not there yet"
-        raise TruncatedError(msg, end)
+        raise TruncatedError("half of the header is not there yet", end)
     body = data[_PREFIX.size : end]
     if zlib.crc32(body) != crc:
-        msg = "the header's CRC-32 is wrong: write the blob again"
-        raise CorruptError(msg)
+        raise CorruptError("the header's CRC-32 is wrong: write the blob again")
     return _info(json.loads(body)["table"], end)
 
 

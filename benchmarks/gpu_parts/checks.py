@@ -153,8 +153,7 @@ def damage(case: Case) -> str:
             ours.decode(flipped(case.blob, at, mended=mended), level, case.profile, case.device, torch.bfloat16)
         except CorruptError:
             continue
-        msg = f"{case.shape.name}: a flipped bit was decoded (checksums mended: {mended})"
-        raise AssertionError(msg)
+        raise AssertionError(f"{case.shape.name}: a flipped bit was decoded (checksums mended: {mended})")
     return "damaged segments raise CorruptError, with wrong checksums and with mended ones"
 
 

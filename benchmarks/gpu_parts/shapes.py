@@ -97,8 +97,7 @@ def named(name: str) -> Shape:
     for shape in SHAPES:
         if shape.name == name:
             return shape
-    msg = f"no shape {name!r}; there are {', '.join(shape.name for shape in SHAPES)}"
-    raise SystemExit(msg)
+    raise SystemExit(f"no shape {name!r}; there are {', '.join(shape.name for shape in SHAPES)}")
 
 
 def tiny(shape: Shape, layers: int = 2) -> Shape:

@@ -119,5 +119,4 @@ def learn(name: str, folder: Path, samples: int, seed: int, steps: int | None = 
 
 
 def _no_text(text: str) -> list[int]:
-    msg = f"the task model has no words, got {len(text)} characters"
-    raise ValueError(msg)
+    raise ValueError(f"the task model has no words, got {len(text)} characters")

@@ -93,8 +93,7 @@ class ShapedLink:
         self._shaper.stdin.flush()
         answer = self._shaper.stdout.readline()
         if not answer:
-            msg = "the process that shapes the link has ended: look at what it printed"
-            raise StorageError(msg)
+            raise StorageError("the process that shapes the link has ended: look at what it printed")
         return float(answer)
 
 
@@ -125,8 +124,7 @@ def shaped_link(
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         if not url:
-            msg = "the server behind the link did not start: look at what it printed"
-            raise StorageError(msg)
+            raise StorageError("the server behind the link did not start: look at what it printed")
         yield ShapedLink(url, token, chosen, namespace, shaper)
 
 
@@ -197,8 +195,7 @@ def _start(
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.callback(_stop, process)
     if ready and process.stdout is not None and not process.stdout.readline():
-        msg = f"a part of the link did not start ({' '.join(words)}): look at what it printed; {_NEED}"
-        raise StorageError(msg)
+        raise StorageError(f"a part of the link did not start ({' '.join(words)}): look at what it printed; {_NEED}")
     return process
 
 
@@ -216,6 +213,5 @@ def _stop(process: subprocess.Popen[str]) -> None:
 def _run(*words: str, check: bool = True) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if check and done.returncode:
-        msg = f"{' '.join(words)}: {done.stderr.strip() or 'failed'}; {_NEED}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{' '.join(words)}: {done.stderr.strip() or 'failed'}; {_NEED}")
     return done.stdout

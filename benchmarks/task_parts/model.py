@@ -69,8 +69,7 @@ def load(folder: Path = FOLDER, *, dtype: torch.dtype = torch.float32) -> LlamaF
         FileNotFoundError: Nothing is kept there; ``task_model.py`` makes it.
     """
     if not is_kept(folder):
-        msg = f"no weights in {folder.name}/; benchmarks/task_model.py makes them"
-        raise FileNotFoundError(msg)
+        raise FileNotFoundError(f"no weights in {folder.name}/; benchmarks/task_model.py makes them")
     model = LlamaForCausalLM(configuration())
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

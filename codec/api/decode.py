@@ -103,8 +103,7 @@ class BlobDecoder:
         self._request = DecodeRequest(self._header, profile, offset, check, hidden, rounded)
         self._lossy = None if profile is None else kind_of(profile.codec).decoder(self._request)
         if dtype is not None and not dtype.is_floating_point:
-            msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a cache holds floating-point numbers, it cannot be decoded to {dtype}")
         check_positions(self.info, offset)
         if out is not None:
             check_out(out, self.info)
@@ -213,11 +212,10 @@ class BlobDecoder:
             or len(self.info.reads(chunk, level)) != len(segments)
         ):
             levels = len(have[0]) if chunk >= 0 and have else "no"
-            msg = (
+            raise ArgumentError(
                 f"{len(segments)} segments for level {level} of chunk {chunk}; the blob has {self.info.chunks} chunks, "
                 f"this one {levels} levels"
             )
-            raise ArgumentError(msg)
         for segment, data in zip(self.info.reads(chunk, level), segments, strict=True):
             self._check_bytes(segment, data)
         if self._lossy is None and not self._header.levels[level].lossless:
@@ -251,8 +249,7 @@ class BlobDecoder:
             msg = f"{name} ends after {len(data)} of {segment.stored} bytes; fetch it again"
             raise TruncatedError(msg, segment.end)
         if len(data) > segment.stored or (self._check and crc32(data) != segment.crc32):
-            msg = f"{name} does not match its length or checksum; fetch it again"
-            raise CorruptError(msg)
+            raise CorruptError(f"{name} does not match its length or checksum; fetch it again")
 
 
 def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
@@ -337,11 +334,9 @@ def _whole_level(blob: bytes, info: BlobInfo, level: int | str | None) -> int:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
         raise TruncatedError(msg, info.file_bytes)
     if len(blob) > info.file_bytes:
-        msg = f"{len(blob) - info.file_bytes} bytes follow the blob's end; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"{len(blob) - info.file_bytes} bytes follow the blob's end; fetch it again")
     index = level_index(info, level)
     for chunk, row in enumerate(info.segments):
         if len(row) <= index:
-            msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"chunk {chunk} lacks level {index}; ask for a lower level")
     return index

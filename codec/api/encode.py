@@ -90,15 +90,12 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         MismatchError: The profile is of another model.
     """
     if not cache.tokens:
-        msg = "the cache holds no tokens; leave empty documents out"
-        raise ArgumentError(msg)
+        raise ArgumentError("the cache holds no tokens; leave empty documents out")
     if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
-        msg = f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}")
     on_device = uses_triton(backend, device_of(cache))
     if soft_tokens is not None and max(cache.token_ids or (1 << 32,)) >= soft_tokens.first + soft_tokens.count:
-        msg = "a cache with soft tokens comes with its token ids, of which none lies beyond them"
-        raise ArgumentError(msg)
+        raise ArgumentError("a cache with soft tokens comes with its token ids, of which none lies beyond them")
     if beginning is not None and (
         beginning.tokens != 1 or beginning.meta.offset or not neutral_prefix or prefix is not None or cache.kept
     ):
@@ -146,8 +143,7 @@ def _checked(prefix: BlobPrefix | None, cache: KVCache) -> BlobPrefix | None:
     try:
         return prefix_from_json([prefix.tokens, prefix.token_digest, prefix.document])
     except ValueError as error:
-        msg = f"{error}, got {prefix}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"{error}, got {prefix}") from error
 
 
 def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless: bool) -> list[int]:
@@ -156,8 +152,7 @@ def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless
     chosen = [CODEC_LAYERED if profile is None else profile.codec] if lossy else []
     chosen += [CODEC_LOSSLESS] if lossless else []
     if not chosen:
-        msg = "levels=0 leaves nothing to encode; ask for lossless=True or for levels"
-        raise ArgumentError(msg)
+        raise ArgumentError("levels=0 leaves nothing to encode; ask for lossless=True or for levels")
     return chosen
 
 
@@ -193,7 +188,7 @@ def trial_blob(cache: KVCache, profile: AnyProfile | None = None, *, hidden: Ten
     """
     if profile is None or profile.codec != CODEC_LAYERED:
         return encode(cache, profile, chunk_tokens=cache.tokens, hidden=hidden)
-    from kvwire.codec.kinds.layered import TrialEncoder  # who has no profile goes without
+    from kvwire.codec.kinds.layered import TrialEncoder  # not needed without a profile
 
     encoder = TrialEncoder(EncodeRequest(cache, profile, None, cache.tokens, hidden, on_device=False))
     segments = encoder.encode_all([(0, cache.tokens)], 1)

@@ -51,8 +51,7 @@ def verify(blob: bytes) -> BlobInfo:
     damaged = [s for row in info.segments for s in row if crc32(blob[s.offset : s.end]) != s.crc32]
     if damaged or len(blob) > info.file_bytes:
         what = f"chunk {damaged[0].chunk} level {damaged[0].level}" if damaged else "what follows the blob's end"
-        msg = f"{what} does not match its checksum or length; fetch the blob again or write it anew"
-        raise CorruptError(msg)
+        raise CorruptError(f"{what} does not match its checksum or length; fetch the blob again or write it anew")
     return info
 
 

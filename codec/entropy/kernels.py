@@ -1,4 +1,4 @@
-"""numba kernels of the entropy decoder and of symbols; readable twins stand in ``rans_naive`` or ``quantiser``.
+"""numba kernels of the entropy decoder and of symbols; readable twins stand in ``rans_naive`` or ``transform.levels``.
 
 No kernel checks an index, so each must be in range by construction, whatever the stream holds: columns come from
 ``SegmentState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most

@@ -66,8 +66,7 @@ def decode_rows(data: bytes, parts: Iterable[tuple[int, NDArray[np.uint16]]]) ->
         msg = "the words of a segment are not what an encoder writes: it is damaged, fetch it again"
         raise CorruptError(msg) from error
     if not decoder.maybe_exhausted():
-        msg = "words of a segment are left over: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("words of a segment are left over: it is damaged, fetch it again")
     return out
 
 

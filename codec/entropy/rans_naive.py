@@ -70,6 +70,5 @@ def decode_lanes(
                     state = state << 16 | next(reading, 0)
                 out[t, c] = symbol
         if state != STATE_FLOOR or next(reading, None) is not None:
-            msg = f"lane {lane} does not end in the state it began with: the segment is damaged"
-            raise CorruptError(msg)
+            raise CorruptError(f"lane {lane} does not end in the state it began with: the segment is damaged")
     return out

@@ -97,8 +97,7 @@ class Tables:
             and self.base[:, ESCAPE].all()
             and self.ternary.all()
         ):
-            msg = "the profile's frequency tables are damaged; fetch the profile again"
-            raise CorruptError(msg)
+            raise CorruptError("the profile's frequency tables are damaged; fetch the profile again")
 
     @cached_property
     def base_starts(self) -> NDArray[np.uint32]:

@@ -137,8 +137,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         return None
     _check(caches, statistics, group_width, rank_cut)
     if (prefix_layers > 0) != (hidden is not None):
-        msg = "prefix_layers names the layers that hidden comes from: give both or neither"
-        raise ArgumentError(msg)
+        raise ArgumentError("prefix_layers names the layers that hidden comes from: give both or neither")
     first = caches[0].meta
     ladder = ladder or Ladder()
     features = Features(caches, statistics.token_features if statistics and text else None, hidden)
@@ -209,12 +208,10 @@ def _fit_digest(caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], fe
 
 def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width: int, rank_cut: float) -> None:
     if group_width < 1 or not 0 <= rank_cut < 1:
-        msg = f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}")
     first = caches[0].meta
     if not all(cache.meta.shares_config(first) for cache in caches):
-        msg = "calibration caches must all come from one model with one layout"
-        raise MismatchError(msg)
+        raise MismatchError("calibration caches must all come from one model with one layout")
     if statistics and {len(statistics.query_metric), len(statistics.value_metric)} != {len(first.layers)}:
         msg = f"the statistics must name each of the {len(first.layers)} layers, with None where nothing is known"
         raise ArgumentError(msg)
@@ -235,8 +232,7 @@ def _identity_group(cache: KVCache, plane: Plane) -> Group:
     mean = elements.mean(0, dtype=torch.float64).float()
     centred = elements - mean
     if not np.isfinite(centred.numpy()).all():
-        msg = f"the {plane[0]}s of layer {plane[1]} are too large for float32; prefill them again"
-        raise CacheValueError(msg)
+        raise CacheValueError(f"the {plane[0]}s of layer {plane[1]} are too large for float32; prefill them again")
     scale = max(_rms(centred), _RESOLUTION * _rms(mean), _TINY)
     spread = column_classes((centred / scale).numpy())
     row_scale = np.full(len(mean), scale, np.float32)

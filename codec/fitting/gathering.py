@@ -99,8 +99,7 @@ class StatisticsBuilder:
         each = spec.kv_heads * spec.value_dim
         if weight.dim() != _MATRIX or not each or weight.shape[1] % each:
             fits = f"{spec.kv_heads} heads of {spec.value_dim} values"
-            msg = f"W_o of {list(weight.shape)} does not fit layer {layer}, which caches {fits}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"W_o of {list(weight.shape)} does not fit layer {layer}, which caches {fits}")
         per_head = weight.detach().float().cpu().reshape(len(weight), -1, spec.value_dim)
         metric = torch.einsum("ohd,ohe->hde", per_head, per_head)
         self._outputs[layer] = metric.reshape(spec.kv_heads, -1, *metric.shape[1:]).sum(1)

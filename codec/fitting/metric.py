@@ -135,10 +135,9 @@ def _checked(spec: LayerSpec, plane: Plane, known: Tensor | None, what: str = "s
     dim = spec.key_dim if plane[0] == "key" else spec.value_dim
     given = known.double().cpu()
     if given.shape != (spec.kv_heads, dim, dim) or not np.isfinite(given.numpy()).all():
-        msg = (
+        raise ArgumentError(
             f"layer {plane[1]}'s {plane[0]} {what} have another shape than its {plane[0]}s, or NaN; measure them again"
         )
-        raise ArgumentError(msg)
     return given
 
 

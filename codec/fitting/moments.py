@@ -81,22 +81,18 @@ class Features:
     def __init__(self, caches: Sequence[KVCache], table: Tensor | None, hidden: Sequence[Tensor] | None) -> None:
         """Check that every cache has what is asked of it."""
         if hidden is not None and list(map(len, hidden)) != [cache.tokens for cache in caches]:
-            msg = "hidden states must be one [tokens, size] tensor for each calibration cache"
-            raise ArgumentError(msg)
+            raise ArgumentError("hidden states must be one [tokens, size] tensor for each calibration cache")
         if hidden is not None and any(states.ndim != _MATRIX for states in hidden):
-            msg = "hidden states must be [tokens, size] tensors, as engine.prefix_states computes them"
-            raise ArgumentError(msg)
+            raise ArgumentError("hidden states must be [tokens, size] tensors, as engine.prefix_states computes them")
         if hidden is not None and not all(bool(torch.isfinite(states).all()) for states in hidden):
-            msg = "the hidden states hold NaN or infinity; compute them in float32"
-            raise CacheValueError(msg)
+            raise CacheValueError("the hidden states hold NaN or infinity; compute them in float32")
         if hidden is not None or any(cache.token_ids is None for cache in caches):
             table = None
         self.table = None if table is None else table.float().cpu()
         self._hidden = hidden
         size = 1 << 32 if self.table is None else len(self.table)
         if any(cache.token_ids and max(cache.token_ids) >= size for cache in caches):
-            msg = f"the calibration caches have token ids beyond the {size} that the statistics know"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the calibration caches have token ids beyond the {size} that the statistics know")
 
     @property
     def of_hidden(self) -> int:

@@ -156,8 +156,7 @@ def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any],
     """Read ``pack_arrays``."""
     told = describe(magic, data, what)
     if len(data) < told.size:
-        msg = f"the {what} ends after {len(data)} of {told.size} bytes; fetch it again"
-        raise TruncatedError(msg, told.size)
+        raise TruncatedError(f"the {what} ends after {len(data)} of {told.size} bytes; fetch it again", told.size)
     if len(data) != told.size:
         msg = f"the {what}'s checksum does not match its content: it is longer than it says; fetch it again"
         raise CorruptError(msg)
@@ -168,8 +167,7 @@ def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any],
     for number, section in enumerate(told.sections):
         part = body[section.start : section.end]
         if hashlib.sha256(part).hexdigest() != section.sha256:
-            msg = f"the {what}'s checksum does not match its content in section {number}; fetch it again"
-            raise CorruptError(msg)
+            raise CorruptError(f"the {what}'s checksum does not match its content in section {number}; fetch it again")
         arrays |= read_listed(section.listed, part, what, packed=told.packed)
     return told.head, arrays
 
@@ -214,29 +212,24 @@ def _damaged(what: str, problem: object) -> CorruptError:
 def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int, int, int]:
     """Check what comes before the metadata and what the CRC-32 is of; flags, file bytes, metadata stored and raw."""
     if data[: len(magic)] != magic[: len(data)] or not data:
-        msg = f"this is no kvwire {what}: it does not begin with the {what}'s signature"
-        raise CorruptError(msg)
+        raise CorruptError(f"this is no kvwire {what}: it does not begin with the {what}'s signature")
     if len(data) < _PROLOGUE.size:
-        msg = f"the {what} ends within its header; fetch it again"
-        raise TruncatedError(msg, _PROLOGUE.size)
+        raise TruncatedError(f"the {what} ends within its header; fetch it again", _PROLOGUE.size)
     _, major, minor, flags, _, size, crc, meta_stored, meta_raw = _PROLOGUE.unpack_from(data)
     if major != VERSION[0] or flags & ~(PACKED | SECTIONS):
         msg = f"{what} format {major}.{minor} (flags {flags:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     needed = min(size, _PROLOGUE.size + meta_stored) if flags & SECTIONS else size
     if len(data) < needed:
-        msg = f"the {what} ends after {len(data)} of {needed} bytes; fetch it again"
-        raise TruncatedError(msg, needed)
+        raise TruncatedError(f"the {what} ends after {len(data)} of {needed} bytes; fetch it again", needed)
     blank = bytearray(data[: _PROLOGUE.size])
     blank[_CRC_AT : _CRC_AT + 4] = bytes(4)
     longer = len(data) != size and not flags & SECTIONS
     covered = memoryview(data)[_PROLOGUE.size : needed]
     if longer or needed < _PROLOGUE.size or crc32(covered, crc32(blank)) != crc:
-        msg = f"the {what}'s checksum does not match its content; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the {what}'s checksum does not match its content; fetch it again")
     if meta_stored > size - _PROLOGUE.size:
-        msg = f"the {what}'s metadata is longer than the {what}; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the {what}'s metadata is longer than the {what}; fetch it again")
     return flags, size, meta_stored, meta_raw
 
 
@@ -250,44 +243,37 @@ def _check_claims(listed: Listed, *, packed: bool) -> None:
     for name, dtype, shape, stored in listed:
         counts_fit = all(type(n) is int and n >= 0 for n in (*shape, stored))
         if type(name) is not str or name in names or dtype not in _DTYPES or not counts_fit:
-            msg = f"array {name!r}"
-            raise ValueError(msg)
+            raise ValueError(f"array {name!r}")
         names.add(name)
         raw = _raw(dtype, shape)
         if stored > raw:
-            msg = f"array {name!r} has another size than its shape says"
-            raise ValueError(msg)
+            raise ValueError(f"array {name!r} has another size than its shape says")
         if stored < raw:
             large = packed and raw > MAX_PACKED_BYTES
             budget -= 0 if large else raw
             if (raw > MOST_PACKED * stored if large else raw > MAX_PACKED_BYTES) or budget < 0:
-                msg = f"array {name!r} claims more than a compressed array may hold"
-                raise ValueError(msg)
+                raise ValueError(f"array {name!r} claims more than a compressed array may hold")
 
 
 def _sections(raw: list[list[Any]], listed: Listed, start: int, size: int) -> tuple[Section, ...]:
     """Deal the arrays to the sections; raises ValueError or TypeError where they do not fill them."""
     if not 1 <= len(raw) <= MOST_SECTIONS:
-        msg = f"{len(raw)} sections"
-        raise ValueError(msg)
+        raise ValueError(f"{len(raw)} sections")
     out: list[Section] = []
     first = 0
     for count, stored, sha256 in raw:
         own = listed[first : first + count] if type(count) is int and count >= 0 else []
         if type(stored) is not int or type(sha256) is not str or len(own) != count or sum(r[3] for r in own) != stored:
-            msg = f"the arrays of section {len(out)} do not fill it"
-            raise ValueError(msg)
+            raise ValueError(f"the arrays of section {len(out)} do not fill it")
         out.append(Section(start, start + stored, sha256, own))
         start, first = start + stored, first + count
     if first != len(listed) or start != size:
-        msg = "arrays or bytes are left over"
-        raise ValueError(msg)
+        raise ValueError("arrays or bytes are left over")
     return tuple(out)
 
 
 def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
     """A copy in native order; raises ValueError where the array is of another type."""
     if array.dtype.str[1:] not in kinds:
-        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
-        raise ValueError(msg)
+        raise ValueError(f"an array is of type {array.dtype}, not {' or '.join(kinds)}")
     return array.astype(array.dtype.newbyteorder("="))

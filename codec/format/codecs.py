@@ -80,8 +80,7 @@ def codec_of_method(method: str) -> SegmentCodec:
     """The codec of a method's lossy levels."""
     found = [codec for codec in CODECS.values() if codec.method == method and not codec.lossless]
     if not found:
-        msg = f"no method {method!r}; there are {', '.join(methods())}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"no method {method!r}; there are {', '.join(methods())}")
     return found[0]
 
 

@@ -116,16 +116,14 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     prefix_layers, error_to_kl, offset = _settings(parts.metadata)
     token_ids = unpack_ids(parts.ids, fields.tokens, fields.bits)
     if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
-        msg = "the blob's token ids are not those that its metadata names; write the document again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's token ids are not those that its metadata names; write the document again")
     _check_chunks(fields, levels, elements_per_token(meta.layers))
     segments = _segments(parts.entries, fields, levels)
     context = _context(parts.metadata)
     infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl, context)
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
     if (parts.sinks or parts.beginning) and not any(level.codec == CODEC_LAYERED for level in levels):
-        msg = "the blob has attention sinks and no level that leaves them out; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob has attention sinks and no level that leaves them out; fetch it again")
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
         infos, segments, token_ids, method, prefix_layers, _deviation(parts.metadata, fields.tokens),
@@ -147,14 +145,11 @@ def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None
     try:
         error_to_kl = error_to_kl_from_json(raw)
     except (TypeError, ValueError, OverflowError) as error:
-        msg = f"the blob's calibration is damaged ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the blob's calibration is damaged ({error}); fetch it again") from error
     if type(prefix_layers) is not int or not 0 <= prefix_layers <= _MAX_LAYERS:
-        msg = f"the blob claims a head start of {prefix_layers!r} layers; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob claims a head start of {prefix_layers!r} layers; fetch it again")
     if offset is not None and (type(offset) is not int or abs(offset) > _MAX_OFFSET):
-        msg = f"the blob claims to begin at position {offset!r}; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob claims to begin at position {offset!r}; fetch it again")
     return prefix_layers, error_to_kl, offset
 
 
@@ -162,8 +157,7 @@ def _context(metadata: dict[str, Any]) -> int | None:
     """The coarsest level that tokens stood at which rows were computed over."""
     level = metadata.get("context_level")
     if level is not None and (type(level) is not int or not 0 <= level < MAX_LEVELS):
-        msg = f"the blob claims rows computed over level {level!r}; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob claims rows computed over level {level!r}; fetch it again")
     return level
 
 
@@ -172,8 +166,7 @@ def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
     try:
         return deviation_from_json(metadata.get("deviation"), tokens)
     except (TypeError, ValueError) as error:
-        msg = f"the blob's deviations are damaged ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the blob's deviations are damaged ({error}); fetch it again") from error
 
 
 def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str) -> Found:
@@ -181,11 +174,9 @@ def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str)
     try:
         found = read()
     except ValueError as error:
-        msg = f"the blob is damaged: {error}; fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the blob is damaged: {error}; fetch it again") from error
     if bool(found) != bool(fields.flags & flag):
-        msg = f"the blob's flags and its metadata disagree on {what}; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob's flags and its metadata disagree on {what}; fetch it again")
     return found
 
 
@@ -208,8 +199,7 @@ def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...
     raw = metadata.get("soft_tokens")
     soft = _flagged(lambda: None if raw is None else soft_from_json(raw), fields, SOFT, "soft tokens")
     if soft is not None and (token_ids is None or max(token_ids) >= soft.first + soft.count):
-        msg = "the blob's token ids lie beyond its soft tokens; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's token ids lie beyond its soft tokens; fetch it again")
     return soft
 
 
@@ -231,8 +221,7 @@ def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
     """Bytes of the first token as it begins a prompt; there exactly where the flag says so, behind a neutral prefix."""
     size = metadata.get("beginning", 0)
     if type(size) is not int or size < 0 or bool(size) != bool(fields.flags & BEGINNING):
-        msg = "the blob's flags and its metadata disagree on how it begins a prompt; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's flags and its metadata disagree on how it begins a prompt; fetch it again")
     if size and (metadata.get("kept_bytes") or metadata.get("prefix") or not metadata.get("neutral_prefix")):
         msg = "the blob begins a prompt in another way, and is pruned, a part, or behind nothing; fetch it again"
         raise CorruptError(msg)
@@ -241,29 +230,24 @@ def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
 
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
     if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
-        msg = "this is no kvwire blob: it does not begin with the blob's signature"
-        raise CorruptError(msg)
+        raise CorruptError("this is no kvwire blob: it does not begin with the blob's signature")
     if len(data) < PROLOGUE.size:
-        msg = "the blob ends within its header; fetch it again"
-        raise TruncatedError(msg, PROLOGUE.size)
+        raise TruncatedError("the blob ends within its header; fetch it again", PROLOGUE.size)
     (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
      levels, bits, _, profile_bytes) = PROLOGUE.unpack_from(data)  # fmt: skip
     if major != VERSION[0] or incompatible & ~(NEUTRAL | SOFT | PART | SINKS | BEGINNING):
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
-        msg = f"the blob claims a header of {header_bytes} bytes; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob claims a header of {header_bytes} bytes; fetch it again")
     if len(data) < header_bytes:
         msg = f"the blob's header ends after {len(data)} of {header_bytes} bytes; fetch it again"
         raise TruncatedError(msg, header_bytes)
     if check and _header_crc(data[:header_bytes]) != crc:
-        msg = "the blob's header does not match its checksum; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's header does not match its checksum; fetch it again")
     fits = 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS
     if not (tokens and fits and (not bits or MIN_BITS <= bits <= MAX_BITS)):
-        msg = "the blob's header holds impossible numbers; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's header holds impossible numbers; fetch it again")
     return _Prologue(
         (major, minor), header_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits,
         profile_bytes, incompatible,
@@ -297,8 +281,7 @@ def _parts(data: bytes, fields: _Prologue) -> _Parts:
     room -= sum(sinks.values()) + beginning
     kept_bytes = metadata.get("kept_bytes")
     if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
-        msg = "the blob's header does not add up to its length; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's header does not add up to its length; fetch it again")
     at, parts = PROLOGUE.size, []
     for size in (*sizes, kept_bytes, *sinks.values(), beginning):
         parts.append(bytes(data[at : at + size]))
@@ -312,33 +295,26 @@ def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
     try:
         levels = tuple(_level(*row) for row in rows)
     except (TypeError, ValueError, OverflowError) as error:
-        msg = f"the blob's levels are damaged ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the blob's levels are damaged ({error}); fetch it again") from error
     lossless = [level.lossless for level in levels]
     if lossless != sorted(lossless) or len({level.codec for level in levels if not level.lossless}) > 1:
-        msg = "the blob's levels stand in an order that no encoder writes; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's levels stand in an order that no encoder writes; fetch it again")
     if len(levels) != count:
-        msg = f"the blob names {len(levels)} levels and holds {count}; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob names {len(levels)} levels and holds {count}; fetch it again")
     return levels
 
 
 def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
     if not isinstance(name, str) or type(codec) is not int:
-        msg = f"level {name!r} coded in way {codec!r}"
-        raise ValueError(msg)
+        raise ValueError(f"level {name!r} coded in way {codec!r}")
     if codec not in CODECS:
-        msg = f"the blob's level {name!r} is coded in way {codec}; upgrade kvwire"
-        raise FormatVersionError(msg)
+        raise FormatVersionError(f"the blob's level {name!r} is coded in way {codec}; upgrade kvwire")
     if not CODECS[codec].refines:
         return Level(name, codec=codec)
     if type(step) not in {int, float} or not 1 / MAX_STEP <= float(step) <= MAX_STEP:
-        msg = f"level {name!r} with step {step!r}"
-        raise ValueError(msg)
+        raise ValueError(f"level {name!r} with step {step!r}")
     if type(shift) is not int or abs(shift) > MAX_SHIFT:
-        msg = f"level {name!r} with shift {shift!r}"
-        raise ValueError(msg)
+        raise ValueError(f"level {name!r} with shift {shift!r}")
     return Level(name, float(step), shift)
 
 
@@ -358,22 +334,19 @@ def _segments(
     for chunk, row in enumerate(index.tolist()):
         present = [entry for entry in row if entry[0] != MISSING]
         if present != row[: len(present)]:
-            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's header again"
-            raise CorruptError(msg)
+            raise CorruptError(f"chunk {chunk} lacks a level below one that it has; fetch the blob's header again")
         cells = []
         for level, (offset, stored, symbols, crc, codec, flags, error, _) in enumerate(present):
             if codec != levels[level].codec or flags:
                 msg = f"chunk {chunk} level {level} is coded in way {codec} (flags {flags:#x}); upgrade kvwire"
                 raise FormatVersionError(msg)
             if offset != expected or offset + stored > fields.file_bytes:
-                msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's header again"
-                raise CorruptError(msg)
+                raise CorruptError(f"chunk {chunk} level {level} lies where it cannot; fetch the blob's header again")
             expected = offset + stored
             cells.append(SegmentInfo(chunk, level, offset, stored, symbols, crc, codec, error))
         rows.append(tuple(cells))
     if expected != fields.file_bytes:
-        msg = "the blob's segments do not add up to its length; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's segments do not add up to its length; fetch it again")
     return tuple(rows)
 
 
@@ -421,6 +394,5 @@ def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
     present = column["offset"] != MISSING
     errors, energies = column["error"][present], column["energy"][present]  # not cast: that may warn of a NaN
     if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
-        msg = "the blob's index holds impossible errors; fetch the blob's header again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob's index holds impossible errors; fetch the blob's header again")
     return float(errors.astype(np.float64) @ tokens[present]) / float(tokens[present].sum()) if present.any() else 0.0

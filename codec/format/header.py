@@ -27,108 +27,13 @@ if TYPE_CHECKING:
 MAX_SOFT = 4096
 """Soft tokens of one file."""
 _DIGEST = re.compile("[0-9a-f]{64}")
-
-
-def soft_to_json(soft: SoftTokensName) -> list[Any]:
-    """Write down which soft tokens a document has."""
-    raw = [soft.digest, soft.first, soft.count]
-    try:
-        soft_from_json(raw)
-    except ValueError as error:
-        raise ArgumentError(str(error)) from error
-    return raw
-
-
-def soft_from_json(raw: Any) -> SoftTokensName:  # noqa: ANN401 - JSON
-    """Read which soft tokens a document has."""
-    sound = isinstance(raw, list) and [type(each) for each in raw] == [str, int, int]
-    if not sound or not _DIGEST.fullmatch(raw[0]) or not 0 < raw[2] <= MAX_SOFT or not 0 < raw[1] <= (1 << 32) - raw[2]:
-        msg = f"soft tokens are named by a SHA-256, their first id and their number, at most {MAX_SOFT}"
-        raise ValueError(msg)
-    return SoftTokensName(*raw)
-
-
 MIN_BITS = 8
 """Every token costs a byte, known or not: a blob cannot claim tokens that it does not pay for."""
 MAX_BITS = 32
-
-
-def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
-    """Pack token ids, lowest bit first."""
-    if ids is None:
-        return 0, bytes(tokens)
-    bits = max(MIN_BITS, max(ids).bit_length())
-    if min(ids) < 0 or bits > MAX_BITS:
-        msg = f"token ids must be 0 to 2^{MAX_BITS} - 1, got {min(ids)} to {max(ids)}"
-        raise ArgumentError(msg)
-    wide = np.asarray(ids, "<u4").view(np.uint8).reshape(-1, 4)
-    flat = np.unpackbits(wide, axis=1, bitorder="little")[:, :bits]
-    return bits, np.packbits(flat.ravel(), bitorder="little").tobytes()
-
-
-def id_bytes(tokens: int, bits: int) -> int:
-    """Count the bytes that packed ids take."""
-    return -(-tokens * max(MIN_BITS, bits) // 8)
-
-
-def unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
-    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in."""
-    if not bits:
-        return None
-    padded = np.frombuffer(data + bytes(5), np.uint8)
-    first_bit = np.arange(tokens, dtype=np.int64) * bits
-    wide = np.zeros(tokens, np.uint64)
-    for byte in range(5):
-        wide |= padded[(first_bit >> 3) + byte].astype(np.uint64) << np.uint64(8 * byte)
-    ids = (wide >> (first_bit & 7).astype(np.uint64)) & np.uint64((1 << bits) - 1)
-    return tuple(ids.tolist())
-
-
 Kept: TypeAlias = "tuple[torch.Tensor | None, ...]"
 """For each layer a bool ``[kv_heads, tokens]``, None where it holds everything."""
-
-
 _MOST_PACKED = 256
 """Bytes that a byte of the frame may stand for: more would let a short file claim much memory."""
-
-
-def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
-    """Pack which entries a cache holds: bits of all layers with a cache, each from a byte on."""
-    parts = [
-        np.packbits(np.ones(spec.kv_heads * tokens, bool) if mask is None else mask.cpu().numpy(), axis=None)
-        for spec, mask in zip(layers, kept, strict=True)
-        if spec.kind != "none"
-    ]
-    raw = b"".join(part.tobytes() for part in parts)
-    packed = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
-    return packed if len(packed) < len(raw) <= _MOST_PACKED * len(packed) else raw
-
-
-def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[int]:
-    """Count the bytes of each layer's bits."""
-    sizes = [0 if spec.kind == "none" else -(-spec.kv_heads * tokens // 8) for spec in layers]
-    if not len(data) <= sum(sizes) <= _MOST_PACKED * len(data):
-        msg = "the blob's list of kept entries does not fit its layout; fetch it again"
-        raise CorruptError(msg)
-    return sizes
-
-
-def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
-    """Read ``pack_kept``."""
-    import torch  # which no server of blobs needs
-
-    sizes = kept_sizes(data, layers, tokens)
-    raw = data if len(data) == sum(sizes) else decompress(data, sum(sizes), "list of kept entries")
-    out: list[torch.Tensor | None] = []
-    at = 0
-    for spec, size in zip(layers, sizes, strict=True):
-        bits = np.unpackbits(np.frombuffer(raw, np.uint8, size, at), count=spec.kv_heads * tokens if size else 0)
-        mask = torch.from_numpy(bits.view(bool)).reshape(spec.kv_heads, tokens if size else 0)
-        out.append(None if bool(mask.all()) else mask)
-        at += size
-    return tuple(out)
-
-
 MAGIC = b"\x89KVW\r\n\x1a\n"
 VERSION = (1, 0)
 ALIGNMENT = 64
@@ -163,6 +68,92 @@ ENTRY = np.dtype(
         ("codec", "<u2"), ("flags", "<u2"), ("error", "<f4"), ("energy", "<f4"),
     ]
 )  # fmt: skip
+_STORED_AT, _RAW_AT = 8, 9
+"""Lengths of the metadata, among the fields of the prologue."""
+
+
+def soft_to_json(soft: SoftTokensName) -> list[Any]:
+    """Write down which soft tokens a document has."""
+    raw = [soft.digest, soft.first, soft.count]
+    try:
+        soft_from_json(raw)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
+    return raw
+
+
+def soft_from_json(raw: Any) -> SoftTokensName:  # noqa: ANN401 - JSON
+    """Read which soft tokens a document has."""
+    sound = isinstance(raw, list) and [type(each) for each in raw] == [str, int, int]
+    if not sound or not _DIGEST.fullmatch(raw[0]) or not 0 < raw[2] <= MAX_SOFT or not 0 < raw[1] <= (1 << 32) - raw[2]:
+        raise ValueError(f"soft tokens are named by a SHA-256, their first id and their number, at most {MAX_SOFT}")
+    return SoftTokensName(*raw)
+
+
+def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
+    """Pack token ids, lowest bit first."""
+    if ids is None:
+        return 0, bytes(tokens)
+    bits = max(MIN_BITS, max(ids).bit_length())
+    if min(ids) < 0 or bits > MAX_BITS:
+        raise ArgumentError(f"token ids must be 0 to 2^{MAX_BITS} - 1, got {min(ids)} to {max(ids)}")
+    wide = np.asarray(ids, "<u4").view(np.uint8).reshape(-1, 4)
+    flat = np.unpackbits(wide, axis=1, bitorder="little")[:, :bits]
+    return bits, np.packbits(flat.ravel(), bitorder="little").tobytes()
+
+
+def id_bytes(tokens: int, bits: int) -> int:
+    """Count the bytes that packed ids take."""
+    return -(-tokens * max(MIN_BITS, bits) // 8)
+
+
+def unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
+    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in."""
+    if not bits:
+        return None
+    padded = np.frombuffer(data + bytes(5), np.uint8)
+    first_bit = np.arange(tokens, dtype=np.int64) * bits
+    wide = np.zeros(tokens, np.uint64)
+    for byte in range(5):
+        wide |= padded[(first_bit >> 3) + byte].astype(np.uint64) << np.uint64(8 * byte)
+    ids = (wide >> (first_bit & 7).astype(np.uint64)) & np.uint64((1 << bits) - 1)
+    return tuple(ids.tolist())
+
+
+def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
+    """Pack which entries a cache holds: bits of all layers with a cache, each from a byte on."""
+    parts = [
+        np.packbits(np.ones(spec.kv_heads * tokens, bool) if mask is None else mask.cpu().numpy(), axis=None)
+        for spec, mask in zip(layers, kept, strict=True)
+        if spec.kind != "none"
+    ]
+    raw = b"".join(part.tobytes() for part in parts)
+    packed = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
+    return packed if len(packed) < len(raw) <= _MOST_PACKED * len(packed) else raw
+
+
+def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[int]:
+    """Count the bytes of each layer's bits."""
+    sizes = [0 if spec.kind == "none" else -(-spec.kv_heads * tokens // 8) for spec in layers]
+    if not len(data) <= sum(sizes) <= _MOST_PACKED * len(data):
+        raise CorruptError("the blob's list of kept entries does not fit its layout; fetch it again")
+    return sizes
+
+
+def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
+    """Read ``pack_kept``."""
+    import torch  # which no server of blobs needs
+
+    sizes = kept_sizes(data, layers, tokens)
+    raw = data if len(data) == sum(sizes) else decompress(data, sum(sizes), "list of kept entries")
+    out: list[torch.Tensor | None] = []
+    at = 0
+    for spec, size in zip(layers, sizes, strict=True):
+        bits = np.unpackbits(np.frombuffer(raw, np.uint8, size, at), count=spec.kv_heads * tokens if size else 0)
+        mask = torch.from_numpy(bits.view(bool)).reshape(spec.kv_heads, tokens if size else 0)
+        out.append(None if bool(mask.all()) else mask)
+        at += size
+    return tuple(out)
 
 
 @dataclass(frozen=True)
@@ -227,10 +218,6 @@ class Header:
         None alone where nothing was pruned.
         """
         return unpack_kept(self.kept_bits, self.info.meta.layers, self.info.tokens) if self.kept_bits else None
-
-
-_STORED_AT, _RAW_AT = 8, 9
-"""Lengths of the metadata, among the fields of the prologue."""
 
 
 def header_names(blob: bytes) -> Iterator[str]:

@@ -36,8 +36,7 @@ def join_headers(headers: Sequence[Header]) -> Header:
             msg = f"the parts of the document are coded in different ways, or hold what no part may: {_ADVICE}"
             raise MismatchError(msg)
         if header.offset != offset and any(level.lossless for level in header.levels):
-            msg = f"a part of the document begins at position {header.offset}, not {offset}: {_ADVICE}"
-            raise MismatchError(msg)
+            raise MismatchError(f"a part of the document begins at position {header.offset}, not {offset}: {_ADVICE}")
     frames = tuple(frame for header in headers for frame in header.sink_frames)
     return Header(info, first.levels, b"", offset=first.offset, sink_frames=frames, beginning=first.beginning)
 
@@ -48,8 +47,7 @@ def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
     ids, digest = _chained(infos)
     for info in infos:
         if _coded_as(info) != _coded_as(first):
-            msg = f"the parts of the document are of several models, profiles or ladders: {_ADVICE}"
-            raise MismatchError(msg)
+            raise MismatchError(f"the parts of the document are of several models, profiles or ladders: {_ADVICE}")
     starts, segments = _placed(infos)
     return replace(
         first,
@@ -86,8 +84,7 @@ def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
             msg = f"part {number} of the document is not the one behind its first {len(ids)} tokens ({told}): {_ADVICE}"
             raise CorruptError(msg)
         if info.token_ids is None:
-            msg = f"part {number} of the document does not say its token ids: {_ADVICE}"
-            raise CorruptError(msg)
+            raise CorruptError(f"part {number} of the document does not say its token ids: {_ADVICE}")
         ids += info.token_ids
         digest.update(np.asarray(info.token_ids, "<u4").tobytes())
     return tuple(ids), digest.hexdigest()

@@ -45,8 +45,7 @@ def pack_json(value: object) -> tuple[bytes, int]:
 def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
     """Read what ``pack_json`` wrote."""
     if raw_length > MAX_JSON_BYTES:
-        msg = f"the {what}'s metadata claims {raw_length} bytes, more than the {MAX_JSON_BYTES} allowed"
-        raise CorruptError(msg)
+        raise CorruptError(f"the {what}'s metadata claims {raw_length} bytes, more than the {MAX_JSON_BYTES} allowed")
     raw = decompress(data, raw_length, what)
     try:
         value = strict_json(raw)
@@ -54,8 +53,7 @@ def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
         msg = f"the {what}'s metadata is not JSON as kvwire writes it ({error}); fetch it again"
         raise CorruptError(msg) from error
     if not isinstance(value, dict):
-        msg = f"the {what}'s metadata is not a JSON object; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the {what}'s metadata is not a JSON object; fetch it again")
     return value
 
 
@@ -68,11 +66,9 @@ def decompress(data: bytes, raw_length: int, what: str) -> bytes:
         claimed = zstandard.get_frame_parameters(data).content_size
         raw = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False) if claimed == raw_length else b""
     except (zstandard.ZstdError, MemoryError) as error:
-        msg = f"the {what} does not decompress ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the {what} does not decompress ({error}); fetch it again") from error
     if claimed != raw_length or len(raw) != raw_length:
-        msg = f"the {what} decompresses to another length than it should; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the {what} decompresses to another length than it should; fetch it again")
     return raw
 
 
@@ -105,15 +101,12 @@ def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
         numbers = [n for n in (heads, key_dim, value_dim, rope, window, value_rope, start) if n is not None]
         sound = kind in ("full", "sliding", "none") and None not in (heads, key_dim, value_dim, start)
         if not sound or any(type(n) is not int or not 0 <= n <= _MAX_DIM for n in numbers):
-            msg = f"impossible layer {row}"
-            raise ValueError(msg)
+            raise ValueError(f"impossible layer {row}")
         if kind != "none" and not (heads and key_dim and value_dim):
-            msg = "a layer with a cache needs heads and dims above 0"
-            raise ValueError(msg)
+            raise ValueError("a layer with a cache needs heads and dims above 0")
         out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window, value_rope, start))
     if not 0 < elements_per_token(tuple(out)) <= MAX_WIDTH:
-        msg = f"no layer has a cache, or all together more than {MAX_WIDTH} elements for a token"
-        raise ValueError(msg)
+        raise ValueError(f"no layer has a cache, or all together more than {MAX_WIDTH} elements for a token")
     return tuple(out)
 
 
@@ -137,30 +130,25 @@ def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
             _check_rope(spec, ropes)
         names = ("model_id", "model_revision", "tokenizer_digest", "dtype", "token_digest")
         if any(not isinstance(fields[name], str) for name in names):
-            msg = "a name is not a string"
-            raise ValueError(msg)  # noqa: TRY301 - retold below
+            raise ValueError("a name is not a string")  # noqa: TRY301 - retold below
         return CacheMeta(**{name: fields[name] for name in names}, layers=layers, ropes=ropes, positions="off")
     except (KeyError, TypeError, ValueError, OverflowError, ArgumentError) as error:
-        msg = f"the blob's metadata is damaged ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the blob's metadata is damaged ({error}); fetch it again") from error
 
 
 def _check_rope(spec: LayerSpec, ropes: tuple[RopeRegime, ...]) -> None:
     for rotary, dim in ((spec.rotary("key"), spec.key_dim), (spec.rotary("value"), spec.value_dim)):
         if rotary is not None and (rotary[0] >= len(ropes) or rotary[1] + ropes[rotary[0]].rotary_dim > dim):
-            msg = "a layer refers to a RoPE regime that does not fit it"
-            raise ValueError(msg)
+            raise ValueError("a layer refers to a RoPE regime that does not fit it")
     if spec.rope is None and spec.key_rope_start:
-        msg = "a layer without a RoPE regime says where its rotary part starts"
-        raise ValueError(msg)
+        raise ValueError("a layer without a RoPE regime says where its rotary part starts")
 
 
 def _rope(raw: dict[str, Any]) -> RopeRegime:
     inv_freq = np.frombuffer(base64.b64decode(raw["inv_freq"], validate=True), "<f4")
     limit, scaling = raw["max_positions"], float(raw["attention_scaling"])
     if not np.isfinite(inv_freq).all() or not np.isfinite(scaling) or not (limit is None or type(limit) is int):
-        msg = "impossible RoPE regime"
-        raise ValueError(msg)
+        raise ValueError("impossible RoPE regime")
     return RopeRegime(tuple(map(float, inv_freq)), bool(raw["interleaved"]), scaling, limit, str(raw["kind"]))
 
 
@@ -171,8 +159,7 @@ def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN4
     numbers = [float(number) for number in raw if type(number) in {int, float}] if type(raw) is list else []
     scale, exponent = numbers if len(numbers) == len(raw) else (0.0, 0.0)
     if not (0 < scale < math.inf and 0 < exponent <= _STEEPEST):
-        msg = f"error_to_kl {raw!r}"
-        raise ValueError(msg)
+        raise ValueError(f"error_to_kl {raw!r}")
     return scale, exponent
 
 
@@ -187,12 +174,10 @@ def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa
         return None
     block, text = raw
     if type(block) is not int or not 1 <= block <= _MAX_BLOCK or not isinstance(text, str):
-        msg = f"deviations of blocks of {block!r}"
-        raise ValueError(msg)
+        raise ValueError(f"deviations of blocks of {block!r}")
     codes = base64.b64decode(text, validate=True)
     if len(codes) != -(-tokens // block):
-        msg = f"{len(codes)} deviations of blocks of {block} tokens"
-        raise ValueError(msg)
+        raise ValueError(f"{len(codes)} deviations of blocks of {block} tokens")
     return BlockDeviation(block, codes)
 
 
@@ -202,8 +187,7 @@ def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
         return ()
     sound = isinstance(raw, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in raw)
     if not sound or not 0 < len(raw) <= MAX_NEUTRAL:
-        msg = f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids"
-        raise ValueError(msg)
+        raise ValueError(f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids")
     return tuple(raw)
 
 
@@ -233,8 +217,7 @@ def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON
         case [int(tokens), str(digest), str(name)] if type(tokens) is int and _SHA256.fullmatch(digest):
             if 0 < tokens < 1 << 32:
                 return BlobPrefix(tokens, digest, name)
-    msg = "the prefix of a part is a number of tokens, their SHA-256 and a document's name"
-    raise ValueError(msg)
+    raise ValueError("the prefix of a part is a number of tokens, their SHA-256 and a document's name")
 
 
 class Fitted(Protocol):
@@ -256,11 +239,9 @@ class Fitted(Protocol):
 def check_model(profile: Fitted, meta: CacheMeta, what: str, fit: str) -> None:
     """Compare a profile's model with a cache's."""
     if shapes_of(meta.layers) != shapes_of(profile.layers):
-        msg = f"the {what} fits another cache layout; fit one on caches of this model ({fit})"
-        raise MismatchError(msg)
+        raise MismatchError(f"the {what} fits another cache layout; fit one on caches of this model ({fit})")
     if profile.model_revision and meta.model_revision and profile.model_revision != meta.model_revision:
-        msg = (
+        raise MismatchError(
             f"the {what} belongs to model {profile.model_id!r} ({profile.model_revision[:12]}), "
             f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
         )
-        raise MismatchError(msg)

@@ -188,8 +188,7 @@ def _behind(draft: Draft) -> dict[str, Any]:
     """The neutral prefix, and how much of it opens every text."""
     fields: dict[str, Any] = {}
     if len(draft.neutral_prefix) > MAX_NEUTRAL:
-        msg = f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}")
     if draft.neutral_prefix:
         fields["neutral_prefix"] = list(draft.neutral_prefix)
     if not 0 <= draft.opening <= len(draft.neutral_prefix):

@@ -171,8 +171,7 @@ def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, 
         kernels.place(state.values, columns, symbols)
         _place_escapes(state.values, columns, symbols, escapes)
     elif escapes:
-        msg = "a refinement holds escapes: the segment is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a refinement holds escapes: the segment is damaged, fetch it again")
     else:
         symbols = decode_ternary(stream, state.contexts(), state.classes[columns], state.tables, check=check)
         kernels.refine(state.values, columns, symbols)
@@ -200,13 +199,11 @@ class Parts(NamedTuple):
 def take_apart(data: bytes, open_columns: int) -> Parts:
     """Check what does not take decoding."""
     if len(data) < _HEADER.size:
-        msg = "a segment ends within its header: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment ends within its header: it is damaged, fetch it again")
     words, class_bytes, escape_bytes, lanes, _ = _HEADER.unpack_from(data)
     at = _HEADER.size
     if at + class_bytes + escape_bytes + 6 * lanes + 2 * words != len(data) or not 1 <= lanes <= MAX_LANES:
-        msg = "a segment's parts do not add up to its length: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment's parts do not add up to its length: it is damaged, fetch it again")
     classes = _list(data[at : at + class_bytes], open_columns, "class")
     at += class_bytes
     escapes = data[at : at + escape_bytes]
@@ -214,8 +211,7 @@ def take_apart(data: bytes, open_columns: int) -> Parts:
     states = np.frombuffer(data, "<u4", lanes, at)
     counts = np.frombuffer(data, "<u2", lanes, at + 4 * lanes)
     if int(counts.sum(dtype=np.int64)) != words:
-        msg = "a segment's lanes do not add up to its words: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment's lanes do not add up to its words: it is damaged, fetch it again")
     return Parts(classes, escapes, states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes))
 
 
@@ -243,8 +239,7 @@ def _list(packed: bytes, length: int, name: str) -> bytes:
     """A compressed list of a length that is known from elsewhere; nothing stands for the empty list."""
     raw = decompress(packed, length, f"segment's {name} list") if packed else b""
     if len(raw) != length:
-        msg = f"a segment's {name} list has the wrong length: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"a segment's {name} list has the wrong length: it is damaged, fetch it again")
     return raw
 
 
@@ -259,8 +254,7 @@ def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
     """Unpack escapes."""
     escaped = np.frombuffer(_list(packed, 4 * count, "escape"), "<i4")
     if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
-        msg = "a segment escapes to values that no encoder writes: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment escapes to values that no encoder writes: it is damaged, fetch it again")
     return escaped
 
 

@@ -47,8 +47,7 @@ def pack_text(ids: Sequence[int], documents: Sequence[str] = ()) -> bytes:
         ArgumentError: There are not 1 to 2^22 ids of 32 bits.
     """
     if not 0 < len(ids) <= MAX_TEXT_TOKENS:
-        msg = f"a text has 1 to {MAX_TEXT_TOKENS} tokens, got {len(ids)}; split it"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a text has 1 to {MAX_TEXT_TOKENS} tokens, got {len(ids)}; split it")
     bits, raw = pack_ids(ids, len(ids))
     frame = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
     stored = frame if len(frame) < len(raw) <= _MOST_PACKED * len(frame) else raw
@@ -99,8 +98,7 @@ def read_text_documents(data: bytes) -> tuple[str, ...]:
 def _parts(data: bytes) -> tuple[int, int, bytes, tuple[str, ...]]:
     """Tokens, bits of an id, the ids as stored and the names, all checked."""
     if data[: len(TEXT_MAGIC)] != TEXT_MAGIC[: len(data)]:
-        msg = "this is no text of kvwire's; encode the document again"
-        raise CorruptError(msg)
+        raise CorruptError("this is no text of kvwire's; encode the document again")
     if len(data) < _PROLOGUE.size:
         msg = f"the text ends after {len(data)} bytes, within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
@@ -133,8 +131,7 @@ def _end(data: bytes, end: int, *, has_names: bool) -> int:
         end += length
     end += _LENGTH.size if has_names else 0
     if len(data) < end:
-        msg = f"the text ends after {len(data)} of {end} bytes; fetch it again"
-        raise TruncatedError(msg, end)
+        raise TruncatedError(f"the text ends after {len(data)} of {end} bytes; fetch it again", end)
     return end
 
 
@@ -155,6 +152,5 @@ def _read_names(data: bytes) -> tuple[str, ...]:
         msg = f"the text's names are not JSON as kvwire writes it ({error}); encode the document again"
         raise CorruptError(msg) from error
     if not (isinstance(names, list) and names) or not all(isinstance(name, str) and name for name in names):
-        msg = "the text's names are no list of texts; encode the document again"
-        raise CorruptError(msg)
+        raise CorruptError("the text's names are no list of texts; encode the document again")
     return tuple(names)

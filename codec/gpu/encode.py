@@ -48,6 +48,15 @@ if TYPE_CHECKING:
 _LANE_BLOCK = 64
 """Lanes of a program, one for each thread: two warps of 32 threads, or one of 64."""
 _WORD_BLOCK = 128
+COLUMN_BLOCK = 128
+ROW_BLOCK = 4
+_ROWS = 1024
+"""Tokens quantised at a time: what float32 takes stays small against the batch."""
+WORKING_BYTES = 1 << 30
+"""Device memory for the working set of a batch of chunks, beside the cache and the profile: enough lanes to keep a GPU
+busy. A single chunk that needs more still gets it."""
+WORKING_SHARE = 0.15
+"""The same as a share of the cache's own bytes, where that is more."""
 
 
 def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> list[list[tuple[bytes, int]]]:
@@ -158,14 +167,8 @@ def encode_streams(
     return [Lanes(*piece) for piece in pieces]
 
 
-COLUMN_BLOCK = 128
-ROW_BLOCK = 4
-_ROWS = 1024
-"""Tokens quantised at a time: what float32 takes stays small against the batch."""
-
-
 def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """Quantise as ``transform.quantiser.quantise`` does, without its check."""
+    """Quantise as ``transform.levels.quantise`` does, without its check."""
     out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
     sizes = [torch.zeros((), dtype=torch.float32, device=coefficients.device)]
     for part, target in zip(torch.split(coefficients, _ROWS), torch.split(out, _ROWS), strict=True):
@@ -268,13 +271,6 @@ def coarser(values: Tensor) -> Tensor:
 def block_of(usual: int, count: int) -> int:
     """Choose the elements of a program; the interpreter takes as long for many as for few, so there one does all."""
     return 1 << max(0, count - 1).bit_length() if interpreted() else usual
-
-
-WORKING_BYTES = 1 << 30
-"""Device memory for the working set of a batch of chunks, beside the cache and the profile: enough lanes to keep a GPU
-busy. A single chunk that needs more still gets it."""
-WORKING_SHARE = 0.15
-"""The same as a share of the cache's own bytes, where that is more."""
 
 
 class DeviceEncoder:

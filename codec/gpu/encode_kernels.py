@@ -1,4 +1,4 @@
-"""Triton kernels that encode. Their readable twins stand in ``quantiser`` and ``rans_naive``.
+"""Triton kernels that encode. Their readable twins stand in ``transform.levels`` and ``rans_naive``.
 
 Quantised values are split into symbols of one byte for every level, ``[tokens, levels, columns]``: level 0 has the base
 symbols, the others three times the context plus the refinement. So one kernel codes both: a byte and its column's row

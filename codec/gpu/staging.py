@@ -115,14 +115,12 @@ def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check
         below, coded = classes[level], int(np.count_nonzero(classes[level]))
         raw = header.info.segments[piece.chunk][level].raw
         if check and tokens * coded != raw:
-            msg = (
+            raise CorruptError(
                 f"chunk {piece.chunk} level {level} holds {tokens * coded} symbols, the index says {raw}; "
                 "fetch it again"
             )
-            raise CorruptError(msg)
         if level and part.escapes:
-            msg = "a refinement holds escapes: the segment is damaged, fetch it again"
-            raise CorruptError(msg)
+            raise CorruptError("a refinement holds escapes: the segment is damaged, fetch it again")
         parts.append(part)
     escapes = _escapes(parts[0].escapes, tokens * int(np.count_nonzero(classes[0])))
     return described(piece, start, tokens, parts, classes, escapes, profile)
@@ -159,8 +157,7 @@ def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
     """As many as the list claims, at most ``most``; that the stream has as many escapes is the GPU's to count."""
     claimed = _claimed(packed)
     if claimed % 4 or claimed // 4 > most:
-        msg = "the segment's escape list decompresses to another length than it should; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the segment's escape list decompresses to another length than it should; fetch it again")
     return escapes_of(packed, claimed // 4)
 
 
@@ -169,8 +166,7 @@ def _claimed(packed: bytes) -> int:
     try:
         return zstandard.get_frame_parameters(packed).content_size if packed else 0
     except zstandard.ZstdError as error:
-        msg = f"a segment's escape list does not decompress ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"a segment's escape list does not decompress ({error}); fetch it again") from error
 
 
 @dataclass(frozen=True, eq=False)

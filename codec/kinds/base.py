@@ -162,8 +162,7 @@ class LevelKind(ABC):
         Raises:
             CorruptError: Blobs of the kind carry none, or this one is damaged.
         """
-        msg = f"the blob carries a profile inside, which {self.title}'s levels never do; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob carries a profile inside, which {self.title}'s levels never do; fetch it again")
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:  # noqa: B027 - most kinds have no bounds
         """Compare a blob with the profile that it names or carries, of this kind; the layouts fit.
@@ -279,10 +278,9 @@ def profile_for(header: Header, profile: AnyProfile | None) -> AnyProfile | None
         raise MismatchError(msg)
     profile.check_fits(header.info.meta)
     if profile.codec != codec:
-        msg = (
+        raise CorruptError(
             "the blob is of another method than the profile that it names, which does not know its levels; "
             "fetch the blob's header again"
         )
-        raise CorruptError(msg)
     kind_of(codec).check_blob(header.info, profile)
     return profile

@@ -101,8 +101,7 @@ def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start:
     profile.check_fits(cache.meta)
     _check_level(profile, level)
     if not 0 <= start < stop <= cache.tokens:
-        msg = f"the cache has {cache.tokens} tokens, none from {start} to {stop}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the cache has {cache.tokens} tokens, none from {start} to {stop}")
     scales, escaped, parts = [], [], []
     for block, width in zip(profile.blocks, profile.bins(level), strict=True):
         elements = gather(cache, block.side, (block.layer,), start, stop).numpy()
@@ -123,8 +122,7 @@ def decode_cachegen(data: bytes, profile: CacheGenProfile, level: int, tokens: i
     """Read a segment."""
     _check_level(profile, level)
     if tokens < 1:
-        msg = f"a segment holds at least one token, not {tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a segment holds at least one token, not {tokens}")
     scales, escapes, words = _unpack(data, len(profile.blocks), -(-tokens // GROUP_TOKENS))
     groups = scales.shape[1]
     parts = [
@@ -144,8 +142,7 @@ def decode_cachegen(data: bytes, profile: CacheGenProfile, level: int, tokens: i
 
 def _check_level(profile: CacheGenProfile, level: int) -> None:
     if not 0 <= level < len(profile.levels):
-        msg = f"the CacheGen profile has levels 0 to {len(profile.levels) - 1}, not {level}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the CacheGen profile has levels 0 to {len(profile.levels) - 1}, not {level}")
 
 
 def _packed(raw: bytes) -> bytes:
@@ -158,12 +155,10 @@ def _unpack(data: bytes, blocks: int, groups: int) -> tuple[NDArray[np.float16],
     escape_bytes, words = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (0, 0)
     at = _HEADER.size + 2 * blocks * groups
     if at + escape_bytes + 4 * words != len(data):
-        msg = "a segment's parts do not add up to its length: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment's parts do not add up to its length: it is damaged, fetch it again")
     scales = np.frombuffer(data, "<f2", blocks * groups, _HEADER.size).astype(np.float16).reshape(blocks, groups)
     if not (np.isfinite(scales) & (scales >= 0)).all():
-        msg = "a segment has scales that no encoder writes: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment has scales that no encoder writes: it is damaged, fetch it again")
     return scales, data[at : at + escape_bytes], data[at + escape_bytes :]
 
 
@@ -178,8 +173,7 @@ def _with_escapes(parts: list[NDArray[np.uint8]], packed: bytes) -> Iterator[NDA
     raw = decompress(packed, 4 * sum(counts), "segment's escape list") if packed else b""
     escapes = np.frombuffer(raw, "<i4")
     if len(escapes) != sum(counts) or not ((escapes > -LARGEST) & (escapes < LARGEST)).all():
-        msg = "a segment's escapes are not what its symbols call for: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment's escapes are not what its symbols call for: it is damaged, fetch it again")
     for symbols, own in zip(parts, np.split(escapes, np.cumsum(counts)[:-1]), strict=True):
         values = symbols.astype(np.int32) - (DELTA_LIMIT + 1)
         values[symbols == ESCAPE] = own
@@ -193,8 +187,7 @@ def _restored(anchors: NDArray[np.float32], values: NDArray[np.int32], width: np
     with np.errstate(over="ignore"):
         out[others] += values.astype(np.float32) * width
     if not np.isfinite(out).all():
-        msg = "a segment decodes to infinity: it is damaged, fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("a segment decodes to infinity: it is damaged, fetch it again")
     return torch.from_numpy(out)
 
 
@@ -216,12 +209,10 @@ def fit_cachegen_profile(caches: Sequence[KVCache]) -> CacheGenProfile:
         CacheValueError: One holds NaN, infinity or numbers that are too large.
     """
     if not any(cache.tokens > 1 for cache in caches):
-        msg = "a CacheGen profile needs at least one calibration cache of two tokens or more"
-        raise ArgumentError(msg)
+        raise ArgumentError("a CacheGen profile needs at least one calibration cache of two tokens or more")
     meta = caches[0].meta
     if not all(cache.meta.shares_config(meta) for cache in caches):
-        msg = "calibration caches must all come from one model with one layout"
-        raise MismatchError(msg)
+        raise MismatchError("calibration caches must all come from one model with one layout")
     blocks = blocks_of(meta.layers)
     units = np.array([_unit(caches, block) for block in blocks], np.float32)
     channels = blocks[-1].rows.stop

@@ -183,8 +183,7 @@ class CacheGenProfile:
                 error_to_kl_from_json(head.get("error_to_kl")),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            msg = f"the CacheGen profile's description is damaged ({error}); fetch it again"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the CacheGen profile's description is damaged ({error}); fetch it again") from error
         _check(profile)
         profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
         return profile
@@ -201,8 +200,7 @@ def blocks_of(layers: tuple[LayerSpec, ...]) -> tuple[Block, ...]:
 
 def _level(name: object, factor: object) -> tuple[str, float]:
     if not isinstance(name, str) or type(factor) not in {int, float}:
-        msg = f"level {name!r}"
-        raise ValueError(msg)
+        raise ValueError(f"level {name!r}")
     return name, float(factor)  # type: ignore[arg-type] # a number, as was just seen
 
 
@@ -212,9 +210,7 @@ def _check(profile: CacheGenProfile) -> None:
     shapes = (profile.units.shape, profile.anchors.shape, profile.deltas.shape)
     wanted = ((blocks,), (channels, 2 * ANCHOR_LIMIT + 1), (levels, channels, 2 * DELTA_LIMIT + 2))
     if not 1 <= levels <= MAX_LEVELS or shapes != wanted:
-        msg = "the CacheGen profile's arrays do not fit its layers and levels; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the CacheGen profile's arrays do not fit its layers and levels; fetch it again")
     bins = np.array([profile.bins(level) for level in range(levels)])
     if not (np.isfinite(bins) & (bins > 0)).all() or not (sound(profile.anchors) and sound(profile.deltas)):
-        msg = "the CacheGen profile's bins or frequencies are impossible; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the CacheGen profile's bins or frequencies are impossible; fetch it again")

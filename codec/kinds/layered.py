@@ -47,8 +47,7 @@ class LayeredEncoder(LevelEncoder):
         used.check_fits(cache.meta)
         if request.chunk_tokens * used.rank > MAX_CHUNK_SYMBOLS:
             most = MAX_CHUNK_SYMBOLS // used.rank
-            msg = f"a chunk may hold {most} tokens of a model this wide, got {request.chunk_tokens}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a chunk may hold {most} tokens of a model this wide, got {request.chunk_tokens}")
         named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
         self.levels = tuple(Level(name, step, shift) for name, step, shift in named)
         self.profile_digest = "" if profile is None else used.digest
@@ -152,8 +151,7 @@ class LayeredDecoder(LevelDecoder):
         symbols = decode_segment(state, segment.level, shift, data, check=self._check)
         if self._check and symbols != segment.raw:
             name = f"chunk {segment.chunk} level {segment.level}"
-            msg = f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again"
-            raise CorruptError(msg)
+            raise CorruptError(f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again")
 
     def use_device(
         self,
@@ -212,8 +210,7 @@ class LayeredKind(LevelKind):
         try:
             return Profile.from_bytes(data)
         except TruncatedError as error:
-            msg = f"the profile inside the blob is damaged: {error}"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the profile inside the blob is damaged: {error}") from error
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:
         """The head start is the profile's, which knows of sinks where the blob has some; a chunk is within bounds."""
@@ -222,8 +219,7 @@ class LayeredKind(LevelKind):
             msg = "the blob is coded for another head start than its profile; fetch the blob's header again"
             raise CorruptError(msg)
         if (info.sinks or info.can_begin) and not cast("Profile", profile).has_sinks:
-            msg = "the blob has attention sinks and its profile knows of none; encode the document anew"
-            raise CorruptError(msg)
+            raise CorruptError("the blob has attention sinks and its profile knows of none; encode the document anew")
         if tokens * rank > MAX_CHUNK_SYMBOLS:
             msg = f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
             raise CorruptError(msg)

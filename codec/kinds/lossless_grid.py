@@ -163,5 +163,4 @@ def escaped_in(symbols: NDArray[np.uint8], fields: Fields) -> tuple[NDArray[np.i
 
 def refuse(what: str) -> NoReturn:
     """Report a damaged segment."""
-    msg = f"a lossless segment {what}: it is damaged, fetch it again"
-    raise CorruptError(msg)
+    raise CorruptError(f"a lossless segment {what}: it is damaged, fetch it again")

@@ -107,8 +107,7 @@ def _nothing(spec: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 def _stored(cache: KVCache, start: int, stop: int) -> tuple[Fields, list[torch.Tensor]]:
     """The dtype's fields, and keys and values of each layer that has a cache."""
     if not 0 <= start <= stop <= cache.tokens:
-        msg = f"tokens {start} to {stop} are not within the cache's {cache.tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"tokens {start} to {stop} are not within the cache's {cache.tokens}")
     layers = zip(cache.meta.layers, cache.keys, cache.values, strict=True)
     tensors = [tensor for spec, key, value in layers if spec.kind != "none" for tensor in (key, value)]
     dtypes = {tensor.dtype for tensor in tensors} or {torch.float32}
@@ -120,8 +119,7 @@ def _stored(cache: KVCache, start: int, stop: int) -> tuple[Fields, list[torch.T
 
 def _fields(dtype: torch.dtype) -> Fields:
     if dtype not in FORMATS:
-        msg = f"a lossless segment cannot hold {dtype}, only {', '.join(map(str, FORMATS))}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a lossless segment cannot hold {dtype}, only {', '.join(map(str, FORMATS))}")
     return FORMATS[dtype]
 
 

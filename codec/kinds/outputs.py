@@ -116,11 +116,10 @@ def check_claim(info: BlobInfo, dtype: torch.dtype, max_tokens: int | None, max_
     limits = (("max_tokens", info.tokens, max_tokens), ("max_bytes", size, max_bytes))
     passed = [f"{name}={most}" for name, claimed, most in limits if most is not None and claimed > most]
     if passed:
-        msg = (
+        raise ArgumentError(
             f"the blob claims {info.tokens} tokens ({size} bytes decoded), more than {' and '.join(passed)}; "
             "raise the limit if the blob is to be trusted"
         )
-        raise ArgumentError(msg)
 
 
 def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:

@@ -112,10 +112,9 @@ def _known_ids(table: NDArray[np.int8], tokens: int, token_ids: tuple[int, ...] 
         raise ArgumentError(msg)
     ids = np.asarray(token_ids, np.int64)
     if ids.min() < 0 or ids.max() >= len(table):
-        msg = (
+        raise MismatchError(
             f"token id {int(ids.max())} is not in the profile's vocabulary of {len(table)}; fit a profile on this model"
         )
-        raise MismatchError(msg)
     return ids
 
 
@@ -125,13 +124,11 @@ def _known_hidden(profile: Profile, tokens: int, hidden: Tensor | None) -> Tenso
     wanted = (tokens, profile.hidden_size)
     if hidden is None or tuple(hidden.shape) != wanted:
         have = "none were given" if hidden is None else f"{tuple(hidden.shape)} were given"
-        msg = (
+        raise ArgumentError(
             f"the profile predicts from hidden states {wanted} of {profile.prefix_layers} layers, {have}; "
             "pass hidden=engine.prefix_states(token_ids, layers)"
         )
-        raise ArgumentError(msg)
     out = hidden.detach().to("cpu", torch.float32)
     if not np.isfinite(out.numpy()).all():
-        msg = "the hidden states hold NaN or infinity; compute them in float32"
-        raise CacheValueError(msg)
+        raise CacheValueError("the hidden states hold NaN or infinity; compute them in float32")
     return out

@@ -32,6 +32,10 @@ FIRM = 1e-2
 """Of the rows' Cholesky factor, smallest over largest diagonal from which on float32 solves as well as it can store."""
 MOST_PIECES = 14
 """Pieces of a group's rows: a file has at most 16 sections."""
+ROWS_BYTES = 64 << 20
+"""Memory of a profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
+_BLOCK = 128
+"""Rows computed at a time: what float64 takes stays small against a chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,8 +287,7 @@ def solve_precisely(synthesis: torch.Tensor, dual: torch.Tensor) -> torch.Tensor
     wide = dual.double()
     factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ wide)
     if int(failed_at):
-        msg = "the profile's basis is not independent in its own metric; fetch the profile again"
-        raise CorruptError(msg)
+        raise CorruptError("the profile's basis is not independent in its own metric; fetch the profile again")
     return torch.cholesky_solve(wide.T, factor).T.float().contiguous()
 
 
@@ -300,13 +303,6 @@ def weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch
         out[start:stop] = product.reshape(-1, heads * dim).T
         start = stop
     return out
-
-
-ROWS_BYTES = 64 << 20
-"""Memory of a profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
-
-_BLOCK = 128
-"""Rows computed at a time: what float64 takes stays small against a chunk."""
 
 
 class Expectations:

@@ -158,8 +158,7 @@ class Sections:
             piece = _PIECE.fullmatch(name)
             if piece and int(piece[1]) == index:
                 if len(shape) != _MATRIX or int(piece[2]) >= self.pieces:
-                    msg = f"array {name}"
-                    raise ValueError(msg)
+                    raise ValueError(f"array {name}")
                 counts[int(piece[2])] += shape[0]
         return list(itertools.accumulate(counts))
 
@@ -248,12 +247,10 @@ class LazyGroup(Group):
             return torch.empty(0, self.width, dtype=torch.bfloat16)
         entries = entries_of(f"rows{piece}", own)
         if entries.shape != (last - first, self.width):
-            msg = f"rows {first} to {last} of group {self._index} have another shape"
-            raise ValueError(msg)
+            raise ValueError(f"rows {first} to {last} of group {self._index} have another shape")
         rows = QuantisedMatrix(entries, self._steps[first:last], self._columns).values()
         if not bool(torch.isfinite(rows).all()):
-            msg = f"rows {first} to {last} of group {self._index} are out of range"
-            raise ValueError(msg)
+            raise ValueError(f"rows {first} to {last} of group {self._index} are out of range")
         return rows
 
     def take(self, piece: int, rows: Tensor) -> None:

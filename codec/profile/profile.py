@@ -216,8 +216,7 @@ class Profile:
                 error_to_kl_from_json(head["error_to_kl"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            msg = f"the profile's description is damaged ({error}); fetch it again"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the profile's description is damaged ({error}); fetch it again") from error
         profile.tables.check()
         _check_planes(profile)
         return profile
@@ -249,8 +248,7 @@ def _table(arrays: Arrays) -> NDArray[np.int8]:
 
 def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
     if type(raw) is not int or not 0 <= raw <= MAX_FEATURES:
-        msg = f"{raw!r} is no count"
-        raise ValueError(msg)
+        raise ValueError(f"{raw!r} is no count")
     return raw
 
 
@@ -259,8 +257,7 @@ def _check_planes(profile: Profile) -> None:
     count = len(profile.layers)
     planes = [plane for group in profile.groups for plane in group.planes]
     if any(not 0 <= layer < count for _, layer in planes) or sorted(planes) != sorted(planes_of(profile.layers)):
-        msg = "the profile does not cover every layer's keys and values exactly once; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the profile does not cover every layer's keys and values exactly once; fetch it again")
     if any(group.sink.size for group in profile.groups) and not profile.has_sinks:
         msg = "some groups of the profile have a row of attention sinks and others have none; fetch it again"
         raise CorruptError(msg)

@@ -130,8 +130,7 @@ def own_arrays(index: int, arrays: Arrays) -> Arrays:
 def _group(index: int, planes: tuple[Plane, ...], own: Arrays, layers: tuple[LayerSpec, ...]) -> Group:
     identity = "rows" not in own and "rows_steps" not in own
     if identity and ("metric0" in own or "predictor" in own):
-        msg = f"group {index} has a metric or a predictor and no rows"
-        raise ValueError(msg)
+        raise ValueError(f"group {index} has a metric or a predictor and no rows")
     mean, spread = typed(own["mean"], "f2", "f4").astype(np.float32), typed(own["spread"], "i2")
     if identity:
         return Group(planes, mean, spread, None, typed(own["row_scale"], "f4"), (), None, None, (), *sink_of(own))
@@ -152,8 +151,7 @@ def _stepped_group(
     rows, ends = _rows_in_pieces(own)
     predictor = predictor_of(own)
     if rows.entries.shape != (spread.size, mean.size) or (predictor and predictor.entries.shape[1] != mean.size):
-        msg = "matrices of another shape than the mean and the spread"
-        raise ValueError(msg)
+        raise ValueError("matrices of another shape than the mean and the spread")
     factors, metric = metric_of(planes, own, layers)
     known = SteppedGroup(rows, predictor, factors)
     told = None if predictor is None else predictor.values()
@@ -166,8 +164,7 @@ def sink_of(own: Arrays) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         return np.empty(0, np.float32), np.empty(0, np.float32)
     sink, steps = typed(own["sink"], "f4"), typed(own["sink_steps"], "f4")
     if not sink.size:
-        msg = "a row of attention sinks without elements"
-        raise ValueError(msg)
+        raise ValueError("a row of attention sinks without elements")
     return sink, steps
 
 
@@ -196,7 +193,7 @@ def _rows_in_pieces(own: Arrays) -> tuple[QuantisedMatrix, list[int]]:
         return _stepped("rows", own), []
     parts = [entries_of(f"rows{number}", own) for number in range(count_pieces(own))]
     if not parts:
-        raise KeyError("rows0")  # noqa: EM101 - the array's name is the message
+        raise KeyError("rows0")
     ends = np.cumsum([len(part) for part in parts]).tolist()
     return _with_steps("rows", np.concatenate(parts), own), ends
 
@@ -213,8 +210,7 @@ def _factor(
     spec = layers[layer] if 0 <= layer < len(layers) else None
     shape = None if spec is None else (spec.kv_heads, spec.key_dim if side == "key" else spec.value_dim)
     if steps.shape != shape or steps.shape[1] > LARGEST_HEAD:
-        msg = f"a metric of {side}s has another shape than those of layer {layer}"
-        raise ValueError(msg)
+        raise ValueError(f"a metric of {side}s has another shape than those of layer {layer}")
     return Factor(entries, steps)
 
 
@@ -234,8 +230,7 @@ def entries_of(name: str, own: Arrays) -> NDArray[np.int16]:
 def _with_steps(name: str, entries: NDArray[np.int16], own: Arrays) -> QuantisedMatrix:
     matrix = QuantisedMatrix(entries, steps_of(own[f"{name}_steps"], 1), steps_of(own[f"{name}_columns"], 1))
     if entries.shape != (len(matrix.row_steps), len(matrix.column_steps)):
-        msg = f"{name} without fitting steps"
-        raise ValueError(msg)
+        raise ValueError(f"{name} without fitting steps")
     return matrix
 
 
@@ -243,8 +238,7 @@ def steps_of(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
     """Read the steps of a matrix."""
     steps: NDArray[np.float32] = typed(array, "f4")
     if steps.ndim != ndim or not bool((np.isfinite(steps) & (steps > 0)).all()):
-        msg = "steps that are none"
-        raise ValueError(msg)
+        raise ValueError("steps that are none")
     return steps
 
 
@@ -256,8 +250,7 @@ def planes_of_json(raw: Any) -> tuple[Plane, ...]:  # noqa: ANN401 - JSON
 def _plane(raw: Any) -> Plane:  # noqa: ANN401 - JSON
     side, layer = raw
     if side not in SIDES or type(layer) is not int:
-        msg = f"plane {raw!r}"
-        raise ValueError(msg)
+        raise ValueError(f"plane {raw!r}")
     return side, layer
 
 
@@ -271,7 +264,6 @@ def _rows(own: Arrays) -> torch.Tensor:
         return _bfloat16(raw)
     exponent = torch.from_numpy(typed(own["row_exponent"], "i2"))
     if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.int().abs() > _STEEPEST_ROW).any()):
-        msg = "rows without fitting exponents"
-        raise ValueError(msg)
+        raise ValueError("rows without fitting exponents")
     rows = torch.from_numpy(typed(raw, "i1")).float()
     return torch.ldexp(rows, exponent.reshape(-1, *([1] * (rows.ndim - 1)))).bfloat16()

@@ -63,8 +63,7 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
     out = torch.cat(parts, 1)
     if not math.isfinite(float(out.sum())) and not np.isfinite(out.numpy()).all():
         bad = next(plane for plane, part in zip(planes, parts, strict=True) if not np.isfinite(part.numpy()).all())
-        msg = f"layer {bad[1]}'s {bad[0]}s hold NaN or infinity; prefill the document again in float32"
-        raise CacheValueError(msg)
+        raise CacheValueError(f"layer {bad[1]}'s {bad[0]}s hold NaN or infinity; prefill the document again in float32")
     return out
 
 

@@ -74,8 +74,7 @@ def ladder_for(levels: Ladder | int | None) -> Ladder:
     if levels is None:
         return default
     if type(levels) is not int or not 1 <= levels <= MAX_LEVELS:
-        msg = f"levels must be a Ladder or a number from 1 to {MAX_LEVELS}, got {levels!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"levels must be a Ladder or a number from 1 to {MAX_LEVELS}, got {levels!r}")
     extra = tuple(f"level{index}" for index in range(len(default.names), levels))
     return Ladder(default.step, (default.names + extra)[:levels])
 

@@ -36,11 +36,10 @@ def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device |
     """
     last = max(abs(start), abs(start + tokens - 1)) if tokens else 0
     if regime.max_positions is not None and last >= regime.max_positions:
-        msg = (
+        raise RopeRegimeError(
             f"position {last} lies beyond {regime.max_positions}, where {regime.kind} RoPE changes its frequencies; "
             "keep the prompt shorter or recompute it from text"
         )
-        raise RopeRegimeError(msg)
     inv_freq = torch.tensor(regime.inv_freq, dtype=torch.float32, device=device)
     positions = torch.arange(start, start + tokens, dtype=torch.float32, device=device)
     angles = positions[:, None] * inv_freq[None, :]

@@ -61,8 +61,7 @@ class Fixed:
     def __post_init__(self) -> None:
         """Refuse a level that cannot be."""
         if self.level < 0:
-            msg = f"a level is 0 or more, got {self.level}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a level is 0 or more, got {self.level}")
 
     @property
     def name(self) -> str:

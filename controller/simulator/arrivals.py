@@ -63,7 +63,6 @@ class Trouble:
         """Refuse chances that are none."""
         chances = all(0 <= chance <= 1 for chance in (self.fail, self.stall, self.corrupt))
         if not (chances and 0 <= self.stall_s < inf and 0 <= self.noise < inf):
-            msg = (
+            raise ArgumentError(
                 f"fail, stall and corrupt are chances from 0 to 1, stall_s and noise finite and at least 0, got {self}"
             )
-            raise ArgumentError(msg)

@@ -56,5 +56,4 @@ def policy_named(name: str, rate: RateTrace) -> Policy:
     level = name.removeprefix(_LEVEL)
     if level != name and level.isdecimal() and level.isascii() and int(level) < _MOST_LEVELS:
         return Fixed(int(level))
-    msg = f"no policy is called {name!r}; choose one of {', '.join(policy_names(1))} and other levels"
-    raise NotFoundError(msg)
+    raise NotFoundError(f"no policy is called {name!r}; choose one of {', '.join(policy_names(1))} and other levels")

@@ -101,8 +101,7 @@ class Machine:
     def group(self, processors: int) -> Machine:
         """Several of these as one machine."""
         if self.processors != 1 or processors < 1:
-            msg = f"a group is made of one or more single machines, not {processors} of {self.name}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a group is made of one or more single machines, not {processors} of {self.name}")
         return replace(self, name=f"{processors}x{self.name}", processors=processors)
 
 
@@ -123,8 +122,7 @@ def costs(model: Model, machine: Machine, *, raw: bool = False, joins: bool = Fa
         ArgumentError: The weights do not fit into the machine's memory.
     """
     if model.parameters * model.weight_bytes > machine.processors * machine.memory_bytes:
-        msg = f"{model.name} does not fit into the memory of {machine.name}; choose a larger group"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{model.name} does not fit into the memory of {machine.name}; choose a larger group")
     decode = _copying(machine) if raw else _decoding(model, machine)
     prefill = _prefill(model, machine)
     linking_s = machine.link_element_s * model.cache_elements

@@ -110,8 +110,7 @@ class Summary:
         """Count up."""
         scored = list(runs)
         if not scored:
-            msg = "figures need at least one load"
-            raise ArgumentError(msg)
+            raise ArgumentError("figures need at least one load")
         outcomes = [run.outcome for run in scored]
         ended = [outcome.ttft_s for outcome in outcomes if not outcome.failed]
         errors = [outcome.error for outcome in outcomes if outcome.in_time]

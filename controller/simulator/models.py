@@ -46,8 +46,7 @@ class Model:
         """Refuse shapes that cannot be."""
         counts = (self.layers, self.hidden, self.heads, self.kv_heads, self.key_dim, self.value_dim, self.weight_bytes)
         if min(counts) < 1 or self.latent_elements < 0 or not 0 < self.active_parameters <= self.parameters:
-            msg = f"the shape of {self.name} has counts below 1, or more active parameters than it has"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the shape of {self.name} has counts below 1, or more active parameters than it has")
 
     @property
     def cache_elements(self) -> int:

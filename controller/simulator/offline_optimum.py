@@ -149,14 +149,12 @@ def _finest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], Non
 
 def _check(objective: str, workers: int, floor: int, *times: float | None) -> None:
     if objective not in get_args(Objective) or workers not in {1, 2} or floor < 0:
-        msg = (
+        raise ArgumentError(
             f"an objective is one of {', '.join(get_args(Objective))}, workers are 1 or 2 and a floor is at least 0, "
             f"got {objective!r}, {workers} and {floor}"
         )
-        raise ArgumentError(msg)
     if any(time is not None and not (isfinite(time) and time >= 0) for time in times):
-        msg = f"start, round trip and deadline must be finite seconds of at least 0, got {times}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"start, round trip and deadline must be finite seconds of at least 0, got {times}")
 
 
 class _Options:
@@ -171,8 +169,7 @@ class _Options:
     def __init__(self, documents: Sequence[DocumentPlanInput], costs: CostModel, floor: int, *, shared: bool) -> None:
         chunks = sum(len(document.tokens) for document in documents)
         if not chunks:
-            msg = "a load needs at least one document"
-            raise ArgumentError(msg)
+            raise ArgumentError("a load needs at least one document")
         shape = (chunks, 2 + max(document.finest for document in documents))
         self.tokens = np.concatenate([np.array(document.tokens, dtype=np.float64) for document in documents])
         self.size, self.prefill_s, self.decode_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)

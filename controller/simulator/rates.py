@@ -63,11 +63,10 @@ def ar1(
     """
     count = round(length_s / step_s) if step_s > 0 and isfinite(length_s) else 0
     if not (count >= 1 and 0 <= sigma <= _MOST_SIGMA and 0 <= correlation < 1):
-        msg = (
+        raise ArgumentError(
             f"step_s must be above 0 and fit length_s, sigma lie between 0 and {_MOST_SIGMA:g} and correlation between "
             "0 and below 1"
         )
-        raise ArgumentError(msg)
     noise = rng.standard_normal(count)
     level, levels = noise[0], [noise[0]]
     for shock in noise[1:]:
@@ -95,8 +94,7 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
         ArgumentError: The peak is not above the sustained rate, or the bucket is empty.
     """
     if not (0 <= sustained_bytes_s < peak_bytes_s and bucket_bytes > 0):
-        msg = "a token bucket needs a peak above the sustained rate, and a bucket above 0 bytes"
-        raise ArgumentError(msg)
+        raise ArgumentError("a token bucket needs a peak above the sustained rate, and a bucket above 0 bytes")
     burst_s = bucket_bytes / (peak_bytes_s - sustained_bytes_s)
     return RateTrace((0.0, burst_s), (peak_bytes_s, sustained_bytes_s))
 

@@ -93,14 +93,11 @@ class Scenario:
             msg = "a scenario needs a document, a load, and a start, a round trip and arrivals of 0 s or later"
             raise ArgumentError(msg)
         if not all(isfinite(ratio) and ratio > 0 for ratio in (self.bandwidth_error, self.prefill_error)):
-            msg = "priors are wrong by finite factors above 0; 1: they are right"
-            raise ArgumentError(msg)
+            raise ArgumentError("priors are wrong by finite factors above 0; 1: they are right")
         if not self.leaves_s > 0:
-            msg = "a load waits for more than 0 s"
-            raise ArgumentError(msg)
+            raise ArgumentError("a load waits for more than 0 s")
         if not self.rate.mean_bytes_s:
-            msg = "nothing ever comes over this link in the long run; its mean rate must be above 0"
-            raise ArgumentError(msg)
+            raise ArgumentError("nothing ever comes over this link in the long run; its mean rate must be above 0")
 
     @property
     def prompt_tokens(self) -> int:
@@ -204,8 +201,7 @@ def variants_for(
         Documents, each as one variant for each method.
     """
     if not methods:
-        msg = "documents need at least one method"
-        raise ArgumentError(msg)
+        raise ArgumentError("documents need at least one method")
     ways = [documents_for(model, lengths, method=method, seed=seed, max_kl=max_kl) for method in methods]
     return tuple(zip(*ways, strict=True))
 

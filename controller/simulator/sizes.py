@@ -95,8 +95,7 @@ def documents_for(
         NotFoundError: There is no such method.
     """
     if method not in measured():
-        msg = f"no sizes are known of method {method!r}; choose one of {', '.join(measured())}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"no sizes are known of method {method!r}; choose one of {', '.join(measured())}")
     rates, rng = measured()[method], np.random.default_rng(seed)
     factors = _factors(method, rates) if source_of(model) == "SmolLM2" else (1.0,) * len(rates.levels)
     known = expected_kl(model, method)
@@ -189,8 +188,7 @@ def raw_of(model: Model, document: DocumentPlanInput) -> DocumentPlanInput:
 def chunk_lengths(tokens: int) -> tuple[int, ...]:
     """Tokens of each chunk of a document; all but the last have 256."""
     if tokens < 1:
-        msg = f"a document needs at least one token, got {tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a document needs at least one token, got {tokens}")
     whole, rest = divmod(tokens, CHUNK_TOKENS)
     return (CHUNK_TOKENS,) * whole + ((rest,) if rest else ())
 

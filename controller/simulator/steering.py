@@ -40,8 +40,7 @@ class Steering:
         """Refuse times that cannot be."""
         figures = (self.event_s, self.decided_s, self.header_s, self.request_s)
         if not all(isfinite(figure) and figure >= 0 for figure in figures):
-            msg = f"steering takes finite times of at least 0 s, got {self}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"steering takes finite times of at least 0 s, got {self}")
 
     def delays(self, event: ev.Event, instructions: Sequence[ev.Instruction]) -> list[float]:
         """Work out what one event takes."""

@@ -71,8 +71,7 @@ def parse_log_json(text: str) -> RateTrace:
     try:
         entries = strict_json(text)
     except ArgumentError as error:
-        msg = f"the trace is {error}; copy it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the trace is {error}; copy it again") from error
     if not isinstance(entries, list) or not entries:
         _refuse("the text", "it must be a list that is not empty")
     times, rates = [0.0], []
@@ -112,8 +111,7 @@ def _trace(times: list[float], rates: list[float], period_s: float) -> RateTrace
     try:
         return RateTrace(tuple(times), tuple(rates), period_s)
     except ValueError as error:  # sums that rounding or overflow spoils
-        msg = f"the trace's numbers do not go together ({error}); copy it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"the trace's numbers do not go together ({error}); copy it again") from error
 
 
 def _check_size(text: str) -> None:
@@ -122,5 +120,4 @@ def _check_size(text: str) -> None:
 
 
 def _refuse(where: str, why: str) -> NoReturn:
-    msg = f"{where} of the trace cannot be used: {why}; copy the trace again or mend it"
-    raise CorruptError(msg)
+    raise CorruptError(f"{where} of the trace cannot be used: {why}; copy the trace again or mend it")

@@ -131,8 +131,7 @@ class World:
         )
         if moment > self._limit_s:
             open_loads = [run.number for run in self._runs.values() if run.outcome is None]
-            msg = f"loads {open_loads} are not over after {self._limit_s} simulated seconds"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"loads {open_loads} are not over after {self._limit_s} simulated seconds")
         self._flow(moment)
         self._now = moment
         while self._queue and self._queue[0][0] <= moment:
@@ -452,5 +451,4 @@ class World:
 def _require(holds: bool, trouble: str) -> None:  # noqa: FBT001 - a condition
     """Raises ArgumentError with what no driver could do, unless a condition holds."""
     if not holds:
-        msg = f"{trouble}; the controller must not ask for that"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{trouble}; the controller must not ask for that")

@@ -43,8 +43,7 @@ class ObjectLayout:
         heads, dim = uniform(meta)
         workers = max(1, kv_rank >> 24 & 0xFF)
         if cpu_block and tokens % cpu_block:
-            msg = f"a chunk of {tokens} tokens has no whole number of vLLM's blocks of {cpu_block}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a chunk of {tokens} tokens has no whole number of vLLM's blocks of {cpu_block}")
         return cls(len(meta.layers), tokens, heads_of(heads, workers, kv_rank >> 16 & 0xFF), dim, cpu_block)
 
     @property
@@ -63,18 +62,16 @@ class ObjectLayout:
             return
         have = ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in zip(shapes, dtypes, strict=True)) or "nothing"
         first = next(iter(self.shapes))
-        msg = (
+        raise MismatchError(
             f"LMCache's objects hold {have}, chunks of the model in the store are {list(first)}, of "
             f"{' or '.join(map(str, known))}: serve that model, and give LMCache's chunk size as chunk_tokens (an "
             "index of that length must be there: kvwire store index)"
         )
-        raise MismatchError(msg)
 
     def write(self, target: Tensor, cache: KVCache) -> None:
         """Copy a chunk into an object."""
         if cache.tokens != self.tokens:
-            msg = f"a chunk of {cache.tokens} tokens for an object of {self.tokens}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a chunk of {cache.tokens} tokens for an object of {self.tokens}")
         heads, dim = self.heads.stop - self.heads.start, self.dim
         if self.cpu_block:
             self._write_packed(target, cache)

@@ -45,22 +45,19 @@ def check_pool(pool: HostPool, layers: int, heads: int, dim: int, tokens: int) -
     value_dim = getattr(pool, "v_head_dim", dim)
     if have != [tokens, layers, heads, dim] or value_dim != dim or pool.dtype not in DTYPES:
         shape = ", ".join(f"{name} {value}" for name, value in zip(names, have, strict=True))
-        msg = (
+        raise MismatchError(
             f"SGLang's pages have {shape} of {pool.dtype}, the store's {tokens}, {layers}, {heads} and {dim}, of "
             "float32, bfloat16 or float16: serve the store's model, and give SGLang's --page-size as chunk_tokens (an "
             "index of that length must be there: kvwire store index)"
         )
-        raise MismatchError(msg)
     if pool.layout not in ORDERS:
-        msg = f"kvwire does not know SGLang's layout {pool.layout!r}; take one of {', '.join(ORDERS)}"
-        raise MismatchError(msg)
+        raise MismatchError(f"kvwire does not know SGLang's layout {pool.layout!r}; take one of {', '.join(ORDERS)}")
 
 
 def flat_page(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
     """A page as a flat tensor for SGLang's pool."""
     if cache.tokens != tokens:
-        msg = f"a chunk of {cache.tokens} tokens for a page of {tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a chunk of {cache.tokens} tokens for a page of {tokens}")
     order = ORDERS[layout]
     sides = [torch.stack([tensor[heads].transpose(0, 1) for tensor in side]) for side in (cache.keys, cache.values)]
     return torch.stack([side.permute(order) for side in sides]).flatten()

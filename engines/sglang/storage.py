@@ -48,8 +48,7 @@ class KvwireStorage(HiCacheStorage):
         del kwargs
         given = (storage_config.extra_config or {}).get(SETTINGS)
         if not isinstance(given, dict):
-            msg = f'give the extra configuration "{SETTINGS}": {{"store": "file:///folder"}}'
-            raise ArgumentError(msg)
+            raise ArgumentError(f'give the extra configuration "{SETTINGS}": {{"store": "file:///folder"}}')
         settings = ChunkSettings.read(given, SCHEMES["sglang"].chunk_tokens, salted=False)
         if storage_config.pp_size > 1 or storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
             msg = "kvwire's backend supports only tensor parallelism: run without pipeline and context parallelism"
@@ -209,18 +208,16 @@ class KvwireStorage(HiCacheStorage):
 
     def _pool_or_raise(self) -> HostPool:
         if self._pool is None:
-            msg = "SGLang registered no host pool yet: call register_mem_pool_host first"
-            raise ArgumentError(msg)
+            raise ArgumentError("SGLang registered no host pool yet: call register_mem_pool_host first")
         return self._pool
 
     def _check_served(self, settings: ChunkSettings, model_name: str | None) -> None:
         served_as = settings.served_as or self._meta.model_id
         if model_name != served_as:
-            msg = (
+            raise MismatchError(
                 f"SGLang serves {model_name!r}, the store's documents are of {served_as!r}: if they are one model, say "
                 f'"served_as": "{model_name}"'
             )
-            raise MismatchError(msg)
 
 
 def _hash(key: str) -> bytes:

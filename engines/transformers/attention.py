@@ -47,8 +47,7 @@ def look(
     with recording(recorder, model), suppress(_SeenEnoughError):
         model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)
     if not recorder.layers_seen:
-        msg = "this model does not show its attention; choose a selector that needs none, such as first"
-        raise MismatchError(msg)
+        raise MismatchError("this model does not show its attention; choose a selector that needs none, such as first")
     sums = (recorder.attention / recorder.layers_seen, recorder.influence / max(1, recorder.layers_moved))
     found = torch.zeros(2, start)
     found[:, positions.cpu()] = torch.stack(sums)[:, : len(positions)].cpu()

@@ -34,8 +34,7 @@ def backpropagated(
             scale /= 16
             found = _gradients(model, pairs, token_ids, start, seed, scale)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # quantised weights, kernels, memory
-        msg = f"the model cannot backpropagate to its cache ({error})"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"the model cannot backpropagate to its cache ({error})") from error
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)

@@ -192,13 +192,11 @@ def _messages(chat: Chat, content: str) -> list[dict[str, str]]:
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, content: str) -> str:
     if not tokenizer.chat_template:
-        msg = (
+        raise NotFoundError(
             "the model's tokenizer has no chat template; ask without a chat, or put the template of a model that was "
             "trained for chats beside the weights (chat_template.jinja)"
         )
-        raise NotFoundError(msg)
     try:
         return str(tokenizer.apply_chat_template(_messages(chat, content), tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates raise anything
-        msg = f"the model's chat template refuses this chat: {error}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"the model's chat template refuses this chat: {error}") from error

@@ -33,18 +33,16 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
     attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
     same_for_all = len(pruned) == len(attending) and all(bool((mask == first).all()) for _, mask in pruned)
     if same_for_all and any(spec.window is not None for spec in attending):
-        msg = (
+        raise MismatchError(
             "this cache is pruned, and layers of the model have windows, which count positions that a plain "
             "transformers cache lacks; run it with forward on own_past, keep it unpruned, or give its entries "
             "(cache.ragged) to an engine with paged attention"
         )
-        raise MismatchError(msg)
     if not same_for_all:
-        msg = (
+        raise MismatchError(
             "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
             "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"
         )
-        raise MismatchError(msg)
     return first.nonzero()[:, 0]
 
 
@@ -72,12 +70,11 @@ def check_fits(cache: CacheMeta, model: CacheMeta) -> None:
         msg = "the cache's text was read by another tokenizer than this engine's; encode the documents with this one"
         raise MismatchError(msg)
     if not same or (cache.model_revision and model.model_revision and cache.model_revision != model.model_revision):
-        msg = (
+        raise MismatchError(
             f"the cache was computed by model {cache.model_id!r} ({cache.model_revision[:12] or 'unnamed'}), "
             f"this engine runs {model.model_id!r} ({model.model_revision[:12] or 'unnamed'}); "
             "encode the documents with this model"
         )
-        raise MismatchError(msg)
 
 
 def _turn_alike(cache: CacheMeta, model: CacheMeta) -> bool:

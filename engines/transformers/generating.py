@@ -119,8 +119,7 @@ def _of_chat(
     """Tokens after the documents for each question, and the sets of tokens before them."""
     each = [questions] if isinstance(questions, str) else list(questions)
     if not all(isinstance(one, str) for one in each):
-        msg = "in a chat questions are texts: the template is read together with them"
-        raise ArgumentError(msg)
+        raise ArgumentError("in a chat questions are texts: the template is read together with them")
     rendered = [engine.render_chat(chat, one) for one in each]
     return [one.tail for one in rendered], {one.head for one in rendered}
 
@@ -143,8 +142,7 @@ def _questions(engine: TransformersEngine, questions: Any, mask: Tensor | None) 
             for one in each
         ]
     if not all(queries):
-        msg = "a question needs at least one token"
-        raise ArgumentError(msg)
+        raise ArgumentError("a question needs at least one token")
     return queries
 
 
@@ -182,8 +180,7 @@ def _whole(
         return [row.ids for row in rows]
     lengths = [row.tokens + len(row.ids) - len(ids) for row, ids in zip(rows, queries, strict=True)]
     if any(row.holes for row in rows) or [len(ids) for ids in documents] != lengths:
-        msg = f"document_ids must hold {lengths} tokens, those of prompts of which nothing was pruned"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"document_ids must hold {lengths} tokens, those of prompts of which nothing was pruned")
     for ids in documents:
         engine.check_ids(ids)
     return [[*map(int, ids), *question] for ids, question in zip(documents, queries, strict=True)]

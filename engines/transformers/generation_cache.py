@@ -99,8 +99,7 @@ class _Linked:
         if use is None:
             return
         if use.watch.model() is not model:
-            msg = "this cache is for another model; call generate of the model whose engine made it"
-            raise MismatchError(msg)
+            raise MismatchError("this cache is for another model; call generate of the model whose engine made it")
         ids = next(named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None)
         batch, count = ids.shape[:2]
         held = int(self.get_seq_length())  # type: ignore[attr-defined]
@@ -108,8 +107,7 @@ class _Linked:
             _check_question(use, batch, count)
         repeats = use.repeats or batch // len(use.mask)
         if batch != repeats * len(use.mask):
-            msg = f"the cache holds {repeats * len(use.mask)} rows, the model was given {batch}; {_ANEW}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the cache holds {repeats * len(use.mask)} rows, the model was given {batch}; {_ANEW}")
         starts = (held + use.shifts).repeat_interleave(repeats)
         _check_continues(use, named, starts, held + count, repeats)
         _check_room(use, held + count, int(starts.max()) + count)
@@ -144,12 +142,11 @@ _ANEW = "inputs serve one call: make new ones with generate_inputs"
 def _check_question(use: Use, batch: int, count: int) -> None:
     """Check the first pass; transformers runs other ids than given if the mask does not match."""
     if count != use.question:
-        msg = (
+        raise ArgumentError(
             f"the first pass must bring the question's {use.question} tokens, it brings {count}; pass input_ids and "
             f"attention_mask ({use.mask.shape[1]} tokens, the documents' included) as generate_inputs returned them, "
             "and neither prefill_chunk_size nor assisted generation, which pass over caches"
         )
-        raise ArgumentError(msg)
     if batch % len(use.mask):
         msg = f"the cache holds {len(use.mask)} prompts, the model was given {batch} rows; pass input_ids as returned"
         raise ArgumentError(msg)
@@ -186,11 +183,10 @@ def _check_room(use: Use, total: int, end: int) -> None:
         msg = f"the cache has room for {use.room} tokens; make it with a larger max_cache_len, or generate fewer"
         raise ArgumentError(msg)
     if use.limit is not None and end > use.limit:
-        msg = (
+        raise ArgumentError(
             f"the answer reaches position {use.limit}, where the model's rotary frequencies change for all tokens; "
             "lower max_new_tokens, or run the whole prompt as text"
         )
-        raise ArgumentError(msg)
 
 
 def _admit(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -37,8 +37,7 @@ def file_of(path: Path) -> Path | None:
         return None
     found = sorted(each for each in path.iterdir() if each.suffix.lower() == ".gguf" and each.is_file())
     if len(found) > 1:
-        msg = f"{path} holds {len(found)} GGUF files; name the one to open ({found[0].name}, ...)"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{path} holds {len(found)} GGUF files; name the one to open ({found[0].name}, ...)")
     return found[0] if found else None
 
 
@@ -60,11 +59,9 @@ def converted(file: Path) -> Path:
             is_gguf = opened.read(len(_MAGIC)) == _MAGIC
         digest = files_digest([file]) if is_gguf else ""
     except OSError as error:
-        msg = f"{file} cannot be read ({error}); check its permissions and the disk"
-        raise StorageError(msg) from error
+        raise StorageError(f"{file} cannot be read ({error}); check its permissions and the disk") from error
     if not is_gguf:
-        msg = f"{file} is no GGUF file, or its beginning is lost; copy it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"{file} is no GGUF file, or its beginning is lost; copy it again")
     folder = place / f"{file.stem}-{digest[:16]}"
     if (folder / "config.json").is_file():
         return folder
@@ -125,18 +122,15 @@ def _read(file: Path) -> tuple[Any, Any]:
     except Exception as error:  # the packages raise anything on unreadable files
         is_cut = isinstance(error, (EOFError, IndexError)) or any(word in str(error) for word in _CUT)
         if is_cut:
-            msg = f"{file} is damaged ({_first_line(error)}); copy it again"
-            raise CorruptError(msg) from error
-        msg = (
+            raise CorruptError(f"{file} is damaged ({_first_line(error)}); copy it again") from error
+        raise MismatchError(
             f"{file} cannot be converted ({_first_line(error)}): transformers knows neither all architectures nor all "
             "quantisations; use the model's safetensors, or a GGUF file of another quantisation"
-        )
-        raise MismatchError(msg) from error
+        ) from error
     model, info = loaded
     lacks = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind, ()))
     if lacks:
-        msg = f"{file} lacks or misshapes {len(lacks)} tensors ({lacks[0]}, ...); copy it again"
-        raise CorruptError(msg)
+        raise CorruptError(f"{file} lacks or misshapes {len(lacks)} tensors ({lacks[0]}, ...); copy it again")
     return model, tokenizer
 
 

@@ -69,11 +69,10 @@ def find_folder(path: str | Path, revision: str | None = None) -> tuple[Path, st
         return Path(snapshot_download(path, revision=revision, local_files_only=True)), path
     except (HFValidationError, LocalEntryNotFoundError) as error:
         snapshot = f"{path} --revision {revision}" if revision else path
-        msg = (
+        raise NotFoundError(
             f"{path} is no folder with a model (config.json is missing), and {constants.HF_HUB_CACHE} holds no "
             f"snapshot of it; name a folder saved by save_pretrained, or fetch it first: hf download {snapshot}"
-        )
-        raise NotFoundError(msg) from error
+        ) from error
 
 
 def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
@@ -89,11 +88,9 @@ def read_config(folder: Path) -> PreTrainedConfig | dict[str, Any]:
     try:
         written = json.loads(path.read_bytes())
     except (RecursionError, ValueError) as error:
-        msg = f"{path} cannot be read ({error}); copy the model's files again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{path} cannot be read ({error}); copy the model's files again") from error
     if not isinstance(written, dict):
-        msg = f"{path} holds no configuration; copy the model's files again"
-        raise CorruptError(msg)
+        raise CorruptError(f"{path} holds no configuration; copy the model's files again")
     from transformers import AutoConfig
 
     try:

@@ -82,10 +82,9 @@ def _check_configuration(model: PreTrainedModel, folder: Path) -> bool:
     theirs.pop("quantization_config", None)
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            msg = (
+            raise MismatchError(
                 f"the model's configuration has {name} {ours.get(name)!r}, {folder} {theirs.get(name)!r}; {_WHAT_TO_DO}"
             )
-            raise MismatchError(msg)
     return is_quantised
 
 
@@ -97,8 +96,7 @@ def _check_modules(model: PreTrainedModel, modules: dict[str, Module], folder: P
     made: dict[str, Any] = dict(_made(type(model), model.config).named_modules(remove_duplicate=False))
     quantised = set()
     if lost := made.keys() - modules.keys():
-        msg = f"the model lacks the module {min(lost)!r} of its architecture; {_WHAT_TO_DO}"
-        raise MismatchError(msg)
+        raise MismatchError(f"the model lacks the module {min(lost)!r} of its architecture; {_WHAT_TO_DO}")
     for name, module in modules.items():
         twin: Any = made.get(name)
         if type(module) is type(twin) and all(is_plain(t) or t.is_meta for t in module.parameters(recurse=False)):
@@ -167,8 +165,7 @@ def _check_config(name: str, module: Module, twin: Module) -> None:
     if not isinstance(config, PreTrainedConfig) or not isinstance(expected, PreTrainedConfig):
         return
     if config is not expected and computed_fields(config) != computed_fields(expected):
-        msg = f"the model's module {name!r} has a configuration of its own; {_WHAT_TO_DO}"
-        raise MismatchError(msg)
+        raise MismatchError(f"the model's module {name!r} has a configuration of its own; {_WHAT_TO_DO}")
     attention = config._attn_implementation  # noqa: SLF001 - it has no public name
     if not _is_trusted(ALL_ATTENTION_FUNCTIONS.get(attention)):
         msg = f"the model attends by {attention!r}, a function of the caller's; load it with sdpa or eager attention"
@@ -191,8 +188,7 @@ def _check_numbers(name: str, module: Module, twin: Module) -> None:
         else:
             same = value is other if isinstance(value or other, torch.Tensor) else value == other
         if not same:
-            msg = f"the model's {name}.{key} is not what its configuration makes it; {_WHAT_TO_DO}"
-            raise MismatchError(msg)
+            raise MismatchError(f"the model's {name}.{key} is not what its configuration makes it; {_WHAT_TO_DO}")
 
 
 def _present(module: Module) -> dict[str, object]:
@@ -226,11 +222,10 @@ def _check_weights(
             if name in pending:
                 _compare(name, pending.pop(name), tensor, folder)
     if pending:
-        msg = (
+        raise MismatchError(
             f"the model has {next(iter(pending))}, which {folder} has not: it was loaded from elsewhere, or packs its "
             "weights as it is loaded; leave model out, so that it is loaded here"
         )
-        raise MismatchError(msg)
     return {} if whole else {name: digest_of(tensor) for name, tensor in _packed(modules, quantised).items()}
 
 
@@ -274,8 +269,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            msg = f"{path} cannot be read ({error}); copy the model's files again"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"{path} cannot be read ({error}); copy the model's files again") from error
 
 
 def _compare(name: str, tensor: Tensor, stored: Tensor, folder: Path) -> None:
@@ -284,5 +278,4 @@ def _compare(name: str, tensor: Tensor, stored: Tensor, folder: Path) -> None:
         raise MismatchError(msg)
     if tensor.shape != stored.shape or not torch.equal(stored.to(tensor.dtype), tensor.detach().cpu()):
         why = "it was trained, merged or loaded from elsewhere"
-        msg = f"the model's {name} is not that of {folder}: {why}; {_WHAT_TO_DO}"
-        raise MismatchError(msg)
+        raise MismatchError(f"the model's {name} is not that of {folder}: {why}; {_WHAT_TO_DO}")

@@ -27,8 +27,7 @@ def attention_mask(
     sliding = [window for window in windows if window is not None]
     named = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     if len(sliding) > 1 or (sliding and None in windows and not named):
-        msg = "this model's layers have windows that it does not name; it cannot be run under a mask"
-        raise MismatchError(msg)
+        raise MismatchError("this model's layers have windows that it does not name; it cannot be run under a mask")
     if sliding and None in windows:
         return {FULL: formats[None], SLIDING: formats[sliding[0]]}
     return next(iter(formats.values()))

@@ -153,11 +153,10 @@ class DescribedModel(Engine):
             NotFoundError: The model's folder has none.
         """
         if self._tokenizer is None:
-            msg = (
+            raise NotFoundError(
                 "the model's folder holds no tokenizer; put tokenizer.json beside the weights, "
                 "or call the library with token ids, which need none"
             )
-            raise NotFoundError(msg)
         return self._tokenizer
 
     @property
@@ -239,19 +238,16 @@ class DescribedModel(Engine):
             ArgumentError: There are none, they exceed the window, or they are not in the vocabulary.
         """
         if not len(token_ids):
-            msg = "a document without tokens has no cache; leave it out"
-            raise ArgumentError(msg)
+            raise ArgumentError("a document without tokens has no cache; leave it out")
         if start + len(token_ids) > self.window:
-            msg = (
+            raise ArgumentError(
                 f"{start + len(token_ids)} tokens do not fit the model's window of {self.window}; "
                 "split the document or name fewer documents"
             )
-            raise ArgumentError(msg)
         soft = self.soft_tokens.count if self.soft_tokens else 0
         if min(token_ids) < -soft or max(token_ids) >= self.vocabulary_size + soft:
             hint = f", with {soft} soft tokens" if soft else ""
-            msg = (
+            raise ArgumentError(
                 f"token ids must lie in 0 to {self.vocabulary_size - 1}{hint}; were they made by this model's "
                 "tokenizer, and are the layout's soft tokens in use?"
             )
-            raise ArgumentError(msg)

@@ -78,16 +78,14 @@ def open_engine(
     _check_options(device, dtype, device_map, model)
     folder, name = find_folder(path, revision)
     if not (folder / "config.json").is_file():
-        msg = f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained")
     _check_weights(folder)
     check_tokenizer(tokenizer_files(folder))
     try:
         weights = model_revision(folder)
         config = (folder / "config.json").read_bytes()
     except OSError as error:
-        msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
-        raise StorageError(msg) from error
+        raise StorageError(f"{folder} cannot be read ({error}); check its permissions and the disk") from error
     written = json.loads(config)
     if written.get("transformers_weights"):
         msg = f"{folder / 'config.json'} names its weights (transformers_weights); rename them to model.safetensors"
@@ -143,14 +141,11 @@ def _check_options(
     device: str | torch.device | None, dtype: torch.dtype | None, device_map: object, model: object
 ) -> None:
     if dtype is not None and not dtype.is_floating_point:
-        msg = f"models run in floating point, not in {dtype}; pass torch.float32 or torch.bfloat16"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"models run in floating point, not in {dtype}; pass torch.float32 or torch.bfloat16")
     if device is not None and device_map is not None:
-        msg = "a device map says where everything goes; leave device out"
-        raise ArgumentError(msg)
+        raise ArgumentError("a device map says where everything goes; leave device out")
     if model is not None and any(option is not None for option in (device, dtype, device_map)):
-        msg = "a model that is loaded already stays as it is; leave device, dtype and device_map out"
-        raise ArgumentError(msg)
+        raise ArgumentError("a model that is loaded already stays as it is; leave device, dtype and device_map out")
     try:
         torch.empty(1, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
@@ -171,12 +166,11 @@ def _check_weights(folder: Path) -> None:
         msg = f"{folder}'s index names {others[0]!r}; only safetensors beside it are read: copy the model's files again"
         raise MismatchError(msg)
     if pickles and not any(folder.glob("*.safetensors")):
-        msg = (
+        raise MismatchError(
             f"{folder} holds its weights as a pickle ({pickles[0]}), which may run any code when it is read; only "
             "safetensors are read. Where you trust the file, convert it with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-        raise MismatchError(msg)
 
 
 def _shards(index: Path) -> set[str]:
@@ -184,11 +178,9 @@ def _shards(index: Path) -> set[str]:
     try:
         return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except OSError as error:
-        msg = f"{index} cannot be read ({error}); check its permissions and the disk"
-        raise StorageError(msg) from error
+        raise StorageError(f"{index} cannot be read ({error}); check its permissions and the disk") from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        msg = f"{index} is no index of weights; copy the model's files again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{index} is no index of weights; copy the model's files again") from error
 
 
 def _has_adapter(folder: Path) -> bool:
@@ -196,8 +188,7 @@ def _has_adapter(folder: Path) -> bool:
     if not (folder / ADAPTER).is_file():
         return False
     if not is_peft_available():
-        msg = f"{folder} holds an adapter ({ADAPTER}), which needs another package: pip install peft"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{folder} holds an adapter ({ADAPTER}), which needs another package: pip install peft")
     return True
 
 
@@ -212,17 +203,15 @@ def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[st
         with quiet():
             loaded = _weights(folder, options)
     except ImportError as error:  # quantised weights and device maps need other packages
-        msg = f"{folder} cannot be opened without another package: {error}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"{folder} cannot be opened without another package: {error}") from error
     except Exception as error:
         raise _explained(folder, error) from error
     model, info = loaded
     wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind, ()))
     if wrong:
-        msg = (
+        raise CorruptError(
             f"{folder}'s weights lack or misshape {len(wrong)} tensors ({wrong[0]}, ...); copy the model's files again"
         )
-        raise CorruptError(msg)
     if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # some transformers choose sdpa here and leave out the capping
     return model  # type: ignore[no-any-return]
@@ -258,7 +247,6 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         with no_panics():
             return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # the tokenizers library raises bare Exception
-        msg = (
+        raise CorruptError(
             f"{folder}'s tokenizer cannot be read ({error}); copy its files again, or remove them to use token ids only"
-        )
-        raise CorruptError(msg) from error
+        ) from error

@@ -73,11 +73,10 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
         turns.append((key_turn, value_turn))
     used = tuple(dict.fromkeys(turn[0] for pair in turns for turn in pair if turn is not None))
     if not used:
-        msg = (
+        raise RopeRegimeError(
             "no layer of this model puts positions into its keys by rotation (learned, ALiBi or none), "
             "so its caches cannot be moved; use a model with rotary positions"
         )
-        raise RopeRegimeError(msg)
     _check_continues(model, devices, ids, whole, part, turns, distance, tolerance)
     if len(windows) < len(whole):
         msg = f"this model stores {len(whole)} layers, its configuration lays out {len(windows)}; use another model"
@@ -90,10 +89,9 @@ def _check_kind(model: PreTrainedModel) -> None:
     """Refuse models that are not decoders of token ids."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        msg = (
+        raise MismatchError(
             "this model is an encoder with a decoder, whose layers also hold the encoder's states; use a decoder alone"
         )
-        raise MismatchError(msg)
     if not hasattr(config.get_text_config(decoder=True), "vocab_size"):
         msg = "this model's configuration names no vocabulary, so it reads no token ids; use a causal language model"
         raise MismatchError(msg)
@@ -136,11 +134,10 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
     except _FAILURES as error:
         if any(word in str(error) for word in _OF_DEVICES):
             raise
-        msg = (
+        raise MismatchError(
             f"this model does not run on token ids, their positions and a plain key-value cache ({_words(error)}); "
             "use a decoder that does, such as a causal language model with rotary positions"
-        )
-        raise MismatchError(msg) from error
+        ) from error
     before = max((key.shape[1] for key, _ in past or ()), default=0)
     return [(key[:, before:].cpu(), value[:, before:].cpu()) for key, value in stored(cache, before + len(ids))]
 
@@ -158,8 +155,7 @@ def stored(cache: DynamicCache, tokens: int) -> Layers:
             raise MismatchError(msg)
         out.append((keys[0], values[0]))
     if not any(keys.numel() for keys, _ in out):
-        msg = "this model fills no key-value cache; use a decoder that caches its keys and values"
-        raise MismatchError(msg)
+        raise MismatchError("this model fills no key-value cache; use a decoder that caches its keys and values")
     return out
 
 
@@ -198,11 +194,10 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
     types = getattr(config, "layer_types", None)
     chunked = "chunked_attention" in types if types else getattr(config, "attention_chunk_size", None)
     if chunked:
-        msg = (
+        raise MismatchError(
             "this model attends within fixed blocks of positions (chunked attention), which linked documents do not "
             "keep; use a model with full or sliding attention"
         )
-        raise MismatchError(msg)
     try:
         layers = DynamicCache(config=model.config).layers
     except _FAILURES as error:
@@ -218,13 +213,12 @@ def _check_layers(layers: list[Any]) -> None:
     others = {number: name for number, name in others.items() if name != "DummyLayer"}
     if others:
         kinds = ", ".join(sorted(set(others.values())))
-        msg = (
+        raise MismatchError(
             f"{len(others)} of this model's {len(layers)} layers, the first of them layer {min(others)}, hold state "
             "other than keys and values of every token, such as recurrent states, convolutions, compressed blocks or "
             f"an index ({kinds} in transformers), which kvwire cannot cut and move; use a model whose layers hold only "
             "keys and values"
         )
-        raise MismatchError(msg)
 
 
 def _words(error: Exception) -> str:
@@ -269,12 +263,11 @@ def _explain(
             if left < error:
                 best, error = (regime, start), left
     if error > tolerance:
-        msg = (
+        raise RopeRegimeError(
             f"{what} cannot be moved, the best rotation leaves {error:.2g} of them unexplained; this model's positions "
             "are not rotary (learned, additive or ALiBi) or rotate in a way that kvwire does not know, its tokens see "
             "those after them, or it keeps other state, so its caches cannot be linked; use another model"
         )
-        raise RopeRegimeError(msg)
     return best
 
 
@@ -305,8 +298,7 @@ def _check_continues(
     for layer, (cached, single) in enumerate(zip(rest, whole, strict=True)):
         error = max(_distance_between(a, b[:, count:]) for a, b in zip(cached, single, strict=True))
         if error > tolerance:
-            msg = (
+            raise MismatchError(
                 f"layer {layer}: continuing from a cache differs by {error:.2g} from running the whole text; "
                 "this model keeps state beside its keys and values, so its caches cannot be linked"
             )
-            raise MismatchError(msg)

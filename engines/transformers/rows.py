@@ -53,11 +53,10 @@ def check_own(cache: KVCache, devices: Devices, dtype: torch.dtype) -> None:
     tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
     at_home = all(tensor.device == devices.inputs and tensor.dtype == dtype for tensor in tensors)
     if not at_home or cache.meta.positions == "off" or cache.meta.offset:
-        msg = (
+        raise ArgumentError(
             "rows are computed only in a prompt's cache at positions from 0, of the engine's dtype and on its "
             "device, such as LinkedPrompt makes in Engine.allocate"
         )
-        raise ArgumentError(msg)
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]

@@ -24,8 +24,7 @@ class SoftEmbedding:
         """Register the hooks."""
         layer, text = model.get_input_embeddings(), model.config.get_text_config(decoder=True)
         if layer is None or getattr(text, "hidden_size_per_layer_input", None):
-            msg = "the layers of this model read token ids themselves, which soft tokens lack; use none"
-            raise MismatchError(msg)
+            raise MismatchError("the layers of this model read token ids themselves, which soft tokens lack; use none")
         self._rows, self._vocabulary, self._asked = rows, int(text.vocab_size), threading.local()
         self._hooks = (layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after))
 

@@ -49,8 +49,7 @@ class _Gate:
         if isinstance(states, torch.Tensor) and states.is_cuda:
             self._wait(states.device)
         if self._stop.is_set():
-            msg = "the pass was asked to stop"
-            raise PassStoppedError(msg)
+            raise PassStoppedError("the pass was asked to stop")
 
     def _wait(self, device: torch.device) -> None:
         """Wait until the device is at most ``_AHEAD`` layers behind."""

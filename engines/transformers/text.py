@@ -53,8 +53,7 @@ def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int)
     """
     stack = layers_of(model)
     if not 1 <= layers <= len(stack):
-        msg = f"prefix_layers must be 1 to {len(stack)} layers of this model, got {layers}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"prefix_layers must be 1 to {len(stack)} layers of this model, got {layers}")
     ids = torch.tensor([list(token_ids)], device=input_device(model))
     listener = _Listener(ids.shape, layers)
     hooks = [stack[0].register_forward_pre_hook(listener.before, with_kwargs=True)]
@@ -66,8 +65,7 @@ def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int)
     finally:
         for hook in hooks:
             hook.remove()
-    msg = f"layer {layers} of this model was never run; encode with prefix_layers=0"
-    raise MismatchError(msg)
+    raise MismatchError(f"layer {layers} of this model was never run; encode with prefix_layers=0")
 
 
 class _Listener:

@@ -59,10 +59,9 @@ class ExtendsTogether(DescribedModel):
         windows included.
         """
         if not len(prefixes) == len(token_ids) == len(offsets) > 0:
-            msg = (
+            raise ArgumentError(
                 f"rows need a prefix, tokens and an offset each, got {len(prefixes)}, {len(token_ids)}, {len(offsets)}"
             )
-            raise ArgumentError(msg)
         starts = [
             offset if prefix is None else prefix.meta.offset + prefix.tokens
             for prefix, offset in zip(prefixes, offsets, strict=True)
@@ -70,8 +69,7 @@ class ExtendsTogether(DescribedModel):
         for ids, start in zip(token_ids, starts, strict=True):
             self.check_ids(ids, start)
         if self.devices.layers:
-            msg = "a model that is spread over devices extends caches one by one; open it on one device"
-            raise MismatchError(msg)
+            raise MismatchError("a model that is spread over devices extends caches one by one; open it on one device")
         past, before = self._stacked(prefixes)
         new, held = max(map(len, token_ids)), max(before)
         padded = torch.zeros(len(token_ids), new, dtype=torch.long)
@@ -109,8 +107,7 @@ class ExtendsTogether(DescribedModel):
             if prefix is not None:
                 check_fits(prefix.meta, self.meta)
                 if prefix.kept is not None:
-                    msg = "a pruned cache is extended alone, not together with others"
-                    raise MismatchError(msg)
+                    raise MismatchError("a pruned cache is extended alone, not together with others")
             rows.append(None if prefix is None else tensors_for(prefix, self.model.dtype, self.devices)[0])
         some = next((row for row in rows if row is not None), None)
         if some is None:
@@ -131,8 +128,7 @@ class ExtendsTogether(DescribedModel):
         """Compare rows of unequal lengths with the same ones run separately."""
         most = max(before + new for before, new in _PROBE)
         if most > self.window:
-            msg = f"a window of {self.window} tokens is too short to extend several caches together"
-            raise MismatchError(msg)
+            raise MismatchError(f"a window of {self.window} tokens is too short to extend several caches together")
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocabulary_size, (len(_PROBE), most), generator=generator).tolist()
         prefixes = [
@@ -142,13 +138,11 @@ class ExtendsTogether(DescribedModel):
         try:
             together = self.extend_together(prefixes, news, offsets=[0] * len(news))
         except (MismatchError, RuntimeError, ValueError, TypeError, IndexError) as error:
-            msg = f"this model does not run several caches in one pass: {error}"
-            raise MismatchError(msg) from error
+            raise MismatchError(f"this model does not run several caches in one pass: {error}") from error
         limit = max(_EXACT, 0.0 if self.dtype == torch.float32 else _ROUNDINGS * torch.finfo(self.dtype).eps)
         changed = max(starmap(_error, zip(together, map(self.extend, prefixes, news), strict=True)))
         if not changed <= limit:
-            msg = f"padding changes what this model computes, by {changed:.1e} of its largest numbers"
-            raise MismatchError(msg)
+            raise MismatchError(f"padding changes what this model computes, by {changed:.1e} of its largest numbers")
 
 
 def _last(start: int, token_ids: Sequence[int]) -> int:

@@ -38,8 +38,7 @@ def check_tokenizer(paths: Iterable[Path]) -> None:
             msg = f"{path} cannot be read ({error.strerror}); check its permissions and the disk"
             raise StorageError(msg) from error
         if size > _MOST_BYTES:
-            msg = f"{path} has {size} bytes, more than any tokenizer; copy the model's files again"
-            raise CorruptError(msg)
+            raise CorruptError(f"{path} has {size} bytes, more than any tokenizer; copy the model's files again")
         if any(name in data for name in _GROWS):
             _check_rules(path, data)
 
@@ -52,11 +51,10 @@ def _check_rules(path: Path, data: bytes) -> None:
         msg = f"{path} cannot be read ({error}); copy its files again, or remove them to use token ids only"
         raise CorruptError(msg) from error
     if grown > _MOST_GROWTH:
-        msg = (
+        raise CorruptError(
             f"{path} has rules that make up to {grown:.3g} characters of one, which no tokenizer needs; "
             "copy its files again, or remove them to use token ids only"
         )
-        raise CorruptError(msg)
 
 
 @contextmanager
@@ -95,7 +93,6 @@ def _longest(charsmap: str | None) -> float:
     try:
         data = base64.b64decode(charsmap or "", validate=True)
     except binascii.Error as error:
-        msg = "the map of characters is not base64"
-        raise ValueError(msg) from error
+        raise ValueError("the map of characters is not base64") from error
     texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
     return max(1.0, *(len(text.decode(errors="replace")) for text in texts))

@@ -151,11 +151,10 @@ class PieceTokenizer:
             return ids
         cuts = [sum(spans[index]) // 2 if spans else 0 for index in control_at]
         if any(not 0 < cut < len(text) for cut in cuts):
-            msg = (
+            raise ArgumentError(
                 f"the text holds {text[:40]!r}, which this tokenizer reads as the control token "
                 f"{self._facts.control[ids[control_at[0]]]!r}; take it out of the text"
             )
-            raise ArgumentError(msg)
         edges = [0, *sorted(set(cuts)), len(text)]
         places: list[Place] = ["middle"] * (len(edges) - 1)
         places[0 if place == "first" else -1] = place
@@ -223,8 +222,7 @@ def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        msg = (
+        raise ArgumentError(
             f"character {error.start} of the text is half of a surrogate pair, which is not Unicode; "
             "decode the text as UTF-8"
-        )
-        raise ArgumentError(msg) from error
+        ) from error

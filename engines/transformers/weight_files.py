@@ -41,8 +41,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             named = {folder / str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            msg = f"{index} is no index of weights; copy the model's files again"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"{index} is no index of weights; copy the model's files again") from error
         return sorted(path for path in named if path.is_file())
     return sorted(path for kind in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(kind) if path.is_file())
 
@@ -111,8 +110,7 @@ def _parts(path: Path) -> list[tuple[str, str, tuple[Path, int, int]]]:
                 raise ValueError(name)  # noqa: TRY301 - told below
             parts.append((name, f"{tensor['dtype']} {tensor['shape']}", (path, first, end)))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        msg = f"{path} is damaged or cut short; copy the model's files again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{path} is damaged or cut short; copy the model's files again") from error
     return parts
 
 

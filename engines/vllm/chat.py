@@ -46,8 +46,7 @@ def chat_body(
         NotFoundError: The tokenizer has no template, or the store lacks a document or the rows before the documents.
     """
     if not choice.documents:
-        msg = "a chat's request names documents; without any, send the turns to /v1/chat/completions"
-        raise ArgumentError(msg)
+        raise ArgumentError("a chat's request names documents; without any, send the turns to /v1/chat/completions")
     pieces = open_tokenizer(tokenizer)
     texts = [tuple(corpus.text(corpus.find(name))) for name in choice.documents]
     rendered = render(pieces, chat, question)

@@ -83,11 +83,10 @@ class PageLoader(Loader):
         decode = DecodeCost(_BASE_S, _ELEMENT_S * elements, _BYTE_S)
         chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(NO_ENGINE, decode)
         if chosen.layout or chosen.system:
-            msg = (
+            raise ArgumentError(
                 "without a model no link tokens and no system text are computed: leave layout and system out of the "
                 "settings, or open the model with kvwire.open_engine and load with kvwire.Loader"
             )
-            raise ArgumentError(msg)
         super().__init__(without_weights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
         self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
         # Silence is waited out: nothing here can be computed meanwhile.

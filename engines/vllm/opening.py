@@ -92,23 +92,20 @@ class ConnectorSettings(CorpusSettings):
             msg = f"kv_connector_extra_config has no {unknown[0]!r}; it may have {', '.join(sorted(known))}"
             raise ArgumentError(msg)
         if wrong := [name for name in _TEXTS if extra.get(name) is not None and not isinstance(extra[name], str)]:
-            msg = f"kv_connector_extra_config: {wrong[0]} is a text"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"kv_connector_extra_config: {wrong[0]} is a text")
         for name, least in (("patience_s", 1e-3), ("load_s", 1e-3), ("pause_s", 0)):
             seconds = extra.get(name, 1.0)
             if type(seconds) not in (int, float) or not least <= seconds <= _LONGEST_S:
                 msg = f"kv_connector_extra_config: {name} is a number of seconds {'above' if least else 'from'} 0"
                 raise ArgumentError(msg)
         if extra.get("save", "off") not in _SAVE:
-            msg = f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}")
         if extra.get("outcomes") is not None:
             check_path(extra["outcomes"])
         check_max_kl(extra.get("max_kl"))
         bound = extra.get("link_bound")
         if bound is not None and (type(bound) not in (int, float) or not 0 <= bound <= 1):
-            msg = "kv_connector_extra_config: link_bound is a share from 0 to 1"
-            raise ArgumentError(msg)
+            raise ArgumentError("kv_connector_extra_config: link_bound is a share from 0 to 1")
         hash_scheme(extra.get("index") or "kvwire", "")
         if not extra.get("store"):
             msg = 'name the store of the documents: "kv_connector_extra_config": {"store": "file:///folder"}'

@@ -107,8 +107,7 @@ class PackedPages:
         """Learn where elements lie; refuse what are no pages."""
         check_views(self.views, self.key_dims)
         if any(not view[0].is_contiguous() for view in self.views):
-            msg = "a packed block must be one run of memory: kvwire does not know this layout of vLLM's"
-            raise MismatchError(msg)
+            raise MismatchError("a packed block must be one run of memory: kvwire does not know this layout of vLLM's")
         for view, dim in zip(self.views, self.key_dims, strict=True):
             if (key := (view.shape[1:], view.dtype, dim)) not in self._orders:
                 self._orders[key] = learn_order(view, dim, self.kernel)
@@ -132,15 +131,13 @@ class PackedPages:
 def check_views(views: Sequence[Tensor], key_dims: Sequence[int]) -> None:
     """Refuse what are no pages."""
     if not views or len(views) != len(key_dims):
-        msg = f"{len(views)} layers of pages for {len(key_dims)} layers of a cache"
-        raise MismatchError(msg)
+        raise MismatchError(f"{len(views)} layers of pages for {len(key_dims)} layers of a cache")
     for layer, (view, dim) in enumerate(zip(views, key_dims, strict=True)):
         if view.ndim != _RANK or not 0 < dim < view.shape[3] or view.dtype not in DTYPES:
-            msg = (
+            raise MismatchError(
                 f"layer {layer}: pages are [blocks, heads, block_tokens, key_dim + value_dim] of float32, bfloat16 or "
                 f"float16, got {tuple(view.shape)} of {view.dtype} with keys of {dim}: kvwire does not know this layout"
             )
-            raise MismatchError(msg)
 
 
 def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) -> Tensor:
@@ -159,8 +156,7 @@ def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) ->
         ArgumentError: The blocks hold fewer tokens.
     """
     if not 0 <= start <= stop <= len(blocks) * block_tokens:
-        msg = f"tokens {start} to {stop} do not lie in {len(blocks)} blocks of {block_tokens}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"tokens {start} to {stop} do not lie in {len(blocks)} blocks of {block_tokens}")
     at = torch.arange(start, stop)
     return torch.tensor(list(blocks), dtype=torch.int64)[at // block_tokens] * block_tokens + at % block_tokens
 
@@ -195,10 +191,9 @@ def learn_order(view: Tensor, key_dim: int, kernel: Write) -> Tensor:
     order = torch.full((count,), -1, dtype=torch.int64)
     order[found.clamp(0, count - 1)] = torch.arange(count)
     if int(order.min()) < 0 or int(found.min()) < 0 or int(found.max()) >= count:
-        msg = (
+        raise MismatchError(
             "vLLM's writer does not put every number of a block in a place of its own: kvwire does not know this layout"
         )
-        raise MismatchError(msg)
     return order
 
 
@@ -221,8 +216,7 @@ def probe(pages: Pages) -> None:
         is_alone = torch.equal(view[1:2], beside)
         view[NULL_BLOCK].zero_()
         if not (torch.equal(back, numbers.to(view.dtype)) and is_alone):
-            msg = (
+            raise MismatchError(
                 f"layer {layer}: what was written into vLLM's pages is not what is read from them; kvwire does not "
                 "know this layout of vLLM's, and loads nothing into it"
             )
-            raise MismatchError(msg)

@@ -75,26 +75,22 @@ class Choice:
         """
         if not isinstance(params, dict) or not set(params) <= _NAMES:
             unknown = sorted(map(str, set(params) - _NAMES))[:1] if isinstance(params, dict) else []
-            msg = (
+            raise ArgumentError(
                 f"kv_transfer_params: {PARAMS!r} is an object of documents or prefix, one of level, deadline_s and "
                 "objective, and perhaps save or repair" + (f"; {unknown[0][:40]!r} is none of these" if unknown else "")
             )
-            raise ArgumentError(msg)
         names, (prefix, save) = params.get("documents"), _flags(params)
         is_list = isinstance(names, list) and 0 < len(names) <= _MOST and all(isinstance(n, str) and n for n in names)
         if names is not None and not is_list:
-            msg = f"documents is a list of 1 to {_MOST} ids of documents"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"documents is a list of 1 to {_MOST} ids of documents")
         if names and (prefix or save):
             msg = "a request names documents or asks for its longest prefix, not both, and linked rows are never saved"
             raise ArgumentError(msg)
         level, deadline, objective = _quality(params)
         if not (names or prefix or save):
-            msg = f"documents is a list of 1 to {_MOST} ids of documents; else prefix or save is true"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"documents is a list of 1 to {_MOST} ids of documents; else prefix or save is true")
         if (names or prefix) and level is None and deadline is None and objective != "earliest":
-            msg = "say how good the documents' caches must be: level, deadline_s, or objective earliest"
-            raise ArgumentError(msg)
+            raise ArgumentError("say how good the documents' caches must be: level, deadline_s, or objective earliest")
         if params.get("repair") is not None:
             _check_repair(params["repair"], names or (), level)
         head = params.get("head", 0)
@@ -130,8 +126,7 @@ class Choice:
 def _flags(params: Mapping[str, object]) -> tuple[bool, bool | str]:
     prefix, save = params.get("prefix", False), params.get("save", False)
     if not (isinstance(prefix, bool) and isinstance(save, bool | str)):
-        msg = "prefix and save are true or false; save may be the name of a document, too"
-        raise ArgumentError(msg)
+        raise ArgumentError("prefix and save are true or false; save may be the name of a document, too")
     return prefix, check_new_name(save, "document") if isinstance(save, str) else save
 
 
@@ -141,21 +136,18 @@ def _check_repair(repair: object, names: Sequence[str], level: int | None) -> No
         msg = f'repair is "{KEPT}", or left out: vLLM computes no single rows of its own; docs/vllm.md says what it can'
         raise ArgumentError(msg)
     if len(names) < 2 or level is None:  # noqa: PLR2004
-        msg = "a repair is of two documents at least, and needs a level: which rows fit depends on it"
-        raise ArgumentError(msg)
+        raise ArgumentError("a repair is of two documents at least, and needs a level: which rows fit depends on it")
 
 
 def _quality(params: Mapping[str, Any]) -> tuple[int | None, float | None, Objective | None]:
     level, deadline, objective = params.get("level"), params.get("deadline_s"), params.get("objective")
     if level is not None and (type(level) is not int or not 0 <= level < 1 << 8):
-        msg = f"level is a whole number from 0, got {str(level)[:40]}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"level is a whole number from 0, got {str(level)[:40]}")
     if deadline is not None and (type(deadline) not in (int, float) or not 0 < deadline <= _LONGEST_S):
         msg = f"deadline_s is a number of seconds above 0, at most {_LONGEST_S:g}, got {str(deadline)[:40]}"
         raise ArgumentError(msg)
     if objective is not None and objective not in _OBJECTIVES:
-        msg = f"objective is one of {', '.join(_OBJECTIVES)}, got {str(objective)[:40]}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"objective is one of {', '.join(_OBJECTIVES)}, got {str(objective)[:40]}")
     return level, None if deadline is None else float(deadline), objective
 
 
@@ -237,11 +229,10 @@ def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> 
     profile = profile_in_use(corpus) if choice.prefix else ""
     kept = kept_of(corpus, choice, entries, prompt)
     if choice.repair and kept is None:
-        msg = (
+        raise NotFoundError(
             f"no repair of these documents in this order is kept that fits level {choice.level}: let kvwire ask "
             f"--floor {choice.level} --repair 0.15 --keep-repairs compute one, or ask without a repair"
         )
-        raise NotFoundError(msg)
     return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, profile, kept)
 
 
@@ -284,8 +275,7 @@ def request_body(
         ArgumentError: The question has no tokens.
     """
     if not question:
-        msg = "a question has at least one token"
-        raise ArgumentError(msg)
+        raise ArgumentError("a question has at least one token")
     found = [corpus.find(name) for name in (*choice.documents, *computed)]
     prompt = [*_opening(corpus, found), *(token for entry in found for token in corpus.text(entry)), *question]
     return body_of(corpus, choice, prompt, more)

@@ -276,8 +276,7 @@ class Saver:
         with self._stored:
             self._stored.wait_for(lambda: self._is_closing or self._has_room(size))
             if not self._has_room(size):
-                msg = "vLLM stops before there was room for it; run again: what is done is skipped"
-                raise KvwireError(msg)
+                raise KvwireError("vLLM stops before there was room for it; run again: what is done is skipped")
             self._waiting[key] = size
 
     def _has_room(self, size: int) -> bool:
@@ -309,8 +308,7 @@ class Saver:
     def _gathered(self, save: PageSave) -> list[Tensor]:
         """This worker's keys and values of each layer, ``[heads, tokens, dim]``, in the processor's memory."""
         if self._pages is None:
-            msg = "vLLM asked to keep pages before it registered them; report this"
-            raise KvwireError(msg)
+            raise KvwireError("vLLM asked to keep pages before it registered them; report this")
         view = self._pages.views[0]
         slots = slots_of(save.blocks, view.shape[2], 0, len(save.token_ids))
         sides = []
@@ -372,8 +370,7 @@ class Saver:
         level, opening = save.level, () if hit is None else opening_of(hit.info)
         if level is not None:
             if hit is None or level >= len(hit.info.levels):
-                msg = "the store has no more what its rows were computed over"
-                raise KvwireError(msg)
+                raise KvwireError("the store has no more what its rows were computed over")
             level = None if hit.info.levels[level].lossless else level
         count = len(opening)
         ids, first = save.token_ids[count:], cache.slice(count, cache.tokens) if count else cache

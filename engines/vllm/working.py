@@ -164,8 +164,7 @@ class ConnectorWorker:
         """Write what there is of a load; returns the blocks of the rest."""
         pages, cache = self._pages, loaded.cache
         if pages is None:
-            msg = "vLLM asked for documents before it registered its pages; report this"
-            raise MismatchError(msg)
+            raise MismatchError("vLLM asked for documents before it registered its pages; report this")
         block_tokens = pages.views[0].shape[2]
         stop = min(loaded.tokens, load.stop) if cache is not None else load.start
         if cache is not None and stop > load.start:
@@ -211,8 +210,7 @@ def check_layers(pages: Pages, meta: CacheMeta) -> None:
             msg = f"layer {layer} has {what}, which kvwire does not load into vLLM's pages yet; serve without documents"
             raise MismatchError(msg)
         if view.shape[3] != spec.key_dim + spec.value_dim or spec.kv_heads % view.shape[1]:
-            msg = (
+            raise MismatchError(
                 f"layer {layer}: vLLM's pages hold {view.shape[1]} heads of {view.shape[3]} elements, the documents' "
                 f"caches {spec.kv_heads} of {spec.key_dim + spec.value_dim}: name the model that they were encoded with"
             )
-            raise MismatchError(msg)

@@ -43,8 +43,7 @@ class LazyCommand:
         """Import the command."""
         command = getattr(import_module(self.module), self.attribute)
         if not isinstance(command, click.Command):
-            msg = f"{self.module}.{self.attribute} is no click command"
-            raise TypeError(msg)
+            raise TypeError(f"{self.module}.{self.attribute} is no click command")
         return command
 
 

@@ -51,8 +51,7 @@ def append(options: _AppendOptions) -> None:
     text = _text(options.text, options.file, is_needed=not options.compact)
     for name in ("fork", "after"):
         if getattr(options, name) not in ("", None) and not text:
-            msg = f"--{name} is about what is appended: give --text or --file too, or leave out --{name}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"--{name} is about what is appended: give --text or --file too, or leave out --{name}")
     engine = open_engine(options.model, options.device, options.dtype)
     with closing(options.place.open_lasting(exists=True)) as store:
         corpus = Corpus(engine, store, **options.place.whose(), coding=Coding(backend=options.backend))
@@ -84,11 +83,9 @@ def _text(text: str | None, file: Path | None, *, is_needed: bool) -> str:
     if (text is None) == (file is None):
         if text is None and not is_needed:
             return ""
-        msg = "give what is to be appended: --text TEXT, or --file FILE"
-        raise ArgumentError(msg)
+        raise ArgumentError("give what is to be appended: --text TEXT, or --file FILE")
     if file is None:
         return text or ""
     if not file.is_file():
-        msg = f"{file} is not a file; check --file"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{file} is not a file; check --file")
     return decoded_text(read_part(str(file)), str(file))

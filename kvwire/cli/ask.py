@@ -227,14 +227,12 @@ def _chat(options: AskOptions) -> Chat | None:
     """What options say of the chat; None: there is none."""
     if not options.chat:
         if options.before:
-            msg = "--before is of a chat: give --chat, too"
-            raise ArgumentError(msg)
+            raise ArgumentError("--before is of a chat: give --chat, too")
         return None
     from kvwire.types import Chat
 
     if options.schema:
-        msg = "modules of a schema stand where it has them: leave out --chat"
-        raise ArgumentError(msg)
+        raise ArgumentError("modules of a schema stand where it has them: leave out --chat")
     return Chat(system=options.system, before=options.before)
 
 
@@ -250,8 +248,7 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions) -> tuple
     settings = _laid_out(_settings(options), engine, options)
     texts = read_texts([options.texts]) if options.texts else {}
     if options.arguments and not options.schema:
-        msg = "--argument fills a slot of a schema: give --schema"
-        raise ArgumentError(msg)
+        raise ArgumentError("--argument fills a slot of a schema: give --schema")
     with closing(place.open()) as opened:
         corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options.uses))
         others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
@@ -281,14 +278,12 @@ def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: As
     try:
         data = path.read_bytes()
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror}); --schema names a JSON file"
-        raise NotFoundError(msg) from error
+        raise NotFoundError(f"{path} cannot be read ({error.strerror}); --schema names a JSON file") from error
     arguments = {}
     for given in options.arguments:
         name, is_given, text = given.partition("=")
         if not is_given:
-            msg = f"--argument is MODULE.PARAMETER=TEXT, got {given!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"--argument is MODULE.PARAMETER=TEXT, got {given!r}")
         arguments[name] = engine.tokenize(text) if text else []
     detokenize = engine.detokenize if engine.has_tokenizer else None
     return sized(read_schema(data), corpus, detokenize).prompt(names, arguments)
@@ -300,11 +295,9 @@ def _check_prompt(options: AskOptions) -> None:
     given = [name for name, is_given in kinds.items() if is_given]
     if len(given) != 1:
         got = " and ".join(given) or "none"
-        msg = f"a question is over --docs, a --prompt or a --session: give one of them, got {got}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a question is over --docs, a --prompt or a --session: give one of them, got {got}")
     if not options.question and not options.prompt:
-        msg = "there is no question: give --question"
-        raise ArgumentError(msg)
+        raise ArgumentError("there is no question: give --question")
     unused: dict[str, object]
     if options.docs:
         unused = {"--save": options.save}
@@ -320,8 +313,7 @@ def _check_prompt(options: AskOptions) -> None:
     if options.session and options.system is not None and not options.chat:
         unused |= {"--system": "without --chat"}
     if wrong := [name for name, value in unused.items() if value]:
-        msg = f"{given[0]} goes without {' and '.join(wrong)}: leave that out"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{given[0]} goes without {' and '.join(wrong)}: leave that out")
 
 
 def _answer_prompt(loader: Loader, engine: Engine, options: AskOptions, chat: Chat | None) -> tuple[list[str], Answer]:
@@ -346,7 +338,6 @@ def prompt_tokens(engine: Engine, path: Path | None, question: str = "") -> list
     from kvwire.runtime.text_files import decoded_text, read_part
 
     if path is None or not path.is_file():
-        msg = f"{path} is not a file; check --prompt"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} is not a file; check --prompt")
     ids = list(engine.tokenize(decoded_text(read_part(str(path)), str(path)), place="first", trust="frame"))
     return ids + (list(engine.tokenize(question, place="last", trust="frame")) if question else [])

@@ -138,11 +138,9 @@ def _draw(report: LinkReport, path: Path) -> None:
 
         draw_links(report, path)
     except ImportError as error:
-        msg = "a picture needs matplotlib: pip install 'kvwire[demo]'"
-        raise ArgumentError(msg) from error
+        raise ArgumentError("a picture needs matplotlib: pip install 'kvwire[demo]'") from error
     except OSError as error:
-        msg = f"{path} cannot be written ({error.strerror})"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be written ({error.strerror})") from error
 
 
 def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
@@ -159,8 +157,7 @@ def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt],
     for asked in _questions(Path(options.questions)):
         lost = [name for name in asked["documents"] if name not in texts]
         if lost:
-            msg = f"{options.questions} names {lost[0]!r}, which is no document in {options.documents}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{options.questions} names {lost[0]!r}, which is no document in {options.documents}")
         named.update(asked["documents"])
         documents = tuple(tuple(texts[name]) for name in asked["documents"])
         question = tuple(engine.tokenize(asked["question"], place="last", trust="frame"))
@@ -194,8 +191,7 @@ def _questions(path: Path) -> list[dict[str, Any]]:
     try:
         value = strict_json(path.read_bytes())
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     good = isinstance(value, list) and all(
         isinstance(each, dict)
         and isinstance(each.get("question"), str)
@@ -205,8 +201,7 @@ def _questions(path: Path) -> list[dict[str, Any]]:
         for each in value
     )
     if not isinstance(value, list) or not good:
-        msg = f"{path} is not a list of {{documents, question, answer}}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{path} is not a list of {{documents, question, answer}}")
     return value
 
 

@@ -52,13 +52,11 @@ def demo(options: _DemoOptions) -> None:
     advice = "is not a folder; run this in the repository, or name --model and --documents of your own"
     model = options.model
     if model == _MODEL and not Path(model).is_dir():
-        msg = f"{model} {advice}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{model} {advice}")
     engine = open_engine(model)
     documents = options.documents or (_TOWN if _chats(engine) else "demo/documents")
     if not Path(documents).is_dir():
-        msg = f"{documents} {advice}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{documents} {advice}")
     report = run_demo(
         engine,
         read_texts([documents]),

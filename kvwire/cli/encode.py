@@ -218,14 +218,12 @@ def encode(options: _EncodeOptions) -> None:
         msg = "--chat computes a few rows with the model here: leave out --on and --engine, or run it once by itself"
         raise ArgumentError(msg)
     if (options.system is not None or options.before) and not options.chat:
-        msg = "--system and --before are of a chat: give --chat, too"
-        raise ArgumentError(msg)
+        raise ArgumentError("--system and --before are of a chat: give --chat, too")
     run = _on_ray if options.on == "ray" else _here
     if options.engine == "vllm":
         run = _on_vllm
     elif options.tensor_parallel != 1 or options.engine_args:
-        msg = "--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray"
-        raise ArgumentError(msg)
+        raise ArgumentError("--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray")
     try:
         with stages():
             run(options.place, options, refs, output)
@@ -257,8 +255,7 @@ def _what(options: _EncodeOptions) -> RunOptions:
     from kvwire.offline import RunOptions
 
     if options.profile and options.refit:
-        msg = "--refit fits a new profile, and --profile names one: leave one of them out"
-        raise ArgumentError(msg)
+        raise ArgumentError("--refit fits a new profile, and --profile names one: leave one of them out")
     data = read_file(options.profile, "--profile names a file of kvwire profile fit") if options.profile else b""
     return RunOptions(options.force, options.encode_after, options.index, options.refit, data)
 
@@ -283,8 +280,7 @@ def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[Documen
     from kvwire.offline import RaySettings, encode_on_ray
 
     if options.deviation:
-        msg = "--deviation compares a document with all others of a run: encode without --on ray"
-        raise ArgumentError(msg)
+        raise ArgumentError("--deviation compares a document with all others of a run: encode without --on ray")
     settings = RaySettings(options.actors, options.gpus, options.cpus)
     rows = encode_on_ray(partial(open_corpus, place, options), refs, _what(options), settings)
     output.take((row, None) for row in rows)

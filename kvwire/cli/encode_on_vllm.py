@@ -26,8 +26,7 @@ _USUAL = {
 def check_options(options: Any) -> None:  # noqa: ANN401 - what kvwire encode is given
     """Refuse options that vLLM does not serve."""
     if options.on != "ray":
-        msg = "vLLM encodes on Ray, which needs no cluster of its own: add --on ray"
-        raise ArgumentError(msg)
+        raise ArgumentError("vLLM encodes on Ray, which needs no cluster of its own: add --on ray")
     others = [name for name, usual in _USUAL.items() if getattr(options, name) != usual]
     if others:
         name = others[0].replace("_", "-")
@@ -81,6 +80,5 @@ def _engine_args(text: str) -> dict[str, Any]:
         msg = f"--engine-args is no JSON ({error}); write an object such as '{{\"max_model_len\": 8192}}'"
         raise ArgumentError(msg) from error
     if not isinstance(found, dict):
-        msg = "--engine-args is a JSON object of vLLM's arguments, such as '{\"max_model_len\": 8192}'"
-        raise ArgumentError(msg)
+        raise ArgumentError("--engine-args is a JSON object of vLLM's arguments, such as '{\"max_model_len\": 8192}'")
     return found

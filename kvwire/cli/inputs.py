@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _PREFIX_BYTES = 1 << 16  # most headers are shorter
 _TOKENS = re.compile(r"([0-9]{1,9})(k?)")
 _MOST_NAMED = 40  # characters of what somebody wrote that errors repeat
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 
 
 def read_file_header(path: Path) -> BlobInfo:
@@ -30,8 +32,7 @@ def read_file_header(path: Path) -> BlobInfo:
     from kvwire.codec import inspect
 
     if not path.is_file():
-        msg = f"{path} is not a file; name a .kvw file, as kvwire encode writes them"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} is not a file; name a .kvw file, as kvwire encode writes them")
     try:
         with path.open("rb") as file:
             data = file.read(_PREFIX_BYTES)
@@ -41,26 +42,21 @@ def read_file_header(path: Path) -> BlobInfo:
                 more = file.read(max(0, error.needed - len(data)))  # of a header that the format bounds
                 return inspect(data + more)
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     except TruncatedError as error:
-        msg = f"{path}: {error}"
-        raise TruncatedError(msg, error.needed) from error
+        raise TruncatedError(f"{path}: {error}", error.needed) from error
     except (CorruptError, FormatVersionError) as error:
-        msg = f"{path}: {error}"
-        raise type(error)(msg) from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def read_file(path: Path, advice: str) -> bytes:
     """Read a whole file."""
     if not path.is_file():
-        msg = f"{path} is not a file; {advice}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} is not a file; {advice}")
     try:
         return path.read_bytes()
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def read_tokens(text: str, most: int) -> int:
@@ -104,8 +100,7 @@ def read_shape(name: str) -> Model:
 
 def _check_name(kind: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        msg = f"no {kind} is called {name[:_MOST_NAMED]!r}; choose one of {', '.join(known)}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"no {kind} is called {name[:_MOST_NAMED]!r}; choose one of {', '.join(known)}")
 
 
 def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
@@ -134,8 +129,7 @@ def model_name(model: str) -> str:
     try:
         return model_revision(folder)
     except OSError as error:
-        msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
-        raise StorageError(msg) from error
+        raise StorageError(f"{folder} cannot be read ({error}); check its permissions and the disk") from error
 
 
 def open_tokenizer(model: str) -> PieceTokenizer:
@@ -154,14 +148,12 @@ def read_soft_tokens(path: Path) -> SoftTokens:
     try:
         data = read_at_most(path, MAX_FILE_BYTES)
     except FileNotFoundError as error:
-        msg = f"{path} is not there; --soft-tokens names a file that kvwire train-links wrote"
-        raise NotFoundError(msg) from error
+        raise NotFoundError(f"{path} is not there; --soft-tokens names a file that kvwire train-links wrote") from error
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read ({error}); --soft-tokens names a file that kvwire train-links wrote"
         raise StorageError(msg) from error
     if len(data) > MAX_FILE_BYTES:
-        msg = f"{path} is longer than any file of soft tokens; name the one that kvwire train-links wrote"
-        raise CorruptError(msg)
+        raise CorruptError(f"{path} is longer than any file of soft tokens; name the one that kvwire train-links wrote")
     return SoftTokens.from_bytes(data)
 
 
@@ -177,3 +169,11 @@ def use_layout(engine: Engine, links: str | None, soft_tokens: Path | None) -> L
     soft.check_layout(layout)
     engine.use_soft_tokens(soft)
     return layout
+
+
+def read_seconds(text: str) -> float:
+    """A length of time, such as 90s or 24h."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"{text!r} is no length of time: write 90s, 30m, 24h or 7d")
+    return float(match[1]) * _SECONDS[match[2] or "s"]

@@ -65,11 +65,9 @@ def _info(blob: str, model: str | None, place: StoreOptions) -> BlobInfo:
         try:
             return verify(path.read_bytes())
         except OSError as error:
-            msg = f"{path} cannot be read ({error.strerror})"
-            raise StorageError(msg) from error
+            raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     if not place.store:
-        msg = f"{blob} is no file; to look up a document name --store"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{blob} is no file; to look up a document name --store")
     with closing(place.open()) as opened:
         corpus = _corpus(opened, model, place)
         return corpus.read_header(corpus.find(blob))

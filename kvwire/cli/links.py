@@ -23,6 +23,8 @@ from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageErr
 from kvwire.store import parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvwire.controller.simulator import RateTrace
 
 LEAD_S = 20.0
@@ -58,24 +60,19 @@ def recorded_link(path: str, mean_bytes_s: float | None, stretch: float) -> Name
     """Read a recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s."""
     file = Path(path)
     if not file.is_file():
-        msg = f"{path} is not a file; --trace takes recorded links, .json or lines of seconds and Mbit/s"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} is not a file; --trace takes recorded links, .json or lines of seconds and Mbit/s")
     try:
         if file.stat().st_size > _MOST_CHARACTERS:
-            msg = f"{path} is larger than any trace; cut it"
-            raise CorruptError(msg)
+            raise CorruptError(f"{path} is larger than any trace; cut it")
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        msg = f"{path} is not text; name a trace, or copy it again"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{path} is not text; name a trace, or copy it again") from error
     try:
         rate = parse_log_json(text) if file.suffix == ".json" else parse_mbit_lines(text)
     except CorruptError as error:
-        msg = f"{path}: {error}"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{path}: {error}") from error
     if mean_bytes_s is not None:
         rate = rate.scaled(mean_bytes_s)
     return NamedLink(file.name, rate.stretched(stretch))
@@ -101,8 +98,7 @@ def made_link(text: str, seed: int) -> NamedLink:
             case "bucket", [peak, sustained, size]:
                 return _led(text, token_bucket(_rate(peak), _rate(sustained), parse_size(size)))
     except ArgumentError as error:
-        msg = f"{text!r}: {error}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"{text!r}: {error}") from error
     msg = f"{text!r} is no made link: write ar1:1gbit,0.5,0.9, steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB"
     raise ArgumentError(msg)
 
@@ -111,8 +107,7 @@ def with_outage(link: NamedLink, text: str) -> NamedLink:
     """Add an outage to a link."""
     start, comma, length = text.partition(",")
     if not comma:
-        msg = f"{text!r} is no outage: write its start and its length in seconds, such as 0.3,0.5"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{text!r} is no outage: write its start and its length in seconds, such as 0.3,0.5")
     led = link if link.rate.period_s is not None or link.start_s is not None else _led(link.name, link.rate)
     begins, lasts, period_s = number(start), number(length), led.rate.period_s
     if not lasts or (period_s is not None and begins + lasts > period_s):
@@ -126,8 +121,7 @@ def with_outage(link: NamedLink, text: str) -> NamedLink:
 def number(text: str) -> float:
     """Read a number of at least 0."""
     if not _NUMBER.fullmatch(text.strip()):
-        msg = f"{text[:40]!r} is not a number of at least 0, such as 0.25"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{text[:40]!r} is not a number of at least 0, such as 0.25")
     return float(text)
 
 
@@ -140,3 +134,15 @@ def _led(name: str, rate: RateTrace) -> NamedLink:
     pieces = zip(rate.times, rate.rates, strict=True)
     led = steps([(0.0, rate.mean_bytes_s), *((LEAD_S + time, value) for time, value in pieces)])
     return NamedLink(name, led, start_s=LEAD_S)
+
+
+def number_pairs(text: str, names: Sequence[str], option: str) -> dict[str, float]:
+    """Read ``NAME=NUMBER,...``, of names that are known, each once."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = part.partition("=")
+        if not equals or name.strip() not in names or name.strip() in found:
+            msg = f"{option} takes {', '.join(f'{each}=NUMBER' for each in names)}, each once; got {part[:40]!r}"
+            raise ArgumentError(msg)
+        found[name.strip()] = number(value)
+    return found

@@ -139,8 +139,7 @@ def _max_kl(_context: click.Context, _option: click.Parameter, told: str) -> flo
     try:
         value = float(told)
     except ValueError as error:
-        msg = f"--max-kl is a KL divergence in nats, 0 or more, or none; got {told!r}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"--max-kl is a KL divergence in nats, 0 or more, or none; got {told!r}") from error
     check_max_kl(value)
     return value
 
@@ -190,8 +189,7 @@ class StoreOptions:
         from kvwire.store.schemes import open_store
 
         if self.store is None:
-            msg = "no store is named: give --store, or set KVWIRE_STORE"
-            raise ArgumentError(msg)
+            raise ArgumentError("no store is named: give --store, or set KVWIRE_STORE")
         return open_store(
             self.store, token=self.token, cache=self.cache, cache_size=self.cache_size, memory_size=self.memory_size
         )
@@ -202,11 +200,9 @@ class StoreOptions:
 
         opened = self.open()
         if isinstance(opened, MemoryStore):
-            msg = "a memory store ends with this command; name a folder: --store file:///path"
-            raise ArgumentError(msg)
+            raise ArgumentError("a memory store ends with this command; name a folder: --store file:///path")
         if exists and isinstance(opened, FolderStore) and not opened.root.is_dir():
-            msg = f"{opened.root} is not a folder; check --store, or encode documents into it first"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{opened.root} is not a folder; check --store, or encode documents into it first")
         return opened
 
     def whose(self) -> dict[str, Any]:
@@ -307,5 +303,4 @@ def repair_of(text: str) -> RepairMode | float:
     try:
         return float(text)
     except ValueError as error:
-        msg = f"--repair is none, auto, all or a share of rows from 0 to 1, got {text!r}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"--repair is none, auto, all or a share of rows from 0 to 1, got {text!r}") from error

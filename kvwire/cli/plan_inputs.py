@@ -226,8 +226,7 @@ class Sources:
         if _is_file(name):
             info = read_file_header(Path(name))
         elif self._store is None:
-            msg = f"{name} is no {_BLOB} file; to look it up as a document's id name --store"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{name} is no {_BLOB} file; to look it up as a document's id name --store")
         else:
             catalog = self._corpus.catalog if self._corpus else self._options.place.catalog(self._store)
             entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
@@ -250,8 +249,7 @@ class Sources:
                     f"{shape.name} caches {shape.cache_elements}"
                 )
         if wrong:
-            msg = f"{wrong}; name its own model: --model, or --shape with --machine"
-            raise MismatchError(msg)
+            raise MismatchError(f"{wrong}; name its own model: --model, or --shape with --machine")
 
     def _details(self, headers: list[BlobInfo | int]) -> Details:
         """What headers tell beyond what planning needs."""
@@ -262,7 +260,7 @@ class Sources:
         infos = [header for header in headers if not isinstance(header, int)]
         levels = max((info.levels for info in infos), key=len, default=())
         elements = {info.meta.elements_per_token for info in infos}
-        raw = DecodeCost(0.0, 0.0)  # nobody measured that copy on an engine
+        raw = DecodeCost(0.0, 0.0)  # that copy was not measured on an engine
         if self._options.machine:
             machine, model = self._options.modelled()
             raw = costs(model, machine, raw=True).decode
@@ -353,11 +351,9 @@ def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:
     spaces = [space for space in catalog.configurations() if space.config.startswith(config)]
     found = {space.config: entry for space in spaces if (entry := catalog.by_document(space, name)) is not None}
     if len(found) > 1:
-        msg = f"several model configurations have {name!r}: choose one with --config: {', '.join(found)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"several model configurations have {name!r}: choose one with --config: {', '.join(found)}")
     if not found:
-        msg = f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config")
     return next(iter(found.values()))
 
 
@@ -367,22 +363,18 @@ def _read_plan(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError as error:
-        msg = f"{path} does not exist; name what kvwire plan --json printed"
-        raise NotFoundError(msg) from error
+        raise NotFoundError(f"{path} does not exist; name what kvwire plan --json printed") from error
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     try:
         state = json_object(content, str(path), _MOST_BYTES)
     except CorruptError as error:
-        msg = f"{error}; name what kvwire plan --json printed"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{error}; name what kvwire plan --json printed") from error
     compute = None
     if isinstance(state.get("estimates"), dict):
         state, compute = state["estimates"], state.get("compute")
     if "engine" not in state:
-        msg = f"{path} holds no estimates of an engine; name what kvwire plan --json printed"
-        raise CorruptError(msg)
+        raise CorruptError(f"{path} holds no estimates of an engine; name what kvwire plan --json printed")
     return {"estimates": state} if compute is None else {"estimates": state, "compute": _checked(compute, path)}
 
 

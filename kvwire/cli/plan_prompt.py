@@ -26,8 +26,7 @@ def plan_prompt(options: PlanOptions) -> None:
     from kvwire.runtime.settings import LoadSettings
 
     if options.names or options.context or options.is_modelled or not (options.model and options.place.store):
-        msg = "--prompt needs --model and --store, and goes without documents, --context and other costs"
-        raise ArgumentError(msg)
+        raise ArgumentError("--prompt needs --model and --store, and goes without documents, --context and other costs")
     engine = open_engine(options.model, options.device, options.dtype)
     settings = LoadSettings(max_kl=options.max_kl, quality_floor=options.floor, repair=repair_of(options.repair))
     with closing(options.place.open_lasting(exists=True)) as store:

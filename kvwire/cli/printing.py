@@ -192,7 +192,7 @@ def _reused(reused: Reuse | None) -> Iterator[str]:
 
 
 def _expected_kl(names: Sequence[str], answer: Answer) -> Iterator[str]:
-    """What levels are expected to change the next token's distribution by, and where nobody knows."""
+    """What levels are expected to change the next token's distribution by, and where that is not known."""
     known = [(name, kl) for name, kl in zip(names, answer.document_kl, strict=True) if kl is not None]
     unknown = dict.fromkeys(name for name, kl in zip(names, answer.document_kl, strict=True) if kl is None)
     each = ", ".join(f"{name} {kl:.1e}" for name, kl in known)

@@ -55,8 +55,7 @@ def fit(options: _FitOptions) -> None:
 
     out = options.out
     if not out.parent.is_dir():
-        msg = f"{out.parent} is no folder; make it first"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{out.parent} is no folder; make it first")
     coding = Coding(options.method, options.prefix_layers, calibration=options.calibration, resume=options.resume)
     refs = find_documents(options.texts)
     with stages():
@@ -69,8 +68,7 @@ def fit(options: _FitOptions) -> None:
         part.replace(out)
     except OSError as error:
         part.unlink(missing_ok=True)
-        msg = f"{out} cannot be written ({error.strerror}); look at free space and permissions"
-        raise StorageError(msg) from error
+        raise StorageError(f"{out} cannot be written ({error.strerror}); look at free space and permissions") from error
     _print_summary(summarise(profile), as_json=options.as_json)
 
 
@@ -93,8 +91,7 @@ def show(options: _ShowOptions) -> None:
     try:
         profile = read_profile(data)
     except (CorruptError, FormatVersionError) as error:
-        msg = f"{file}: {error}"
-        raise type(error)(msg) from error
+        raise type(error)(f"{file}: {error}") from error
     _print_summary(summarise(profile), as_json=options.as_json)
 
 

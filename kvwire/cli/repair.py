@@ -45,8 +45,7 @@ def repair(options: _RepairOptions) -> None:
     most = parse_size(options.kept_size)
     counts = use_file(options.combinations)
     if counts is None:
-        msg = "--combinations names no file"
-        raise ArgumentError(msg)
+        raise ArgumentError("--combinations names no file")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

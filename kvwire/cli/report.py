@@ -62,12 +62,10 @@ def report(options: _ReportOptions) -> None:
     out, place = options.out, options.place
     wanted = options.model or options.machine or options.shape or options.estimates
     if bool(options.machine) != bool(options.shape):
-        msg = "--machine and --shape go together: a machine's costs depend on the model's shape"
-        raise ArgumentError(msg)
+        raise ArgumentError("--machine and --shape go together: a machine's costs depend on the model's shape")
     page = Path(out)
     if page.is_dir() or not page.absolute().parent.is_dir():
-        msg = f"{out} cannot be written: name a file in a folder that is there"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{out} cannot be written: name a file in a folder that is there")
     with closing(place.open_lasting(exists=True)) as store:
         with progress("looking at", "obj") as tell:
             tenant = None if options.all_tenants else place.catalog(store).tenant
@@ -80,8 +78,7 @@ def report(options: _ReportOptions) -> None:
         documents = sum(each.documents for each in found.configs)
         say(f"{out}: {documents:,} documents in {len(found.configs)} model configurations, {found.seconds:.1f} s")
     if not all(each.is_sound for each in found.configs):
-        msg = f"something in {found.store} is damaged or missing: {out} tells what, and what to do"
-        raise CorruptError(msg)
+        raise CorruptError(f"something in {found.store} is damaged or missing: {out} tells what, and what to do")
 
 
 def _first_tokens(found: Survey, store: Store, asked: _ReportOptions) -> FirstTokens:
@@ -112,8 +109,7 @@ def _check_pictures() -> None:
     try:
         import kvwire.report.figures  # noqa: F401 - only whether it can be
     except ImportError as error:
-        msg = "a report has pictures, which need matplotlib: pip install 'kvwire[demo]'"
-        raise NotFoundError(msg) from error
+        raise NotFoundError("a report has pictures, which need matplotlib: pip install 'kvwire[demo]'") from error
 
 
 def _write(page: Path, found: Survey, first: FirstTokens | None) -> None:
@@ -122,8 +118,7 @@ def _write(page: Path, found: Survey, first: FirstTokens | None) -> None:
     try:
         page.write_text(write_page(found, first, _HINT), encoding="utf-8")
     except OSError as error:
-        msg = f"{page} cannot be written ({error.strerror}); choose another --out"
-        raise StorageError(msg) from error
+        raise StorageError(f"{page} cannot be written ({error.strerror}); choose another --out") from error
 
 
 def _as_data(found: Survey, first: FirstTokens | None) -> dict[str, Any]:

@@ -57,15 +57,12 @@ def salt(options: _SaltOptions) -> None:
     names = [*options.docs, *options.more_docs]
     flags = {name: True for name in ("prefix", "save") if getattr(options, name)}
     if (options.system is not None or options.before) and not options.chat:
-        msg = "--system and --before are of a chat: give --chat, too"
-        raise ArgumentError(msg)
+        raise ArgumentError("--system and --before are of a chat: give --chat, too")
     if options.chat and (options.question is None or options.computed):
-        msg = "--chat makes a whole request: give --question, and leave out --computed"
-        raise ArgumentError(msg)
+        raise ArgumentError("--chat makes a whole request: give --question, and leave out --computed")
     choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)
     if not choice.mode:
-        msg = "name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt"
-        raise ArgumentError(msg)
+        raise ArgumentError("name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt")
     model, place = options.model or "", options.place
     with closing(place.open_lasting(exists=True)) as store:
         corpus = Corpus.open(store, model=model_name(model), **place.whose())
@@ -74,8 +71,7 @@ def salt(options: _SaltOptions) -> None:
             say(json.dumps({"cache_salt": value}) if options.as_json else value)
             return
         if not model or not Path(model).expanduser().is_dir():
-            msg = "--question is read with the model's tokenizer: give --model FOLDER"
-            raise ArgumentError(msg)
+            raise ArgumentError("--question is read with the model's tokenizer: give --model FOLDER")
         more = {"model": options.served_name or model, "max_tokens": options.max_tokens, "temperature": 0}
         if options.chat:
             chat = Chat(options.system, before=options.before)

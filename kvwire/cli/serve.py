@@ -165,8 +165,7 @@ def _tls(certificate: Path | None, private_key: Path | None) -> ServerTls | None
     if certificate is None and private_key is None:
         return None
     if certificate is None or private_key is None:
-        msg = "TLS needs both --certificate and --private-key"
-        raise ArgumentError(msg)
+        raise ArgumentError("TLS needs both --certificate and --private-key")
     return ServerTls(TlsFiles(certificate, private_key))
 
 

@@ -156,6 +156,7 @@ def simulate(asked: _Asked) -> None:
 
 
 def _cases(asked: _Asked) -> Iterator[_Case]:
+    from kvwire.cli.links import number_pairs
     from kvwire.controller import Goal
     from kvwire.controller.repair import unmeasured
     from kvwire.controller.simulator import Scenario, Trouble
@@ -165,7 +166,7 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
         raise ArgumentError(msg)
     objective = asked.objective or ("earliest" if asked.deadline is None else "quality")
     goal = Goal(objective=objective, deadline_s=asked.deadline, floor=asked.floor or 0)
-    prior, links = _pairs(asked.prior, ("bandwidth", "prefill"), "--prior"), _links(asked)
+    prior, links = number_pairs(asked.prior, ("bandwidth", "prefill"), "--prior"), _links(asked)
     trouble = Trouble(**_troubles(asked.trouble))
     prompts = 1 if asked.blobs else len((asked.contexts or "").split(","))
     count = len(asked.models) * prompts * len(links) * asked.loads * asked.together
@@ -202,8 +203,7 @@ def _prompts(asked: _Asked, model: Model) -> list[tuple[str, Callable[[int], tup
     """What prompts are called, and their documents for each load."""
     if asked.blobs:
         if asked.contexts or asked.documents:
-            msg = "--blob brings documents of its own; leave out --context and --documents"
-            raise ArgumentError(msg)
+            raise ArgumentError("--blob brings documents of its own; leave out --context and --documents")
         read = tuple((_blob(path, model, _kl_bound(asked)),) for path in asked.blobs)
         return [(f"{len(read)} blobs", lambda _: read)]
     count = asked.documents or 4
@@ -212,8 +212,7 @@ def _prompts(asked: _Asked, model: Model) -> list[tuple[str, Callable[[int], tup
         tokens = read_tokens(text, _MOST_TOKENS)
         lengths = [tokens // count + (each < tokens % count) for each in range(count)]
         if not lengths[-1]:
-            msg = f"{tokens} tokens do not make {count} documents"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{tokens} tokens do not make {count} documents")
         made = partial(_drawn, model, lengths, asked)
         prompts.append((f"{text.strip()} in {count}", made))
     return prompts
@@ -235,11 +234,10 @@ def _blob(path: str, model: Model, max_kl: float | None) -> Any:  # noqa: ANN401
 
     info = read_file_header(Path(path))
     if info.meta.elements_per_token != model.cache_elements:
-        msg = (
+        raise MismatchError(
             f"{path} holds {info.meta.elements_per_token} elements for each token, {model.name} has "
             f"{model.cache_elements}: name the --model that it is of"
         )
-        raise MismatchError(msg)
     return DocumentPlanInput.from_blob(info, prefix_share=info.prefix_layers / len(info.meta.layers), max_kl=max_kl)
 
 
@@ -247,12 +245,10 @@ def _links(asked: _Asked) -> list[NamedLink]:
     from kvwire.cli.links import made_link, recorded_link, steady_link, with_outage
 
     if not asked.traces and (asked.mean is not None or asked.stretch is not None):
-        msg = "--mean and --stretch change recorded links: name one with --trace, or leave them out"
-        raise ArgumentError(msg)
+        raise ArgumentError("--mean and --stretch change recorded links: name one with --trace, or leave them out")
     stretch = 1.0 if asked.stretch is None else asked.stretch
     if not 0 < stretch < inf:
-        msg = f"--stretch takes a number above 0, got {stretch}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"--stretch takes a number above 0, got {stretch}")
     mean = read_link(asked.mean).bandwidth_bytes_s if asked.mean else None
     links = [steady_link(text) for text in asked.links]
     links += [recorded_link(path, mean, stretch) for path in asked.traces]
@@ -264,24 +260,13 @@ def _links(asked: _Asked) -> list[NamedLink]:
 
 
 def _troubles(text: str) -> dict[str, float]:
-    found = _pairs(text, ("fail", "stall", "stall_s", "corrupt", "noise"), "--trouble")
+    from kvwire.cli.links import number_pairs
+
+    found = number_pairs(text, ("fail", "stall", "stall_s", "corrupt", "noise"), "--trouble")
     for name in ("fail", "stall", "corrupt"):
         if found.get(name, 0.0) > 1:
             msg = f"--trouble: fail, stall and corrupt are chances from 0 to 1, got {name}={found[name]:g}"
             raise ArgumentError(msg)
-    return found
-
-
-def _pairs(text: str, names: Sequence[str], option: str) -> dict[str, float]:
-    from kvwire.cli.links import number
-
-    found: dict[str, float] = {}
-    for part in text.split(",") if text else ():
-        name, equals, value = part.partition("=")
-        if not equals or name.strip() not in names or name.strip() in found:
-            msg = f"{option} takes {', '.join(f'{each}=NUMBER' for each in names)}, each once; got {part[:40]!r}"
-            raise ArgumentError(msg)
-        found[name.strip()] = number(value)
     return found
 
 
@@ -408,6 +393,5 @@ def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> Non
         title = ", ".join((*first.group, first.link, results[0].policy))
         draw_load(results[0].scored[0].outcome, title, out / "load.png")
     except OSError as error:
-        msg = f"{out} cannot be written ({error.strerror}); choose another --out"
-        raise StorageError(msg) from error
+        raise StorageError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     say(f"written: simulation.json, ttft.png and load.png in {out}", err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -31,8 +30,6 @@ _JOBS = option("Objects at once.", default=4, show_default=True, type=click.IntR
 _PART = option("One of N equal parts alone, which is a random sample too.", metavar="K/N", default="1/1")
 _MOST_COLLECTED = 0.5
 """Part of all bytes that gc deletes without being told to."""
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 
 
 @click.group("store")
@@ -76,8 +73,7 @@ def ls(options: _LsOptions) -> None:
         for row in islice(rows, options.limit):
             say(json.dumps(row) if options.as_json else "  ".join(_words(row)))
     if failures:
-        msg = f"{len(failures)} entries cannot be read, the first of them {failures[0]}"
-        raise CorruptError(msg)
+        raise CorruptError(f"{len(failures)} entries cannot be read, the first of them {failures[0]}")
 
 
 @dataclass(frozen=True)
@@ -176,15 +172,15 @@ def gc(options: _GcOptions) -> None:
 
     With --keep or --unused, saved prompts and sessions are forgotten before, the least recently used first.
     """
+    from kvwire.cli.inputs import read_seconds
     from kvwire.store import Forgotten, Part, collect, forget, parse_size
 
-    grace_s, chosen = _seconds(options.grace), Part.parse(options.part)
+    grace_s, chosen = read_seconds(options.grace), Part.parse(options.part)
     keep_bytes = inf if options.keep is None else parse_size(options.keep)
-    unused_s = 0.0 if options.unused is None else _seconds(options.unused)
+    unused_s = 0.0 if options.unused is None else read_seconds(options.unused)
     forgets, forgotten = options.keep is not None or options.unused is not None, Forgotten()
     if options.named and not forgets:
-        msg = "--named says what may be forgotten: pass --keep SIZE or --unused AGE, too"
-        raise ArgumentError(msg)
+        raise ArgumentError("--named says what may be forgotten: pass --keep SIZE or --unused AGE, too")
     with _opened(options.place) as store, progress("looking at", "obj") as tell:
         tenant = None if options.all_tenants else options.place.catalog(store).tenant
         if forgets:
@@ -357,8 +353,7 @@ def cp(options: _CpOptions) -> None:
 
     for address in (options.source, options.target):
         if address.startswith("memory:"):
-            msg = "a memory store ends with this command; name a folder, an http server or a bucket"
-            raise ArgumentError(msg)
+            raise ArgumentError("a memory store ends with this command; name a folder, an http server or a bucket")
     with (
         closing(open_store(options.source, token=options.token)) as ours,
         closing(open_store(options.target, token=options.to_token)) as theirs,
@@ -390,13 +385,11 @@ def _find(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, Catal
         return found[0]
     if found:
         names = ", ".join(space.config for space, _ in found)
-        msg = f"several model configurations have {document!r}: choose one with --config: {names}"
-        raise ArgumentError(msg)
-    msg = (
+        raise ArgumentError(f"several model configurations have {document!r}: choose one with --config: {names}")
+    raise NotFoundError(
         f"{document!r} is not in {catalog.store.url}, where this tenant has {len(spaces)} model configurations; "
         "see kvwire store ls, --tenant and --config"
     )
-    raise NotFoundError(msg)
 
 
 def _document_rows(
@@ -433,14 +426,6 @@ def _words(row: dict[str, Any]) -> Iterator[str]:
         yield from (f"{row['bytes']:>13,}", row["key"])
     else:
         yield from row.values()
-
-
-def _seconds(text: str) -> float:
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        msg = f"{text!r} is no length of time: write 90s, 30m, 24h or 7d"
-        raise ArgumentError(msg)
-    return float(match[1]) * _SECONDS[match[2] or "s"]
 
 
 def _failed(failures: Sequence[str], words: str, *, as_json: bool) -> CorruptError | None:

@@ -115,11 +115,9 @@ def _state(options: _TrainOptions) -> Path:
 
     state = options.out / STATE
     if options.resume and not state.is_file():
-        msg = f"{options.out} holds no interrupted training; leave --resume out"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{options.out} holds no interrupted training; leave --resume out")
     if state.exists() and not options.resume:
-        msg = f"{options.out} holds a training already; go on with --resume, or name another --out"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{options.out} holds a training already; go on with --resume, or name another --out")
     return state
 
 
@@ -148,8 +146,7 @@ def _mixture(engine: TransformersEngine, what: Training, options: _TrainOptions)
     for given in options.data:
         name, weight = _weighted(given)
         if name in parts:
-            msg = f"{name} is named twice; give it one weight"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{name} is named twice; give it one weight")
         source = read_source(Path(name).expanduser(), engine.tokenize, cut)
         parts[name] = source.fitting(what.layout, most, engine.vocabulary_size, skip_long=options.skip_long)
         weights[name] = weight

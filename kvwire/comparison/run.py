@@ -291,8 +291,7 @@ def _fitting(engine: Engine, texts: Mapping[str, str], say: Callable[[str], None
             say(f"left out: {name}: {problem}")
     fitting = {name: ids for name, ids in tokens.items() if not problems[name]}
     if not fitting:
-        msg = "none of the documents can be encoded"
-        raise ArgumentError(msg)
+        raise ArgumentError("none of the documents can be encoded")
     return fitting
 
 
@@ -310,8 +309,7 @@ def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str
         rows = strict_json(Path(questions).read_bytes())
         prompts = [_prompt(engine, row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        msg = f"{questions} is not a list of documents and questions ({error})"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"{questions} is not a list of documents and questions ({error})") from error
     missing = sorted({name for prompt in prompts for name in prompt.documents} - set(tokens))
     if missing or not prompts:
         msg = f"{questions} asks about documents that are not there: {', '.join(missing) or 'no questions at all'}"
@@ -381,8 +379,7 @@ def local_server(folder: Path | str) -> Iterator[str]:
         try:
             line = process.stdout.readline() if process.stdout else ""
             if not line:
-                msg = "the server did not start; see its message above"
-                raise StorageError(msg)
+                raise StorageError("the server did not start; see its message above")
             direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
             os.environ["no_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))  # proxies cannot reach it
             yield json.loads(line)["url"]

@@ -95,15 +95,13 @@ def check_profile(rows: Sequence[Row], level: str | None = None) -> ProfileCheck
     """
     coded = [row for row in rows if row.levels and row.status != "failed"]
     if not coded:
-        msg = "the manifest names no document with a blob; encode some first"
-        raise ArgumentError(msg)
+        raise ArgumentError("the manifest names no document with a blob; encode some first")
     name = level or coded[0].levels[min(_MIDDLE, len(coded[0].levels) - 1)].name
     level_rows = {row.id: each for row in coded for each in row.levels if each.name == name}
     of_level = [(row, level_rows[row.id]) for row in coded if row.id in level_rows]
     if not of_level:
         names = ", ".join(each.name for each in coded[0].levels)
-        msg = f"no document has a level {name!r}; the levels are {names}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"no document has a level {name!r}; the levels are {names}")
     usual, tokens = _usual(of_level), sum(row.tokens for row, _ in of_level)
     off = [row for row, each in of_level if each.error >= OFF * usual > 0]
     off_tokens, groups = sum(row.tokens for row in off), _groups(of_level, usual)

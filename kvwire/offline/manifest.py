@@ -183,8 +183,7 @@ def check_manifest_name(path: str) -> Path:
     """Refuse an unusable manifest name before encoding starts."""
     target = Path(path).expanduser()
     if target.suffix not in (".parquet", *_LINES):
-        msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither; rename it"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither; rename it")
     if target.suffix == ".parquet":
         require("pyarrow", "parquet", "a manifest as Parquet")
     return target
@@ -235,8 +234,7 @@ def read_manifest(path: str) -> list[Row]:
     """
     target = Path(path).expanduser()
     if not target.is_file():
-        msg = f"{target} is not a file; write one with kvwire encode --manifest FILE"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{target} is not a file; write one with kvwire encode --manifest FILE")
     if target.suffix not in _LINES:
         require("pyarrow", "parquet", "reading Parquet")
         import pyarrow as pa
@@ -250,5 +248,4 @@ def read_manifest(path: str) -> list[Row]:
     try:
         return [Row.from_dict(json.loads(line)) for line in target.read_text(encoding="ascii").splitlines()]
     except (ValueError, OSError) as error:
-        msg = f"{target} is no manifest; write it again with kvwire encode --manifest"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{target} is no manifest; write it again with kvwire encode --manifest") from error

@@ -71,14 +71,12 @@ class VllmSettings:
     def __post_init__(self) -> None:
         """Refuse arguments that kvwire sets."""
         if own := sorted(set(self.engine_args) & set(_OWN)):
-            msg = (
+            raise ArgumentError(
                 f"vLLM's argument {own[0]!r} is set by kvwire, or changes what caches hold: leave it out of the "
                 "engine's arguments (--tensor-parallel says how many workers share the model)"
             )
-            raise ArgumentError(msg)
         if self.tensor_parallel < 1:
-            msg = f"at least one worker runs the model, got {self.tensor_parallel}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"at least one worker runs the model, got {self.tensor_parallel}")
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments for vLLM: no prefix sharing, and caches saved under the prompt's name."""
@@ -155,8 +153,7 @@ def encode_on_vllm(
         raise ArgumentError(msg)
     require("ray", "ray", "--engine vllm")
     if find_spec("vllm") is None:
-        msg = "--engine vllm needs vLLM on all machines: pip install 'kvwire[vllm]'"
-        raise ArgumentError(msg)
+        raise ArgumentError("--engine vllm needs vLLM on all machines: pip install 'kvwire[vllm]'")
     profile = _profile(open_corpus())
     start_ray(spread)
     import ray
@@ -168,11 +165,10 @@ def encode_on_vllm(
         yield from _rows([ref.to_json() for ref in refs], made_of, vllm, spread)
     except ray.exceptions.RayError as error:
         words = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        msg = (
+        raise KvwireError(
             f"vLLM did not run on Ray ({words[-1][-300:]}); the logs of Ray's workers say why, on their "
             "machine in ray/session_latest/logs"
-        )
-        raise KvwireError(msg) from error
+        ) from error
 
 
 def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any:  # noqa: ANN401 - Ray's
@@ -191,8 +187,7 @@ def processor_of(vllm: VllmSettings, spread: RaySettings, engines: int) -> Any: 
         )  # fmt: skip
     except ValueError as error:  # pydantic's
         words = error.errors(include_input=False) if hasattr(error, "errors") else error  # inputs hold secrets
-        msg = f"Ray refuses these settings of vLLM: {words}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"Ray refuses these settings of vLLM: {words}") from error
     light = {"num_cpus": _LIGHT_CPUS}
     processor = build_processor(config, _request, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
     stage = processor.stages[_STAGE]
@@ -242,12 +237,11 @@ def _ids(data: bytes) -> list[int]:
 def _profile(corpus: Corpus) -> str:
     """Digest of the connector's profile."""
     if corpus.profile() is None or (found := corpus.encoder().prepare(list)) is None:
-        msg = (
+        raise NotFoundError(
             "the store has no profile of this model, and vLLM fits none: encode a few documents into it without "
             "--engine vllm first (a model that fits no GPU runs on the processor, or over several with "
             "kvwire.open_engine(model, device_map='auto'))"
         )
-        raise NotFoundError(msg)
     return found.digest
 
 
@@ -268,12 +262,11 @@ def _check_room(nodes: Sequence[Mapping[str, Any]], vllm: VllmSettings, cpus: fl
     each = vllm.bundle(cpus)
     needs = " and ".join(f"{each[name] * vllm.tensor_parallel:g} {name}s" for name in each)
     has = "; ".join(", ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in each) for node in nodes)
-    msg = (
+    raise ArgumentError(
         f"a vLLM of {vllm.tensor_parallel} workers needs one machine with {needs}, and Ray {_SPARE_CPUS:g} CPUs "
         f"more; Ray has {has}: name a larger cluster (RAY_ADDRESS), take fewer workers, or less than {cpus:g} --cpus "
         "for each; --device cpu is for a vLLM that runs on processors"
     )
-    raise ArgumentError(msg)
 
 
 class _Member:
@@ -339,8 +332,7 @@ class OutcomeReader(_Member):
             raise error_of(said["error"], said["message"])
         found = self._encoder.known(Document(row.id, ids), self._profile)
         if found is None:
-            msg = f"vLLM's worker saved it, but the store does not have it; {_UNTOLD}"
-            raise StorageError(msg)
+            raise StorageError(f"vLLM's worker saved it, but the store does not have it; {_UNTOLD}")
         for each in self._indexes:
             each.add(found.entry, ids, is_new=True, opening=opening_of(found.info))
         return stored_row(row, replace(found, skipped=False))

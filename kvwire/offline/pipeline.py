@@ -30,6 +30,12 @@ SMALL = 8
 """Bytes for each token to fit on: a corpus of no more text is fitted on as it is, in its order."""
 SHARE = 8
 """Of the tokens to fit on, one document gives an eighth at most, so that no long one is all of the sample."""
+_progress = logging.getLogger("kvwire.progress")
+T = TypeVar("T")
+R = TypeVar("R")
+AHEAD = 2
+"""Documents queued between two steps, with their caches in memory."""
+_POLL_S = 0.1
 
 
 def stratified(refs: Sequence[DocumentRef]) -> list[DocumentRef]:
@@ -78,15 +84,6 @@ def _enough(documents: Iterable[Document], wanted: int, most_of_one: int) -> lis
         if behind >= HELD_OUT and tokens >= 2 * wanted:
             break
     return chosen
-
-
-_progress = logging.getLogger("kvwire.progress")
-T = TypeVar("T")
-R = TypeVar("R")
-
-AHEAD = 2
-"""Documents queued between two steps, with their caches in memory."""
-_POLL_S = 0.1
 
 
 def prepare_profile(

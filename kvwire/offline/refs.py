@@ -74,8 +74,7 @@ class TextReader:
 
         text = (tables.parquet_text if ref.kind == "parquet" else tables.dataset_text)(ref.name, ref.column, ref.at)
         if not isinstance(text, str):
-            msg = f"row {ref.at} has no text in {ref.column!r}; fill it in or leave the row out"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"row {ref.at} has no text in {ref.column!r}; fill it in or leave the row out")
         return text
 
 
@@ -91,21 +90,17 @@ def object_of_line(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        msg = f"the line is no JSON ({type(error).__name__}); correct it or leave it out"
-        raise ArgumentError(msg) from None
+        raise ArgumentError(f"the line is no JSON ({type(error).__name__}); correct it or leave it out") from None
     if not isinstance(value, dict):
-        msg = "the line is no JSON object; write one object a line"
-        raise ArgumentError(msg)
+        raise ArgumentError("the line is no JSON object; write one object a line")
     return value
 
 
 def text_of_line(line: bytes, column: str) -> str:
     """The text field of a JSON line."""
     if not line:
-        msg = "the line is gone; run again, so that the file is listed again"
-        raise NotFoundError(msg)
+        raise NotFoundError("the line is gone; run again, so that the file is listed again")
     text = object_of_line(line).get(column)
     if not isinstance(text, str):
-        msg = f"the line has no text in {column!r}; name the field with --text-column"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the line has no text in {column!r}; name the field with --text-column")
     return text

@@ -47,10 +47,9 @@ def find_documents(sources: Sequence[str], *, text_column: str = "text", id_colu
     for source in sources:
         refs += _of_source(source, text_column, id_column)
     if not refs:
-        msg = (
+        raise NotFoundError(
             f"no documents in {', '.join(sources)}: name .txt, .md, .jsonl or .parquet files, or folders of text files"
         )
-        raise NotFoundError(msg)
     return list(_checked(refs))
 
 
@@ -88,13 +87,11 @@ def _of_source(source: str, text_column: str, id_column: str) -> Iterator[Docume
         root = Path(*path.parts[:fixed])
         matched = sorted(file for file in root.glob(str(Path(*path.parts[fixed:]))) if file.is_file())
         if not matched:
-            msg = f"{source} matches no file"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{source} matches no file")
         for file in matched:
             yield from _of_file(file, root, text_column, id_column)
     else:
-        msg = f"{path} is neither a file nor a folder"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} is neither a file nor a folder")
 
 
 def _of_file(file: Path, root: Path, text_column: str, id_column: str) -> Iterator[DocumentRef]:

@@ -305,6 +305,5 @@ def stored_row(row: Row, encoded: Encoded) -> Row:
 
 def _required(value: Any) -> Any:  # noqa: ANN401 - what an earlier step left
     if value is None:
-        msg = "a step is missing before this one: run front, compute, code and write in this order"
-        raise ArgumentError(msg)
+        raise ArgumentError("a step is missing before this one: run front, compute, code and write in this order")
     return value

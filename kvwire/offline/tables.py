@@ -38,8 +38,7 @@ def parquet_text(path: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
         first += file.metadata.row_group(group).num_rows
         group += 1
     if group == file.num_row_groups:
-        msg = f"{path} has no row {row} any more; run again, so that the file is listed again"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} has no row {row} any more; run again, so that the file is listed again")
     return _row_group(path, column, group)[row - first].as_py()
 
 
@@ -57,8 +56,7 @@ def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - wha
     try:
         return _dataset(folder, split)[row][column]
     except IndexError as error:
-        msg = f"{folder} has no row {row} any more; run again, so that it is listed again"
-        raise NotFoundError(msg) from error
+        raise NotFoundError(f"{folder} has no row {row} any more; run again, so that it is listed again") from error
 
 
 def splits(folder: str) -> list[str]:
@@ -80,8 +78,7 @@ def _listed(table: Any, column: str, id_column: str) -> list[tuple[str, int]]:  
     texts = table.column(column)
     is_text = pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)
     if not is_text and len(texts):
-        msg = f"the column {column!r} holds {texts.type}, no text; name another one with --text-column"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the column {column!r} holds {texts.type}, no text; name another one with --text-column")
     sizes = [size or 0 for size in pc.binary_length(texts).to_pylist()]
     has_ids = id_column in table.schema.names
     ids = (
@@ -101,8 +98,7 @@ def _parquet(path: str) -> Any:  # noqa: ANN401 - pyarrow has no types
     try:
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
-        msg = f"{path} cannot be read as Parquet ({type(error).__name__}); check the file"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read as Parquet ({type(error).__name__}); check the file") from error
 
 
 @lru_cache(maxsize=2)
@@ -112,8 +108,7 @@ def _row_group(path: str, column: str, group: int) -> Any:  # noqa: ANN401 - pya
     try:
         return _parquet(path).read_row_group(group, columns=[column]).column(column)
     except (OSError, pa.ArrowException) as error:
-        msg = f"{path} cannot be read as Parquet ({type(error).__name__}); check the file"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read as Parquet ({type(error).__name__}); check the file") from error
 
 
 def _dataset(folder: str, split: str) -> Any:  # noqa: ANN401 - datasets is optional

@@ -162,8 +162,7 @@ def survey(
         StorageError: The store failed.
     """
     if sample < 0:
-        msg = f"a sample has 0 documents or more, got {sample}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a sample has 0 documents or more, got {sample}")
     began, at = time.monotonic(), time.time()
     found = []
     for tenant in [tenant_hash] if tenant_hash else list(tenants(store)):

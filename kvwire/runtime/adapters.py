@@ -87,23 +87,19 @@ class ChunkSettings(CorpusSettings):
         """Parse an adapter's parameters."""
         names = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
         if unknown := sorted(set(parameters) - set(names)):
-            msg = f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(names)}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(names)}")
         if wrong := [
             name for name in _TEXTS if parameters.get(name) is not None and not isinstance(parameters[name], str)
         ]:
-            msg = f"kvwire's adapter: {wrong[0]} is a text"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"kvwire's adapter: {wrong[0]} is a text")
         if not parameters.get("store"):
-            msg = 'name the store of the documents: {"store": "file:///folder"}'
-            raise ArgumentError(msg)
+            raise ArgumentError('name the store of the documents: {"store": "file:///folder"}')
         settings = cls(**{"chunk_tokens": chunk_tokens, **parameters})
         if type(settings.level) not in (int, str) or type(settings.lossy_for_all) is not bool:
             msg = "kvwire's adapter: level is a name or an index of a level, lossy_for_all is true or false"
             raise ArgumentError(msg)
         if type(settings.cpu_block) is not int or settings.cpu_block < 0:
-            msg = "kvwire's adapter: cpu_block is vLLM's --block-size, where it runs on a processor"
-            raise ArgumentError(msg)
+            raise ArgumentError("kvwire's adapter: cpu_block is vLLM's --block-size, where it runs on a processor")
         settings.check_pollution(salted=salted)
         return settings
 
@@ -112,11 +108,10 @@ class ChunkSettings(CorpusSettings):
         if self.level == LOSSLESS or self.cache_salt or self.lossy_for_all:
             return
         way = 'give "cache_salt", which requests then send, or ' if salted else ""
-        msg = (
+        raise ArgumentError(
             f"level {self.level!r} is not lossless, and every prompt that begins with a document would get it: {way}"
             'say "lossy_for_all": true, or serve "level": "lossless"'
         )
-        raise ArgumentError(msg)
 
     def corpus(self) -> Corpus:
         """Open the documents' corpus, without an engine."""
@@ -131,19 +126,17 @@ def uniform(meta: CacheMeta) -> tuple[int, int]:
     shapes = {(spec.kv_heads, spec.key_dim, spec.value_dim, spec.kind, spec.value_rope) for spec in meta.layers}
     plain = [shape for shape in shapes if shape[1] == shape[2] and shape[3:] == ("full", None)]
     if len(shapes) != 1 or not plain:
-        msg = (
+        raise MismatchError(
             f"model {meta.model_id!r} has layers of several kinds, or latent attention: kvwire's adapters serve models "
             "whose layers all have full attention with keys and values of one shape"
         )
-        raise MismatchError(msg)
     return plain[0][:2]
 
 
 def heads_of(kv_heads: int, workers: int, worker: int) -> slice:
     """KV heads of a tensor-parallel worker; workers share heads if there are fewer."""
     if not 0 <= worker < workers or (kv_heads % workers and workers % kv_heads):
-        msg = f"{kv_heads} key-value heads cannot be divided among {workers} workers"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{kv_heads} key-value heads cannot be divided among {workers} workers")
     each = max(1, kv_heads // workers)
     first = worker * kv_heads // workers
     return slice(first, first + each)

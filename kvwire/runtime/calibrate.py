@@ -273,11 +273,10 @@ class MomentFile:
             msg = f"the sums kept in {self._path} are damaged ({error}): delete the file, and the fit begins anew"
             raise CorruptError(msg) from error
         if told != self._digest:
-            msg = (
+            raise MismatchError(
                 f"the sums kept in {self._path} are of another model, of other settings or of other texts: "
                 "name another file, or delete this one"
             )
-            raise MismatchError(msg)
         return known
 
     def keep(self, arrays: Callable[[], Moments], total: int) -> None:

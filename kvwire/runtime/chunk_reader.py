@@ -216,8 +216,7 @@ class ChunkReader:
             return level_index(info, self._level)
         except ArgumentError as error:
             way = "encode with --lossless, or serve another level" if self._level == LOSSLESS else "serve one of these"
-            msg = f"{error}; {way}"
-            raise MismatchError(msg) from error
+            raise MismatchError(f"{error}; {way}") from error
 
     def _decode(
         self, blob: _Blob, hits: Sequence[tuple[bytes, PrefixHit]], dtype: torch.dtype
@@ -256,8 +255,7 @@ class ChunkReader:
                 return cached
         entry = self.corpus.catalog.by_tokens(self.corpus.meta.config_digest(), digest_tokens(opening))
         if entry is None or entry.is_text:
-            msg = "the rows of its BOS are not in the store: run kvwire encode again"
-            raise NotFoundError(msg)
+            raise NotFoundError("the rows of its BOS are not in the store: run kvwire encode again")
         rows = self.corpus.decode(entry.document_id, LOSSLESS, dtype=dtype)
         with self._lock:
             self._openings[opening, dtype] = rows

@@ -66,8 +66,7 @@ class Encoded:
     def info(self) -> BlobInfo:
         """The blob's header."""
         if self.blob is None:
-            msg = f"no blob was made of {self.entry.document_id!r}: look at ``blob`` first"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"no blob was made of {self.entry.document_id!r}: look at ``blob`` first")
         return self.blob
 
 
@@ -131,26 +130,22 @@ class Coding:
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         if self.prefix_layers < 0:
-            msg = f"prefix_layers is a number of layers, 0 for none, got {self.prefix_layers}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"prefix_layers is a number of layers, 0 for none, got {self.prefix_layers}")
         if self.neutral_prefix and (self.neutral_prefix < 0 or self.prefix_layers):
             msg = "a neutral prefix is a number of tokens, 0 for none, and cannot be combined with prefix layers"
             raise ArgumentError(msg)
         if self.layout.cached_tokens and self._moves:
-            msg = (
+            raise ArgumentError(
                 f"the layout {self.layout.name} has tokens inside caches: encode without prefix layers, a neutral "
                 "prefix and deviations"
             )
-            raise ArgumentError(msg)
         if self.layout.anchors and max(self.layout.anchors.tokens) >= 0:
-            msg = (
+            raise ArgumentError(
                 f"the layout {self.layout.name} has anchors that texts may hold, too, so that what was stored is "
                 "ambiguous: encode with soft tokens as anchors, such as the layout anchors:100/25"
             )
-            raise ArgumentError(msg)
         if self.calibration not in EXTENTS:
-            msg = f"a calibration is one of {', '.join(EXTENTS)}, got {self.calibration!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a calibration is one of {', '.join(EXTENTS)}, got {self.calibration!r}")
         self.kind.check_settings(self)
 
     @property

@@ -52,12 +52,10 @@ class Combination:
             value = strict_json(text)
             documents, head = tuple(value["documents"]), tuple(value["head"])
         except (ArgumentError, KeyError, TypeError, ValueError) as error:
-            msg = f"a counted combination is damaged ({error}): delete the file of counts"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"a counted combination is damaged ({error}): delete the file of counts") from error
         is_sound = 1 < len(documents) <= _MOST_DOCUMENTS and all(isinstance(each, str) for each in documents)
         if not is_sound or len(head) > _MOST_HEAD or not all(type(token) is int for token in head):
-            msg = "a counted combination names documents and token ids: delete the file of counts"
-            raise CorruptError(msg)
+            raise CorruptError("a counted combination names documents and token ids: delete the file of counts")
         return cls(documents, head)
 
 

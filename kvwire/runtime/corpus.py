@@ -331,17 +331,15 @@ def find_model(catalog: Catalog, model: str = "") -> ModelRecord:
         return found[0]
     if found:
         names = ", ".join(f"{each.meta.model_id} ({each.meta.config_digest()[:16]})" for each in found[:_MOST_NAMED])
-        msg = f"several models fit {model!r}: {names}; name one by its digits"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"several models fit {model!r}: {names}; name one by its digits")
     if damage is not None:
         raise damage
     known = ", ".join(record.meta.model_id for record in records[:_MOST_NAMED]) or "none"
-    msg = (
+    raise NotFoundError(
         f"{catalog.store.url} has no record of {f'model {model!r}' if model else 'a model'} for this tenant (it has: "
         f"{known}); encode any document with it (kvwire encode), even one that is there, which writes the record, or "
         "give an engine: Corpus(engine, store)"
     )
-    raise NotFoundError(msg)
 
 
 def _records(catalog: Catalog) -> tuple[list[ModelRecord], CorruptError | None]:

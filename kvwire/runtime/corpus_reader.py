@@ -106,8 +106,7 @@ class CorpusReader:
         """
         entry = self.find(document_id)
         if entry.is_text:
-            msg = f"{document_id!r} is kept as text: it has no blob to decode; encode it"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{document_id!r} is kept as text: it has no blob to decode; encode it")
         reader, stored = self.catalog.blobs.reader(entry), self.catalog.blobs.get(entry)
         info = reader.read_header(stored)
         self.check_blob(info, entry)
@@ -326,8 +325,7 @@ class CorpusReader:
             CorruptError: The text is damaged.
         """
         if not entry.token_digest:
-            msg = f"the text of {entry.document_id!r} is not known: encode the document again"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"the text of {entry.document_id!r} is not known: encode the document again")
         return self.catalog.texts.of(self.config, entry)
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
@@ -377,15 +375,13 @@ class CorpusReader:
             raise CorruptError(msg)
         theirs, ours = info.meta, self.meta
         if not theirs.shares_config(ours):
-            msg = (
+            raise MismatchError(
                 f"the blob was encoded by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
                 f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
                 "encode the document with this model"
             )
-            raise MismatchError(msg)
         if info.tokens > self.window:
-            msg = (
+            raise CorruptError(
                 f"the blob of {entry.document_id!r} claims {info.tokens} tokens, the model's window is "
                 f"{self.window}; split the document and encode it again"
             )
-            raise CorruptError(msg)

@@ -177,11 +177,10 @@ class OpenDocument:
         if used is None:
             return replace(self, token_ids=None)
         ours, theirs = (f"{each.digest[:12]} ({each.count} from id {each.first})" for each in (used, named))
-        msg = (
+        raise MismatchError(
             f"{self.document_id!r} was encoded with the soft tokens {theirs}, in use are {ours}; "
             "name their file, or encode the document again"
         )
-        raise MismatchError(msg)
 
     def with_anchors(self, engine: Engine, asked: LinkLayout | None) -> OpenDocument:
         """A copy with the layout of the anchors in its cache, if it has any."""
@@ -196,11 +195,10 @@ class OpenDocument:
             if is_of_layout and (self.decoder is None or _is_stored(layout, kept, self.tokens)):
                 return replace(self, layout=layout)
         if asked is not None and asked.anchors and self.decoder is not None and ids is not None:
-            msg = (
+            raise MismatchError(
                 f"the blob of {self.document_id!r} does not hold the anchors of the layout {asked.name} and nothing "
                 "else; encode it with that layout"
             )
-            raise MismatchError(msg)
         return replace(self, has_unknown_holes=kept is not None)
 
     @property

@@ -67,8 +67,7 @@ def edit_prompts(
     size = min(TOKENS, window - QUESTION_TOKENS - LONGEST_EDIT, max(map(len, texts), default=0))
     places = [(which, at) for which, ids in enumerate(texts) for at in range(0, len(ids) - size + 1, size)]
     if size < _LEAST_TOKENS or not places:
-        msg = f"edits are measured on texts of at least {_LEAST_TOKENS} tokens; give a longer one"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"edits are measured on texts of at least {_LEAST_TOKENS} tokens; give a longer one")
     pool = [token for ids in texts for token in ids]
     chosen = random.Random(seed).sample(places, min(count, len(places)))  # noqa: S311 - a choice of texts
     return [_edited(texts[which][at : at + size], pool, share, f"{seed} {which} {at}") for which, at in chosen]

@@ -78,8 +78,7 @@ class EditReport:
         sized = all(len(row) == len(self.edited) for row in rows)
         sized = sized and all(len(each) == len(self.shares) for each in self.repaired.values())
         if not (sound and grows and sized and self.edited and self.prompts > 0):
-            msg = f"a report on edits holds finite figures, at least 0, at growing shares: {_ADVICE}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a report on edits holds finite figures, at least 0, at growing shares: {_ADVICE}")
 
     def is_within(self, row: Sequence[float]) -> bool:
         """Whether KL divergences are within the bound, at every share of edited tokens."""
@@ -125,11 +124,9 @@ class EditReport:
             given["repaired"] = {name: tuple(map(tuple, rows)) for name, rows in value["repaired"].items()}
             made = cls(**given)
         except (ArgumentError, AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            msg = f"the report on edits is damaged ({error}); {_ADVICE}"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the report on edits is damaged ({error}); {_ADVICE}") from error
         if version != VERSION:
-            msg = f"the report on edits is of another version; {_ADVICE}"
-            raise CorruptError(msg)
+            raise CorruptError(f"the report on edits is of another version; {_ADVICE}")
         return made
 
 

@@ -123,11 +123,10 @@ class Encoder:
         if found and self.coding.neutral_prefix is None:
             self.coding = replace(self.coding, neutral_prefix=0)  # prompts begin with documents computed alone
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
-            msg = (
+            raise ArgumentError(
                 "documents behind a neutral prefix, or with a layout's tokens in their caches, cannot begin a prompt: "
                 "encode without these, or without an index"
             )
-            raise ArgumentError(msg)
         return found
 
     def opening(self, found: Encoded) -> tuple[int, ...]:
@@ -251,10 +250,9 @@ class Encoder:
         """Code and write a cache that was computed elsewhere, behind the opening tokens or behind nothing."""
         count = len(opening)
         if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (count, "on"):
-            msg = (
+            raise ArgumentError(
                 f"the cache is not that of {document.document_id!r}: give all of its tokens, at positions from {count}"
             )
-            raise ArgumentError(msg)
         if cache.meta.config_digest() != self._config:
             ours = self._corpus.meta.model_id
             msg = f"the cache is of model {cache.meta.model_id!r}, the corpus of {ours!r}: name its corpus"
@@ -330,11 +328,10 @@ class Encoder:
                 raise
             profile = None
         if profile is not None and not self._is_wanted(profile):
-            msg = (
+            raise MismatchError(
                 "the profile in use here is of another method or prefix layers, or of other soft tokens; encode with "
                 "those, name another tenant or store, or call Corpus.calibrate to replace it"
             )
-            raise MismatchError(msg)
         noted = 0 if profile is None else profile.notes.get("tokens")
         seen = noted if type(noted) is int else ENOUGH_TOKENS
         is_old = profile is not None and opens(self.engine, self.coding) > 0 and not profile.notes.get("opening")
@@ -348,8 +345,7 @@ class Encoder:
             profile = self.calibrate(documents) or profile
         if profile is None and kind.needs_profile and documents:
             needs = f"needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
-            msg = f"{kind.title}'s method {needs}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{kind.title}'s method {needs}")
         return profile
 
     def _tell_old(self) -> None:
@@ -367,11 +363,10 @@ class Encoder:
     def _use(self, profile: AnyProfile) -> None:
         """Use a given profile."""
         if not self._is_wanted(profile):
-            msg = (
+            raise MismatchError(
                 "the profile given is of another method or prefix layers, or of other soft tokens; encode with those, "
                 "or fit one for these (kvwire profile fit)"
             )
-            raise MismatchError(msg)
         self._corpus.set_profile(profile)
 
     def is_prefill(self, profile: AnyProfile | None) -> bool:

@@ -272,8 +272,7 @@ def _words(error: OSError | ValueError) -> str:
 
 
 def _refuse() -> NoReturn:
-    msg = "not a file of estimates"
-    raise CorruptError(msg)
+    raise CorruptError("not a file of estimates")
 
 
 def _saved(entry: dict[str, object]) -> float:

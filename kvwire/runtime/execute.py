@@ -206,8 +206,7 @@ class PromptWorker:
     def _decoder_of(self, document: int) -> BlobDecoder:
         decoder = self.documents[document].decoder
         if decoder is None:
-            msg = f"document {document} has no decoder yet: its prefix layers come first"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"document {document} has no decoder yet: its prefix layers come first")
         return decoder
 
     async def recompute(self, request: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:

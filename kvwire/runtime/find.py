@@ -179,8 +179,7 @@ class DocumentFinder:
         await asyncio.wait({reading}, timeout=wait_s)
         if reading.done():
             return reading.result()
-        msg = f"its profile did not come within {wait_s:.3g} s; check the store and the network"
-        raise StorageError(msg)
+        raise StorageError(f"its profile did not come within {wait_s:.3g} s; check the store and the network")
 
     def _read(self, key: tuple[int, str], reading: asyncio.Task[AnyProfile | None]) -> None:
         del self._profiles[key]

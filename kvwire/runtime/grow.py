@@ -74,8 +74,7 @@ class Grower:
         started = time.perf_counter()
         added = plain_token_ids(token_ids)
         if not added:
-            msg = f"there is nothing to append to {document_id!r}: give at least one token"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"there is nothing to append to {document_id!r}: give at least one token")
         if after is None:
             return self.write(self._found(document_id, added, fork), cache, started)
         try:
@@ -169,8 +168,7 @@ class Grower:
         if fork:
             etag = self._catalog.grown.version(self._config, fork).etag
             if etag:
-                msg = f"there is a document {fork!r} already: fork {document_id!r} under another name"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"there is a document {fork!r} already: fork {document_id!r} under another name")
         info = self._corpus.read_header(entry)
         self._corpus.check_blob(info, entry)
         if info.soft_tokens or self._coding.layout.cached_tokens:
@@ -178,11 +176,10 @@ class Grower:
             raise ArgumentError(msg)
         behind, window = info.opening, self._corpus.window
         if behind + entry.tokens + len(added) > window:
-            msg = (
+            raise ArgumentError(
                 f"{document_id!r} has {entry.tokens} tokens and would have {entry.tokens + len(added)}; the model's "
                 f"window is {window - behind}: append less, or begin another document"
             )
-            raise ArgumentError(msg)
         return Grown(entry, etag, info, name, self._text(entry, info), added)
 
     def _computed(self, grown: Grown, cache: KVCache | None) -> Computed:
@@ -212,11 +209,10 @@ class Grower:
         """The part's metadata, like that of the other parts."""
         is_exact = any(level.lossless for level in info.levels)
         if is_exact and part.meta.dtype != info.meta.dtype:
-            msg = (
+            raise MismatchError(
                 f"the document holds numbers of {info.meta.dtype} bit for bit, what is appended is {part.meta.dtype}: "
                 f"open the engine with --dtype {info.meta.dtype}"
             )
-            raise MismatchError(msg)
         meta = replace(info.meta, positions=part.meta.positions, offset=part.meta.offset)
         return replace(meta, token_digest=part.meta.token_digest)
 
@@ -245,11 +241,10 @@ class Grower:
         ours = [(level.name, level.step, level.lossless) for level in grown.info.levels]
         theirs = [(level.name, level.step, level.lossless) for level in info.levels]
         if ours != theirs or info.profile_digest != grown.entry.profile_digest:
-            msg = (
+            raise MismatchError(
                 f"{grown.entry.document_id!r} is coded in another way than its profile gives now: encode the whole "
                 "document anew (kvwire append --compact)"
             )
-            raise MismatchError(msg)
 
     def _written_anew(self, grown: Grown, cache: KVCache | None, started: float) -> Encoded:
         """Encode the whole document as one blob, as ``encode`` would now."""
@@ -283,11 +278,9 @@ def _check_cache(cache: KVCache, grown: Grown, config: str) -> None:
     before, behind = len(grown.token_ids), len(grown.info.neutral_prefix)
     at = {grown.whole.token_ids: behind, grown.added: behind + before}
     if cache.token_ids not in at or (cache.meta.offset, cache.meta.positions) != (at[cache.token_ids], "on"):
-        msg = (
+        raise ArgumentError(
             f"the cache is not that of {grown.entry.document_id!r}: give its tokens with those that are appended, at "
             f"positions from {behind}, or these alone, from {behind + before}"
         )
-        raise ArgumentError(msg)
     if cache.meta.config_digest() != config:
-        msg = f"the cache is of model {cache.meta.model_id!r}, the document of another: name its corpus"
-        raise MismatchError(msg)
+        raise MismatchError(f"the cache is of model {cache.meta.model_id!r}, the document of another: name its corpus")

@@ -212,8 +212,7 @@ class RepairKeeper:
                 caches.append(self._decoded(part, profile, len(tokens)))
             start += length
         if not caches:
-            msg = "it holds no rows"
-            raise CorruptError(msg)
+            raise CorruptError("it holds no rows")
         keys, values = ([_joined(layer) for layer in zip(*side, strict=True)] for side in _sides(caches))
         digests = iter(cache.meta.token_digest for cache in caches)
         named = tuple(next(digests) if part.count else "" for part in entry.parts)
@@ -225,8 +224,7 @@ class RepairKeeper:
         reader, stored = catalog.blobs.reader(), catalog.kept.rows(self._config, part)
         info = reader.read_header(stored)
         if info.meta.config_digest() != self._config or info.tokens != count or info.prefix_layers:
-            msg = f"kept rows {part.sha256[:12]} are not those of their entry"
-            raise CorruptError(msg)
+            raise CorruptError(f"kept rows {part.sha256[:12]} are not those of their entry")
         level = level_index(info, None)
         decoder = BlobDecoder(reader.parsed or b"", profile, offset=None, level=level, max_tokens=count)
         for chunk in range(info.chunks):
@@ -289,8 +287,7 @@ def _tokens_of(part: KeptRows, length: int) -> Tensor:
     bits = np.unpackbits(np.frombuffer(part.tokens, dtype=np.uint8), bitorder="little")
     tokens = torch.from_numpy(np.flatnonzero(bits))
     if int(tokens[-1]) >= length:
-        msg = f"kept rows {part.sha256[:12]} lie behind their document's end"
-        raise CorruptError(msg)
+        raise CorruptError(f"kept rows {part.sha256[:12]} lie behind their document's end")
     return tokens
 
 

@@ -121,8 +121,7 @@ def check_links(
 ) -> LinkReport:
     """Measure links: first whether they are exact, then their loss, and what repair restores."""
     if not prompts:
-        msg = "links are measured on at least one prompt"
-        raise ArgumentError(msg)
+        raise ArgumentError("links are measured on at least one prompt")
     check_exact(engine, prompts[0])
     rows = []
     for number, prompt in enumerate(prompts):
@@ -170,11 +169,10 @@ def _after(engine: Engine, cache: KVCache, rest: Sequence[int]) -> Tensor:
 def _check_equal(expected: Tensor, actual: Tensor, bound: float, what: str, why: str) -> None:
     difference = float((expected.float() - actual.float()).abs().max() / expected.float().std().clamp_min(1e-12))
     if not difference <= bound:
-        msg = (
+        raise MismatchError(
             f"{what} differ from one pass of this model by {difference:.2g} of the spread of logits (allowed: "
             f"{bound:g}): kvwire misreads its {why}; run its prompts as text and report this"
         )
-        raise MismatchError(msg)
 
 
 class _Measured:
@@ -195,11 +193,10 @@ class _Measured:
     def _kl(self, logits: Tensor) -> float:
         kl = mean_kl(self._full, self._seen(logits))
         if not isfinite(kl):
-            msg = (
+            raise MismatchError(
                 "the model gives logits that are not finite over linked documents; open it with --dtype float32, and "
                 "run its prompts as text where that does not help"
             )
-            raise MismatchError(msg)
         return max(0.0, kl)
 
     def figures(self, profile: AnyProfile | None) -> dict[object, float]:

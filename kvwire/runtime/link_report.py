@@ -85,8 +85,7 @@ class LinkReport:
         rows = all(len(row) == len(self.shares) for row in told)
         grows = list(self.shares) == sorted(set(self.shares)) and all(0 < share <= 1 for share in self.shares)
         if not (sound and rows and grows and self.prompts > 0):
-            msg = f"a report on links holds finite figures, at least 0, at growing shares: {_ADVICE}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a report on links holds finite figures, at least 0, at growing shares: {_ADVICE}")
 
     def with_shift(self) -> Self:
         """Figures with the mean shift; unchanged if loads add none."""
@@ -135,8 +134,7 @@ class LinkReport:
 
     @classmethod
     def _of_other_version(cls) -> Self:
-        msg = f"it is not of version {VERSION}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"it is not of version {VERSION}")
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
@@ -151,8 +149,7 @@ class LinkReport:
             fields["shift_gain"] = tuple(value.get("shift_gain", ()))
             return cls(**fields)
         except (ArgumentError, AttributeError, KeyError, OverflowError, TypeError, UnicodeDecodeError) as error:
-            msg = f"the report on links is damaged ({error}); {_ADVICE}"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"the report on links is damaged ({error}); {_ADVICE}") from error
 
 
 def scan_of(selector: Selector, layers: int) -> float:

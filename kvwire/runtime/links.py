@@ -70,8 +70,7 @@ class LinkPlan:
     def check(self, warning: str) -> None:
         """Refuse to answer with a warning, if the settings say so."""
         if self.refuses and warning:
-            msg = f"not answered: {warning}, or raise the bound (--link-bound)"
-            raise LinkBoundError(msg)
+            raise LinkBoundError(f"not answered: {warning}, or raise the bound (--link-bound)")
 
 
 UNREPAIRED = LinkPlan(None, selector_of("none"))
@@ -85,14 +84,11 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str,
     named = isinstance(repair, str) and repair in {"none", "auto", "all"}
     is_share = isinstance(repair, (int, float)) and not isinstance(repair, bool) and 0 <= repair <= 1
     if not named and not is_share:
-        msg = f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}")
     if floor is not None and not 0 <= floor <= 1:
-        msg = f"the floor of repair is a share of rows from 0 to 1, got {floor}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the floor of repair is a share of rows from 0 to 1, got {floor}")
     if bound is not None and not bound >= 0:
-        msg = f"the bound on links is a share of the documents' effect, at least 0, got {bound}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the bound on links is a share of the documents' effect, at least 0, got {bound}")
 
 
 def plan_links(

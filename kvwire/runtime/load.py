@@ -150,11 +150,10 @@ class Load:
         if total > self._engine.window:
             is_more = self.place.front_tokens or self.layout.head
             around = "documents, what is put around them" if is_more else "documents"
-            msg = (
+            raise ArgumentError(
                 f"{around} and question are {total} tokens, the model's window is {self._engine.window}; name fewer "
                 "documents"
             )
-            raise ArgumentError(msg)
 
     def _repair_option(self) -> RepairOption | None:
         """How the controller may repair the prompt; if it may not, the reason is reported or raised."""

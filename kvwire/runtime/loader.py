@@ -128,8 +128,7 @@ class Loader:
 
     def __reduce__(self) -> str:
         """Refuse pickling: threads and connections stay in their process."""
-        msg = "a loader cannot be sent to another process: open the engine, the store and a loader there"
-        raise ArgumentError(msg)
+        raise ArgumentError("a loader cannot be sent to another process: open the engine, the store and a loader there")
 
     def close(self) -> None:
         """End running loads, connections and threads, after writing estimates.
@@ -329,11 +328,9 @@ class Loader:
         from kvwire.runtime.prompted import Reusing
 
         if reuse not in {None, "auto", "exact", "donors", "none"}:
-            msg = f"reuse is auto, exact, donors or none, got {reuse!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"reuse is auto, exact, donors or none, got {reuse!r}")
         if donors and reuse in {"exact", "none"}:
-            msg = f"donors are named and not to be used: leave out reuse={reuse!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"donors are named and not to be used: leave out reuse={reuse!r}")
         return Reusing(reuse or ("donors" if donors else ""), tuple(donors))
 
     def converse(
@@ -375,8 +372,7 @@ class Loader:
         self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
         if self._settings.system or self._settings.layout:
-            msg = "ask_prompt and converse take no system text or layout: leave these settings out"
-            raise ArgumentError(msg)
+            raise ArgumentError("ask_prompt and converse take no system text or layout: leave these settings out")
         timeouts = self._timeouts(goal.deadline_s)
         begun = await begin(self._prompts(), timeouts)
         if begun.search is not None and begun.search.plan is not None:
@@ -444,13 +440,11 @@ class Loader:
             if chat is None:
                 return Asked(self._engine.tokenize(question, place="last", trust="frame"), chosen.system)
         elif chat is not None:
-            msg = "in a chat the question is a text: the template is read together with it"
-            raise ArgumentError(msg)
+            raise ArgumentError("in a chat the question is a text: the template is read together with it")
         else:
             return Asked(plain_token_ids(question), chosen.system)
         if chosen.system or chosen.layout:
-            msg = "a chat's system text is Chat(system=...): leave out the settings' system and layout"
-            raise ArgumentError(msg)
+            raise ArgumentError("a chat's system text is Chat(system=...): leave out the settings' system and layout")
         rendered = self._engine.render_chat(chat, question)
         return Asked(rendered.tail, rendered.head, rendered.stop, ChatAsked(chat, question, rendered))
 
@@ -462,8 +456,7 @@ class Loader:
         with self._warming.paused():
             layout, question, texts = self._laid_out(asked, texts, schema)
             if not documents or not question:
-                msg = "a prompt needs at least one document and a question of at least one token"
-                raise ArgumentError(msg)
+                raise ArgumentError("a prompt needs at least one document and a question of at least one token")
             looks = self._settings.look and self._engine_looks and (begun is None or begun.is_whole)
             request = LoadRequest(
                 layout=layout, fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
@@ -535,8 +528,7 @@ class Loader:
                     continue
                 yield CompletedLoad(driver, load, finish, started, asked_s)
                 return
-        msg = "a document changed again and again while it was looked up; ask again"
-        raise StorageError(msg)
+        raise StorageError("a document changed again and again while it was looked up; ask again")
 
     def _timeouts(self, deadline_s: float | None) -> Timeouts:
         """Longest waits of a load, counted from its beginning."""

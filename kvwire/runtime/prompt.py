@@ -134,8 +134,7 @@ class SchemaLayout:
     def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:  # noqa: ARG002 - as others
         """Modules stay as they are."""
         if plan.is_wanted:
-            msg = "modules of a schema stay as they were encoded: load them with repair none or auto"
-            raise ArgumentError(msg)
+            raise ArgumentError("modules of a schema stay as they were encoded: load them with repair none or auto")
         return replace(UNREPAIRED, report=plan.report, refuses=plan.refuses)
 
     def check(self, document: OpenDocument) -> OpenDocument:
@@ -207,11 +206,10 @@ class LinksLayout:
             document = PlainLayout(self._engine).check(document)
         ids = document.token_ids
         if ids is not None and stored_tokens(self._layout, ids, self._engine.vocabulary_size) != ids:
-            msg = (
+            raise MismatchError(
                 f"{document.document_id!r} was encoded without the tokens that the layout {self._layout.name} has in "
                 "caches; encode it with that layout"
             )
-            raise MismatchError(msg)
         return document
 
     def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
@@ -224,14 +222,12 @@ class LinksLayout:
 def _check_tokens(engine: Engine, layout: LinkLayout) -> None:
     computed = layout.computed_tokens
     if max(computed, default=0) >= engine.vocabulary_size:
-        msg = (
+        raise ArgumentError(
             f"the layout {layout.name} has the token {max(computed)}, the model's vocabulary ends before "
             f"{engine.vocabulary_size}; use a checkpoint that was trained for it"
         )
-        raise ArgumentError(msg)
     soft = engine.soft_tokens
     if soft is not None:
         soft.check_layout(layout)
     elif min(computed, default=0) < 0:
-        msg = f"the layout {layout.name} computes soft tokens: give the file of them (--soft-tokens)"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the layout {layout.name} computes soft tokens: give the file of them (--soft-tokens)")

@@ -210,8 +210,7 @@ class Prompter:
         looking = partial(self._view.catalog.grown.version, self._view.config, session)
         entry, etag = await self._session.look_up(looking, timeouts.patience)
         if entry is not None and entry.is_text:
-            msg = f"{session!r} is a document that is kept as text: give the session another name"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{session!r} is a document that is kept as text: give the session another name")
         head, ids, stop = self._said(question, chat, is_first=entry is None)
         if entry is None:
             begun = await self._begun((*head, *ids), timeouts, Keep(session, etag, len(head)), chat, stop)
@@ -235,8 +234,7 @@ class Prompter:
                 question = engine.tokenize(question, place=place, trust="frame")
             return (), plain_token_ids(question), frozenset()
         if not isinstance(question, str):
-            msg = "in a chat the question is a text: the template is read together with it"
-            raise ArgumentError(msg)
+            raise ArgumentError("in a chat the question is a text: the template is read together with it")
         first = engine.render_chat(chat, question) if is_first or chat.system is not None else None
         rendered = first if is_first and first else engine.render_turn(chat, question)
         return first.head if first else (), rendered.tail, rendered.stop
@@ -247,11 +245,9 @@ class Prompter:
         _check_tokens(self._engine, ids)
         whole = opened(self._engine, ids)
         if len(whole) - len(self._engine.opening_tokens) < 2:  # noqa: PLR2004 - what is loaded, and what is asked
-            msg = "a prompt needs two tokens at least, besides the BOS"
-            raise ArgumentError(msg)
+            raise ArgumentError("a prompt needs two tokens at least, besides the BOS")
         if len(whole) > window:
-            msg = f"the prompt has {len(whole)} tokens, the model's window is {window}; shorten it"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the prompt has {len(whole)} tokens, the model's window is {window}; shorten it")
         return whole
 
     async def _longest(self, whole: tuple[int, ...], timeouts: Timeouts, misses: list[str]) -> PrefixHit | None:
@@ -370,8 +366,7 @@ class Begun:
         engine, (document,), prompt = self.prompter.engine, load.documents, load.work.prompt
         info = document.info
         if prompt.cache.kept is not None or document.token_ids is None:
-            msg = "the stored document that it begins with is pruned, or its text is not known"
-            raise ArgumentError(msg)
+            raise ArgumentError("the stored document that it begins with is pruned, or its text is not known")
         if info is not None and (info.neutral_prefix != prompt.opening or info.soft_tokens):
             msg = f"{document.document_id!r} was not computed as a prompt's beginning: encode it with --index kvwire"
             raise ArgumentError(msg)
@@ -439,8 +434,7 @@ class Begun:
 def _check_tokens(engine: Engine, token_ids: Sequence[int]) -> None:
     """Refuse what are no tokens of the vocabulary."""
     if not token_ids:
-        msg = "the prompt is empty; give it some text"
-        raise ArgumentError(msg)
+        raise ArgumentError("the prompt is empty; give it some text")
     if min(token_ids) < 0 or max(token_ids) >= engine.vocabulary_size:
         msg = f"token ids lie in 0 to {engine.vocabulary_size - 1}; were these made by the model's tokenizer?"
         raise ArgumentError(msg)

@@ -199,8 +199,7 @@ class Session:
         except TimeoutError as error:
             if isinstance(error, KvwireError):
                 raise
-            msg = f"the store did not answer within {limit_s:g} s; check it and the network"
-            raise StorageError(msg) from error
+            raise StorageError(f"the store did not answer within {limit_s:g} s; check it and the network") from error
         finally:
             looking.leave()
 

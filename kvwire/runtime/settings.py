@@ -117,8 +117,7 @@ class LoadSettings:
         """Refuse invalid ways of repair, and quality bounds of exact loads."""
         check_max_kl(self.max_kl)
         if self.exact and (self.quality_floor is not None or self.quality_ceiling is not None):
-            msg = "an exact load takes lossless levels alone: leave out the floor and the ceiling"
-            raise ArgumentError(msg)
+            raise ArgumentError("an exact load takes lossless levels alone: leave out the floor and the ceiling")
         check_repair(self.repair, self.repair_floor, self.selector, self.link_bound)
 
 
@@ -126,8 +125,7 @@ def check_max_kl(max_kl: object) -> None:
     """Refuse values that are no KL divergence."""
     if max_kl is None or (isinstance(max_kl, int | float) and not isinstance(max_kl, bool) and max_kl >= 0):
         return
-    msg = f"max_kl is a KL divergence in nats, 0 or more, or None for no such floor; got {max_kl!r}"
-    raise ArgumentError(msg)
+    raise ArgumentError(f"max_kl is a KL divergence in nats, 0 or more, or None for no such floor; got {max_kl!r}")
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True) -> ctl.ControllerSettings:

@@ -202,8 +202,7 @@ class SimilarPrompts:
     def _named(self, name: str) -> Donor:
         entry = self._corpus.find(name)
         if entry.is_text:
-            msg = f"{name!r} is kept as text, and has no rows to give; encode it first"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{name!r} is kept as text, and has no rows to give; encode it first")
         return Donor(entry, self._corpus.text(entry))
 
     def _check(self, donor: Donor) -> BlobInfo | str:

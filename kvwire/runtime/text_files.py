@@ -27,18 +27,15 @@ def read_texts(paths: Sequence[str]) -> dict[str, str]:
         elif path.is_file():
             named = [(path.stem, path)]
         else:
-            msg = f"{path} is neither a file nor a folder"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{path} is neither a file nor a folder")
         for document_id, file in named:
             if found.setdefault(document_id, file) != file:
-                msg = (
+                raise ArgumentError(
                     f"{file} and {found[document_id]} would both be document {document_id!r}; "
                     "rename one or encode them apart"
                 )
-                raise ArgumentError(msg)
     if not found:
-        msg = f"no .txt or .md files in {', '.join(paths)}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"no .txt or .md files in {', '.join(paths)}")
     return {document_id: decoded_text(read_part(str(file)), str(file)) for document_id, file in found.items()}
 
 
@@ -56,8 +53,7 @@ def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:
 def decoded_text(data: bytes, name: str) -> str:
     """Decode the bytes of a text."""
     if len(data) > MOST_BYTES:
-        msg = f"{name} is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{name} is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it")
     try:
         return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

@@ -56,8 +56,7 @@ class DaemonThreads(ThreadPoolExecutor):
         future: Future[T] = Future()
         with self._guard:
             if self._is_closed:
-                msg = "these threads have ended"
-                raise RuntimeError(msg)
+                raise RuntimeError("these threads have ended")
             self._jobs.put((future, fn, args, kwargs))
             if not self._idle.acquire(blocking=False) and len(self._started) < self._most:
                 thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._started)}", daemon=True)

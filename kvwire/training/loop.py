@@ -53,8 +53,7 @@ class Training:
             msg = f"the layout {self.layout.name} has no anchors to train; name one that has, such as anchors:100/25"
             raise ArgumentError(msg)
         if self.method == "wrappers" and not self.is_frozen:
-            msg = "wrappers learn from the model's own full prefill, so it stays frozen"
-            raise ArgumentError(msg)
+            raise ArgumentError("wrappers learn from the model's own full prefill, so it stays frozen")
 
     def about(self, engine: TransformersEngine) -> dict[str, Any]:
         """Identity of the training; a saved state resumes only under the same one."""

@@ -79,8 +79,7 @@ def linked(sample: Sample, layout: LinkLayout) -> TokenSequence:
     try:
         prompt = layout.lay_out(sample.passages, rest[:first], sample.system, rest[first:])
     except ArgumentError as error:
-        msg = f"{sample.place}: {error}"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(f"{sample.place}: {error}") from error
     learnt = sample.is_learnt[first:]
     before = prompt.tokens - len(learnt)
     return TokenSequence(prompt.token_ids, prompt.visible(), (*(False,) * before, *learnt))

@@ -96,8 +96,7 @@ class Samples:
             else:
                 fitting.append(sample)
         if not fitting:
-            msg = f"no sample fits {most} tokens; raise --most-tokens, or give shorter ones"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"no sample fits {most} tokens; raise --most-tokens, or give shorter ones")
         return Samples(fitting)
 
     def draw(self, turn: int, seed: str) -> Sample:
@@ -198,8 +197,7 @@ class Mixture:
             ArgumentError: There is nothing to draw, or a weight is not positive.
         """
         if not parts or any(not weights[name] > 0 for name in parts):
-            msg = "training data needs at least one file, and weights above 0"
-            raise ArgumentError(msg)
+            raise ArgumentError("training data needs at least one file, and weights above 0")
         self._parts, self._seed = dict(parts), seed
         self._weights = [weights[name] for name in self._parts]
         self.counts = dict.fromkeys(self._parts, 0)
@@ -239,17 +237,14 @@ def read_source(path: Path, tokenize: Callable[..., Sequence[int]], cut: TextCut
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
         if not files:
-            msg = f"{path} holds no .txt or .md files"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{path} holds no .txt or .md files")
         return Text(_joined(files, tokenize), cut, str(path))
     if not path.is_file():
-        msg = f"{path} is neither a file nor a folder"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} is neither a file nor a folder")
     if path.suffix in _TEXTS:
         return Text(_joined([path], tokenize), cut, str(path))
     if path.suffix not in _LINES:
-        msg = f"{path} is no .jsonl, .txt or .md file: training data are such files, or folders of text"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{path} is no .jsonl, .txt or .md file: training data are such files, or folders of text")
     return Samples(list(_samples(path, tokenize)))
 
 
@@ -268,11 +263,9 @@ def _samples(path: Path, tokenize: Callable[..., Sequence[int]]) -> Iterator[Sam
             except ArgumentError as error:
                 if str(error).startswith(place):
                     raise
-                msg = f"{place}: {error}"
-                raise ArgumentError(msg) from error
+                raise ArgumentError(f"{place}: {error}") from error
     if not found:
-        msg = f"{path} holds no samples: an object a line, such as {{passages, question, answer}}"
-        raise NotFoundError(msg)
+        raise NotFoundError(f"{path} holds no samples: an object a line, such as {{passages, question, answer}}")
 
 
 def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -> Sample:  # noqa: ANN401 - JSON
@@ -295,8 +288,7 @@ def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -
 
     named = fields.get("passages", [])
     if not isinstance(named, list):
-        msg = f"{place}: passages must be a list of texts"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{place}: passages must be a list of texts")
     passages = tuple(read(passage, "a passage") for passage in named)
     system = read(fields["system"], "system") if "system" in fields else ()
     system_turn, turns = _turns(fields, read, place)
@@ -305,11 +297,9 @@ def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -
         msg = f"{place}: no answer to learn: training data needs answer, turns, messages, summary or text"
         raise ArgumentError(msg)
     if not all(passages):
-        msg = f"{place}: a passage is empty; leave it out"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{place}: a passage is empty; leave it out")
     if not isinstance(fields.get("ordered", False), bool):
-        msg = f"{place}: ordered is true or false"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{place}: ordered is true or false")
     return Sample(passages, turns, system + system_turn, place, fields.get("ordered", False))
 
 
@@ -317,8 +307,7 @@ def _turns(fields: dict[str, Any], read: Callable[[Any, str], Ids], place: str) 
     """The system text of a conversation, and the turns."""
     kinds = [kind for kind in ("answer", "turns", "messages", "summary", "text") if kind in fields]
     if len(kinds) > 1:
-        msg = f"{place}: a sample has one of {', '.join(kinds)}, not several"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{place}: a sample has one of {', '.join(kinds)}, not several")
     question = read(fields["question"], "question") if "question" in fields else ()
     match kinds:
         case ["turns"]:
@@ -342,8 +331,7 @@ def _conversation(
     for message in messages:
         role, text = message.get("role"), read(message.get("content", ""), "a message")
         if role not in _ROLES or (role == "system" and (question or turns)):
-            msg = f"{place}: messages are of the system, first, then of user and assistant"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{place}: messages are of the system, first, then of user and assistant")
         if role == "system":
             system += text
         elif role == "user":
@@ -363,8 +351,7 @@ def _with_first_token(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
 
 def _objects(value: Any, place: str) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        msg = f"{place}: turns and messages are lists of objects"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{place}: turns and messages are lists of objects")
     return value
 
 
@@ -373,5 +360,4 @@ def _ids(value: Any, tokenize: Callable[..., Sequence[int]], what: str) -> Ids: 
         return tuple(tokenize(value)) if value else ()
     if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
         return tuple(value)
-    msg = f"{what} must be a text, or a list of token ids"
-    raise ArgumentError(msg)
+    raise ArgumentError(f"{what} must be a text, or a list of token ids")

@@ -40,8 +40,7 @@ def save_state(
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        msg = f"{path} cannot be written ({error}); free some space or name another --out"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be written ({error}); free some space or name another --out") from error
 
 
 def restore_state(
@@ -61,8 +60,7 @@ def restore_state(
         optimiser.load_state_dict(state["optimiser"])
         torch.set_rng_state(state["generator"].cpu())
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        msg = f"{path} does not fit this model ({type(error).__name__}); name another --out"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{path} does not fit this model ({type(error).__name__}); name another --out") from error
     return list(state["losses"]), dict(state["counts"])
 
 
@@ -70,12 +68,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)  # never runs code from the file
     except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror}); leave --resume out to start again"
-        raise StorageError(msg) from error
+        raise StorageError(f"{path} cannot be read ({error.strerror}); leave --resume out to start again") from error
     except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        msg = f"{path} is damaged; leave --resume out and start again in another --out"
-        raise CorruptError(msg) from error
+        raise CorruptError(f"{path} is damaged; leave --resume out and start again in another --out") from error
     if not isinstance(state, dict) or state.keys() != _PARTS:
-        msg = f"{path} holds no training; leave --resume out and start again in another --out"
-        raise CorruptError(msg)
+        raise CorruptError(f"{path} holds no training; leave --resume out and start again in another --out")
     return state

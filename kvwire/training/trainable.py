@@ -44,21 +44,18 @@ class TrainableModel:
         """
         self._engine, self._model, self.is_frozen = engine, engine.model, is_frozen
         if is_frozen and not layout.soft_tokens:
-            msg = (
+            raise ArgumentError(
                 f"the layout {layout.name} has no soft tokens, and the model is frozen; name links:K, wrappers:H+T "
                 "or anchors:S/A"
             )
-            raise ArgumentError(msg)
         highest = max((*layout.cached_tokens, *layout.computed_tokens), default=0)
         if highest >= engine.vocabulary_size:
-            msg = (
+            raise MismatchError(
                 f"the layout {layout.name} needs token id {highest}, the model's vocabulary has "
                 f"{engine.vocabulary_size}; name links:K, whose tokens are trained embeddings"
             )
-            raise MismatchError(msg)
         if not is_frozen and getattr(self._model, "is_quantized", False):
-            msg = "a quantised model cannot be trained: open it unquantised, or train with --frozen"
-            raise MismatchError(msg)
+            raise MismatchError("a quantised model cannot be trained: open it unquantised, or train with --frozen")
         self._model.requires_grad_(not is_frozen)
         self.soft = torch.nn.Parameter(_first_embeddings(self._model, layout, seed))
         self._hook = SoftEmbedding(self._model, self.soft) if self.soft.numel() else None

@@ -140,8 +140,7 @@ def plain_token_ids(token_ids: Iterable[SupportsIndex]) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, listed() if listed else token_ids))
     except TypeError as error:
-        msg = f"token ids must be integers, one after another: {error}"
-        raise ArgumentError(msg) from None
+        raise ArgumentError(f"token ids must be integers, one after another: {error}") from None
 
 
 def digest_tokens(token_ids: Sequence[int]) -> str:
@@ -157,8 +156,7 @@ def digest_tokens(token_ids: Sequence[int]) -> str:
         ArgumentError: An id does not fit 32 bits.
     """
     if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < 1 << 32):
-        msg = "token ids must lie in 0 to 2^32 - 1"
-        raise ArgumentError(msg)
+        raise ArgumentError("token ids must lie in 0 to 2^32 - 1")
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
@@ -209,10 +207,9 @@ class KVCache:
         """
         meta = meta or CacheMeta()
         if len(keys) != len(values) or not keys:
-            msg = (
+            raise ArgumentError(
                 f"a cache needs as many key as value tensors and at least one layer, got {len(keys)} and {len(values)}"
             )
-            raise ArgumentError(msg)
         if not meta.layers:
             rope = 0 if meta.ropes else None
             meta = replace(meta, layers=tuple(_spec_of(k, v, rope) for k, v in zip(keys, values, strict=True)))
@@ -262,8 +259,7 @@ class KVCache:
         from kvwire.types.ragged import dense_layer
 
         if tokens < 1:
-            msg = f"a document has at least one token, got {tokens}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a document has at least one token, got {tokens}")
         dense = [dense_layer(index, heads, tokens) for index, heads in enumerate(layers)]
         keys, values, masks = ([parts[side] for parts in dense] for side in range(3))
         meta = meta or CacheMeta()
@@ -287,8 +283,7 @@ class KVCache:
         from kvwire.types.ragged import entries_of
 
         if not (0 <= layer < len(self.keys) and 0 <= head < self.meta.layers[layer].kv_heads):
-            msg = f"this cache of {len(self.keys)} layers has no head {head} in layer {layer}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"this cache of {len(self.keys)} layers has no head {head} in layer {layer}")
         mask = None if self.kept is None else self.kept[layer]
         return entries_of(self.keys[layer][head], self.values[layer][head], None if mask is None else mask[head])
 
@@ -308,8 +303,7 @@ class KVCache:
 
     def _check_shapes(self) -> None:
         if len(self.meta.layers) != len(self.keys):
-            msg = f"the meta names {len(self.meta.layers)} layers, the tensors are of {len(self.keys)}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the meta names {len(self.meta.layers)} layers, the tensors are of {len(self.keys)}")
         tokens = self.tokens
         for index, (spec, key, value) in enumerate(zip(self.meta.layers, self.keys, self.values, strict=True)):
             if spec.kind == "none":
@@ -317,13 +311,11 @@ class KVCache:
             expected = ((spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim))
             got = (tuple(key.shape), tuple(value.shape))
             if got != expected:
-                msg = (
+                raise ArgumentError(
                     f"layer {index}: keys and values must be {expected[0]} and {expected[1]}, got {got[0]} and {got[1]}"
                 )
-                raise ArgumentError(msg)
         if self.token_ids is not None and len(self.token_ids) != tokens:
-            msg = f"{len(self.token_ids)} token ids for a cache of {tokens} tokens"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{len(self.token_ids)} token ids for a cache of {tokens} tokens")
 
     @property
     def tokens(self) -> int:

@@ -63,13 +63,11 @@ class PagedKVCache:
             raise ArgumentError(msg)
         places = {tensor.device for tensor in (*self.keys, *self.values) if tensor.numel()}
         if places != {table.device}:
-            msg = (
+            raise ArgumentError(
                 f"the page table lies on {table.device}, the pages on {', '.join(map(str, places))}; keep them together"
             )
-            raise ArgumentError(msg)
         if int(table[:needed].min()) < 0 or int(table[:needed].max()) >= self._page_shapes().pop()[0]:
-            msg = "the page table names pages that do not exist"
-            raise ArgumentError(msg)
+            raise ArgumentError("the page table names pages that do not exist")
 
     @classmethod
     def from_blocks(
@@ -93,8 +91,7 @@ class PagedKVCache:
             The document's place.
         """
         if any(block.ndim != _BLOCKS or block.shape[1] != 2 for block in blocks):  # noqa: PLR2004 - keys and values
-            msg = "blocks must be [pages, 2, page_tokens, kv_heads, dim], keys first"
-            raise ArgumentError(msg)
+            raise ArgumentError("blocks must be [pages, 2, page_tokens, kv_heads, dim], keys first")
         return cls([b[:, 0] for b in blocks], [b[:, 1] for b in blocks], page_table, tokens, meta, start)
 
     def _page_shapes(self) -> set[tuple[int, int]]:
@@ -119,8 +116,7 @@ class PagedKVCache:
         """
         stop = first + piece.tokens
         if not 0 <= first <= stop <= self.tokens:
-            msg = f"tokens {first} to {stop} do not lie in a document of {self.tokens}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"tokens {first} to {stop} do not lie in a document of {self.tokens}")
         sides: tuple[tuple[Side, list[torch.Tensor]], ...] = (("key", piece.keys), ("value", piece.values))
         for side, tensors in sides:
             for layer, tensor in enumerate(tensors):

@@ -49,25 +49,21 @@ def masked(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 def check_mask(layer: int, mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
     """Check that a layer's mask is bool ``[heads, tokens]``."""
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
-        msg = f"layer {layer}: kept must be bool {shape} or None, got {mask.dtype} {tuple(mask.shape)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"layer {layer}: kept must be bool {shape} or None, got {mask.dtype} {tuple(mask.shape)}")
 
 
 def _check_entries(where: str, entries: Entries, first: Entries, tokens: int) -> None:
     positions = entries[0]
     if positions.ndim != 1 or positions.dtype != torch.int64:
-        msg = f"{where}: positions must be int64 [n], got {positions.dtype} {tuple(positions.shape)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{where}: positions must be int64 [n], got {positions.dtype} {tuple(positions.shape)}")
     for name, tensor, like in zip(("keys", "values"), entries[1:], first[1:], strict=True):
         fits = tensor.ndim == 2 and tensor.shape[1:] == like.shape[1:] and tensor.dtype == like.dtype  # noqa: PLR2004
         if not fits or len(tensor) != len(positions):
-            msg = (
+            raise ArgumentError(
                 f"{where}: {name} must be [n, dim] for its {len(positions)} positions, of one dim and dtype for all "
                 f"heads of the layer, got {tensor.dtype} {tuple(tensor.shape)}"
             )
-            raise ArgumentError(msg)
     if len(positions) and not (
         int(positions[0]) >= 0 and int(positions[-1]) < tokens and bool((positions.diff() > 0).all())
     ):
-        msg = f"{where}: positions must ascend and lie in 0 to {tokens - 1}, the document's tokens"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{where}: positions must ascend and lie in 0 to {tokens - 1}, the document's tokens")

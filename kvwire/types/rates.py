@@ -41,11 +41,9 @@ class RateTrace:
             raise ArgumentError(msg)
         ordered = all(before < after for before, after in pairwise(self._edges))
         if self.times[0] != 0 or not ordered or not all(map(isfinite, self._edges)):
-            msg = "times must start at 0 and grow, and the period must lie beyond the last one"
-            raise ArgumentError(msg)
+            raise ArgumentError("times must start at 0 and grow, and the period must lie beyond the last one")
         if not all(isfinite(rate) and rate >= 0 for rate in self.rates):
-            msg = "rates must be finite and at least 0 bytes per second"
-            raise ArgumentError(msg)
+            raise ArgumentError("rates must be finite and at least 0 bytes per second")
 
     def at(self, t: float) -> float:
         """Bytes per second at second ``t``."""
@@ -72,8 +70,7 @@ class RateTrace:
             ArgumentError: The interval ends before it begins, or begins before second 0.
         """
         if not a <= b:
-            msg = f"an interval must not end before it begins, got {a} to {b}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"an interval must not end before it begins, got {a} to {b}")
         (first, since), (last, until) = self._split(a), self._split(b)
         return (last - first) * self._starts[-1] + self._carried(until) - self._carried(since)
 
@@ -95,8 +92,7 @@ class RateTrace:
             ArgumentError: The size is below 0 or infinite, or the start lies before second 0.
         """
         if not (isfinite(size) and size >= 0):
-            msg = f"a size must be finite and at least 0, got {size}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a size must be finite and at least 0, got {size}")
         if not size:
             return start
         turns, since = self._split(start)
@@ -132,8 +128,7 @@ class RateTrace:
             ArgumentError: The mean of this trace is 0, or the new one is invalid.
         """
         if not (self.mean_bytes_s and isfinite(mean_bytes_s) and mean_bytes_s >= 0):
-            msg = f"a trace whose mean is {self.mean_bytes_s} bytes/s cannot be scaled to {mean_bytes_s}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a trace whose mean is {self.mean_bytes_s} bytes/s cannot be scaled to {mean_bytes_s}")
         ratio = mean_bytes_s / self.mean_bytes_s
         return replace(self, rates=tuple(rate * ratio for rate in self.rates))
 
@@ -150,8 +145,7 @@ class RateTrace:
             ArgumentError: The factor is not finite and above 0.
         """
         if not (isfinite(factor) and factor > 0):
-            msg = f"a trace is stretched by a finite factor above 0, got {factor}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a trace is stretched by a finite factor above 0, got {factor}")
         times = tuple(time * factor for time in self.times)
         return RateTrace(times, self.rates, None if self.period_s is None else self.period_s * factor)
 
@@ -191,8 +185,7 @@ class RateTrace:
     def _split(self, t: float) -> tuple[float, float]:
         """Whole periods before second ``t``, and the seconds since the last one began."""
         if not (isfinite(t) and t >= 0):
-            msg = f"a trace starts at second 0, got {t}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a trace starts at second 0, got {t}")
         return (0.0, t) if self.period_s is None else divmod(t, self.period_s)
 
     def _piece(self, since: float) -> int:

@@ -121,6 +121,5 @@ class PlanQuery:
         for number, variants in enumerate(self._documents):
             for instruction in controller.handle(ev.IndexKnown(0, number, variants), since_s):
                 if isinstance(instruction, ev.Fail):
-                    msg = f"{instruction.reason}; give the document's text, or encode it again"
-                    raise ArgumentError(msg)
+                    raise ArgumentError(f"{instruction.reason}; give the document's text, or encode it again")
         return controller, recorder

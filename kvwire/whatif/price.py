@@ -52,8 +52,7 @@ class Prices:
                 raise ArgumentError(msg)
             found[name] = number
         if "gpu_hour" not in found:
-            msg = "prices need gpu_hour, what an hour of the engine costs"
-            raise ArgumentError(msg)
+            raise ArgumentError("prices need gpu_hour, what an hour of the engine costs")
         return cls(**found)
 
 
@@ -107,8 +106,7 @@ def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int
     """Price a plan and its alternatives."""
     text = next((each for each in plan.alternatives if each.name == TEXT), None)
     if text is None:
-        msg = "prices need the comparison with text: leave out --no-compare (compare=False)"
-        raise ArgumentError(msg)
+        raise ArgumentError("prices need the comparison with text: leave out --no-compare (compare=False)")
     ways: Sequence[Prediction] = (plan.prediction, *plan.alternatives)
     once = text.prefill_s / _HOUR_S * prices.gpu_hour
     month = stored_bytes / _GB * prices.gb_month

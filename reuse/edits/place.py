@@ -44,8 +44,7 @@ def place_spans(prompt: LinkedPrompt, donors: Sequence[KVCache], script: EditScr
     for span in script.spans:
         donor = donors[span.donor]
         if donor.kept is not None:
-            msg = "a pruned cache gives no rows to other prompts"
-            raise ArgumentError(msg)
+            raise ArgumentError("a pruned cache gives no rows to other prompts")
         prompt.write(0, span.start, donor.slice(span.at, span.at + span.tokens))
     head = prompt.starts[0]
     parts = [torch.arange(head + start, head + stop) for start, stop in script.holes]

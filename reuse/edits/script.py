@@ -62,8 +62,7 @@ class EditScript:
         """Refuse spans that overlap or lie outside of the prompt."""
         end = 0
         if not 0 < self.tokens <= MAX_TOKENS or len(self.spans) > MAX_SPANS:
-            msg = f"an edit script is of 1 to {MAX_TOKENS} tokens and {MAX_SPANS} spans at most"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"an edit script is of 1 to {MAX_TOKENS} tokens and {MAX_SPANS} spans at most")
         for span in self.spans:
             if span.start < end or span.tokens < 1 or span.stop > self.tokens or min(span.at, span.donor) < 0:
                 msg = f"{span} overlaps the span before it, or lies outside of a prompt of {self.tokens} tokens"
@@ -136,8 +135,7 @@ class EditScript:
         for span in self.spans:
             theirs = texts[span.donor][span.at : span.at + span.tokens]
             if not np.array_equal(theirs, whole[span.start : span.stop]):
-                msg = f"the tokens of {span} are not those of the prompt"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"the tokens of {span} are not those of the prompt")
 
     def apply_naive(self, donors: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[int]:
         """Make the prompt's tokens, token by token: of donors in spans, its own in holes. For tests."""

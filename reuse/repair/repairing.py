@@ -64,8 +64,7 @@ def selector_of(name: str) -> Selector:
         ArgumentError: There is none of that name.
     """
     if name not in SELECTORS:
-        msg = f"there is no selector {name!r}; choose one of {', '.join(SELECTORS)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"there is no selector {name!r}; choose one of {', '.join(SELECTORS)}")
     return SELECTORS[name]
 
 

@@ -129,16 +129,12 @@ def checked_rows(rows: Tensor, tokens: int, named: int) -> Tensor:
         ArgumentError: They lie outside the prompt, one is named twice, or the token ids are not the prompt's.
     """
     if named != tokens:
-        msg = f"a prompt of {tokens} tokens is repaired with the ids of all of them, got {named}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a prompt of {tokens} tokens is repaired with the ids of all of them, got {named}")
     if rows.is_floating_point() or rows.ndim != 1:
-        msg = f"rows are positions, int64 [n], got {rows.dtype} {tuple(rows.shape)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"rows are positions, int64 [n], got {rows.dtype} {tuple(rows.shape)}")
     ordered = rows.to("cpu", torch.int64).sort().values
     if len(ordered) and not (int(ordered[0]) >= 0 and int(ordered[-1]) < tokens):
-        msg = f"rows lie in 0 to {tokens - 1}, got {int(ordered[0])} to {int(ordered[-1])}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"rows lie in 0 to {tokens - 1}, got {int(ordered[0])} to {int(ordered[-1])}")
     if bool((ordered[1:] == ordered[:-1]).any()):
-        msg = "a row is named twice; name each position once"
-        raise ArgumentError(msg)
+        raise ArgumentError("a row is named twice; name each position once")
     return ordered

@@ -118,6 +118,5 @@ class MemoryStore(Store):
         with self._lock:
             found = self._objects.get(key)
         if found is None:
-            msg = f"{key} is not in this memory store"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{key} is not in this memory store")
         return found

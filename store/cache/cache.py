@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 EXTENT_BYTES = 512
 """Charged for each extent beyond its content: what Python needs to know of it."""
+T = TypeVar("T")
+_LOAD_THREADS = 4  # that read files of the disk tier
 
 
 class Leaving(NamedTuple):
@@ -64,10 +66,6 @@ class MemoryTier:
         """Forget all extents that hold any byte of a range."""
         for extent in self.index.overlapping(name, start, end):
             self.index.remove(name, extent)
-
-
-T = TypeVar("T")
-_LOAD_THREADS = 4  # that read files of the disk tier
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class RangeCache:
             future.set_running_or_notify_cancel()
             promoted = self._memory.index.at(name, extent.start)
             if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
-                future.set_result(promoted.value)  # by whoever was faster
+                future.set_result(promoted.value)  # another load was faster
                 return future
             extent.value.loading = future
         self._loads.submit(partial(self._load, name, extent, future))
@@ -377,5 +375,5 @@ def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int,
 
 
 def _resolve(flight: InflightRead) -> None:
-    with suppress(InvalidStateError):  # whoever left it was first
+    with suppress(InvalidStateError):  # the reader that left it was first
         flight.done.set_result(None)

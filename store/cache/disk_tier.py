@@ -47,6 +47,10 @@ _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getatt
 
 HEADER_BYTES = _FIELDS.size + _CRC.size
 """Length of a file beyond its content."""
+_log = logging.getLogger(__name__)
+_TEMPORARY = "new.tmp"  # one is enough: one thread writes
+_NOT_OURS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # no file, or none that was written here
+_SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,7 @@ def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
         is_right = (magic, name, start, length) == (_MAGIC, extent.name, extent.start, extent.end - extent.start)
         if is_right and len(data) == length and crc32(data, crc32(fields)) == crc:
             return data, None if size == _UNKNOWN else size
-    msg = "an extent's file is torn or rotten: drop it and read the bytes again"
-    raise CorruptError(msg)
+    raise CorruptError("an extent's file is torn or rotten: drop it and read the bytes again")
 
 
 def _read_fully(descriptor: int, length: int) -> bytes:
@@ -133,12 +136,6 @@ def _read_fully(descriptor: int, length: int) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-_log = logging.getLogger(__name__)
-_TEMPORARY = "new.tmp"  # one is enough: one thread writes
-_NOT_OURS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # no file, or none that was written here
-_SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 class StoredFile:

@@ -21,6 +21,11 @@ _ROWS = 4
 _INDICES = struct.Struct("<4I")
 _LIMIT = 15  # counts stop there: section 3.4.1 of the paper, where a counter has four bits
 _HALVED = bytes(count >> 1 for count in range(256))
+_WINDOW_SHARE = 0.01  # section 4.2 of the paper: best for all its traces but those of pure recency
+_PROTECTED_SHARE = 0.8  # of the main part, for what was used again since it came there
+_SAMPLE = 10  # uses for each held object after which counts are halved
+_FEWEST = 100  # objects that the sample is reckoned with at least
+T = TypeVar("T")
 
 
 class FrequencySketch:
@@ -56,12 +61,6 @@ class FrequencySketch:
         mask = self._width - 1
         digest = hashlib.blake2b(key, digest_size=_INDICES.size).digest()
         return [row * self._width + (index & mask) for row, index in enumerate(_INDICES.unpack(digest))]
-
-
-_WINDOW_SHARE = 0.01  # section 4.2 of the paper: best for all its traces but those of pure recency
-_PROTECTED_SHARE = 0.8  # of the main part, for what was used again since it came there
-_SAMPLE = 10  # uses for each held object after which counts are halved
-_FEWEST = 100  # objects that the sample is reckoned with at least
 
 
 class _Segment:
@@ -178,9 +177,6 @@ class WindowTinyLfu:
 
     def _bytes(self) -> int:
         return self._window.bytes + self._probation.bytes + self._protected.bytes
-
-
-T = TypeVar("T")
 
 
 class TierIndex(Generic[T]):

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from kvwire.store.base import Data
 
 T = TypeVar("T")
+_FINAL = (ArgumentError, AuthError, NotFoundError)  # asking again gives the same answer
+_MOST_FAILURES = 2
+_MOST = 1 << 16
+TRUST_S = 30.0
+"""How long a stated length is not asked for again by reads that end at it and wanted more, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +101,7 @@ class ExtentMap(Generic[T]):
         follows = index == 0 or self._extents[index - 1].end <= start
         precedes = index == len(self._starts) or end <= self._starts[index]
         if not (0 <= start < end and follows and precedes):
-            msg = f"an extent from {start} to {end} is empty or overlaps another: add the gaps alone"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"an extent from {start} to {end} is empty or overlaps another: add the gaps alone")
         extent = Extent(start, end, value)
         self._starts.insert(index, start)
         self._extents.insert(index, extent)
@@ -112,12 +116,8 @@ class ExtentMap(Generic[T]):
         return True
 
 
-_FINAL = (ArgumentError, AuthError, NotFoundError)  # asking again gives the same answer
-_MOST_FAILURES = 2
-
-
 class InflightRead:
-    """A range that one reader fetches. Its state is changed by the cache alone; anybody may wait for ``done``.
+    """A range that one reader fetches. Its state is changed by the cache alone; any reader may wait for ``done``.
 
     ``done`` resolves in every case; then either ``error`` is set or a look at the cache tells more. A concurrent
     future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
@@ -162,11 +162,6 @@ class InflightRead:
         if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
             return None
         return copy.copy(self.error)  # one exception raised in many places would gather all their tracebacks
-
-
-_MOST = 1 << 16
-TRUST_S = 30.0
-"""How long a stated length is not asked for again by reads that end at it and wanted more, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
+_MODE = 0o700  # caches of conversations are private
+_MANY = 1024
 
 
 class Worker:
@@ -88,10 +90,6 @@ class Worker:
                     self._changed.notify_all()
 
 
-_MODE = 0o700  # caches of conversations are private
-_MANY = 1024
-
-
 class LockedFolder:
     """A subfolder that this process holds until it closes the slot or ends."""
 
@@ -127,12 +125,11 @@ def lock_folder(root: Path) -> LockedFolder:
         make_folder(folder)
         if (slot := _locked(folder)) is not None:
             return slot
-    msg = f"more than {_MANY} processes share {root}"
-    raise OSError(msg)
+    raise OSError(f"more than {_MANY} processes share {root}")
 
 
 def unlocked_folders(root: Path) -> Iterator[LockedFolder]:
-    """Subfolders that nobody holds."""
+    """Subfolders that no process holds."""
     for number in range(_MANY):
         folder = root / f"slot-{number}"
         if not folder.is_dir():

@@ -4,7 +4,7 @@ One file for each write: a header with the key, then the bytes; written under a 
 the rename flushed too. File names count up, so the order survives as well. Beside an entry that was tried once lies
 what the remote had before: who tries again, in another process too, sees whether others wrote since.
 
-While an entry waits, a collector of garbage sees content on the remote that nobody names. So the content is looked at
+While an entry waits, a collector of garbage sees content on the remote that no entry names. So the content is looked at
 before the entry is uploaded, and once more after collectors have been waited for: see ``upkeep.collect``.
 """
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Sink: TypeAlias = Callable[[Data], None]
 
 _LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
+_PATIENCE_S = 10.0  # a hint that finds no pause for that long is worth nothing any more
 
 
 class Origin(Protocol):
@@ -209,8 +210,7 @@ def _run(reading: Coroutine[Any, Any, None]) -> None:
     except StopIteration:
         return
     reading.close()
-    msg = "a blocking read waited for an event loop"
-    raise RuntimeError(msg)
+    raise RuntimeError("a blocking read waited for an event loop")
 
 
 def read_blocking(cache: RangeCache, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> bytes:
@@ -222,9 +222,6 @@ def read_blocking(cache: RangeCache, name: bytes, origin: BlockingOrigin, start:
         if isinstance(whole, bytes) and len(whole) == len(pieces[0]):
             return whole
     return b"".join(pieces)
-
-
-_PATIENCE_S = 10.0  # a hint that finds no pause for that long is worth nothing any more
 
 
 class Prefetcher:
@@ -272,7 +269,7 @@ class Prefetcher:
                     return
                 position = self._next(name, origin, position, end)
         except KvwireError:
-            return  # whoever reads the bytes will hear of it
+            return  # the reader of these bytes gets the error
 
     def _next(self, name: bytes, origin: BlockingOrigin, position: int, end: int | None) -> int | None:
         """See to the next piece; returns where it ends, None at the end of all."""

@@ -47,14 +47,11 @@ class TierSettings:
         """Refuse settings with which nothing would ever move."""
         counts = (self.flight_bytes, self.prefetch_bytes, self.prefetch_threads, self.upload_threads)
         if min(counts) < 1:
-            msg = "flight_bytes, prefetch_bytes and threads must be 1 or more"
-            raise ArgumentError(msg)
+            raise ArgumentError("flight_bytes, prefetch_bytes and threads must be 1 or more")
         if min(self.stall_s, self.answer_s) <= 0 or min(self.dirty_bytes, self.prefetch_hints) < 0:
-            msg = "stall_s and answer_s must be over 0, dirty_bytes and prefetch_hints 0 or more"
-            raise ArgumentError(msg)
+            raise ArgumentError("stall_s and answer_s must be over 0, dirty_bytes and prefetch_hints 0 or more")
         if min(self.retry_s, self.backoff_s, self.max_backoff_s, self.put_s, self.close_s) < 0:
-            msg = "retry_s, backoff_s, max_backoff_s, put_s and close_s must be 0 or more"
-            raise ArgumentError(msg)
+            raise ArgumentError("retry_s, backoff_s, max_backoff_s, put_s and close_s must be 0 or more")
 
 
 @dataclass

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from kvwire.store.base import Data, Listed, ObjectReader
     from kvwire.store.cache.settings import Counters
 
+_log = logging.getLogger(__name__)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGTP]?)(i?)B?")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_PENDING = "pending"
+_PENDING_SHARE = 4
+_MANY_DIGITS = 20
+
 
 class TieredStore(Store):
     """Reads of content go through the tiers; everything else goes to the remote. ``open_tiers`` makes one.
@@ -161,7 +168,7 @@ class TieredStore(Store):
         return self._remote.scan(prefix, after)
 
     def prefetch(self, key: str, start: int = 0, end: int | None = None) -> None:
-        """Hint that content will be read soon. It is fetched in the background, while nobody else fetches anything.
+        """Hint that content will be read soon. It is fetched in the background, while no reader fetches anything.
 
         Args:
             key: The object; a hint of what is no content does nothing.
@@ -251,14 +258,6 @@ class _TieredReader:
         pass
 
 
-_log = logging.getLogger(__name__)
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGTP]?)(i?)B?")
-_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
-_PENDING = "pending"
-_PENDING_SHARE = 4
-_MANY_DIGITS = 20
-
-
 def parse_size(text: str) -> int:
     """Bytes of a size in words: ``20GB`` is 20 * 10**9, ``512MiB`` is 512 * 2**20, ``1000`` is 1000.
 
@@ -273,8 +272,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip()) if len(text) <= _MANY_DIGITS else None
     if match is None or (match[3] and not match[2]):
-        msg = f"{text[:_MANY_DIGITS]!r} is not a size: write something like 20GB, 512MiB or 1000"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{text[:_MANY_DIGITS]!r} is not a size: write something like 20GB, 512MiB or 1000")
     unit = (1024 if match[3] else 1000) ** _POWERS[match[2]]
     return int(Fraction(match[1]) * unit)
 

@@ -2,7 +2,7 @@
 
 Order: content (known by its digest) is uploaded whenever its turn comes; any other write waits until everything that
 was acknowledged before it is on the remote, and what it names is looked at once more, since a collector may have taken
-it meanwhile. So nobody finds an entry on the remote without the blob that it names.
+it meanwhile. So no reader finds an entry on the remote without the blob that it names.
 Reads through this store see what is pending.
 """
 
@@ -257,8 +257,7 @@ class WriteBackStore(Store):
             if not self._changed.wait_for(
                 lambda: not any(one.is_running for one in self._queue.values() if one.key in keys), self._settings.put_s
             ):
-                msg = "the object is just being uploaded, and that takes too long: delete it later"
-                raise DeadlineError(msg)
+                raise DeadlineError("the object is just being uploaded, and that takes too long: delete it later")
             mine = [one for one in self._queue.values() if one.key in keys]
             for one in mine:  # keeps the upload threads off
                 one.is_running = True

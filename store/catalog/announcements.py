@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvwire.store.keys import KeySpace
 
 GRACE_S = 24 * 3600.0
-"""How long content may lie unreferenced before it counts as garbage: longer than anybody takes to write an entry."""
+"""How long content may lie unreferenced before it counts as garbage: longer than writing an entry takes."""
 LEASE_S = 300.0
 """How long an announcement holds: its collector deletes nothing later, its readers do not wait longer."""
 MAX_NAMES = 8192
@@ -43,7 +43,7 @@ def announce(store: Store, space: KeySpace, keys: Collection[str]) -> str:
 
 
 def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str] | None) -> None:
-    """Return once nobody is about to delete one of these objects, which is at once but for rare cases.
+    """Return once no collector is about to delete one of these objects: at once but for rare cases.
 
     Called after writing entries that name them, and before making sure that they are still there. Who may not list
     relies on the grace period alone: nothing is waited for.

@@ -1,7 +1,7 @@
 """Which blob belongs to which document, and which profile a model configuration uses.
 
-Content goes first, the entry that points at it last, and then a look whether the content is still there: whoever finds
-an entry finds what it names, even while garbage is being collected. See ``upkeep.collect``.
+Content goes first, the entry that points at it last, and then a look whether the content is still there: a reader that
+finds an entry finds what it names, even while garbage is being collected. See ``upkeep.collect``.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Catalog:
     def add(self, entry: CatalogEntry) -> None:
         """Write the entries of a blob that is in the store already; its key says which configuration it is of.
 
-        Only for blobs that nobody collects; ``alias`` makes sure of it.
+        Only for blobs that no collector may take; ``alias`` makes sure of it.
 
         Args:
             entry: The entry.
@@ -231,7 +231,7 @@ class Catalog:
     def confirm(self, config: Config, entry: CatalogEntry, token_ids: Sequence[int], profile: bytes = b"") -> None:
         """Write again what a collector took of an entry's text and profile before it saw the entry.
 
-        Called after the entry was written; whoever relied on a text or profile that was there already calls it.
+        Called after the entry was written, where its text or profile was there already.
 
         Args:
             config: The model configuration.
@@ -370,8 +370,7 @@ class Catalog:
         parts = entry.blob_key.split("/")
         space = KeySpace(self.tenant, parts[2] if len(parts) > 2 else "")  # noqa: PLR2004 - v1, tenant, configuration
         if entry.blob_key != space.blob(entry.sha256):
-            msg = f"{entry.blob_key} is not a blob key of this tenant: write the blob with put_blob"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{entry.blob_key} is not a blob key of this tenant: write the blob with put_blob")
         return space
 
     def _entry(self, space: KeySpace, key: str) -> CatalogEntry | None:

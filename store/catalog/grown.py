@@ -1,7 +1,7 @@
 """Documents of several parts in the catalog: how they grow, and how they are read as one.
 
 An entry lists all parts of its document, and each part is a blob that names the tokens before its own. A part is
-written before the entry that names it, and the entry only where nobody else has written it since it was read: of two
+written before the entry that names it, and the entry only where no other writer changed it since it was read: of two
 who append to one document at the same time, one is told to look again, and no entry ever loses a part that it had.
 """
 

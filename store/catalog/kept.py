@@ -42,8 +42,7 @@ class KeptRepairs:
                 continue
             kept = KeptRepair.from_json(data)
             if kept.documents != tuple(documents[: keys[key]]):
-                msg = f"{key} is of other documents: the next repair writes it again"
-                raise CorruptError(msg)
+                raise CorruptError(f"{key} is of other documents: the next repair writes it again")
             return kept
         return None
 
@@ -51,8 +50,7 @@ class KeptRepairs:
         """Read the blob of a document's rows and check it against its digest."""
         data = self._objects.intact(self._objects.keys(config).kept_rows(part.sha256))
         if data is None:
-            msg = f"kept rows {part.sha256[:12]} are damaged in {self._store.url}"
-            raise CorruptError(msg)
+            raise CorruptError(f"kept rows {part.sha256[:12]} are damaged in {self._store.url}")
         return data
 
     def put(

@@ -38,8 +38,7 @@ class TenantObjects:
         """The keys of this tenant for one model configuration."""
         space = config if isinstance(config, KeySpace) else KeySpace.of(self.tenant, config)
         if space.tenant != self.tenant:
-            msg = "that model configuration is another tenant's: list the configurations of this one"
-            raise ArgumentError(msg)
+            raise ArgumentError("that model configuration is another tenant's: list the configurations of this one")
         return space
 
     @property
@@ -58,8 +57,7 @@ class TenantObjects:
         if self.secrets:
             return self.secrets.unseal(data, key)
         if data.startswith(SEALED_MAGIC):
-            msg = f"{key} is sealed: give the keyring that it was written with (--keys)"
-            raise AuthError(msg)
+            raise AuthError(f"{key} is sealed: give the keyring that it was written with (--keys)")
         return data
 
     def read_each(self, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
@@ -102,8 +100,7 @@ class TenantObjects:
         """Write an entry where it is still the one that was read."""
         key = space.document(entry.document_id)
         if not self.store.replace(key, self.sealed(key, entry.to_json()), etag):
-            msg = (
+            raise ConflictError(
                 f"document {entry.document_id!r} was changed by another writer meanwhile, and its entry is as that one "
                 "left it: look at the document and append again, or to a fork (--fork)"
             )
-            raise ConflictError(msg)

@@ -44,8 +44,7 @@ class Profiles:
         )
         if data is None:
             advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
-            msg = f"profile {digest[:12]} is damaged in {self._objects.store.url}: {advice}"
-            raise CorruptError(msg)
+            raise CorruptError(f"profile {digest[:12]} is damaged in {self._objects.store.url}: {advice}")
         return data
 
     def get_parts(self, config: Config, digest: str, parts: Sequence[tuple[int, int, str]]) -> list[bytes]:
@@ -62,8 +61,7 @@ class Profiles:
             self._objects.store.distrust(key, start, end)
         advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
         where = f"{self._objects.store.url} from byte {bad[0]} on"
-        msg = f"profile {digest[:12]} is damaged or cut short in {where}: {advice}"
-        raise CorruptError(msg)
+        raise CorruptError(f"profile {digest[:12]} is damaged or cut short in {where}: {advice}")
 
     def open(
         self, config: Config, digest: str, outline: tuple[int, str] | None, level: int, later: Profiles
@@ -140,8 +138,7 @@ class Models:
             msg = f"the link shift {digest[:12]} is not in {self._objects.store.url}: {advice}"
             raise NotFoundError(msg) from error
         if data is None:
-            msg = f"the link shift {digest[:12]} is damaged in {self._objects.store.url}: {advice}"
-            raise CorruptError(msg)
+            raise CorruptError(f"the link shift {digest[:12]} is damaged in {self._objects.store.url}: {advice}")
         return data
 
     def put(self, record: ModelRecord) -> bool:

@@ -93,8 +93,7 @@ class UseFile(UseCounts):
         """Keep the path; the file is made at the first use."""
         path = Path(path).absolute()
         if not path.parent.is_dir():
-            msg = f"{path.parent} is not a folder; make it, or name another file for the counts"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{path.parent} is not a folder; make it, or name another file for the counts")
         self._database = Database(path, _SCHEMA, version=_VERSION, durable=False, advice=_ADVICE, busy_s=busy_s)
 
     def add(self, scope: str, document_id: str) -> None:

@@ -27,8 +27,7 @@ class Keyring:
     def __init__(self, masters: Sequence[bytes]) -> None:
         """Keep them."""
         if not masters or any(len(master) != MASTER_BYTES for master in masters):
-            msg = f"a keyring needs master keys of {MASTER_BYTES} bytes each; make one with kvwire key"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a keyring needs master keys of {MASTER_BYTES} bytes each; make one with kvwire key")
         self._masters = tuple(bytes(master) for master in masters)
 
     @classmethod
@@ -51,8 +50,7 @@ class Keyring:
         with reading(f"the keyring {path}"):
             about = path.stat()
             if about.st_mode & 0o077:
-                msg = f"the keyring {path} can be read by others: chmod 600 it"
-                raise AuthError(msg)
+                raise AuthError(f"the keyring {path} can be read by others: chmod 600 it")
             with path.open("rb") as file:
                 lines = file.read(_MAX_FILE_BYTES).decode(errors="replace").splitlines()
         return cls([_master(line, path, number) for number, line in enumerate(lines, 1) if _counts(line)])
@@ -90,8 +88,7 @@ def _master(line: str, path: Path, number: int) -> bytes:
     except (binascii.Error, ValueError):
         master = b""
     if len(master) != MASTER_BYTES:
-        msg = (
+        raise ArgumentError(
             f"line {number} of the keyring {path} is no key of {MASTER_BYTES} bytes in base64; make one with kvwire key"
         )
-        raise ArgumentError(msg)
     return master

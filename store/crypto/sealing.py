@@ -94,8 +94,7 @@ class TenantKeys:
     def __init__(self, keys: Sequence[TenantKey]) -> None:
         """Keep them."""
         if not keys:
-            msg = "there is no key to seal with; make one with kvwire key"
-            raise ArgumentError(msg)
+            raise ArgumentError("there is no key to seal with; make one with kvwire key")
         self._newest, self._oldest = keys[0], keys[-1]
         self._by_id = {key.key_id: key for key in reversed(keys)}
 
@@ -114,8 +113,7 @@ class TenantKeys:
         """Open an object that was sealed in one part."""
         prologue = _parsed(sealed, _OBJECT)
         if len(sealed) != prologue.file_bytes or prologue.header_bytes + TAG_BYTES + _PROLOGUE.size != len(sealed):
-            msg = f"a sealed object has {len(sealed)} bytes, not those that it claims; write it again"
-            raise CorruptError(msg)
+            raise CorruptError(f"a sealed object has {len(sealed)} bytes, not those that it claims; write it again")
         cipher = self.cipher(prologue.key_id, prologue.object_id)
         associated = sealed[: _PROLOGUE.size] + place.encode()
         return _opened(cipher, 0, sealed[_PROLOGUE.size :], associated, f"the object {place}")
@@ -126,8 +124,7 @@ class TenantKeys:
         segments = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(segments))
         if len(blob) != info.file_bytes:
-            msg = f"the blob has {len(blob)} of {info.file_bytes} bytes; fetch it again"
-            raise CorruptError(msg)
+            raise CorruptError(f"the blob has {len(blob)} of {info.file_bytes} bytes; fetch it again")
         prologue, cipher = self._begun(blob, _BLOB, info.header_bytes, size, "")
         parts = [prologue, cipher.encrypt(_nonce(0), blob[: info.header_bytes], prologue)]
         for number, segment in enumerate(segments, 1):
@@ -139,8 +136,7 @@ class TenantKeys:
         reader = self.blob_reader()
         info = reader.read_header(sealed)
         if len(sealed) != info.file_bytes:
-            msg = f"the sealed blob has {len(sealed)} of {info.file_bytes} bytes; fetch it again"
-            raise CorruptError(msg)
+            raise CorruptError(f"the sealed blob has {len(sealed)} of {info.file_bytes} bytes; fetch it again")
         return reader.head + b"".join(reader.unsealed(s, sealed[s.offset : s.end]) for s in _in_order(info))
 
     def blob_reader(self) -> SealedBlob:
@@ -149,8 +145,7 @@ class TenantKeys:
 
     def _begun(self, content: bytes, kind: int, header_bytes: int, file_bytes: int, place: str) -> tuple[bytes, AESGCM]:
         if max(header_bytes, len(content) if kind == _OBJECT else 0) > _MAX_PART_BYTES:
-            msg = f"an object of {len(content)} bytes is too long to be sealed in one part; split it"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"an object of {len(content)} bytes is too long to be sealed in one part; split it")
         key = self._newest
         known = (SEALED_MAGIC, *_VERSION, 0, file_bytes, header_bytes, key.key_id)
         object_id = key.object_id(_PROLOGUE.pack(*known, bytes(_ID_BYTES), kind), place, content)
@@ -160,11 +155,10 @@ class TenantKeys:
         """The cipher of an object."""
         key = self._by_id.get(key_id)
         if key is None:
-            msg = (
+            raise AuthError(
                 f"an object is sealed with key {key_id.hex()}, which is not among this tenant's; "
                 "add that master key to the keyring, and check the tenant's name and the salt"
             )
-            raise AuthError(msg)
         return key.cipher(object_id)
 
 
@@ -177,19 +171,16 @@ class _Prologue(NamedTuple):
 
 def _parsed(data: bytes, kind: int) -> _Prologue:
     if not data or data[: len(SEALED_MAGIC)] != SEALED_MAGIC[: len(data)]:
-        msg = "an object is not sealed, though this tenant's are; seal it by writing it again"
-        raise NotSealedError(msg)
+        raise NotSealedError("an object is not sealed, though this tenant's are; seal it by writing it again")
     if len(data) < _PROLOGUE.size:
-        msg = "a sealed object ends within its prologue; fetch it again"
-        raise TruncatedError(msg, _PROLOGUE.size)
+        raise TruncatedError("a sealed object ends within its prologue; fetch it again", _PROLOGUE.size)
     _, major, minor, flags, file_bytes, header_bytes, key_id, object_id, told = _PROLOGUE.unpack_from(data)
     if major != _VERSION[0] or flags:
         msg = f"sealing format {major}.{minor} (flags {flags:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     least = _PROLOGUE.size + header_bytes + TAG_BYTES
     if told != kind or file_bytes < least or (kind == _BLOB and header_bytes > MAX_HEADER_BYTES):
-        msg = "a sealed object is of another kind or length than it should be; write it again"
-        raise CorruptError(msg)
+        raise CorruptError("a sealed object is of another kind or length than it should be; write it again")
     return _Prologue(key_id, object_id, header_bytes, file_bytes)
 
 
@@ -250,8 +241,7 @@ class SealedBlob:
         prologue = _parsed(data, _BLOB)
         stored = _PROLOGUE.size + prologue.header_bytes + TAG_BYTES
         if len(data) < stored:
-            msg = f"the sealed header ends after {len(data)} of {stored} bytes; fetch it again"
-            raise TruncatedError(msg, stored)
+            raise TruncatedError(f"the sealed header ends after {len(data)} of {stored} bytes; fetch it again", stored)
         cipher = self._keys.cipher(prologue.key_id, prologue.object_id)
         header = _opened(cipher, 0, data[_PROLOGUE.size : stored], data[: _PROLOGUE.size], "the header")
         parsed = parse_header(header)
@@ -259,8 +249,7 @@ class SealedBlob:
         order = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(order))
         if (info.header_bytes, size) != (prologue.header_bytes, prologue.file_bytes):
-            msg = "the sealed blob is not of the length that its header tells; write it again"
-            raise CorruptError(msg)
+            raise CorruptError("the sealed blob is not of the length that its header tells; write it again")
         self.head, self.parsed, self._cipher = header, parsed, cipher
         self._numbers = {(segment.chunk, segment.level): number for number, segment in enumerate(order, 1)}
         return self._as_stored(info, stored, size)
@@ -269,8 +258,7 @@ class SealedBlob:
         """Open one segment."""
         number = self._numbers.get((segment.chunk, segment.level))
         if self._cipher is None or number is None:
-            msg = "a segment can be opened only after its blob's header; call read_header first"
-            raise ArgumentError(msg)
+            raise ArgumentError("a segment can be opened only after its blob's header; call read_header first")
         return _opened(self._cipher, number, stored, None, f"chunk {segment.chunk} level {segment.level}")
 
     def _as_stored(self, info: BlobInfo, header_bytes: int, file_bytes: int) -> BlobInfo:

@@ -103,8 +103,7 @@ class DonorIndex:
         """
         del opening, after
         if digest_tokens(token_ids) != document.token_digest:
-            msg = f"the text is not that of {document.document_id!r}: index it with its own token ids"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the text is not that of {document.document_id!r}: index it with its own token ids")
         data = DonorEntry(SCHEME, document.document_id, document.token_digest).to_json()
         features = self._features(token_ids, self.writer)
         self._make_room(features, document.token_digest)
@@ -178,8 +177,7 @@ class DonorIndex:
         digest = candidate.token_digest
         entry = self._catalog.by_tokens(self._space, digest) or self._grown(candidate)
         if entry is None or entry.is_text or entry.token_digest != digest:
-            msg = f"no document with the text {digest[:12]} has a blob any more"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"no document with the text {digest[:12]} has a blob any more")
         with self._lock:
             ids = self._texts.get(digest)
         return Donor(entry, ids or self._read_text(entry), candidate.shared)
@@ -208,8 +206,7 @@ class DonorIndex:
             info = self._infos.get((document.sha256, document.token_digest))
         info = info or prefix_info(self._catalog, document)
         if info.context_level is not None:
-            msg = f"{document.document_id!r} was computed over lossy rows: it gives none to other prompts"
-            raise CorruptError(msg)
+            raise CorruptError(f"{document.document_id!r} was computed over lossy rows: it gives none to other prompts")
         with self._lock:
             self._infos[document.sha256, document.token_digest] = info
             while len(self._infos) > _MOST_INFOS:

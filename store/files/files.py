@@ -38,6 +38,13 @@ _ADVICE = {
 }
 # What reading a missing object looks like; ELOOP is how O_NOFOLLOW refuses a symbolic link.
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+TEMPORARY = ".tmp-"
+"""What the names of unfinished files start with: a dot, as no key does."""
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+NEW_FILE_MODE = 0o666
+"""Less the umask, as for any program's files: other users may serve the folder."""
+_Identity = tuple[int, int, int, int, int]
+_HASH_PIECE = 1 << 20
 
 
 @contextmanager
@@ -49,8 +56,7 @@ def reading(what: str) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _ABSENT:
-            msg = f"{what} is not there; check the address, or encode the document again"
-            raise NotFoundError(msg) from error
+            raise NotFoundError(f"{what} is not there; check the address, or encode the document again") from error
         raise _translated(error, "read", what) from error
 
 
@@ -72,15 +78,8 @@ def _translated(error: OSError, verb: str, what: str) -> StorageError:
     return translated
 
 
-TEMPORARY = ".tmp-"
-"""What the names of unfinished files start with: a dot, as no key does."""
-CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-NEW_FILE_MODE = 0o666
-"""Less the umask, as for any program's files: other users may serve the folder."""
-
-
 def temporary_name() -> str:
-    """A name for an unfinished file, which nobody else uses."""
+    """A name for an unfinished file, unique to it."""
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -134,10 +133,6 @@ def sync_folder(folder: str | Path, within: int | None = None) -> None:
         os.close(descriptor)
 
 
-_Identity = tuple[int, int, int, int, int]
-_HASH_PIECE = 1 << 20
-
-
 class EtagCache:
     """Remembers hashes of files, so that a range request does not hash the whole file again.
 
@@ -175,8 +170,7 @@ class FileReader:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             self.close()
-            msg = f"{key} is not there: a folder or a special file lies in its place"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{key} is not there: a folder or a special file lies in its place")
         self._size = about.st_size
         self.modified = about.st_mtime
         self._identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)

@@ -1,6 +1,6 @@
 """A SQLite database in one file, shared by threads and by processes of one machine.
 
-A database is made whole under another name and then linked into place, so nobody ever opens half of one. It is in WAL
+A database is made whole under another name and then linked into place, so no process opens half of one. It is in WAL
 mode: readers and a writer do not wait for each other, and a process that is killed leaves whole transactions. No
 connection crosses a fork, and none outlives a replacement of the file.
 """
@@ -46,6 +46,17 @@ _ADVICE = {
     sqlite3.SQLITE_READONLY: "the folder is read-only for this user: remount it or give this user the right to write",
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened: give this user the right to the file and its folder",
 }
+T = TypeVar("T")
+_C = TypeVar("_C", sqlite3.Connection, "sqlite3.Connection | None")
+_Identity = tuple[int, int]
+BUSY_S = 30.0
+"""Longest wait for another process's transaction, which takes milliseconds."""
+_WAL_KEPT_BYTES = 64 << 20
+_WAL_PAGES = 128  # merged beyond: what a killed process leaves unmerged must fit into what is kept aside for deletions
+_PAGE_BYTES = 16 << 10  # some twenty catalog entries: rows in the order of keys are then read at a stretch
+_STILL_ATTEMPTS = 10
+_MERGE_MS = 1000  # longest wait for others: what merging gains is worth no more
+_inherited: list[object] = []  # kept for ever: even forgetting a connection of the parent process would close it
 
 
 def restrict(connection: sqlite3.Connection) -> None:
@@ -65,8 +76,7 @@ def check_layout(connection: sqlite3.Connection, path: Path, schemas: Sequence[s
     found_version = connection.execute("PRAGMA user_version").fetchone()[0]
     found = connection.execute(_LAYOUT).fetchall()
     if not found_version and not found:
-        msg = f"{path} is damaged: it is empty, and kvwire leaves none so: {advice}"
-        raise CorruptError(msg)
+        raise CorruptError(f"{path} is damaged: it is empty, and kvwire leaves none so: {advice}")
     if found_version != version:
         msg = f"{path} has version {found_version}, this kvwire knows {version}: use the one that wrote it"
         raise FormatVersionError(msg)
@@ -74,8 +84,7 @@ def check_layout(connection: sqlite3.Connection, path: Path, schemas: Sequence[s
         known = [one for schema in schemas for one in _layout(schema)]
         strange = [f"the {kind} {str(name)[:80]!r}" for kind, name, *_ in found if (kind, name, *_) not in known]
         what = f"it holds {', '.join(strange)}" if strange else "its table is not there"
-        msg = f"{path} is not as kvwire made it ({what}): {advice}"
-        raise CorruptError(msg)
+        raise CorruptError(f"{path} is not as kvwire made it ({what}): {advice}")
 
 
 @cache
@@ -109,8 +118,7 @@ def translated(path: Path, verb: str, *, advice: str, wait_s: float) -> Iterator
     except sqlite3.Error as error:
         code = _code(error)
         if code in _DAMAGED or any(words in str(error) for words in _DAMAGED_WORDS):
-            msg = f"{path} is damaged ({error}): {advice}"
-            raise CorruptError(msg) from error
+            raise CorruptError(f"{path} is damaged ({error}): {advice}") from error
         if code in _NOT_WRITABLE and not os.access(path.parent, os.W_OK):
             code = sqlite3.SQLITE_READONLY
         words = _ADVICE.get(code, str(error))
@@ -130,22 +138,6 @@ def _code(error: sqlite3.Error) -> int:
     """The primary result code; the higher bits only tell more, but for one: a side file that a full disk cuts short."""
     code = int(getattr(error, "sqlite_errorcode", 0) or 0)
     return sqlite3.SQLITE_FULL if code == sqlite3.SQLITE_IOERR_SHMSIZE else code & 0xFF
-
-
-T = TypeVar("T")
-_C = TypeVar("_C", sqlite3.Connection, "sqlite3.Connection | None")
-_Identity = tuple[int, int]
-
-BUSY_S = 30.0
-"""Longest wait for another process's transaction, which takes milliseconds."""
-_WAL_KEPT_BYTES = 64 << 20
-_WAL_PAGES = 128  # merged beyond: what a killed process leaves unmerged must fit into what is kept aside for deletions
-_PAGE_BYTES = 16 << 10  # some twenty catalog entries: rows in the order of keys are then read at a stretch
-_STILL_ATTEMPTS = 10
-_MERGE_MS = 1000  # longest wait for others: what merging gains is worth no more
-
-
-_inherited: list[object] = []  # kept for ever: even forgetting a connection of the parent process would close it
 
 
 class Database:
@@ -194,8 +186,7 @@ class Database:
                 self._create()
                 identity = self._identity()
             if identity is None:
-                msg = f"{self._path} was removed while it was being opened: try again"
-                raise StorageError(msg)
+                raise StorageError(f"{self._path} was removed while it was being opened: try again")
             with self._lent(identity, lambda: self._connect("mode=rw")) as connection, _transaction(connection):
                 return change(connection)
 
@@ -239,11 +230,10 @@ class Database:
         """Raise CorruptError where changes lie without their database: SQLite would put them into a new one."""
         if self._has_log() and not self._path.exists():
             name = self._path.name
-            msg = (
+            raise CorruptError(
                 f"{self._path}-wal holds changes of a database that is gone: put {name} back beside it, "
                 f"or remove {name}-wal and {name}-shm too"
             )
-            raise CorruptError(msg)
 
     def _has_log(self) -> bool:
         """Whether changes lie beside the file that are, or may be, not in it yet."""
@@ -254,7 +244,7 @@ class Database:
 
     @contextlib.contextmanager
     def _lent(self, identity: _Identity, connect: Callable[[], _C]) -> Iterator[sqlite3.Connection | _C]:
-        """A connection that nobody uses, or a new one; after an error nobody knows what state it is in.
+        """An idle connection, or a new one; after an error its state is unknown, and it is closed.
 
         No finalizer closes what is idle: an exit that a signal asks for would be lost in it. SQLite closes what is
         forgotten, and ``_merge_at_exit`` what a thread holds that never ends.
@@ -309,7 +299,7 @@ class Database:
         return None
 
     def _read_still(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        """Read the file as if nobody could change it, and again where somebody did."""
+        """Read the file as if it could not change, and again where it did."""
         for _ in range(_STILL_ATTEMPTS):
             before = self._stillness()
             try:
@@ -326,11 +316,10 @@ class Database:
 
     def _stillness(self) -> tuple[int, int, int]:
         if self._has_log():
-            msg = (
+            raise StorageError(
                 f"{self._path} has changes that are not yet merged, which takes the right to write: "
                 "open the store once with that right, for instance with kvwire store ls"
             )
-            raise StorageError(msg)
         about = self._path.stat()
         return about.st_ino, about.st_size, about.st_mtime_ns
 
@@ -341,8 +330,7 @@ class Database:
             with contextlib.closing(sqlite3.connect(temporary, timeout=BUSY_S, isolation_level=None)) as connection:
                 connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
                 if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
-                    msg = f"cannot make {self._path}: {NO_LOCKS}"
-                    raise StorageError(msg)
+                    raise StorageError(f"cannot make {self._path}: {NO_LOCKS}")
                 with _transaction(connection):
                     connection.execute(self._schema)
                     connection.execute(f"PRAGMA user_version={self._version}")

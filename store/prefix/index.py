@@ -1,7 +1,7 @@
 """The index itself: entries of documents' chunks are written, and the longest cached prefix of a prompt is found.
 
 Each entry is an object of its own whose key is made of the hash, so that a look-up is one read and writers need no
-lock: whoever writes a prefix that is there already writes an entry that is as good. Hashes are not trusted: a document
+lock: a second entry of a prefix is as good as the first. Hashes are not trusted: a document
 counts only where the tokens of its own text are those that were asked for.
 """
 
@@ -94,8 +94,7 @@ class PrefixIndex:
             ArgumentError: The text is not the entry's.
         """
         if digest_tokens(token_ids) != document.token_digest:
-            msg = f"the text is not that of {document.document_id!r}: index it with its own token ids"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"the text is not that of {document.document_id!r}: index it with its own token ids")
         hashes = self.scheme.hashes([*opening, *token_ids])
         entries = list(self._entries(document, hashes))[max(0, after) // self.scheme.chunk_tokens :]
         self._catalog.objects.write_many(entries)
@@ -261,12 +260,10 @@ def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
     """Read a blob's header, and refuse rows that are not those of a prompt's beginning."""
     info = catalog.blobs.header(document)
     if info.meta.token_digest != document.token_digest:
-        msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
-        raise CorruptError(msg)
+        raise CorruptError(f"the blob of {document.document_id!r} is of another text; encode the document again")
     if len(info.neutral_prefix) > info.opening or info.soft_tokens:
         what = "with soft tokens" if info.soft_tokens else "behind a neutral prefix"
-        msg = f"{document.document_id!r} was computed {what}: its rows begin no prompt"
-        raise CorruptError(msg)
+        raise CorruptError(f"{document.document_id!r} was computed {what}: its rows begin no prompt")
     return info
 
 
@@ -289,8 +286,7 @@ class _Documents:
             self._found[key] = self._asked(*key)
         document = self._found[key]
         if document is None:
-            msg = f"no document with the text of {entry.document_id!r} has a blob any more"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"no document with the text of {entry.document_id!r} has a blob any more")
         return document
 
     def _asked(self, document_id: str, token_digest: str) -> CatalogEntry | None:

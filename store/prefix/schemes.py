@@ -93,8 +93,7 @@ class Chain:
         import numpy as np
 
         if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < 1 << 32):
-            msg = "token ids must lie in 0 to 2^32 - 1"
-            raise ArgumentError(msg)
+            raise ArgumentError("token ids must lie in 0 to 2^32 - 1")
         words = np.asarray(token_ids, dtype=f"{self.rule.byte_order}u4").tobytes()
         before, found, size = self.rule.before(self.config), [], 4 * self.chunk_tokens
         for at in range(0, len(words) - size + 1, size):
@@ -124,6 +123,5 @@ def hash_scheme(told: str, config: str) -> HashScheme:
     rule = SCHEMES[name]
     tokens = int(digits) if colon else rule.chunk_tokens
     if not 0 < tokens <= MAX_CHUNK_TOKENS:
-        msg = f"a chunk of an index has 1 to {MAX_CHUNK_TOKENS} tokens, got {digits[:40]}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a chunk of an index has 1 to {MAX_CHUNK_TOKENS} tokens, got {digits[:40]}")
     return Chain(f"{name}-{tokens}", tokens, rule, config)

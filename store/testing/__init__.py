@@ -42,12 +42,10 @@ _ASSERTING = ("blobs", "listing", "machine", "objects", "raw", "races")
 def __getattr__(name: str) -> object:
     """Import what needs pytest, or say what is missing."""
     if name not in _HOMES:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     missing = [package for package in ("pytest", "hypothesis") if find_spec(package) is None]
     if missing:
-        msg = f"{__name__}.{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        raise ImportError(msg)
+        raise ImportError(f"{__name__}.{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     import pytest
 
     pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))

@@ -187,7 +187,7 @@ class StoreConformance(BlobConformance, ObjectTests, ListingTests, RawTests, Rac
         from kvwire.store.testing import StoreConformance
 
         class TestMyStore(StoreConformance):
-            has_snapshots = False          # see kvwire.store.testing.hooks.Hooks for all flags
+            has_snapshots = False          # see kvwire.store.testing.samples.Hooks for all flags
 
             @pytest.fixture
             def store(self, tmp_path):

@@ -68,8 +68,7 @@ class FaultyStore(StoreWrapper):
         """Take over the inner store. Raises ArgumentError where the rates are no probabilities."""
         rates = dict(rates or {})
         if any(rate < 0 for rate in rates.values()) or sum(rates.values()) > 1:
-            msg = f"rates of faults must be 0 or more and at most 1 together, got {list(rates.values())}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"rates of faults must be 0 or more and at most 1 together, got {list(rates.values())}")
         super().__init__(inner)
         self._plan = plan
         self._rates = rates
@@ -88,18 +87,14 @@ class FaultyStore(StoreWrapper):
         fault, spot = self._choose(request)
         what = f"{request.key or request.method} in {self.url}"
         if fault is StoreFault.ERROR:
-            msg = f"{what}: a fault was asked for; try again"
-            raise StorageError(msg)
+            raise StorageError(f"{what}: a fault was asked for; try again")
         if fault is StoreFault.VANISH:
-            msg = f"{what} is not there: a fault was asked for"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{what} is not there: a fault was asked for")
         if fault is StoreFault.FULL:
-            msg = f"cannot write {what}: the disk is full (a fault was asked for): free space"
-            raise StorageError(msg)
+            raise StorageError(f"cannot write {what}: the disk is full (a fault was asked for): free space")
         result = call(_damaged(bytes(request.data), fault, spot) if request.data and fault else request.data)
         if fault is StoreFault.LOST_ANSWER:
-            msg = f"{what}: a fault was asked for after the work was done; try again"
-            raise StorageError(msg)
+            raise StorageError(f"{what}: a fault was asked for after the work was done; try again")
         return cast("T", _damaged(result, fault, spot)) if isinstance(result, bytes) and fault else result
 
     def _choose(self, request: Request) -> tuple[StoreFault | None, float]:

@@ -183,6 +183,5 @@ class StoreMachine(RuleBasedStateMachine):
             return True
         with suppress(NotFoundError):
             action()
-            msg = f"{key} was deleted or never written, and is there"
-            raise AssertionError(msg)
+            raise AssertionError(f"{key} was deleted or never written, and is there")
         return False

@@ -56,6 +56,7 @@ ODD_KEYS = (
     "/".join(["y" * 127] * 4),
 )
 """Proper keys at the edges of what is one, the longest part and the longest key included."""
+RAW_HINT = "a class that inherits the suite says how to look behind its store: raw_get, raw_set and raw_delete"
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -89,9 +90,6 @@ def catalog_entry(document_id: str, seed: int = 0, levels: int = 1) -> tuple[str
         levels=tuple((f"level {number}", len(data)) for number in range(levels)),
     )
     return SPACE.document(document_id), entry.to_json()
-
-
-RAW_HINT = "a class that inherits the suite says how to look behind its store: raw_get, raw_set and raw_delete"
 
 
 class Hooks:

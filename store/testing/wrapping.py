@@ -196,8 +196,7 @@ class SlowStore(StoreWrapper):
     ) -> None:
         """Take over the inner store. Raises ArgumentError where nothing would ever arrive."""
         if not (latency_s >= 0 and bandwidth > 0):
-            msg = f"latency_s must be 0 or more and bandwidth above 0, got {latency_s} and {bandwidth}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"latency_s must be 0 or more and bandwidth above 0, got {latency_s} and {bandwidth}")
         super().__init__(inner)
         self._latency_s = latency_s
         self._bandwidth = bandwidth

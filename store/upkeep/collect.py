@@ -21,7 +21,7 @@ ended before it. So, wherever the two meet:
   announcement, from C2: what is left to trust is that no single deletion is delayed by minutes on its way.
 - A writer that dies before W2 leaves garbage, before W4 a document whose content is gone at worst: readers count a miss
   and compute the text, encoding the document again heals it.
-- Whoever writes content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
+- A writer of content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
 - An entry that is removed or replaced between C1 and C5 keeps its content until the next collection.
 - Of several parts all have the same C1, which goes on before each part with what was written since; a dry look at all
   of them before is that C1, too. Marks only ever come, so that C2 to C5 find what they would after a C1 of their own.
@@ -123,14 +123,11 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
         StorageError: The tenants cannot be listed.
     """
     if grace_s < 0:
-        msg = f"a grace period is no time at least, {grace_s:g} s are less"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a grace period is no time at least, {grace_s:g} s are less")
     if parts < 1:
-        msg = f"collect the whole as 1 part at least, got {parts}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"collect the whole as 1 part at least, got {parts}")
     if parts > 1 and part.count > 1:
-        msg = "choose one part (--part K/N, part=) or the whole as several (--parts N, parts=), not both"
-        raise ArgumentError(msg)
+        raise ArgumentError("choose one part (--part K/N, part=) or the whole as several (--parts N, parts=), not both")
     chosen = (part,) if parts == 1 else tuple(Part(number, parts) for number in range(1, parts + 1))
     tell = on_progress or (lambda _what, _count: None)
     with MarksFile() as file:
@@ -245,12 +242,11 @@ class _Sweep:
                 return
             garbage = garbage or self._is_garbage(listed.key, listed.modified)
         if garbage and not any(is_there(self._store, key) for key in self._elsewhere):
-            msg = (
+            raise CorruptError(
                 "the catalog names none of the content that is there: it may be lost, so nothing is deleted; kvwire "
                 "store rebuild makes it anew from blobs and texts; where all documents were taken out on purpose, pass "
                 "--allow-empty-catalog"
             )
-            raise CorruptError(msg)
 
     def _is_garbage(self, key: str, modified: float) -> bool:
         return self._is_old(modified) and self._is_collected(key) and mark(key) not in self._marked

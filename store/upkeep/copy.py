@@ -53,7 +53,7 @@ def copy_store(source: Store, target: Store, *, jobs: int = 4, on_progress: OnPr
 
     An entry is written when everything that it needs is there, so the target can be read all the time, and a copy that
     was interrupted goes on where it was. Entries that differ become the source's, but for those that need what is
-    damaged there; of sealed ones nobody knows what they need. Documents may be encoded in the source meanwhile, and
+    damaged there; what sealed ones need is not known. Documents may be encoded in the source meanwhile, and
     garbage collected in the target: once the entries are written, content is looked through again.
 
     Args:
@@ -110,13 +110,11 @@ class _Copier:
 
     def _copy_object(self, key: str) -> int:
         if is_misplaced(key):
-            msg = "nothing leads to it, as it does not lie where its kind does: it is left out"
-            raise CorruptError(msg)
+            raise CorruptError("nothing leads to it, as it does not lie where its kind does: it is left out")
         data, sha256, kind = self._source.get(key), content_digest(key), kind_of(key)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
             advice = kind.advice if kind else ""
-            msg = f"its SHA-256 is not the one in its key: with what needs it, it is left out, {advice}"
-            raise CorruptError(msg)
+            raise CorruptError(f"its SHA-256 is not the one in its key: with what needs it, it is left out, {advice}")
         self._target.put(key, data)
         return len(data)
 

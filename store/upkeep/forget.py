@@ -157,11 +157,10 @@ def forget(  # noqa: PLR0913 - what may be forgotten, and what holds it back
     doomed = list(choose(look.documents, look.sizes, keep_bytes, unused_since))
     whole, going = sum(look.sizes.values()), sum(size for _, size in doomed)
     if going > max_fraction * whole and not dry_run:
-        msg = (
+        raise ArgumentError(
             f"{len(doomed):,} documents with {going:,} of {whole:,} bytes would be forgotten, more than "
             f"{max_fraction:.0%}, so nothing was: look with --dry-run; where this is right, pass --yes (max_fraction=1)"
         )
-        raise ArgumentError(msg)
     total, threads = Forgotten(left=whole, failures=tuple(look.failures)), 1 if store.is_local else _WRITERS
     remove = (lambda _: True) if dry_run else look.remove
     for window in _windows(doomed):

@@ -1,8 +1,8 @@
 """What entries name, by parts of the content and in a file, so that a collection of several parts reads them once.
 
-A mark that is lost would be content that is deleted though an entry names it. So the file has no name: nobody else can
-remove or shorten it, and it goes with the process, however that ends. What is read is checked against what memory
-knows: each piece of a part begins with place, length and CRC-32 of the piece before it, and those of the last are kept.
+A mark that is lost would be content that is deleted though an entry names it. So the file has no name: no other process
+can remove or shorten it, and it ends with its own. What is read is checked against what memory knows: each piece of a
+part begins with place, length and CRC-32 of the piece before it, and those of the last are kept.
 """
 
 from __future__ import annotations
@@ -145,11 +145,10 @@ class SpilledMarks:
         while length:
             piece = self._file.read(at, length)
             if len(piece) != length or crc32(piece) != crc:
-                msg = (
+                raise StorageError(
                     f"the temporary file of what entries name, in {_folder()}, is not as it was written, so nothing is "
                     "deleted by it: check that disk or set TMPDIR to a folder on another one, then collect again"
                 )
-                raise StorageError(msg)
             yield from _entries(piece)
             at, length, crc = _PIECE.unpack_from(piece)
 
@@ -168,11 +167,10 @@ def _temporary(verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = (
+        raise StorageError(
             f"cannot {verb} the temporary file of what entries name in {_folder()} ({error.strerror or error}): set "
             "TMPDIR to a folder on a disk with room, some 34 bytes for each object that is named"
-        )
-        raise StorageError(msg) from error
+        ) from error
 
 
 def _folder() -> str:

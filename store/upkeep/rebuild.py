@@ -166,8 +166,7 @@ class _Rebuild:
     def _look_at_blob(self, listed: Listed) -> None:
         info, sha256 = self._header(listed), key_digest(listed.key)
         if self._catalog.keys(info.meta.config_digest()) != self._space:
-            msg = "it is of another model configuration than its key says, and is left alone"
-            raise CorruptError(msg)
+            raise CorruptError("it is of another model configuration than its key says, and is left alone")
         digest = info.meta.token_digest
         if info.prefix is not None:
             self._parts.append((listed, info, info.prefix))

@@ -28,6 +28,8 @@ Report = TypeVar("Report")
 TELL_EVERY = 1000
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
+_UNFINISHED_S = 3600.0
+"""A temporary file that was written to within this time is somebody's, however short the grace."""
 
 
 class Found(NamedTuple):
@@ -124,10 +126,6 @@ def _unknown(key: str) -> FormatVersionError:
     )
 
 
-_UNFINISHED_S = 3600.0
-"""A temporary file that was written to within this time is somebody's, however short the grace."""
-
-
 @dataclass(frozen=True)
 class Collected:
     """What was deleted, or would be.
@@ -173,16 +171,15 @@ def check_fraction(found: Collected, max_fraction: float) -> None:
     )
     for garbage, whole, what in shares:
         if garbage > max_fraction * whole:
-            msg = (
+            raise ArgumentError(
                 f"no document names {garbage:,} of {whole:,} {what}, more than {max_fraction:.0%}, so nothing was "
                 "deleted: look with --dry-run; where the catalog lost entries, run kvwire store rebuild; where this is "
                 "right, pass --yes (max_fraction=1)"
             )
-            raise ArgumentError(msg)
 
 
 def remove_leftovers(store: Store, grace_s: float) -> Collected:
-    """Delete unfinished files that nobody writes to any more."""
+    """Delete unfinished files that no writer goes on with."""
     try:
         count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
     except StorageError as error:

@@ -177,7 +177,7 @@ async def test_a_head_over_the_limit_is_corrupt(fetcher_for, fake):
 
 async def test_a_head_that_leads_in_circles_is_corrupt(fetcher_for, store, fake):
     def greedy(data):
-        raise TruncatedError("more", len(data) + 1)  # noqa: EM101
+        raise TruncatedError("more", len(data) + 1)
 
     async with fetcher_for(StoreSource(store, fake.KEY), read_header=greedy) as fetcher:
         with pytest.raises(CorruptError, match="again and again"):

@@ -48,8 +48,7 @@ class LinkSettings:
     def __post_init__(self) -> None:
         """Refuse a link that could never deliver."""
         if not (0 < self.bandwidth_bytes_s < math.inf and 0 <= self.rtt_s < math.inf):
-            msg = f"a link needs a bandwidth above 0 and a round trip of 0 or more, got {self}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a link needs a bandwidth above 0 and a round trip of 0 or more, got {self}")
 
 
 def parse_link(text: str) -> LinkSettings:
@@ -70,8 +69,7 @@ def parse_link(text: str) -> LinkSettings:
     size, delay = _SIZE.fullmatch(bandwidth.strip().lower()), _TIME.fullmatch(rtt.strip().lower())
     # After lower-casing "Mb/s" and "MB/s" look alike, and people mean different things by the first: refuse it.
     if size is None or (comma and delay is None) or re.search(r"b/s", bandwidth):
-        msg = f"{text!r} is not a link: write for example 50mbit, 6.25MB/s or 50mbit,20ms"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{text!r} is not a link: write for example 50mbit, 6.25MB/s or 50mbit,20ms")
     number = float(size[1]) * _FACTORS[size[2]]
     seconds = float(delay[1]) * _SECONDS[delay[2]] if delay else 0.0
     return LinkSettings(number / _BITS if size[3].startswith("bit") else number, seconds)
@@ -149,8 +147,7 @@ class EmulatedLink:
             ArgumentError: A response is being sent.
         """
         if self._senders:
-            msg = "a link cannot begin anew while it carries a response: begin before the first request"
-            raise ArgumentError(msg)
+            raise ArgumentError("a link cannot begin anew while it carries a response: begin before the first request")
         self._began, self._sent = self._clock(), 0.0
 
     async def round_trip(self, asked_at: float) -> None:

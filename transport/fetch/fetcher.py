@@ -97,8 +97,7 @@ class BlobFetcher:
         except TimeoutError as error:
             if isinstance(error, KvwireError):
                 raise
-            msg = f"{self.url}: no header by the deadline; check the server and the network"
-            raise DeadlineError(msg) from error
+            raise DeadlineError(f"{self.url}: no header by the deadline; check the server and the network") from error
 
     async def _open(self) -> BlobInfo:
         for failed in range(1, self._settings.retries + 1):
@@ -198,8 +197,7 @@ class BlobFetcher:
                 continue
             self._check_size(info)
             return info
-        msg = f"{self.url}: the header asks for more again and again; write the blob again"
-        raise CorruptError(msg)
+        raise CorruptError(f"{self.url}: the header asks for more again and again; write the blob again")
 
     async def _lengthen(self, error: TruncatedError) -> None:
         have, needed = len(self._prefix), error.needed
@@ -238,8 +236,7 @@ class BlobFetcher:
 def check_crc(segment: SegmentInfo, stored: bytes) -> bytes:
     """Compare a segment's CRC-32 with the one in the index."""
     if crc32(stored) != segment.crc32:
-        msg = f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong"
-        raise CorruptError(msg)
+        raise CorruptError(f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong")
     return stored
 
 

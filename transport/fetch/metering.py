@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 _SAMPLE_S = 0.005  # long enough to say something about bandwidth, short enough to follow it
+_REMEMBERED = 64
+_LEAST_SAMPLES = 4  # fewer say nothing about what is usual
 
 
 class LinkSample(NamedTuple):
@@ -168,10 +170,6 @@ class Transfer:
         """The answer is over, whole or not."""
         if self.first_byte_s is not None:
             self._meter.closed(silent=silent)
-
-
-_REMEMBERED = 64
-_LEAST_SAMPLES = 4  # fewer say nothing about what is usual
 
 
 class Pace:

@@ -68,13 +68,11 @@ def coalesce(pieces: Iterable[WantedRange[T]], *, gap_bytes: int, max_bytes: int
         ArgumentError: A limit or a piece makes no sense.
     """
     if gap_bytes < 0 or max_bytes < 1:
-        msg = f"gap_bytes must be 0 or more and max_bytes 1 or more, got {gap_bytes} and {max_bytes}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"gap_bytes must be 0 or more and max_bytes 1 or more, got {gap_bytes} and {max_bytes}")
     ranges: list[list[WantedRange[T]]] = []
     for piece in pieces:
         if piece.offset < 0 or piece.length < 0:
-            msg = f"a piece cannot start at {piece.offset} or be {piece.length} bytes long"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a piece cannot start at {piece.offset} or be {piece.length} bytes long")
         run = ranges[-1] if ranges else []
         if run and 0 <= piece.offset - run[-1].end <= gap_bytes and piece.end - run[0].offset <= max_bytes:
             run.append(piece)
@@ -97,8 +95,7 @@ def split(pieces: Iterable[WantedRange[T]], *, max_bytes: int) -> list[WantedRan
         ArgumentError: ``max_bytes`` is less than 1.
     """
     if max_bytes < 1:
-        msg = f"max_bytes must be 1 or more, got {max_bytes}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"max_bytes must be 1 or more, got {max_bytes}")
     parts: list[WantedRange[T]] = []
     for piece in pieces:
         if piece.length <= max_bytes:

@@ -77,8 +77,7 @@ class FetchSettings:
             raise ArgumentError(msg)
         waits = (self.backoff_s, self.max_backoff_s, self.max_retry_after_s, self.hedge_factor, self.hedge_least_s)
         if min(self.retries, self.gap_bytes, self.hedge_share, *waits) < 0:
-            msg = "retries, gap_bytes, pauses and the settings of hedging must be 0 or more"
-            raise ArgumentError(msg)
+            raise ArgumentError("retries, gap_bytes, pauses and the settings of hedging must be 0 or more")
 
     def backoff(self, attempt: int, jitter: float, error: KvwireError | None = None) -> float:
         """Pause before an attempt.

@@ -95,16 +95,13 @@ def read_parsed(path: Path, parse: Callable[[bytes], _T], *, private: bool = Fal
     except OSError as error:
         raise _unreadable(path, error) from error
     if private and mode & 0o077:
-        msg = f"{path} holds secrets and is open to others than its owner: chmod 600 it"
-        raise AuthError(msg)
+        raise AuthError(f"{path} holds secrets and is open to others than its owner: chmod 600 it")
     if len(data) > _MAX_BYTES:
-        msg = f"{path} is longer than {_MAX_BYTES} bytes: is it the right file?"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{path} is longer than {_MAX_BYTES} bytes: is it the right file?")
     try:
         return parse(data)
     except ArgumentError as error:
-        msg = f"{path}: {error}"
-        raise ArgumentError(msg) from None
+        raise ArgumentError(f"{path}: {error}") from None
 
 
 def _identity(path: Path) -> tuple[int, ...]:
@@ -144,12 +141,10 @@ class TenantTokens:
         """Read the file strictly."""
         listed = strict_json(data)
         if not isinstance(listed, list):
-            msg = "a tenants file holds a JSON list"
-            raise ArgumentError(msg)
+            raise ArgumentError("a tenants file holds a JSON list")
         entries = [_entry(fields, number) for number, fields in enumerate(listed, 1)]
         if len({entry.token_sha256 for entry in entries}) != len(entries):
-            msg = "two entries have the same token_sha256: give each its own token"
-            raise ArgumentError(msg)
+            raise ArgumentError("two entries have the same token_sha256: give each its own token")
         return cls(entries)
 
     def find(self, token: bytes, now: float) -> Rights | None:
@@ -194,15 +189,13 @@ def _convert(fields: Any, kind: type[_T], what: str) -> _T:  # noqa: ANN401 - JS
         problem = str(error)
     except UnicodeEncodeError:
         problem = "a field's name is no proper text"
-    msg = f"{what}: {problem}: docs/serving.md tells the fields"
-    raise ArgumentError(msg)
+    raise ArgumentError(f"{what}: {problem}: docs/serving.md tells the fields")
 
 
 def _entry(fields: Any, number: int) -> _Entry:  # noqa: ANN401 - JSON
     told = _convert(fields, _TokenFields, f"entry {number}")
     if (told.tenant is None) == (told.namespace is None):
-        msg = f"entry {number}: give either the tenant's name or its namespace"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"entry {number}: give either the tenant's name or its namespace")
     namespace = told.namespace if told.tenant is None else tenant_hash(told.tenant)
     rights = Rights(f"token {told.token_sha256}", f"v1/{namespace}/", write=told.write)
     return _Entry(bytes.fromhex(told.token_sha256), rights, math.inf if told.expires is None else told.expires)
@@ -234,8 +227,7 @@ class SigningKeys:
         """Read the file strictly."""
         listed = strict_json(data)
         if not isinstance(listed, dict):
-            msg = "a signing keys' file holds a JSON object"
-            raise ArgumentError(msg)
+            raise ArgumentError("a signing keys' file holds a JSON object")
         return cls({_key_id(name): _signing_key(name, fields) for name, fields in listed.items()})
 
     @classmethod
@@ -268,8 +260,7 @@ class SigningKeys:
             NotFoundError: There is no key of that id.
         """
         if key_id not in self._keys:
-            msg = f"the signing keys' file has no key {key_id[:64]!r}: check --key-id"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"the signing keys' file has no key {key_id[:64]!r}: check --key-id")
         return self._keys[key_id].secret
 
     def rights(self, method: str, path: str, query: str, now: float | None = None) -> Rights:
@@ -305,15 +296,12 @@ def sign_url(base_url: str, key: str, *, secret: bytes, key_id: str, expires_at:
     _check_secret(secret)
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        msg = "a base URL looks like https://host:port or https://host/prefix"
-        raise ArgumentError(msg)
+        raise ArgumentError("a base URL looks like https://host:port or https://host/prefix")
     if method.upper() not in (*SIGNED_METHODS, "HEAD"):
-        msg = f"only {', '.join(SIGNED_METHODS)} can be signed, not {method[:20]!r}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"only {', '.join(SIGNED_METHODS)} can be signed, not {method[:20]!r}")
     expiry, path = str(int(expires_at)), f"/{check_key(key)}"
     if not _EXPIRY.fullmatch(expiry):
-        msg = "an expiry is given in Unix seconds, from 0 to 12 digits"
-        raise ArgumentError(msg)
+        raise ArgumentError("an expiry is given in Unix seconds, from 0 to 12 digits")
     signature = _signature(secret, method.upper(), path, expiry, _key_id(key_id))
     return f"{base_url.rstrip('/')}{path}?{urlencode({'kid': key_id, 'exp': expiry, 'sig': signature})}"
 
@@ -344,15 +332,13 @@ def _signature(secret: bytes, method: str, path: str, expiry: str, key_id: str) 
 
 def _key_id(name: str) -> str:
     if not _KEY_ID.fullmatch(name):
-        msg = "a key id has 1 to 64 letters, digits, dots, underscores and hyphens"
-        raise ArgumentError(msg)
+        raise ArgumentError("a key id has 1 to 64 letters, digits, dots, underscores and hyphens")
     return name
 
 
 def _check_secret(secret: bytes) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
-        msg = f"a signing secret needs at least {MIN_SECRET_BYTES} bytes, got {len(secret)}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"a signing secret needs at least {MIN_SECRET_BYTES} bytes, got {len(secret)}")
     return secret
 
 
@@ -362,6 +348,5 @@ def _signing_key(name: str, fields: Any) -> SigningKey:  # noqa: ANN401 - JSON
         secret = _check_secret(base64.b64decode(told.secret, validate=True))
     except ValueError as error:
         problem = error if isinstance(error, ArgumentError) else "the secret is not base64"
-        msg = f"signing key {name}: {problem}"
-        raise ArgumentError(msg) from None
+        raise ArgumentError(f"signing key {name}: {problem}") from None
     return SigningKey(secret, f"v1/{told.namespace}/" if told.namespace else "")

@@ -180,8 +180,7 @@ class Objects:
             return b""
         piece = await self._storage.start(lambda: reader.read(start, end))
         if not piece:
-            msg = f"the object ended {end - start} bytes early"
-            raise StorageError(msg)
+            raise StorageError(f"the object ended {end - start} bytes early")
         return piece
 
     async def _send_file(
@@ -193,8 +192,7 @@ class Objects:
                 await self._storage.start(partial(file.read, start, start + count))  # into the page cache
             sent = await self._send_from(request, file, start, count)
             if not sent:
-                msg = f"the object ended {end - start} bytes early"
-                raise StorageError(msg)
+                raise StorageError(f"the object ended {end - start} bytes early")
             start += sent
             exchange.sent_bytes += sent
 

@@ -133,8 +133,7 @@ class StoreSource(ByteSource):
         while start < stop:
             piece = await asyncio.to_thread(reader.read, start, min(stop, start + _PIECE_BYTES))
             if not piece:
-                msg = f"{self.url} ended {stop - start} bytes early: it was cut short while being read"
-                raise StorageError(msg)
+                raise StorageError(f"{self.url} ended {stop - start} bytes early: it was cut short while being read")
             sink(piece)
             start += len(piece)
 

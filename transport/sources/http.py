@@ -112,8 +112,7 @@ class _Target:
             msg = "an object's address is no URL: use http://host:port/key"
             raise ArgumentError(msg) from None  # the cause quotes the address
         if not fits:
-            msg = f"{address.url.partition('?')[0].rpartition('@')[2]!r} is not an http or https address"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{address.url.partition('?')[0].rpartition('@')[2]!r} is not an http or https address")
         headers = {"Accept-Encoding": "identity", **dict(address.headers)}
         if address.proxy and url.scheme == "http":  # which forwards the request as it is
             headers |= address.proxy.headers
@@ -179,8 +178,7 @@ class HttpSource(ByteSource):
             ArgumentError: The range does not run forwards from 0 or later.
         """
         if start < 0 or (end is not None and end < start):
-            msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"a byte range must run forwards from 0 or later, got {start} to {end}")
         if end == start:
             return
         target = self._target
@@ -195,8 +193,7 @@ class HttpSource(ByteSource):
 
     async def _renewed(self, *, refused: bool) -> _Target:
         if self._find is None:
-            msg = f"{self.url}: the address has expired; ask for a fresh one"
-            raise AuthError(msg)
+            raise AuthError(f"{self.url}: the address has expired; ask for a fresh one")
         try:
             self._target = _Target.of(await asyncio.to_thread(self._find, refused))
         except NotFoundError as error:
@@ -254,8 +251,7 @@ class HttpSource(ByteSource):
                 sink(piece)
                 left -= len(piece)
             elif not is_chunk_end:
-                msg = f"{self.url}: the answer ended {left} bytes early; try again"
-                raise StorageError(msg)
+                raise StorageError(f"{self.url}: the answer ended {left} bytes early; try again")
         if response.content_length is None and response.status == _PARTIAL and await content.read(1):
             raise self._lied()
 
@@ -271,8 +267,7 @@ class HttpSource(ByteSource):
         if status not in (_OK, _PARTIAL):
             raise self._refusal(status, response)
         if response.headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
-            msg = f"{self.url}: the answer is compressed in transit; switch that off for these objects"
-            raise StorageError(msg)
+            raise StorageError(f"{self.url}: the answer is compressed in transit; switch that off for these objects")
         if status == _OK:
             return self._whole(response, start, end)
         told = self._range_told(response.headers.get(CONTENT_RANGE), start, end)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     Session: TypeAlias = aiohttp.ClientSession | Callable[[], aiohttp.ClientSession] | None
 
+AT_ONCE = 32
+"""Parts that are read at the same time for one range: a round trip for all headers of most documents."""
+
 
 class TieredSource(ByteSource):
     """Reads content through the tiers; readers that want the same bytes share one request. See ``TierReading``."""
@@ -74,10 +77,6 @@ async def _wait(future: Future[Any], seconds: float) -> None:
         await asyncio.wait({view}, timeout=seconds)
     finally:
         view.cancel()  # this reader's view of it alone
-
-
-AT_ONCE = 32
-"""Parts that are read at the same time for one range: a round trip for all headers of most documents."""
 
 
 class PartsSource(ByteSource):
@@ -192,8 +191,7 @@ def open_source(store: Store, key: str, session: Session = None) -> ByteSource:
     if not hasattr(store, "http_address"):
         return StoreSource(store, key)
     if session is None:
-        msg = "an object behind http needs a session: pass one from open_session()"
-        raise ArgumentError(msg)
+        raise ArgumentError("an object behind http needs a session: pass one from open_session()")
     from kvwire.transport.sources.http import HttpSource
 
     addressed = cast("Addressed", store)

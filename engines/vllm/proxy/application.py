@@ -84,8 +84,7 @@ class ProxySettings:
     def __post_init__(self) -> None:
         """Refuse what is no address."""
         if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", self.upstream):
-            msg = f"--upstream is vLLM's address, such as http://127.0.0.1:8000, got {self.upstream!r}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"--upstream is vLLM's address, such as http://127.0.0.1:8000, got {self.upstream!r}")
         if self.outcomes is not None:
             check_path(str(self.outcomes))
 

@@ -67,11 +67,9 @@ class Wanted:
     def __post_init__(self) -> None:
         """Refuse what no request can ask for."""
         if self.load == KEPT and self.level is None:
-            msg = "repaired rows are of a level: give --level with --load kept"
-            raise ArgumentError(msg)
+            raise ArgumentError("repaired rows are of a level: give --level with --load kept")
         if self.save and not self.prefix:
-            msg = "what is saved is found as a prefix: give --prefix with --save"
-            raise ArgumentError(msg)
+            raise ArgumentError("what is saved is found as a prefix: give --prefix with --save")
         Choice.read({"documents": ["a"]} | self.quality)
 
     @property
@@ -133,8 +131,7 @@ class BodyMaker:
         params = body.get("kv_transfer_params")
         asked = params.get(PARAMS) if isinstance(params, dict) else None
         if asked is not None and not isinstance(asked, dict):
-            msg = f"kv_transfer_params.{PARAMS} is an object"
-            raise RequestError(msg, param="kv_transfer_params")
+            raise RequestError(f"kv_transfer_params.{PARAMS} is an object", param="kv_transfer_params")
         if asked and str(body.get("cache_salt") or "").startswith(SALTED):
             return Prepared(body)  # made by kvwire salt or request_body
         body, asked = self._placed(dict(body), dict(asked or {}), is_chat=is_chat)
@@ -143,8 +140,7 @@ class BodyMaker:
         if not names and not is_chat and isinstance(texts[0], list):
             names = [name for each in texts[0] if isinstance(each, str) for name in names_in(each)]
             if names:
-                msg = "a prompt with documents is one text"
-                raise RequestError(msg, param="prompt")
+                raise RequestError("a prompt with documents is one text", param="prompt")
         if not names:
             return self._prefixed(body, asked)
         named = _Named(self._found(dict.fromkeys(names)))
@@ -159,13 +155,11 @@ class BodyMaker:
         if names is None:
             return body, asked
         if not isinstance(names, list) or not names or not all(isinstance(each, str) and each for each in names):
-            msg = "documents is a list of ids"
-            raise RequestError(msg, param=f"kv_transfer_params.{PARAMS}.documents")
+            raise RequestError("documents is a list of ids", param=f"kv_transfer_params.{PARAMS}.documents")
         marks = "".join(map(placeholder, names))
         if not is_chat:
             if not isinstance(body.get("prompt"), str):
-                msg = "a prompt with documents is one text"
-                raise RequestError(msg, param="prompt")
+                raise RequestError("a prompt with documents is one text", param="prompt")
             return body | {"prompt": marks + body["prompt"]}, asked
         messages = flattened(body.get("messages") or ())
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
@@ -226,13 +220,11 @@ class BodyMaker:
             try:
                 rendered = self._pieces.tokenizer.apply_chat_template(told, tools=tools, tokenize=False, **options)
             except Exception as error:  # a template raises whatever it likes
-                msg = f"the model's chat template refuses this chat: {error}"
-                raise RequestError(msg, param="messages") from error
+                raise RequestError(f"the model's chat template refuses this chat: {error}", param="messages") from error
             return str(rendered)
 
         if not self._pieces.tokenizer.chat_template:
-            msg = "the model has no chat template: send its prompt to /v1/completions"
-            raise RequestError(msg)
+            raise RequestError("the model has no chat template: send its prompt to /v1/completions")
         trouble = "the model's chat template has the message with documents {} times, and they are linked once"
         head, _ = self._around(Script(tuple(said), write, trouble))
         given = [
@@ -263,8 +255,7 @@ class BodyMaker:
         """Which of the documents that follow one another are loaded, and how; the others become text."""
         load = asked.get("load", self._wanted.load)
         if load not in ("linked", "first", KEPT):
-            msg = f"load is linked, first or {KEPT}"
-            raise RequestError(msg, param=f"kv_transfer_params.{PARAMS}.load")
+            raise RequestError(f"load is linked, first or {KEPT}", param=f"kv_transfer_params.{PARAMS}.load")
         said = dict(asked)
         if load == "first":
             others = "".join(map(placeholder, found.documents[1:]))

@@ -102,8 +102,7 @@ def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 raise RequestError(msg, param="messages")
             content = "\n".join(_text_part(part) for part in content)
         if content is not None and not isinstance(content, str):
-            msg = f"messages[{number}].content is a text"
-            raise RequestError(msg, param="messages")
+            raise RequestError(f"messages[{number}].content is a text", param="messages")
         flat.append(message | {"content": content})
     return flat
 
@@ -121,8 +120,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 try:
                     function["arguments"] = json.loads(arguments or "{}")
                 except ValueError:
-                    msg = "arguments of a tool call are JSON"
-                    raise RequestError(msg, param="messages") from None
+                    raise RequestError("arguments of a tool call are JSON", param="messages") from None
         out.append(copied)
     return out
 
@@ -135,8 +133,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
     for tool in body["tools"] if isinstance(body["tools"], list) else ():
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict):
-            msg = "tools are objects with a function"
-            raise RequestError(msg, param="tools")
+            raise RequestError("tools are objects with a function", param="tools")
         named = {name: function.get(name) for name in ("name", "description", "parameters")}
         tools.append({"type": "function", "function": named | function})
     return tools

@@ -116,8 +116,7 @@ def _bound(path: Path) -> socket.socket:
     try:
         if path.exists():
             if not path.is_socket():
-                msg = f"{path} is there and is no socket: name another file"
-                raise ArgumentError(msg)
+                raise ArgumentError(f"{path} is there and is no socket: name another file")
             path.unlink()
         bound.bind(str(path))
         path.chmod(0o660)
@@ -132,8 +131,7 @@ def _bound(path: Path) -> socket.socket:
 def check_path(path: str) -> str:
     """Refuse what is no path of a socket."""
     if not os.path.isabs(path) or len(path.encode()) > 100:  # noqa: PLR2004, PTH117 - sockets' names end at 107 bytes
-        msg = (
+        raise ArgumentError(
             f"outcomes is an absolute path of at most 100 bytes, the same as kvwire vllm-proxy --outcomes; got {path!r}"
         )
-        raise ArgumentError(msg)
     return path

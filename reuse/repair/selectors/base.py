@@ -54,11 +54,10 @@ class RepairInput:
         """Refuse lengths that disagree."""
         lengths = {self.cache.tokens, len(self.token_ids), sum(self.documents)}
         if len(lengths) != 1 or not self.documents or min(self.documents) < 1:
-            msg = (
+            raise ArgumentError(
                 f"documents of {sum(self.documents)} tokens, {len(self.token_ids)} token ids and a cache of "
                 f"{self.cache.tokens} tokens are not one prompt"
             )
-            raise ArgumentError(msg)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -149,8 +148,7 @@ def rows_for(share: float, documents: tuple[int, ...]) -> int:
         ArgumentError: The share is not between 0 and 1.
     """
     if not 0 <= share <= 1:
-        msg = f"the share of rows to repair lies between 0 and 1, got {share}"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"the share of rows to repair lies between 0 and 1, got {share}")
     return rows_of(share, sum(documents), documents[0])
 
 

@@ -3,8 +3,8 @@
 A write goes to a temporary file in the object's own folder, is flushed to the disk, renamed into place, and the rename
 is flushed too. Temporary files start with a dot, as no key can, so what a crash leaves is never listed or served.
 
-No link below the root is followed, whoever put it in: each folder is opened from the one before it, and a link is as if
-nothing were there. So whoever may name keys reaches nothing outside. The root itself may be reached through links.
+No link below the root is followed: each folder is opened from the one before it, and a link is as if
+nothing were there. So no key reaches anything outside. The root itself may be reached through links.
 """
 
 from __future__ import annotations

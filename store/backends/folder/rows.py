@@ -31,6 +31,28 @@ _LEAST_BYTES = 256 << 10
 _PLENTY_BYTES = 8 * RESERVE_BYTES  # below that, nothing is taken away from those who need it
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """A database tells a quota that is used up as an input/output error."""
+FILE_NAME = ".catalog.sqlite"
+"""Begins with a dot, as no key does."""
+_SCHEMA = (
+    "CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL) WITHOUT ROWID"
+)
+_OLDER = ("CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL)",)
+_VERSION = 1
+_PUT = (
+    "INSERT INTO objects (key, modified, data) VALUES (?, ?, ?) "
+    "ON CONFLICT (key) DO UPDATE SET modified = excluded.modified, data = excluded.data"
+)
+_FIND = "SELECT data, modified FROM objects WHERE key = ?"
+_SCAN = "SELECT key, length(data), modified, typeof(data) FROM objects WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
+_DELETE = "DELETE FROM objects WHERE key = ?"
+_PAST = "\x7f"  # sorts after every character of a key
+_NEXT = "\0"  # a key and this sort between the key and all later ones
+_PAGE = 1000
+_MAX_TIME_S = 253402300800.0  # the year 10000
+_ADVICE = (
+    "restore it from a copy, mend it with sqlite3's .recover, "
+    "or move it and its -wal and -shm files away and run kvwire store rebuild"
+)
 
 
 class Reserve:
@@ -108,30 +130,6 @@ def _size(path: Path) -> int:
 def _free_bytes(folder: Path) -> int:
     about = os.statvfs(folder)
     return about.f_bavail * about.f_frsize
-
-
-FILE_NAME = ".catalog.sqlite"
-"""Begins with a dot, as no key does."""
-_SCHEMA = (
-    "CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL) WITHOUT ROWID"
-)
-_OLDER = ("CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL)",)
-_VERSION = 1
-_PUT = (
-    "INSERT INTO objects (key, modified, data) VALUES (?, ?, ?) "
-    "ON CONFLICT (key) DO UPDATE SET modified = excluded.modified, data = excluded.data"
-)
-_FIND = "SELECT data, modified FROM objects WHERE key = ?"
-_SCAN = "SELECT key, length(data), modified, typeof(data) FROM objects WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
-_DELETE = "DELETE FROM objects WHERE key = ?"
-_PAST = "\x7f"  # sorts after every character of a key
-_NEXT = "\0"  # a key and this sort between the key and all later ones
-_PAGE = 1000
-_MAX_TIME_S = 253402300800.0  # the year 10000
-_ADVICE = (
-    "restore it from a copy, mend it with sqlite3's .recover, "
-    "or move it and its -wal and -shm files away and run kvwire store rebuild"
-)
 
 
 class CatalogRows:

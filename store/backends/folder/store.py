@@ -89,8 +89,7 @@ class FolderStore(Store):
                 return row
             found = self._files.obstacle(key, error.__cause__)
             if found and found.kind == "link":
-                msg = f"{key} cannot be reached: {self._root / found.name} {_LINK}"
-                raise NotFoundError(msg) from error
+                raise NotFoundError(f"{key} cannot be reached: {self._root / found.name} {_LINK}") from error
             raise
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -138,8 +137,7 @@ class FolderStore(Store):
             if found is None:
                 raise
             if found.kind == "link":
-                msg = f"cannot write {key}: {self._root / found.name} {_LINK}"
-                raise StorageError(msg) from error
+                raise StorageError(f"cannot write {key}: {self._root / found.name} {_LINK}") from error
             what = f"the object {found.name} lies" if found.kind == "file" else "objects lie below that name"
             msg = f"cannot write {key} in {self.url}: {what} there: choose another key, or delete what is in the way"
             raise ConflictError(msg) from error

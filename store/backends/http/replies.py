@@ -59,7 +59,7 @@ class _Refusal(Struct):
 def is_hidden(reply: Reply, *, is_trusted: bool) -> bool:
     """Whether a refusal to read may mean that nothing is there.
 
-    Servers of files say 403 of what they cannot open, and buckets say it of what is absent to whoever may not list
+    Servers of files say 403 of what they cannot open, and buckets say it of what is absent to clients that may not list
     them. kvwire's own server says 404.
     """
     if reply.status != _FORBIDDEN or _told(reply):
@@ -125,11 +125,9 @@ def _senseless(url: str) -> StorageError:
 def _objects(page: _Page, prefix: str, after: str) -> tuple[list[Listed], bool]:
     keys = [after, *(check_key(one.key) for one in page.objects)]
     if not all(key < following for key, following in pairwise(keys)):
-        msg = "keys are out of order"
-        raise CorruptError(msg)
+        raise CorruptError("keys are out of order")
     if not all(key.startswith(prefix) for key in keys[1:]) or (page.truncated and not page.objects):
-        msg = "keys are not those that were asked for, or it does not tell how it goes on"
-        raise CorruptError(msg)
+        raise CorruptError("keys are not those that were asked for, or it does not tell how it goes on")
     return [Listed(one.key, one.size, one.modified) for one in page.objects], page.truncated
 
 

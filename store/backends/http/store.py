@@ -41,8 +41,7 @@ __all__ = ["HttpStore", "HttpStoreSettings"]
 def check_token(token: str) -> str:
     """Check a bearer token."""
     if not _TOKEN.fullmatch(token):
-        msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
-        raise ArgumentError(msg)
+        raise ArgumentError("a bearer token has visible ASCII characters only: check for spaces or line ends around it")
     return token
 
 
@@ -104,8 +103,7 @@ class HttpStore(Store):
         if reply.status == _PARTIAL and (told := content_range(reply.fields.get("Content-Range"))):
             size = str(told[2])
         if not _SIZE.fullmatch(size):
-            msg = f"{self.object_url(key)}: the server does not tell the object's size"
-            raise StorageError(msg)
+            raise StorageError(f"{self.object_url(key)}: the server does not tell the object's size")
         etag = (strong_etag(reply.fields.get("ETag")) or "").strip('"')
         return ObjectStat(int(size), etag, _seconds(reply.fields.get("Last-Modified")))
 
@@ -212,8 +210,7 @@ def _address(url: str) -> SplitResult:
     except ValueError:
         fits = False
     if fits and parts.username is not None:
-        msg = "an http store's address must not hold a password: pass a token"
-        raise ArgumentError(msg)
+        raise ArgumentError("an http store's address must not hold a password: pass a token")
     if not fits or parts.query or parts.fragment:
         msg = f"{url.partition('?')[0].rpartition('@')[2]!r} is not the address of an http store: "
         raise ArgumentError(msg + "write http://host:port or https://host/prefix")

@@ -15,6 +15,10 @@ _OPTIONS = ("endpoint", "region", "profile")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")  # as wide as S3-compatible servers go
 _NAME = re.compile(r"[\w .@+=,-]{1,128}")
 _MAX_PREFIX_CHARS = 500  # S3's keys have 1024 bytes, kvwire's up to 512
+_MIB = 1 << 20
+_LEAST_PART_BYTES = 5 * _MIB  # S3's rule for all parts but the last
+_LONGEST_ADDRESS_S = 7 * 24 * 3600  # the longest life that Signature Version 4 allows
+_MOST_PAGE_KEYS = 1000  # S3's page
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,6 @@ def _refuse(why: str) -> NoReturn:
     raise ArgumentError(msg) from None  # what urllib says may quote a secret
 
 
-_MIB = 1 << 20
-_LEAST_PART_BYTES = 5 * _MIB  # S3's rule for all parts but the last
-_LONGEST_ADDRESS_S = 7 * 24 * 3600  # the longest life that Signature Version 4 allows
-_MOST_PAGE_KEYS = 1000  # S3's page
-
-
 @dataclass(frozen=True)
 class S3Settings:
     """Limits of an S3 store.
@@ -138,11 +136,9 @@ class S3Settings:
         """Refuse what no S3 server takes."""
         least = min(self.connections, self.attempts, self.multipart_bytes, self.addresses)
         if least < 1 or min(self.connect_s, self.stall_s, self.total_s) <= 0:
-            msg = "an S3 store's limits and waits must be positive"
-            raise ArgumentError(msg)
+            raise ArgumentError("an S3 store's limits and waits must be positive")
         if self.part_bytes < _LEAST_PART_BYTES:
-            msg = f"parts of an S3 upload have at least {_LEAST_PART_BYTES} bytes, got {self.part_bytes}"
-            raise ArgumentError(msg)
+            raise ArgumentError(f"parts of an S3 upload have at least {_LEAST_PART_BYTES} bytes, got {self.part_bytes}")
         if not 1 <= self.address_s <= _LONGEST_ADDRESS_S or not 1 <= self.page_keys <= _MOST_PAGE_KEYS:
             msg = f"S3 addresses live 1 to {_LONGEST_ADDRESS_S} s, and its pages hold 1 to {_MOST_PAGE_KEYS} keys"
             raise ArgumentError(msg)

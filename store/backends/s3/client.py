@@ -38,6 +38,8 @@ _REFUSED = (400, 401, 403)
 _NOT_OLD = ("AccessDenied", "400", "403")  # of credentials that the server knows; of HEAD, which GET follows
 _ELSEWHERE = (301, 302, 307, 400)
 _JUST_S = 60.0  # requests that began before credentials were renewed are refused within this time
+_RENEW_AT = 0.75  # of an address's life: the rest is for transfers that begin with it
+_LEAST_LIFE_S = 1
 
 
 class S3Client:
@@ -98,11 +100,10 @@ class S3Client:
         except AuthError:
             if not self.is_anonymous:
                 raise
-            msg = (
+            raise AuthError(
                 f"{what}: no credentials were found, and the server refuses requests without them: set "
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile"
-            )
-            raise AuthError(msg) from None
+            ) from None
 
     def _open(self, region: str | None) -> BotoClient:
         address = self._address
@@ -243,10 +244,6 @@ def _add_md5(request: Any, **_: object) -> None:  # noqa: ANN401 - botocore's re
     digest = hashlib.md5(request.body, usedforsecurity=False).digest()
     del request.headers["Content-MD5"]  # a second attempt signs the same request again
     request.headers["Content-MD5"] = base64.b64encode(digest).decode()
-
-
-_RENEW_AT = 0.75  # of an address's life: the rest is for transfers that begin with it
-_LEAST_LIFE_S = 1
 
 
 class Presigner:

@@ -27,12 +27,6 @@ _REFUSED = (401, 403)
 _MOVED = (301, 302, 307, 308)
 _PROXYS = 407
 _SERVERS_FAULT = 500
-
-
-class NoSuchUploadError(StorageError):
-    """A multipart upload that is over: completed, perhaps by a request whose answer was lost, or aborted."""
-
-
 _CHECK = "check the access key, the secret and what they may do"
 _PERMISSIONS = {
     "HeadBucket": "s3:ListBucket",
@@ -45,22 +39,6 @@ _PERMISSIONS = {
 }
 _WRITING = "s3:PutObject, for conditional writes s3:GetObject too,"
 _REGION = "add ?region=NAME to the address, or set AWS_DEFAULT_REGION"
-_BY_CODE: dict[str, tuple[type[KvwireError], str]] = {
-    "NoSuchKey": (NotFoundError, "it is not there"),
-    "NoSuchBucket": (
-        NotFoundError,
-        "there is no such bucket: create it first, for example with 'aws s3api create-bucket --bucket NAME'",
-    ),
-    "NoSuchUpload": (NoSuchUploadError, "the upload was ended from elsewhere: write the object again"),
-    "ExpiredToken": (AuthError, "the session token has expired: get fresh credentials"),
-    "RequestTimeTooSkewed": (AuthError, "this machine's clock differs from the server's: set it right"),
-    "AuthorizationHeaderMalformed": (AuthError, f"the request was signed for another region: {_REGION}"),
-    "QuotaExceeded": (StorageError, "the quota is used up: free space or raise it"),
-    "XMinioStorageFull": (StorageError, "the server's disks are full"),
-    "InvalidObjectState": (StorageError, "the object is archived: restore it first"),
-    "KeyTooLongError": (ArgumentError, "the key is too long for this server: use a shorter prefix"),
-    "InvalidBucketName": (ArgumentError, "the server takes no bucket of that name"),
-}
 _ABOUT_CREDENTIALS = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
@@ -79,6 +57,28 @@ _ABOUT_ARGUMENTS = (
     boto.ParamValidationError,
     boto.ProfileNotFound,
 )
+
+
+class NoSuchUploadError(StorageError):
+    """A multipart upload that is over: completed, perhaps by a request whose answer was lost, or aborted."""
+
+
+_BY_CODE: dict[str, tuple[type[KvwireError], str]] = {
+    "NoSuchKey": (NotFoundError, "it is not there"),
+    "NoSuchBucket": (
+        NotFoundError,
+        "there is no such bucket: create it first, for example with 'aws s3api create-bucket --bucket NAME'",
+    ),
+    "NoSuchUpload": (NoSuchUploadError, "the upload was ended from elsewhere: write the object again"),
+    "ExpiredToken": (AuthError, "the session token has expired: get fresh credentials"),
+    "RequestTimeTooSkewed": (AuthError, "this machine's clock differs from the server's: set it right"),
+    "AuthorizationHeaderMalformed": (AuthError, f"the request was signed for another region: {_REGION}"),
+    "QuotaExceeded": (StorageError, "the quota is used up: free space or raise it"),
+    "XMinioStorageFull": (StorageError, "the server's disks are full"),
+    "InvalidObjectState": (StorageError, "the object is archived: restore it first"),
+    "KeyTooLongError": (ArgumentError, "the key is too long for this server: use a shorter prefix"),
+    "InvalidBucketName": (ArgumentError, "the server takes no bucket of that name"),
+}
 
 
 class DeniedError(AuthError):

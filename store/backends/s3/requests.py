@@ -29,6 +29,14 @@ Params: TypeAlias = dict[str, Any]
 _PIECE_BYTES = 256 * 1024
 _PARTIAL = 206
 _TOO_LARGE = 10**18
+_BATCH = 250  # S3 takes 1000, but Swift, at 50 in a second, says nothing until all are gone: that looks like a stall
+_MOST_EMPTY_PAGES = 1000  # a server that skips many deleted objects may send some
+_NOT_KNOWN = (405, 501)
+_NOT_KNOWN_CODES = ("MethodNotAllowed", "NotImplemented")
+_log = logging.getLogger(__name__)
+_MOST_PARTS = 10_000  # S3's limit
+_MIB = 1 << 20
+_PART_THREADS = 4
 
 
 def strong_tag(answer: Mapping[str, Any]) -> str:
@@ -41,8 +49,7 @@ def size_told(answer: Mapping[str, Any]) -> int:
     """The body's length that the answer announces."""
     size = answer.get("ContentLength")
     if not isinstance(size, int) or not 0 <= size < _TOO_LARGE:
-        msg = "an answer tells no proper size: check that the server speaks S3"
-        raise StorageError(msg)
+        raise StorageError("an answer tells no proper size: check that the server speaks S3")
     return size
 
 
@@ -67,8 +74,7 @@ def _check_range(field: str | None, length: int, start: int, end: int | None, wh
     told = range_told(field, start, end)
     if told is not None and told[2] is not None and length == told[1] - told[0]:
         return
-    msg = f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
-    raise StorageError(msg)
+    raise StorageError(f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken")
 
 
 def _read(body: Any, length: int, total_s: float, what: str) -> bytes:  # noqa: ANN401 - botocore's StreamingBody
@@ -86,18 +92,11 @@ def _read(body: Any, length: int, total_s: float, what: str) -> bytes:  # noqa: 
                 msg = f"{what}: the answer took longer than {total_s:g} s: check the server and the network"
                 raise StorageError(msg)
         if left:
-            msg = f"{what}: the answer ended {left} bytes early; try again"
-            raise StorageError(msg)
+            raise StorageError(f"{what}: the answer ended {left} bytes early; try again")
         read(1)  # an answer whose end was met gives its connection back
     finally:
         body.close()
     return b"".join(pieces)
-
-
-_BATCH = 250  # S3 takes 1000, but Swift, at 50 in a second, says nothing until all are gone: that looks like a stall
-_MOST_EMPTY_PAGES = 1000  # a server that skips many deleted objects may send some
-_NOT_KNOWN = (405, 501)
-_NOT_KNOWN_CODES = ("MethodNotAllowed", "NotImplemented")
 
 
 def listed(client: S3Client, bucket: str, root: str, prefix: str, after: str, page_keys: int) -> Iterator[Listed]:
@@ -180,12 +179,6 @@ def delete_one(client: S3Client, bucket: str, name: str) -> None:
         except boto.exceptions.ClientError as error:
             if code_of(error) != "NoSuchKey":  # some servers tell, S3 does not
                 raise
-
-
-_log = logging.getLogger(__name__)
-_MOST_PARTS = 10_000  # S3's limit
-_MIB = 1 << 20
-_PART_THREADS = 4
 
 
 def part_size(size: int, wished: int) -> int:
