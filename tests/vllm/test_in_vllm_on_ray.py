@@ -125,7 +125,9 @@ def test_documents_are_those_of_transformers_and_are_encoded_once(cluster, run, 
             expected = serial.decode(row.id, 2, dtype=torch.float32)
             for mine, theirs in zip([*loaded.keys, *loaded.values], [*expected.keys, *expected.values], strict=True):
                 assert (mine - theirs).norm() < 0.02 * theirs.norm()
-            assert corpus.index("kvwire:16").longest([*ids, 5]).tokens == row.tokens
+            opening = engine.opening_tokens
+            hit = corpus.index("kvwire:16").longest([*opening, *ids, 5])
+            assert (hit.tokens, hit.opening) == (len(opening) + row.tokens, len(opening))
         assert rows["same"].blob == rows["03"].blob
     assert run("ask", "--docs", "04", "05", "--question", "Who?", *common[:4])[0] == 0
 
