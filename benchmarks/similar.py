@@ -32,13 +32,13 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import Catalog, DonorIndex, MemoryStore
 from kvwire.store.base import Listed
-from kvwire.store.catalog_entry import CatalogEntry
 from kvwire.store.donor_entry import feature_digest
 from kvwire.store.donors.index import MOST_OF_FEATURE
 from kvwire.store.donors.sketch import SCHEME, sketch
+from kvwire.store.records import CatalogEntry
 from kvwire.store.testing import CountingStore
 from kvwire.transport import parse_link
-from kvwire.transport.testing.serving import serving
+from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
