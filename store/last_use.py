@@ -13,7 +13,7 @@ from kvwire.errors import ArgumentError
 from kvwire.store.keys import MAX_NAME_CHARS
 
 VERSION = 1
-SAVED = ("prompts/", "sessions/")
+SAVED = ("prompts/", "saved/", "sessions/")
 """What names of documents begin with that were saved from prompts, and not encoded by name."""
 _WHAT = "the mark of a last use"
 _DIGEST = re.compile(r"[0-9a-f]{64}")

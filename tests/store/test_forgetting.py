@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire.engines.vllm.saving import SAVED as FROM_VLLM
 from kvwire.errors import ArgumentError, AuthError, CorruptError
 from kvwire.runtime.prompted import SESSIONS
 from kvwire.runtime.saving import PROMPTS
@@ -209,4 +210,4 @@ def test_the_mark_is_written_as_the_specification_shows_it():
 
 
 def test_what_counts_as_saved_is_what_the_runtime_saves():
-    assert SAVED == (PROMPTS, SESSIONS)
+    assert SAVED == (PROMPTS, FROM_VLLM, SESSIONS)
