@@ -158,6 +158,9 @@ def test_a_prompt_gets_the_documents_own_tokens(place, pieces, maker):
         (turns("{{kvwire:one}}") | {"kv_transfer_params": {"kvwire": []}}, "is an object", 400),
         (turns("{{kvwire:one}}") | {"kv_transfer_params": {"kvwire": {"load": "all"}}}, "load is linked", 400),
         (turns("{{kvwire:one}}") | {"chat_template": "x"}, "leave chat_template out", 400),
+        (turns("{{kvwire:one}}") | {"chat_template_kwargs": {"chat_template": "x"}}, "leave chat_template out", 400),
+        (turns("{{kvwire:one}}") | {"chat_template_kwargs": "x"}, "chat_template_kwargs is an object", 400),
+        (turns("{{kvwire:one}}") | {"kv_transfer_params": "x"}, "kv_transfer_params is an object", 400),
         (turns([{"type": "text", "text": "{{kvwire:one}}"}, {"type": "image_url"}]), "more than text", 400),
         (turns("{{kvwire:one}}", {"role": "wizard", "content": "x"}), "has no role", 400),
         ({"prompt": ["{{kvwire:one}}"]}, "is one text", 400),
@@ -329,6 +332,7 @@ def test_a_stream_comes_as_it_was_with_the_truth_before_its_end(proxied):
             }  # fmt: skip
             _, target, headers, body = upstream.seen[0]
             assert (target, headers["X-Mine"], headers["X-Request-Id"]) == ("/v1/chat/completions?x=1", "2", name)
+            assert headers["Accept-Encoding"] == "identity"
             assert json.loads(body)["messages"][0]["content"] == f"{ONE}Why?"
             async with client.post(f"{url}/v1/chat/completions", json=turns("Why?")) as response:
                 assert await response.read() == whole

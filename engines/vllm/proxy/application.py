@@ -241,6 +241,7 @@ class VllmProxy:
         url = self._settings.upstream.rstrip("/") + request.rel_url.raw_path_qs
         headers = _handed_on(request.headers, "host", "content-length", "accept-encoding")
         headers["X-Request-Id"] = run.request_id
+        headers["Accept-Encoding"] = "identity"  # answers are read on their way; aiohttp would ask for gzip
         if self._settings.upstream_token:
             headers["Authorization"] = f"Bearer {self._settings.upstream_token}"
         async with self._client.request(

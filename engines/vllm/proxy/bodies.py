@@ -130,6 +130,8 @@ class BodyMaker:
         """Make the body; what names no documents stays as it is, but for a prefix."""
         params = body.get("kv_transfer_params")
         asked = params.get(PARAMS) if isinstance(params, dict) else None
+        if params is not None and not isinstance(params, dict):
+            raise RequestError("kv_transfer_params is an object", param="kv_transfer_params")
         if asked is not None and not isinstance(asked, dict):
             raise RequestError(f"kv_transfer_params.{PARAMS} is an object", param="kv_transfer_params")
         if asked and str(body.get("cache_salt") or "").startswith(SALTED):

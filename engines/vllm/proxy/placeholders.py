@@ -141,10 +141,12 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """What else of a chat's request reaches its template."""
-    if body.get("chat_template"):
+    own, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+    if not isinstance(own, dict):
+        raise RequestError("chat_template_kwargs is an object", param="chat_template_kwargs")
+    if body.get("chat_template") or "chat_template" in own:
         msg = "a chat with documents is rendered by the model's own template: leave chat_template out"
         raise RequestError(msg, param="chat_template")
-    own, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
     more = {"documents": body.get("documents"), "reasoning_effort": effort} | (
         {} if effort is None or "enable_thinking" in own else {"enable_thinking": effort != "none"}
     )
