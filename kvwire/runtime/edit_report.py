@@ -77,7 +77,7 @@ class EditReport:
         )
         sized = all(len(row) == len(self.edited) for row in rows)
         sized = sized and all(len(each) == len(self.shares) for each in self.repaired.values())
-        if not (sound and grows and sized and self.edited and self.prompts > 0):
+        if not (sound and grows and sized and self.edited and self.shares and self.prompts > 0):
             raise ArgumentError(f"a report on edits holds finite figures, at least 0, at growing shares: {_ADVICE}")
 
     def is_within(self, row: Sequence[float]) -> bool:
