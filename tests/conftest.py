@@ -73,7 +73,6 @@ EXHAUSTIVE = (
     "controller/test_insurance.py",
     "controller/test_look.py",
     "controller/test_overload.py",
-    "controller/test_plain_ways.py",
     "controller/test_sharing.py",
     "engines/test_generate_inputs.py",
     "engines/test_gradients.py",

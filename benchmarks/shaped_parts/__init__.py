@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/shaped.py``; benchmarks that measure over real links use them too."""
+"""For benchmarks that measure over links which the kernel shapes."""
