@@ -186,7 +186,7 @@ class VllmProxy:
         settings = self._settings
         if settings.token:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), settings.token.encode()):
+            if not hmac.compare_digest(given.encode(errors="replace"), settings.token.encode()):
                 return _error("the token is wrong or missing", 401, "invalid_api_key")
         else:  # any web page can have its own name lead to 127.0.0.1
             host = _HOST.fullmatch(request.headers.get("Host", ""))
