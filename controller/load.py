@@ -311,7 +311,7 @@ class Load:
         return replace(
             base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs,
             look_s=costs.look_s(round(self.prompt_tokens / share)) if self._may_look else None,
-            was_to_look=bool(self.plan and self.plan.looks), is_weighed=self.table.is_weighed,
+            was_to_look=bool(self.plan and self.plan.looks and any(self.table.held)), is_weighed=self.table.is_weighed,
         )  # fmt: skip
 
     @property

@@ -296,9 +296,9 @@ def test_a_repair_that_time_runs_out_for_is_cut_and_told(small, five, monkeypatc
     assert int(answer.repair.rows.max()) < 4 * 180
 
 
-def drop(self, load, now):
+def drop(self, load):
     """As where nothing is left of the time."""
-    del self, now
+    del self
     load.repair_share = 0.0
 
 
