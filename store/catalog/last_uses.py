@@ -27,21 +27,41 @@ class LastUses:
     """
 
     def __init__(self, catalog: Catalog, config: Config, every_s: float = MARK_EVERY_S) -> None:
-        """Write nothing yet."""
+        """Write nothing yet.
+
+        Args:
+            catalog: Where the documents are.
+            config: The model configuration.
+            every_s: Seconds after which a mark is written anew.
+        """
         self._catalog, self._space, self._every_s = catalog, catalog.keys(config), every_s
         self._marked: dict[str, float] = {}  # by document; on the monotonic clock
         self._may_write = True
 
     def wanted(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
-        """Those that this process did not mark of late."""
+        """Choose the documents that are to be marked.
+
+        Args:
+            entries: Documents that were used.
+
+        Returns:
+            Saved prompts among them that this process has not marked within ``every_s``.
+        """
         due = time.monotonic() - self._every_s
         saved = (one for one in entries if one.document_id.startswith(SAVED) and not one.is_text)
         return [one for one in saved if self._may_write and self._marked.get(one.document_id, due) <= due]
 
     def mark(self, entries: Iterable[CatalogEntry]) -> int:
-        """Mark documents as used now, unless a mark in the store is young; returns how many were written."""
+        """Mark documents as used now, unless a mark in the store is young.
+
+        Args:
+            entries: Documents that were used.
+
+        Returns:
+            How many marks were written.
+        """
         count = 0
-        for entry in self.wanted(entries):
+        for entry in {each.document_id: each for each in self.wanted(entries)}.values():
             if len(self._marked) >= _MOST_WAITING:
                 self._marked.clear()
             self._marked[entry.document_id] = time.monotonic()
