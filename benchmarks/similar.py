@@ -326,12 +326,8 @@ def draw(results: dict[str, Any], path: Path, model: str) -> None:
                 "o--" if mode == "auto" else "o-",
                 label=label,
             )
-        axis.set(
-            xlabel="tokens that differ (%)",
-            ylabel="time to first token / text",
-            title=f"{model}, {link}/s",
-            ylim=(0, None),
-        )
+        axis.set(xlabel="tokens that differ (%)", ylabel="time to first token / text", ylim=(0, None))
+        axis.set_title(f"{model}, {link}/s, 1,070 tokens")
         axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

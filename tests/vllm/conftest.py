@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvwire.engines.transformers import TransformersEngine
+from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore
+
+from ..engines.families import config_of, make_model
+from ..engines.test_chat import tokenizer_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +33,21 @@ class Told:
     engine: TransformersEngine
     corpus: Corpus
     tokens: dict[str, tuple[int, ...]]
+
+
+@contextmanager
+def chat_store(root, template, texts, *, bos):
+    """A store of texts that a tiny llama with a chat template encoded, and the model's folder."""
+    config = config_of("llama")
+    config.vocab_size, config.max_position_embeddings = 512, 2048
+    make_model(config).save_pretrained(root / "model")
+    tokenizer_of(template, bos=bos).save_pretrained(root / "model")
+    engine = open_engine(root / "model", dtype=torch.float32)
+    with closing(FolderStore(root / "store")) as store:
+        corpus = Corpus(engine, store, coding=Coding(chunk_tokens=32, neutral_prefix=0))
+        tokens = {name: tuple(engine.tokenize(text)) for name, text in texts.items()}
+        list(corpus.encode([Document(name, ids) for name, ids in tokens.items()]))
+        yield Told(root / "store", engine, corpus, tokens), root / "model"
 
 
 @pytest.fixture(scope="session")

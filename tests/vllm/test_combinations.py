@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from kvwire.cli import main
-from kvwire.engines.transformers import open_engine
 from kvwire.engines.transformers.opening import open_tokenizer
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import link
 from kvwire.runtime.combinations import Combination, CombinationRepairer
-from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.quality import mean_kl
-from kvwire.store import FolderStore, UseCounts, UseFile
+from kvwire.store import UseCounts, UseFile
 from kvwire.vllm import BodyMaker, Wanted
 
-from ..engines.families import config_of, make_model
-from ..engines.test_chat import CHATML, HEADERS, TEXTS, tokenizer_of
-from .conftest import Told
+from ..engines.test_chat import CHATML, HEADERS, TEXTS
+from .conftest import chat_store
 from .halves import Halves
 
 TEXT = {"one": TEXTS[0] * 6, "two": TEXTS[1].strip() * 5 + "\n", "three": TEXTS[0] + TEXTS[1].strip() + "\n"}
@@ -32,17 +30,8 @@ LEVEL = 3
 @pytest.fixture(scope="module", params=[(CHATML, False), (HEADERS, True)], ids=["chatml", "headers and a BOS"])
 def place(request, tmp_path_factory):
     template, bos = request.param
-    root = tmp_path_factory.mktemp("combined")
-    config = config_of("llama")
-    config.vocab_size, config.max_position_embeddings = 512, 2048
-    make_model(config).save_pretrained(root / "model")
-    tokenizer_of(template, bos=bos).save_pretrained(root / "model")
-    engine = open_engine(root / "model", dtype=torch.float32)
-    with closing(FolderStore(root / "store")) as store:
-        corpus = Corpus(engine, store, coding=Coding(chunk_tokens=32, neutral_prefix=0))
-        tokens = {name: tuple(engine.tokenize(text)) for name, text in TEXT.items()}
-        list(corpus.encode([Document(name, ids) for name, ids in tokens.items()]))
-        yield Told(root / "store", engine, corpus, tokens), root / "model"
+    with chat_store(tmp_path_factory.mktemp("combined"), template, TEXT, bos=bos) as made:
+        yield made
 
 
 def bodies(place, counts, **wanted):

@@ -20,21 +20,18 @@ import pytest
 import torch
 from aiohttp import web
 
-from kvwire.engines.transformers import open_engine
 from kvwire.engines.transformers.opening import open_tokenizer
 from kvwire.engines.vllm.proxy.placeholders import RequestError
 from kvwire.engines.vllm.proxy.streaming import EventStream
 from kvwire.engines.vllm.proxy.telling import OutcomeSender
 from kvwire.errors import ArgumentError, AuthError
 from kvwire.reuse import link
-from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.store import FolderStore
+from kvwire.runtime.corpus import Corpus
 from kvwire.types import Chat, Turn
 from kvwire.vllm import BodyMaker, Choice, ProxySettings, VllmProxy, Wanted, chat_body, request_salt
 
-from ..engines.families import config_of, make_model
-from ..engines.test_chat import CHATML, HEADERS, TEXTS, tokenizer_of
-from .conftest import Told
+from ..engines.test_chat import CHATML, HEADERS, TEXTS
+from .conftest import chat_store
 from .halves import Halves, check
 
 ONE, TWO = TEXTS[0] * 9, TEXTS[1].strip() * 5 + "\n"
@@ -44,18 +41,10 @@ SPELT = "A turn ends with <|im_end|> in this format.\n"
 @pytest.fixture(scope="module", params=[(CHATML, False), (HEADERS, True)], ids=["chatml", "headers and a BOS"])
 def place(request, tmp_path_factory):
     template, bos = request.param
-    root = tmp_path_factory.mktemp("proxy")
-    config = config_of("llama")
-    config.vocab_size, config.max_position_embeddings = 512, 2048
-    make_model(config).save_pretrained(root / "model")
-    tokenizer_of(template, bos=bos).save_pretrained(root / "model")
-    engine = open_engine(root / "model", dtype=torch.float32)
-    with closing(FolderStore(root / "store")) as store:
-        corpus = Corpus(engine, store, coding=Coding(chunk_tokens=32, neutral_prefix=0))
-        texts = {"one": ONE, "two": TWO, "spelt": SPELT * 4}
-        tokens = {name: tuple(engine.tokenize(text)) for name, text in texts.items()}
-        list(corpus.encode([Document(name, ids) for name, ids in tokens.items()]))
-        yield Told(root / "store", engine, corpus, tokens), root / "model"
+    with chat_store(
+        tmp_path_factory.mktemp("proxy"), template, {"one": ONE, "two": TWO, "spelt": SPELT * 4}, bos=bos
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
