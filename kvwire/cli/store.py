@@ -182,32 +182,16 @@ def gc(options: _GcOptions) -> None:
     if options.named and not forgets:
         raise ArgumentError("--named says what may be forgotten: pass --keep SIZE or --unused AGE, too")
     with _opened(options.place) as store, progress("looking at", "obj") as tell:
-        tenant = None if options.all_tenants else options.place.catalog(store).tenant
+        both: dict[str, Any] = {
+            "tenant_hash": None if options.all_tenants else options.place.catalog(store).tenant,
+            "keyring": options.place.keyring(), "grace_s": grace_s, "dry_run": options.dry_run,
+            "max_fraction": 1.0 if options.yes else _MOST_COLLECTED, "on_progress": lambda _, count: tell(count),
+        }  # fmt: skip
         if forgets:
-            forgotten = forget(
-                store,
-                keep_bytes=keep_bytes,
-                unused_s=unused_s,
-                tenant_hash=tenant,
-                keyring=options.place.keyring(),
-                named=options.named,
-                grace_s=grace_s,
-                dry_run=options.dry_run,
-                max_fraction=1.0 if options.yes else _MOST_COLLECTED,
-                on_progress=lambda _, count: tell(count),
-            )
+            forgotten = forget(store, keep_bytes=keep_bytes, unused_s=unused_s, named=options.named, **both)
         done = collect(
-            store,
-            tenant_hash=tenant,
-            keyring=options.place.keyring(),
-            grace_s=grace_s,
-            dry_run=options.dry_run,
-            max_fraction=1.0 if options.yes else _MOST_COLLECTED,
-            allow_empty_catalog=options.allow_empty_catalog,
-            part=chosen,
-            parts=options.parts,
-            on_progress=lambda _, count: tell(count),
-        )
+            store, allow_empty_catalog=options.allow_empty_catalog, part=chosen, parts=options.parts, **both
+        )  # fmt: skip
     failures = (*forgotten.failures, *done.failures)
     error = CorruptError(f"left alone: {'; '.join(failures)}") if failures else None
     verb = "would delete" if options.dry_run else "deleted"
