@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from .snapshot import SLOWEST
-from .state import SLOWEST_PASS
+from .state import DOUBT, SLOWEST_PASS
 from .workers import OVERDUE
 
 if TYPE_CHECKING:
@@ -44,6 +44,25 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
         saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (OVERDUE + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
+
+
+def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
+    """Seconds that a pass may be expected to take while costs or link are hardly known; infinite where they are.
+
+    Even if it takes longer than expected, it should not be what ends last.
+    """
+    slow_s, plan, now = inf, load.plan, state.now
+    if state.workers.was_interrupted(now) and load.due < inf:
+        slow_s = (state.handover_at(load) - now) / SLOWEST_PASS
+    if not state.policy.preemptible or plan is None or not (load.plan_bytes or state.link.fetches):
+        return slow_s
+    bandwidth, doubt = state.estimates.bandwidth, state.estimates.prefill.high
+    ends = load.planned_at + plan.finish_s - costs.closing_s(load.prompt_tokens)
+    if load.goal.objective != "earliest" and plan.in_time:
+        ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
+    else:
+        doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
+    return min(slow_s, inf if doubt <= DOUBT else (ends - now) / doubt)
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:

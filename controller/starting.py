@@ -32,10 +32,9 @@ from .chunk_table import (
 )
 from .costs import busiest
 from .joining import Joining
-from .limits import interrupts_at, pass_limit_s
+from .limits import interrupts_at, pass_limit_s, sure_limit_s
 from .link import InflightFetch
 from .snapshot import SLOWEST
-from .state import SLOWEST_PASS
 from .workers import Job
 
 if TYPE_CHECKING:
@@ -206,13 +205,13 @@ class Starter:
         if state.estimates.bandwidth.is_guess and state.link.fetches and state.policy.preemptible:
             # The first bytes tell more than any prior: what is computed in vain is at most as long as they took.
             room_s = min(room_s, state.link.waited_s(state.now))
-        found = load.next_pass(costs, min(pass_limit_s(state, load, costs), room_s))
+        sure_s = sure_limit_s(state, load, costs)
+        found = load.next_pass(costs, min(pass_limit_s(state, load, costs), room_s, sure_s))
         if found is None:
             return None
         doc, (first, *_) = found
         least_s = costs.prefill.seconds(*doc.prefill_span(first, first))
-        slow = load.due < inf and state.workers.was_interrupted(state.now)
-        if slow and least_s * SLOWEST_PASS > state.handover_at(load) - state.now and load.fetch_instead(doc, first):
+        if sure_s < least_s <= room_s and load.fetch_instead(doc, first):
             return None  # perhaps too slow even for one chunk: it is fetched, and so is what waits for it
         return found if least_s <= room_s else None
 
