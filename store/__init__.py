@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.donors.index import DONORS, Donor, DonorIndex
     from kvwire.store.http_clients import Addressed, HttpAddress, range_header, range_told
+    from kvwire.store.index_records import PrefixEntry
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, ObjectRef, content_digest, kind_of
     from kvwire.store.keys import KeySpace, check_after, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import Part, read_ahead, tenants
     from kvwire.store.prefix.index import PrefixHit, PrefixIndex
     from kvwire.store.prefix.schemes import HashScheme, hash_scheme
-    from kvwire.store.records import CatalogEntry, ModelRecord, PrefixEntry
+    from kvwire.store.records import CatalogEntry, ModelRecord
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import collect
     from kvwire.store.upkeep.copy import Copied, copy_store
@@ -136,7 +137,8 @@ __getattr__ = lazy(
         "kvwire.store.cache.tiered": ("TieredStore", "open_tiers", "parse_size"),
         "kvwire.store.catalog.catalog": ("Catalog",),
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
-        "kvwire.store.records": ("CatalogEntry", "ModelRecord", "PrefixEntry"),
+        "kvwire.store.records": ("CatalogEntry", "ModelRecord"),
+        "kvwire.store.index_records": ("PrefixEntry",),
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.donors.index": ("DONORS", "Donor", "DonorIndex"),
         "kvwire.store.http_clients": ("Addressed", "HttpAddress", "range_header", "range_told"),

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from kvwire._json import check_version, json_object, record
+from kvwire._json import record
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.records import MAX_ENTRY_BYTES
+from kvwire.store.records import VERSION, versioned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 1
 TEXT_LEVEL = 255
 """In place of a level: all documents were computed from their texts."""
 _WHAT, _ADVICE = "a kept repair", "the next repair of these documents writes it again"
@@ -109,7 +108,7 @@ class KeptRepair(Struct, frozen=True):
             CorruptError: ``to_json`` did not write this.
             FormatVersionError: A later version wrote it.
         """
-        fields = check_version(json_object(data, _WHAT, MAX_ENTRY_BYTES), VERSION, _WHAT)
+        fields = versioned(data, _WHAT)
         rows = record(fields.get("parts"), list[tuple[str, int, str]], f"{_WHAT}'s parts", _ADVICE)
         try:
             parts = [KeptRows(sha256, size, base64.b64decode(tokens, validate=True)) for sha256, size, tokens in rows]

@@ -21,13 +21,15 @@ from kvwire.store.content_checks import (
     check_shift,
     check_text,
 )
+from kvwire.store.index_records import DonorEntry, LastUse, PrefixEntry, prefix_digest
+from kvwire.store.kept_repair import KeptRepair
 from kvwire.store.keys import KeySpace, check_key, is_catalog_key
-from kvwire.store.last_use import LastUse
 from kvwire.store.records import (
     MAX_ENTRY_BYTES,
     Announcement,
     CatalogEntry,
     LinkReportShift,
+    ModelRecord,
     ProfilePointer,
     parse_object,
 )
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from kvwire.store.base import Data, ObjectReader
 
     _Place = Callable[[KeySpace, str], str] | None
+    _Accept = Callable[[str, Data], object]
+    _Names = Callable[[str, bytes], "Sequence[ObjectRef]"]
 
 GcRole: TypeAlias = Literal["root", "content", "alias", "derived", "lease"]
 """What a collector does. root: read what it names. content: delete it once it is old and nothing names it. alias: the
@@ -92,8 +96,8 @@ class KeyKind:
     place: Callable[[KeySpace, str], str] | None
     gc_role: GcRole
     max_bytes: int | None = MAX_ENTRY_BYTES
-    accept: Callable[[str, Data], object] | None = None
-    names: Callable[[str, bytes], Sequence[ObjectRef]] | None = None
+    accept: _Accept | None = None
+    names: _Names | None = None
     verify: Callable[[ObjectReader, str], bool] | None = None
     is_verified: bool = True
     is_copied: bool = True
@@ -233,11 +237,18 @@ def _accept_entry(key: str, data: Data) -> None:
         raise CorruptError("the entry's blob lies in another namespace")
 
 
-def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
-    space, entry = _space_of(key), CatalogEntry.from_json(data)
-    if not entry.is_text and entry.blob_key != space.blob(entry.sha256):  # never lead into another tenant's blobs
+def read_entry(key: str, data: bytes, **told: str) -> CatalogEntry:
+    """Parse an entry, which has the fields that are told, and never leads into another tenant's blobs."""
+    entry = CatalogEntry.from_json(data)
+    leads_away = not entry.is_text and entry.blob_key != _space_of(key).blob(entry.sha256)
+    if leads_away or any(getattr(entry, name) != value for name, value in told.items()):
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
+    return entry
+
+
+def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
+    space, entry = _space_of(key), read_entry(key, data)
     if entry.parts:
         blobs = [ObjectRef(space.blob(part.sha256), "blob", part.size) for part in entry.parts]
         digests = (entry.parts[0].token_digest, entry.token_digest)  # the second for what indexes the document
@@ -248,46 +259,33 @@ def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
         texts = (
             [ObjectRef(space.text(entry.token_digest), "text", is_needed=entry.is_text)] if entry.token_digest else []
         )
-    profiles = [ObjectRef(space.profile(entry.profile_digest), "profile")] if entry.profile_digest else []
-    return [*blobs, *texts, *profiles]
+    return [*blobs, *texts, *_profile(space, entry.profile_digest)]
 
 
-def _accept_prefix(key: str, data: Data) -> None:
-    from kvwire.store.records import PrefixEntry, prefix_digest
-
-    space, entry = _space_of(key), PrefixEntry.from_json(bytes(data))
-    if space.prefix_entry(prefix_digest(entry.scheme, entry.chunk_hash)) != key:
-        raise CorruptError("the entry is of another prefix than its key")
+def _profile(space: KeySpace, digest: str, *, is_needed: bool = True) -> list[ObjectRef]:
+    return [ObjectRef(space.profile(digest), "profile", is_needed=is_needed)] if digest else []
 
 
-def _prefix_names(key: str, data: bytes) -> list[ObjectRef]:
-    from kvwire.store.records import PrefixEntry
+def _at(read: Callable[[bytes], Any], key_of: Callable[[KeySpace, Any], str], problem: str) -> _Accept:
+    """Whether a record lies where ``key_of`` says."""
 
-    entry = PrefixEntry.from_json(data)
-    return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
+    def accept(key: str, data: Data) -> None:
+        if key_of(_space_of(key), read(bytes(data))) != key:
+            raise CorruptError(problem)
 
-
-def _accept_last_use(key: str, data: Data) -> None:
-    if _space_of(key).last_use(LastUse.from_json(bytes(data)).document_id) != key:
-        raise CorruptError("the mark is of another document than its key")
+    return accept
 
 
-def _last_use_names(key: str, data: bytes) -> list[ObjectRef]:
-    mark = LastUse.from_json(data)
-    return [ObjectRef(_space_of(key).text(mark.token_digest), "text", is_needed=False)]
+def _text_of(read: Callable[[bytes], Any]) -> _Names:
+    """The text that a record is about, and may outlive."""
+    return lambda key, data: [ObjectRef(_space_of(key).text(read(data).token_digest), "text", is_needed=False)]
 
 
 def _donor_names(key: str, data: bytes) -> list[ObjectRef]:
-    from kvwire.store.donor_entry import DonorEntry
-
     entry = DonorEntry.from_json(data)
     if not key.endswith(f"/{entry.token_digest}.json"):
         raise CorruptError("the entry is of another text than its key")
     return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
-
-
-def _pointer_names(key: str, data: bytes) -> list[ObjectRef]:
-    return [ObjectRef(_space_of(key).profile(ProfilePointer.from_json(data).profile_digest), "profile")]
 
 
 def _report_names(key: str, data: bytes) -> list[ObjectRef]:
@@ -295,38 +293,36 @@ def _report_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
 
 
-def _accept_model(key: str, data: Data) -> None:
-    from kvwire.store.records import ModelRecord
-
-    record = ModelRecord.from_json(bytes(data))
-    space = _space_of(key)
-    if KeySpace.of(space.tenant, record.meta.config_digest()) != space:
-        raise CorruptError("the record is of another configuration than its key")
-
-
 def _model_names(key: str, data: bytes) -> list[ObjectRef]:
-    from kvwire.store.records import ModelRecord
-
-    digest = ModelRecord.from_json(data).profile_digest
-    return [ObjectRef(_space_of(key).profile(digest), "profile", is_needed=False)] if digest else []
-
-
-def _accept_kept(key: str, data: Data) -> None:
-    from kvwire.store.kept_repair import KeptRepair
-
-    if _space_of(key).kept_repair(KeptRepair.from_json(bytes(data)).digest) != key:
-        raise CorruptError("the kept repair is of other documents than its key")
+    return _profile(_space_of(key), ModelRecord.from_json(data).profile_digest, is_needed=False)
 
 
 def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
-    from kvwire.store.kept_repair import KeptRepair
-
     space, kept = _space_of(key), KeptRepair.from_json(data)
     rows = [ObjectRef(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
-    profiles = [ObjectRef(space.profile(kept.profile_digest), "profile")] if kept.profile_digest else []
-    return [*rows, *profiles]
+    return [*rows, *_profile(space, kept.profile_digest)]
 
 
+_accept_prefix = _at(
+    PrefixEntry.from_json,
+    lambda space, entry: space.prefix_entry(prefix_digest(entry.scheme, entry.chunk_hash)),
+    "the entry is of another prefix than its key",
+)
+_accept_last_use = _at(
+    LastUse.from_json,
+    lambda space, mark: space.last_use(mark.document_id),
+    "the mark is of another document than its key",
+)
+_accept_kept = _at(
+    KeptRepair.from_json,
+    lambda space, kept: space.kept_repair(kept.digest),
+    "the kept repair is of other documents than its key",
+)
+_accept_model = _at(
+    ModelRecord.from_json,
+    lambda space, told: KeySpace.of(space.tenant, told.meta.config_digest()).model_record,
+    "the record is of another configuration than its key",
+)
 _SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
 # Folders of two digits keep listings of file systems short.
 _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
@@ -367,17 +363,18 @@ KINDS: tuple[KeyKind, ...] = (
     _entry("token entry", "tokens/" + _FOLDED, lambda s: s.token_entries, KeySpace.token_entry,
            digest="tokens", gc_role="alias", **_DOCUMENT),
     _entry("prefix entry", "prefix/" + _FOLDED, lambda s: s.prefix_entries, KeySpace.prefix_entry,
-           digest="name", gc_role="derived", accept=_accept_prefix, names=_prefix_names,
+           digest="name", gc_role="derived", accept=_accept_prefix, names=_text_of(PrefixEntry.from_json),
            advice="index the document again (kvwire store index)"),
     _entry("last use", "used/" + _FOLDED, lambda s: s.last_uses,
-           digest="name", gc_role="derived", accept=_accept_last_use, names=_last_use_names,
+           digest="name", gc_role="derived", accept=_accept_last_use, names=_text_of(LastUse.from_json),
            is_verified=False,  # without it, a document counts as used when it was written
            advice="the next use writes it again"),
     _entry("donor entry", "donors/" + _FEATURE, lambda s: s.donor_entries,
            digest="name", gc_role="derived", accept=lambda key, data: _donor_names(key, bytes(data)),
            names=_donor_names, advice="index the document again (kvwire store index --index donors)"),
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
-           accept=lambda key, data: _pointer_names(key, bytes(data)), names=_pointer_names,
+           accept=lambda _, data: ProfilePointer.from_json(bytes(data)),
+           names=lambda key, data: _profile(_space_of(key), ProfilePointer.from_json(data).profile_digest),
            is_verified=False,  # without it, a new profile is fitted
            advice="set the current profile again"),
     _entry("link report", r"links\.json", lambda s: s.link_report,
@@ -392,7 +389,8 @@ KINDS: tuple[KeyKind, ...] = (
            digest="name", accept=_accept_kept, names=_kept_names,
            advice="the next repair of these documents writes it again"),
     _entry("model record", r"model\.json", lambda s: s.model_record,  # never deleted
-           accept=_accept_model, names=_model_names, advice="encode any document again, which writes it anew"),
+           accept=_accept_model, names=_model_names,
+           advice="encode any document again, which writes it anew"),
     _entry("announcement", r"collecting/[0-9a-f]{32}\.json", lambda s: s.announcements,
            gc_role="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),
 )

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from kvwire._printable import name_problem
 from kvwire.errors import ArgumentError
@@ -152,12 +153,16 @@ def _named(name: str, what: str) -> bytes:
         raise ArgumentError(f"the {what}'s name holds half a surrogate pair: pass proper text") from error
 
 
+def _below(path: str) -> Any:  # noqa: ANN401 - a property, which types of attributes do not say
+    return property(lambda space: space.root + path)
+
+
 @dataclass(frozen=True)
 class KeySpace:
     """The keys of one tenant and one model configuration.
 
-    Methods give the key of one object by the digest that names it (ArgumentError where that is no SHA-256), properties
-    what the keys of a kind start with.
+    Methods give the key of one object by the digest that names it (ArgumentError where that is no SHA-256), all else
+    is what the keys of a kind start with, or the one key that there is.
 
     Attributes:
         tenant: The tenant's hash.
@@ -166,6 +171,39 @@ class KeySpace:
 
     tenant: str
     config: str
+
+    shifts: ClassVar[str] = _below("shifts/")
+    """Prefix of the link shifts."""
+    texts: ClassVar[str] = _below("texts/")
+    """Prefix of the texts."""
+    profiles: ClassVar[str] = _below("profiles/")
+    """Prefix of the profiles."""
+    catalog: ClassVar[str] = _below("catalog/")
+    """Prefix of everything that says what belongs to what."""
+    documents: ClassVar[str] = _below("catalog/doc/")
+    """Prefix of the catalog entries by document."""
+    token_entries: ClassVar[str] = _below("catalog/tokens/")
+    """Prefix of the catalog entries by token sequence."""
+    prefix_entries: ClassVar[str] = _below("catalog/prefix/")
+    """Prefix of the catalog entries by chained hash of a prompt's chunks."""
+    last_uses: ClassVar[str] = _below("catalog/used/")
+    """Prefix of the marks of last uses."""
+    donor_entries: ClassVar[str] = _below("catalog/donors/")
+    """Prefix of the catalog entries by features of texts."""
+    current_profile: ClassVar[str] = _below("catalog/profile.json")
+    """Key of the pointer to the profile in use."""
+    link_report: ClassVar[str] = _below("catalog/links.json")
+    """Where what was measured of linked documents lies."""
+    edit_report: ClassVar[str] = _below("catalog/edits.json")
+    """Where what was measured of edited caches lies."""
+    all_kept_rows: ClassVar[str] = _below("kept/")
+    """Prefix of rows that repairs computed."""
+    kept_repairs: ClassVar[str] = _below("catalog/kept/")
+    """Prefix of what is kept of orders of documents."""
+    model_record: ClassVar[str] = _below("catalog/model.json")
+    """Key of what is told of the model."""
+    announcements: ClassVar[str] = _below("catalog/collecting/")
+    """Prefix of what collectors are about to delete."""
 
     @classmethod
     def of(cls, tenant: str, config_digest: str) -> KeySpace:
@@ -208,31 +246,6 @@ class KeySpace:
         """Key of a link shift, by its content."""
         return f"{self.shifts}{check_digest(sha256, 'the digest of a link shift')[:2]}/{sha256}.kvs"
 
-    @property
-    def shifts(self) -> str:
-        """Prefix of the link shifts."""
-        return f"{self.root}shifts/"
-
-    @property
-    def texts(self) -> str:
-        """Prefix of the texts."""
-        return f"{self.root}texts/"
-
-    @property
-    def profiles(self) -> str:
-        """Prefix of the profiles."""
-        return f"{self.root}profiles/"
-
-    @property
-    def catalog(self) -> str:
-        """Prefix of everything that says what belongs to what."""
-        return f"{self.root}catalog/"
-
-    @property
-    def documents(self) -> str:
-        """Prefix of the catalog entries by document."""
-        return f"{self.catalog}doc/"
-
     def document(self, document_id: str) -> str:
         """Key of the catalog entry of a document."""
         digest = hashlib.sha256(_named(document_id, "document")).hexdigest()
@@ -242,83 +255,28 @@ class KeySpace:
         """Key of the catalog entry of a token sequence."""
         return f"{self.token_entries}{check_digest(token_digest, 'a token digest')[:2]}/{token_digest}.json"
 
-    @property
-    def token_entries(self) -> str:
-        """Prefix of the catalog entries by token sequence."""
-        return f"{self.catalog}tokens/"
-
     def prefix_entry(self, digest: str) -> str:
         """Key of the entry of a prompt's prefix."""
         return f"{self.prefix_entries}{check_digest(digest, 'the digest of a prefix')[:2]}/{digest}.json"
-
-    @property
-    def prefix_entries(self) -> str:
-        """Prefix of the catalog entries by chained hash of a prompt's chunks."""
-        return f"{self.catalog}prefix/"
 
     def last_use(self, document_id: str) -> str:
         """Key of the mark of a document's last use, by the digest of its entry's key."""
         digest = hashlib.sha256(_named(document_id, "document")).hexdigest()
         return f"{self.last_uses}{digest[:2]}/{digest}.json"
 
-    @property
-    def last_uses(self) -> str:
-        """Prefix of the marks of last uses."""
-        return f"{self.catalog}used/"
-
     def donor_entry(self, feature: str, token_digest: str = "") -> str:
         """Key of the entry of a text below one of its features; without a text, what all of the feature start with."""
         folder = f"{self.donor_entries}{check_digest(feature, 'the digest of a feature')[:2]}/{feature}/"
         return f"{folder}{check_digest(token_digest, 'a token digest')}.json" if token_digest else folder
 
-    @property
-    def donor_entries(self) -> str:
-        """Prefix of the catalog entries by features of texts."""
-        return f"{self.catalog}donors/"
-
-    @property
-    def current_profile(self) -> str:
-        """Key of the pointer to the profile in use."""
-        return f"{self.catalog}profile.json"
-
-    @property
-    def link_report(self) -> str:
-        """Where what was measured of linked documents lies."""
-        return f"{self.catalog}links.json"
-
-    @property
-    def edit_report(self) -> str:
-        """Where what was measured of edited caches lies."""
-        return f"{self.catalog}edits.json"
-
     def kept_rows(self, sha256: str) -> str:
         """Key of rows that a repair computed, by their content."""
         return f"{self.all_kept_rows}{check_digest(sha256, 'the SHA-256 of kept rows')[:2]}/{sha256}.kvr"
-
-    @property
-    def all_kept_rows(self) -> str:
-        """Prefix of rows that repairs computed."""
-        return f"{self.root}kept/"
 
     def kept_repair(self, order_digest: str) -> str:
         """Key of what is kept of an order of documents."""
         check_digest(order_digest, "the digest of an order of documents")
         return f"{self.kept_repairs}{order_digest[:2]}/{order_digest}.json"
-
-    @property
-    def kept_repairs(self) -> str:
-        """Prefix of what is kept of orders of documents."""
-        return f"{self.catalog}kept/"
-
-    @property
-    def model_record(self) -> str:
-        """Key of what is told of the model."""
-        return f"{self.catalog}model.json"
-
-    @property
-    def announcements(self) -> str:
-        """Prefix of what collectors are about to delete."""
-        return f"{self.catalog}collecting/"
 
     def announcement(self, name: str) -> str:
         """Key of one collector's announcement."""

@@ -1,10 +1,8 @@
-"""Records of the catalog, as JSON: entries of documents and prefixes, models, pointers, announcements."""
+"""Records of the catalog, as JSON: entries of documents, models, pointers, announcements."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import hmac
 import json
 import re
 from dataclasses import dataclass, replace
@@ -32,16 +30,14 @@ MAX_OUTLINE_BYTES = 1 << 21
 """Longest outline of a profile: its metadata has at most half of that."""
 _MAX_BYTES = 1 << 62
 VERSION = 1
-"""Of the records of prefixes and models."""
-_MOST_TOKENS = 1 << 32
+"""Of records that carry one."""
+MOST_TOKENS = 1 << 32
 _WHAT, _ADVICE = "a catalog entry", "write the document again"
 _DIGEST_CHARS = 64
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 Outline: TypeAlias = tuple[Annotated[int, Meta(gt=0, le=MAX_OUTLINE_BYTES)], Sha256]
-_PREFIX = "a prefix entry"
-_SCHEME = re.compile(r"[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}")
-_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 _MODEL, _MODEL_ADVICE = "a model record", "encode any document again, which writes it anew"
 
 
@@ -155,6 +151,16 @@ class CatalogEntry(Struct, frozen=True):
         return record(told, cls, _WHAT, _ADVICE)
 
 
+def pack_record(told: Struct) -> bytes:
+    """A record with its version; equal ones give equal bytes."""
+    return json.dumps({"version": VERSION} | asdict(told), sort_keys=True, separators=(",", ":")).encode()
+
+
+def versioned(data: bytes, what: str) -> dict[str, Any]:
+    """The fields of a record; FormatVersionError where a later version wrote it."""
+    return check_version(json_object(data, what, MAX_ENTRY_BYTES), VERSION, what)
+
+
 def parse_object(data: bytes) -> dict[str, Any]:
     """Parse the JSON object of a catalog key."""
     return json_object(data, _WHAT, MAX_ENTRY_BYTES)
@@ -256,81 +262,10 @@ class Announcement(Struct):
         return record(parse_object(data), cls, "an announcement", "it names no objects: collect again")
 
 
-class PrefixEntry(Struct, frozen=True):
-    """One chunk of one document, and so all tokens before it. JSON in a store; docs/format.md tells the fields.
-
-    Attributes:
-        scheme: What made the hash, with the tokens of its chunks: ``lmcache-256``.
-        chunk_hash: Of the chunk and all before it, in hexadecimal.
-        document_id: A document whose text begins with these chunks.
-        token_digest: Of that document's whole text.
-        start: First token of the chunk.
-        stop: Behind its last token.
-    """
-
-    scheme: str
-    chunk_hash: str
-    document_id: str
-    token_digest: str
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        """Refuse fields that contradict each other or are out of range."""
-        size = self.stop - self.start
-        if not (_SCHEME.fullmatch(self.scheme) and _HASH.fullmatch(self.chunk_hash)):
-            msg = "a prefix entry names a scheme with the tokens of a chunk, and a hash of 8 to 64 bytes"
-        elif not 0 < len(self.document_id) <= MAX_NAME_CHARS or not _is_digest(self.token_digest):
-            msg = "a prefix entry names a document and the SHA-256 of its token ids"
-        elif not 0 <= self.start < self.stop < _MOST_TOKENS or self.start % size or not self._fits(size):
-            msg = "a prefix entry's start and stop are those of a chunk of its scheme"
-        else:
-            return
-        raise ArgumentError(msg)
-
-    @property
-    def chunk(self) -> int:
-        """Number of the chunk in its document."""
-        return self.start // (self.stop - self.start)
-
-    def to_json(self) -> bytes:
-        """The bytes to store; the same for the same entry."""
-        return json.dumps({"version": VERSION} | asdict(self), sort_keys=True, separators=(",", ":")).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> PrefixEntry:
-        """Read ``to_json``; names that are not known are passed over.
-
-        Args:
-            data: As stored.
-
-        Returns:
-            The entry.
-
-        Raises:
-            CorruptError: A field is missing or impossible.
-            FormatVersionError: A later version wrote it.
-        """
-        fields = check_version(json_object(data, _PREFIX, MAX_ENTRY_BYTES), VERSION, _PREFIX)
-        return record(fields, cls, _PREFIX, "index the document again (kvwire store index)")
-
-    def _fits(self, size: int) -> bool:
-        return int(self.scheme.rpartition("-")[2]) == size
-
-
-def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:
-    """What the key of a prefix entry carries.
-
-    A chain of hashes can be guessed chunk by chunk, so names are keyed with a secret where there is one.
-    """
-    told = f"kvwire prefix entry\0{scheme}\0{chunk_hash}".encode()
-    return hmac.new(secret, told, hashlib.sha256).hexdigest() if secret else hashlib.sha256(told).hexdigest()
-
-
 class _Stored(Struct):
     config_digest: str
     meta: dict[str, Any]
-    window: Annotated[int, Meta(gt=0, lt=_MOST_TOKENS)]
+    window: Annotated[int, Meta(gt=0, lt=MOST_TOKENS)]
     model_config_digest: Sha256OrEmpty
     profile_digest: Sha256OrEmpty
 
@@ -381,8 +316,7 @@ class ModelRecord:
         """
         from kvwire.codec.format.metadata_json import meta_from_json
 
-        fields = check_version(json_object(data, _MODEL, MAX_ENTRY_BYTES), VERSION, _MODEL)
-        stored = record(fields, _Stored, _MODEL, _MODEL_ADVICE)
+        stored = record(versioned(data, _MODEL), _Stored, _MODEL, _MODEL_ADVICE)
         meta = replace(meta_from_json(stored.meta), positions="on")
         if meta.config_digest() != stored.config_digest:
             raise CorruptError(f"{_MODEL} contradicts itself: {_MODEL_ADVICE}")

@@ -72,7 +72,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"http_clients.py", "keys.py"},
         {"base.py"},
         {"records.py"},
-        {"donor_entry.py", "kept_repair.py", "last_use.py"},
+        {"index_records.py", "kept_repair.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files"},

@@ -17,12 +17,13 @@ from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.catalog.blobs import Blobs, Texts
 from kvwire.store.catalog.objects import TenantObjects
 from kvwire.store.catalog.profiles import Models, Profiles
+from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import KeySpace, check_new_name, check_tenant, tenant_hash
 from kvwire.store.listing import children
 from kvwire.store.records import CatalogEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Self
 
     from kvwire.store.base import Store
@@ -263,7 +264,7 @@ class Catalog:
         space = self.keys(config)
         key = space.document(document_id)
         try:
-            entry = self._entry(space, key)
+            entry = self._entry(key)
         except CorruptError:
             self.store.delete(key)
             return True
@@ -278,9 +279,9 @@ class Catalog:
     def _remove_tokens(self, space: KeySpace, token_digest: str, document_id: str) -> None:
         key = space.token_entry(token_digest)
         try:
-            found = self._entry(space, key)
+            found = self._entry(key)
             is_others = found is not None and found.document_id != document_id
-            named = self._entry(space, space.document(found.document_id)) if found and is_others else None
+            named = self._entry(space.document(found.document_id)) if found and is_others else None
         except CorruptError:
             named = None
         if named is None or named.token_digest != token_digest:
@@ -299,11 +300,7 @@ class Catalog:
         Raises:
             CorruptError: The entry is damaged or speaks of something else.
         """
-        space = self.keys(config)
-        entry = self._entry(space, space.document(document_id))
-        if entry is not None and entry.document_id != document_id:
-            raise _misplaced(space.document(document_id))
-        return entry
+        return self._entry(self.keys(config).document(document_id), document_id=document_id)
 
     def by_tokens(self, config: Config, token_digest: str) -> CatalogEntry | None:
         """Look a token sequence up.
@@ -318,11 +315,7 @@ class Catalog:
         Raises:
             CorruptError: The entry is damaged or speaks of something else.
         """
-        space = self.keys(config)
-        entry = self._entry(space, space.token_entry(token_digest))
-        if entry is not None and entry.token_digest != token_digest:
-            raise _misplaced(space.token_entry(token_digest))
-        return entry
+        return self._entry(self.keys(config).token_entry(token_digest), token_digest=token_digest)
 
     def documents(
         self, config: Config, on_error: OnError | None = None, *, after: str = "", limit: int | None = None
@@ -335,29 +328,21 @@ class Catalog:
             after: Go on behind this key.
             limit: How many are looked at, at most; None: all.
 
-        Returns:
+        Yields:
             The entries.
 
         Raises:
             CorruptError: An entry is damaged, and there is no ``on_error``.
         """
-        space = self.keys(config)
-        keys = islice(self.store.keys(space.documents, after), limit)
-        return (entry for _, entry in self._found(space, keys, on_error))
-
-    def _found(
-        self, space: KeySpace, keys: Iterable[str], on_error: OnError | None
-    ) -> Iterator[tuple[str, CatalogEntry]]:
+        keys = islice(self.store.keys(self.keys(config).documents, after), limit)
         for key, read in self.objects.read_each(keys):
             try:
-                entry = self._parsed(space, key, read())
+                if (data := read()) is not None:
+                    yield read_entry(key, data)
             except CorruptError as error:
                 if on_error is None:
                     raise
                 on_error(key, error)
-                continue
-            if entry is not None:
-                yield key, entry
 
     def _add(self, space: KeySpace, entry: CatalogEntry) -> None:
         data = entry.to_json()
@@ -373,25 +358,12 @@ class Catalog:
             raise ArgumentError(f"{entry.blob_key} is not a blob key of this tenant: write the blob with put_blob")
         return space
 
-    def _entry(self, space: KeySpace, key: str) -> CatalogEntry | None:
-        return self._parsed(space, key, self.objects.read(key))
-
-    def _parsed(self, space: KeySpace, key: str, data: bytes | None) -> CatalogEntry | None:
-        if data is None:
-            return None
-        entry = CatalogEntry.from_json(data)
-        if not entry.is_text and entry.blob_key != space.blob(entry.sha256):  # never lead into another tenant's blobs
-            raise _misplaced(key)
-        return entry
+    def _entry(self, key: str, **told: str) -> CatalogEntry | None:
+        data = self.objects.read(key)
+        return None if data is None else read_entry(key, data, **told)
 
 
 def _check_names(entry: CatalogEntry) -> None:
     check_new_name(entry.document_id, "document")
     for name, _ in entry.levels:
         check_new_name(name, "level")
-
-
-def _misplaced(key: str) -> CorruptError:
-    return CorruptError(
-        f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
-    )

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import check_new_name
 from kvwire.store.records import BlobPart, CatalogEntry
 from kvwire.types import digest_tokens
@@ -55,12 +56,7 @@ class GrownDocuments:
         data = self._objects.read(key)
         if data is None:
             return Version(None, "")
-        entry = CatalogEntry.from_json(data)
-        leads_away = not entry.is_text and entry.blob_key != self._objects.keys(config).blob(entry.sha256)
-        if leads_away or entry.document_id != document_id:  # never into another tenant's blobs
-            msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
-            raise CorruptError(msg)
-        return Version(entry, etag)
+        return Version(read_entry(key, data, document_id=document_id), etag)
 
     def append_part(  # noqa: PLR0913 - the fields of one part
         self,

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, KvwireError, NotFoundError
-from kvwire.store.last_use import SAVED, LastUse
+from kvwire.store.index_records import SAVED, LastUse
+from kvwire.store.records import pack_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,5 +82,5 @@ class LastUses:
                 return False
         except NotFoundError:
             pass
-        self._catalog.objects.write(key, LastUse(entry.document_id, entry.token_digest).to_json())
+        self._catalog.objects.write(key, pack_record(LastUse(entry.document_id, entry.token_digest)))
         return True

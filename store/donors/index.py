@@ -13,10 +13,11 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.donor_entry import DonorEntry, feature_digest
 from kvwire.store.donors.sketch import SCHEME, sketch
+from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.listing import read_ahead
 from kvwire.store.prefix.index import prefix_info
+from kvwire.store.records import pack_record
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class DonorIndex:
         del opening, after
         if digest_tokens(token_ids) != document.token_digest:
             raise ArgumentError(f"the text is not that of {document.document_id!r}: index it with its own token ids")
-        data = DonorEntry(SCHEME, document.document_id, document.token_digest).to_json()
+        data = pack_record(DonorEntry(SCHEME, document.document_id, document.token_digest))
         features = self._features(token_ids, self.writer)
         self._make_room(features, document.token_digest)
         keys = [self._space.donor_entry(feature, document.token_digest) for feature in features]

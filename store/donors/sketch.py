@@ -24,14 +24,7 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
 def sketch(token_ids: Sequence[int]) -> list[int]:
-    """Sketch a text.
-
-    Args:
-        token_ids: Each from 0 to 2^63 - 1.
-
-    Returns:
-        At most 64 features of 64 bits, ascending; none where the text has fewer than 8 tokens.
-    """
+    """At most 64 features of 64 bits, ascending; none where the text has fewer than 8 tokens."""
     words = _mixed(np.asarray(token_ids, np.int64).astype(np.uint64))
     count = len(words) - SHINGLE + 1
     if count < 1:
@@ -44,30 +37,9 @@ def sketch(token_ids: Sequence[int]) -> list[int]:
     return [int(each) for each in np.unique(windows.min(1))[:FEATURES]]
 
 
-def sketch_naive(token_ids: Sequence[int]) -> list[int]:
-    """``sketch``, number by number. For tests."""
-    words = [_mixed_naive(token) for token in token_ids]
-    hashes = []
-    for at in range(len(words) - SHINGLE + 1):
-        value = 0
-        for word in words[at : at + SHINGLE]:
-            value = (value * _MULTIPLIER + word) % 2**64
-        hashes.append(_mixed_naive(value))
-    size = min(WINDOW, len(hashes))
-    least = {min(hashes[at : at + size]) for at in range(len(hashes) - size + 1)} if hashes else set()
-    return sorted(least)[:FEATURES]
-
-
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Every bit depends on every bit: the finalizer of splitmix64."""
     words = words + np.uint64(_MULTIPLIER)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX[0])
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_MIX[1])
     return words ^ (words >> np.uint64(31))
-
-
-def _mixed_naive(word: int) -> int:
-    word = (word + _MULTIPLIER) % 2**64
-    word = (word ^ (word >> 30)) * _MIX[0] % 2**64
-    word = (word ^ (word >> 27)) * _MIX[1] % 2**64
-    return word ^ (word >> 31)

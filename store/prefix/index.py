@@ -13,8 +13,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
+from kvwire.store.index_records import PrefixEntry, prefix_digest
 from kvwire.store.prefix.schemes import hash_scheme
-from kvwire.store.records import PrefixEntry, prefix_digest
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:

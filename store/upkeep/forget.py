@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError
 from kvwire.store.catalog.announcements import GRACE_S
-from kvwire.store.last_use import SAVED
+from kvwire.store.index_records import SAVED
 from kvwire.store.listing import ahead
 from kvwire.store.upkeep.walk import added, catalogs
 

@@ -9,14 +9,35 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
 from kvwire.store import Catalog, DonorIndex, Keyring, collect, index_documents, verify_store
-from kvwire.store.donor_entry import DonorEntry, feature_digest
 from kvwire.store.donors.index import MOST_OF_FEATURE
-from kvwire.store.donors.sketch import SCHEME, sketch, sketch_naive
+from kvwire.store.donors.sketch import _MIX, _MULTIPLIER, FEATURES, SCHEME, SHINGLE, WINDOW, sketch
+from kvwire.store.index_records import DonorEntry, feature_digest
+from kvwire.store.records import pack_record
 from kvwire.store.testing import CountingStore
 from kvwire.types import digest_tokens
 
 from .conftest import CONFIG, DAY, AgedStore
 from .test_prefix_index import add
+
+
+def sketch_naive(token_ids):
+    words = [_mixed_naive(token) for token in token_ids]
+    hashes = []
+    for at in range(len(words) - SHINGLE + 1):
+        value = 0
+        for word in words[at : at + SHINGLE]:
+            value = (value * _MULTIPLIER + word) % 2**64
+        hashes.append(_mixed_naive(value))
+    size = min(WINDOW, len(hashes))
+    least = {min(hashes[at : at + size]) for at in range(len(hashes) - size + 1)} if hashes else set()
+    return sorted(least)[:FEATURES]
+
+
+def _mixed_naive(word):
+    word = (word + _MULTIPLIER) % 2**64
+    word = (word ^ (word >> 30)) * _MIX[0] % 2**64
+    word = (word ^ (word >> 27)) * _MIX[1] % 2**64
+    return word ^ (word >> 31)
 
 
 def text(seed, tokens=400):
@@ -212,4 +233,4 @@ def test_damaged_entries_are_refused(data, error):
 
 def test_an_entry_says_what_it_was_told():
     entry = DonorEntry(SCHEME, "a", "0" * 64)
-    assert DonorEntry.from_json(entry.to_json()) == entry
+    assert DonorEntry.from_json(pack_record(entry)) == entry

@@ -13,7 +13,8 @@ from kvwire.runtime.prompted import SESSIONS
 from kvwire.runtime.saving import PROMPTS
 from kvwire.store import Catalog, collect, forget
 from kvwire.store.catalog.last_uses import LastUses
-from kvwire.store.last_use import SAVED, LastUse
+from kvwire.store.index_records import SAVED, LastUse
+from kvwire.store.records import pack_record
 from kvwire.store.testing import StoreWrapper
 from kvwire.store.upkeep.forget import Stored, _windows, choose
 
@@ -205,8 +206,8 @@ def test_a_damaged_mark_is_refused(wrong):
 def test_the_mark_is_written_as_the_specification_shows_it():
     mark = LastUse("sessions/a", "d" * 64)
     shown = next(line for line in FORMAT.read_text().splitlines() if line.startswith('{"document_id":"sessions/a"'))
-    assert mark.to_json().decode() == shown
-    assert LastUse.from_json(mark.to_json()) == mark
+    assert pack_record(mark).decode() == shown
+    assert LastUse.from_json(pack_record(mark)) == mark
 
 
 def test_what_counts_as_saved_is_what_the_runtime_saves():

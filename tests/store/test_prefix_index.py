@@ -34,9 +34,9 @@ from kvwire.store import (
     verify_store,
 )
 from kvwire.store import key_kinds as table
+from kvwire.store.index_records import prefix_digest
 from kvwire.store.prefix.index import PROBES, search
 from kvwire.store.prefix.schemes import SCHEMES
-from kvwire.store.records import prefix_digest
 from kvwire.transport import HttpStore
 from kvwire.types import digest_tokens
 

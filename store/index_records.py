@@ -1,0 +1,119 @@
+"""Small records of the catalog by which documents are found or forgotten: prefixes, features of texts, last uses.
+
+JSON in a store; docs/format.md tells the fields. Names that are not known are passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvwire._json import Sha256, record
+from kvwire.errors import ArgumentError
+from kvwire.store.records import MOST_TOKENS, Name, pack_record, versioned
+
+SAVED = ("prompts/", "saved/", "sessions/")
+"""What names of documents begin with that were saved from prompts, and not encoded by name."""
+Scheme = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}\Z")]
+_Hash = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{2}){8,64}\Z")]
+
+
+class PrefixEntry(Struct, frozen=True):
+    """One chunk of one document, and so all tokens before it.
+
+    Attributes:
+        scheme: What made the hash, with the tokens of its chunks: ``lmcache-256``.
+        chunk_hash: Of the chunk and all before it, in hexadecimal.
+        document_id: A document whose text begins with these chunks.
+        token_digest: Of that document's whole text.
+        start: First token of the chunk.
+        stop: Behind its last token.
+    """
+
+    scheme: Scheme
+    chunk_hash: _Hash
+    document_id: Name
+    token_digest: Sha256
+    start: Annotated[int, Meta(ge=0)]
+    stop: Annotated[int, Meta(lt=MOST_TOKENS)]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no chunk of the scheme."""
+        size = self.stop - self.start
+        if size < 1 or self.start % size or self.scheme.rpartition("-")[2] != str(size):
+            raise ArgumentError("a prefix entry's start and stop are those of a chunk of its scheme")
+
+    @property
+    def chunk(self) -> int:
+        """Number of the chunk in its document."""
+        return self.start // (self.stop - self.start)
+
+    def to_json(self) -> bytes:
+        """The bytes to store; the same for the same entry."""
+        return pack_record(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> PrefixEntry:
+        """Read ``to_json``.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            The entry.
+
+        Raises:
+            CorruptError: A field is missing or impossible.
+            FormatVersionError: A later version wrote it.
+        """
+        what = "a prefix entry"
+        return record(versioned(data, what), cls, what, "index the document again (kvwire store index)")
+
+
+class DonorEntry(Struct, frozen=True):
+    """One document that has a feature of a sketch, such as ``sketch-64``; ``token_digest`` is of its whole text."""
+
+    scheme: Scheme
+    document_id: Name
+    token_digest: Sha256
+
+    @classmethod
+    def from_json(cls, data: bytes) -> DonorEntry:
+        """Read ``pack_record``."""
+        what = "a donor entry"
+        return record(versioned(data, what), cls, what, "index the document again (kvwire store index --index donors)")
+
+
+class LastUse(Struct, frozen=True):
+    """Says that a document was used when this object was written; by the digest a collector sees what is left of it."""
+
+    document_id: Name
+    token_digest: Sha256
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LastUse:
+        """Read ``pack_record``."""
+        what = "the mark of a last use"
+        return record(versioned(data, what), cls, what, "the next use writes it again")
+
+
+def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:
+    """What the key of a prefix entry carries."""
+    return _named(f"kvwire prefix entry\0{scheme}\0{chunk_hash}", secret)
+
+
+def feature_digest(scheme: str, feature: int, writer: str = "", secret: bytes = b"") -> str:
+    """What keys carry of a feature of 64 bits; writer: namespace inside the tenant, empty for that of all."""
+    return _named(f"kvwire donor\0{scheme}\0{writer}\0{feature:016x}", secret)
+
+
+def _named(told: str, secret: bytes) -> str:
+    """A digest; keyed where there is a secret, since hashes and features of short texts can be guessed."""
+    return (
+        hmac.new(secret, told.encode(), hashlib.sha256).hexdigest()
+        if secret
+        else hashlib.sha256(told.encode()).hexdigest()
+    )
