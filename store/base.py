@@ -359,6 +359,22 @@ def holds(store: Store, key: str, data: Data) -> bool:
         return False
 
 
+def is_there(store: Store, key: str, size: int | None = None) -> bool:
+    """Whether an object is there, and of its size where that is told."""
+    try:
+        return store.stat(key).size == size or size is None
+    except NotFoundError:
+        return False
+
+
+def modified(store: Store, key: str) -> float:
+    """When an object was written; 0 where that is not known, or nothing is there."""
+    try:
+        return store.stat(key).modified
+    except NotFoundError:
+        return 0.0
+
+
 def merged(first: Iterator[Listed], second: Iterator[Listed]) -> Iterator[Listed]:
     """Two listings in order as one; of equal keys, the first listing's counts."""
     last = ""

@@ -69,7 +69,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"schema_json.py"},
     ],
     "store": [
-        {"http_clients.py", "keys.py"},
+        {"http_clients.py", "keys.py", "recent.py"},
         {"base.py"},
         {"records.py"},
         {"index_records.py", "kept_repair.py"},

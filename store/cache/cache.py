@@ -7,23 +7,21 @@ never both: readers cannot wait for each other in a circle.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
 from kvwire.store.cache.eviction import TierIndex
-from kvwire.store.cache.extents import TRUST_S, Extent, ExtentMap, InflightRead, ObjectSizes
+from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead, ObjectSizes
 from kvwire.store.cache.local import Worker
 from kvwire.store.cache.settings import Counters, RemoteCounters, TierCounters
 
 if TYPE_CHECKING:
-    from kvwire.store.base import Store
     from kvwire.store.cache.disk_tier import DiskTier, StoredFile
     from kvwire.store.cache.settings import TierSettings
 
@@ -52,7 +50,7 @@ class MemoryTier:
         """Keep what of these bytes is not there yet."""
         counters = self.index.counters
         leaving = []
-        for first, last in self.index.gaps(name, start, start + len(data)):
+        for first, last in self.index.of(name).gaps(start, start + len(data)):
             part = data[first - start : last - start]
             if self.index.fits(len(part)):
                 self.index.add(name, first, last, part)
@@ -64,7 +62,7 @@ class MemoryTier:
 
     def drop(self, name: bytes, start: int, end: int | None) -> None:
         """Forget all extents that hold any byte of a range."""
-        for extent in self.index.overlapping(name, start, end):
+        for extent in self.index.of(name).overlapping(start, end):
             self.index.remove(name, extent)
 
 
@@ -91,30 +89,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
+    """Fetch the flight's range, and then ``complete`` it."""
 
     flight: InflightRead
 
 
 Step: TypeAlias = Hit | DiskHit | Wait | Fetch | None
 """None: the object or the range ends here."""
-
-
-class Cached(Protocol):
-    """A store whose content is read through a ``RangeCache``."""
-
-    @property
-    def cache(self) -> RangeCache:
-        """The tiers."""
-        ...
-
-    def name(self, key: str) -> bytes | None:
-        """What the tiers call an object; None where it is not kept in them."""
-        ...
-
-    def origin(self, key: str) -> Store:
-        """The store below the tiers that has an object."""
-        ...
 
 
 class RangeCache:
@@ -128,7 +109,7 @@ class RangeCache:
         self.stall_s = settings.stall_s
         self._lock = lock
         self._reads: dict[bytes, ExtentMap[InflightRead]] = {}
-        self._sizes = ObjectSizes()
+        self.sizes = ObjectSizes()
         self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
         self._quiet = threading.Condition(lock)
@@ -141,34 +122,14 @@ class RangeCache:
             if self._disk:
                 self._disk.index.touched(name)
 
-    def size(self, name: bytes, *, recent: bool = False) -> int | None:
-        """Length of an object, where the remote has stated it."""
-        with self._lock:
-            return self._sizes.stated(name, TRUST_S if recent else math.inf)
-
-    def learn(self, name: bytes, size: int | None) -> None:
-        """Hear from the remote how long an object is."""
-        with self._lock:
-            self._sizes.confirm(name, size)
-
-    def doubt(self, name: bytes) -> bool:
-        """A read ended short of what it asked for."""
-        with self._lock:
-            return self._sizes.invalidate(name)
-
-    def believe(self, name: bytes, position: int) -> bool:
-        """The remote fails: ask what is remembered."""
-        with self._lock:
-            return self._sizes.accept_hint(name, position)
-
     def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
         """What to do for the next byte of a range."""
         with self._lock:
-            size = self._sizes.stated(name)
+            size = self.sizes.stated(name)
             stop = size if end is None or (size is not None and size < end) else end
             if stop is not None and position >= stop:
                 return None
-            if (held := self._memory.index.at(name, position)) is not None:
+            if (held := self._memory.index.of(name).at(position)) is not None:
                 return _held(self._memory.index.counters, held, held.value, position, stop)
             self._memory.index.counters.misses += 1
             if self._disk:
@@ -201,7 +162,7 @@ class RangeCache:
                 return loading
             future: Future[bytes | None] = Future()
             future.set_running_or_notify_cancel()
-            promoted = self._memory.index.at(name, extent.start)
+            promoted = self._memory.index.of(name).at(extent.start)
             if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
                 future.set_result(promoted.value)  # another load was faster
                 return future
@@ -233,17 +194,28 @@ class RangeCache:
             counters.hits += 1
             counters.hit_bytes += len(data)
             if not extent.value.dropped:
-                self._sizes.hint(name, size)
+                self.sizes.hint(name, size)
                 self._keep(name, extent.start, data)
         return data
 
-    def finish(self, flight: InflightRead, size: int | None = None) -> None:
-        """All bytes of a flight are there."""
-        self._complete(flight, size, None)
-
-    def fail(self, flight: InflightRead, error: BaseException) -> None:
-        """A flight broke off; what came is kept."""
-        self._complete(flight, None, error)
+    def complete(self, flight: InflightRead, size: int | None = None, error: BaseException | None = None) -> None:
+        """A flight is over: all its bytes are there, or it broke off, and what came is kept."""
+        data = flight.pieces[0] if len(flight.pieces) == 1 else b"".join(flight.pieces)
+        flight.data = data if isinstance(data, bytes) else bytes(data)
+        with self._lock:
+            self._unregister(flight)
+            self._foreground -= not flight.background
+            if not self._foreground:
+                self._quiet.notify_all()
+            self._remote.bytes += len(flight.data)
+            flight.error = error if isinstance(error, KvwireError) else None
+            self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
+            if not flight.stale:
+                self.sizes.confirm(flight.name, size)
+                if flight.data:
+                    self._keep(flight.name, flight.start, flight.data)
+        flight.pieces = []
+        _resolve(flight)
 
     def leave(self, flight: InflightRead) -> None:
         """Stop waiting for a flight from which nothing comes: the next to ask leads another one."""
@@ -255,7 +227,7 @@ class RangeCache:
     def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
         """Take in bytes that came without a flight."""
         with self._lock:
-            self._sizes.confirm(name, size)
+            self.sizes.confirm(name, size)
             self._keep(name, start, data)
 
     def fetched(self, size: int) -> None:
@@ -274,7 +246,7 @@ class RangeCache:
             for flight in gone:
                 flight.stale = True
                 self._unregister(flight)
-            self._sizes.forget(name)
+            self.sizes.forget(name)
 
     def wait_for_quiet(self, timeout_s: float) -> bool:
         """Wait until no reader in the foreground fetches anything."""
@@ -305,7 +277,7 @@ class RangeCache:
             if not has_room and not self._disk.drain(max(0.0, give_up_at - time.monotonic())):
                 break
             with self._lock:
-                self._disk.add(name, extent.start, extent.value, self._sizes.stated(name))
+                self._disk.add(name, extent.start, extent.value, self.sizes.stated(name))
         self._disk.close()
 
     # Under the lock.
@@ -317,9 +289,9 @@ class RangeCache:
         ends = [start + (settings.prefetch_bytes if background else settings.flight_bytes)]
         ends += [stop] if stop is not None else []
         ends += [
-            at for at in (self._memory.index.next_start(name, start), self._inflight(name).next_start(start)) if at
+            at for at in (self._memory.index.of(name).next_start(start), self._inflight(name).next_start(start)) if at
         ]
-        if self._disk and (at := self._disk.index.next_start(name, start)):
+        if self._disk and (at := self._disk.index.of(name).next_start(start)):
             ends.append(at)
         limit_s = settings.answer_s if whole else settings.stall_s
         flight = InflightRead(name, start, min(ends), owner, limit_s, background=background)
@@ -342,28 +314,10 @@ class RangeCache:
             del self._reads[flight.name]
         return True
 
-    def _complete(self, flight: InflightRead, size: int | None, error: BaseException | None) -> None:
-        data = flight.pieces[0] if len(flight.pieces) == 1 else b"".join(flight.pieces)
-        flight.data = data if isinstance(data, bytes) else bytes(data)
-        with self._lock:
-            self._unregister(flight)
-            self._foreground -= not flight.background
-            if not self._foreground:
-                self._quiet.notify_all()
-            self._remote.bytes += len(flight.data)
-            flight.error = error if isinstance(error, KvwireError) else None
-            self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
-            if not flight.stale:
-                self._sizes.confirm(flight.name, size)
-                if flight.data:
-                    self._keep(flight.name, flight.start, flight.data)
-        flight.pieces = []
-        _resolve(flight)
-
     def _keep(self, name: bytes, start: int, data: bytes) -> None:
         for gone in self._memory.add(name, start, data):
             if self._disk:
-                self._disk.add(gone.name, gone.start, gone.data, self._sizes.stated(gone.name))
+                self._disk.add(gone.name, gone.start, gone.data, self.sizes.stated(gone.name))
 
 
 def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Hit:

@@ -199,7 +199,7 @@ class DiskTier:
             self._opening = False
             self._slot = slot
             for _, named in found:  # the oldest first, as a policy would have met them
-                if self.index.gaps(named.name, named.start, named.end) == [(named.start, named.end)]:
+                if self.index.of(named.name).gaps(named.start, named.end) == [(named.start, named.end)]:
                     self.index.add(named.name, named.start, named.end, StoredFile(None, None))
                 else:
                     self._worker.submit(partial(self._unlink, named))
@@ -211,7 +211,7 @@ class DiskTier:
             self.index.counters.refused += 1
             return
         added = []
-        for first, last in self.index.gaps(name, start, start + len(data)):
+        for first, last in self.index.of(name).gaps(start, start + len(data)):
             length = last - first
             if not self.index.fits(length) or not self.has_room(length):
                 self.index.counters.refused += 1
@@ -230,7 +230,7 @@ class DiskTier:
 
     def at(self, name: bytes, position: int) -> Extent[StoredFile] | None:
         """Locked: the extent that holds a byte."""
-        extent = self.index.at(name, position)
+        extent = self.index.of(name).at(position)
         if extent is None or extent.value.data is not None:
             return extent
         return None if time.monotonic() < max(self._skipped_until, extent.value.skipped_until) else extent
@@ -259,7 +259,7 @@ class DiskTier:
 
     def drop(self, name: bytes, start: int, end: int | None) -> None:
         """Locked: remove all extents that hold any byte of a range."""
-        for extent in self.index.overlapping(name, start, end):
+        for extent in self.index.of(name).overlapping(start, end):
             self.index.remove(name, extent)
             self._forget(name, extent)
 

@@ -202,25 +202,9 @@ class TierIndex(Generic[T]):
         """An object is used, held or not."""
         self._policy.touched(name)
 
-    def at(self, name: bytes, position: int) -> Extent[T] | None:
-        """The extent that holds a byte."""
-        found = self._maps.get(name)
-        return found.at(position) if found else None
-
-    def next_start(self, name: bytes, position: int) -> int | None:
-        """Where the next extent starts."""
-        found = self._maps.get(name)
-        return found.next_start(position) if found else None
-
-    def gaps(self, name: bytes, start: int, end: int) -> list[tuple[int, int]]:
-        """Parts of a range that are not held."""
-        found = self._maps.get(name)
-        return found.gaps(start, end) if found else [(start, end)]
-
-    def overlapping(self, name: bytes, start: int, end: int | None) -> list[Extent[T]]:
-        """Extents that hold any byte of a range."""
-        found = self._maps.get(name)
-        return found.overlapping(start, end) if found else []
+    def of(self, name: bytes) -> ExtentMap[T]:
+        """The extents of an object, to look at."""
+        return self._maps.get(name) or ExtentMap()
 
     def all(self) -> Iterator[tuple[bytes, Extent[T]]]:
         """Everything held, object by object."""

@@ -6,15 +6,15 @@ No locks and no I/O: the cache calls all of it under its lock.
 from __future__ import annotations
 
 import copy
-import math
+import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError
+from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,51 +171,49 @@ class _Size:
 
 
 class ObjectSizes:
-    """Lengths by the objects' names; the oldest go where there are too many."""
+    """Lengths by the objects' names; the oldest go where there are too many. For any number of threads."""
 
     def __init__(self) -> None:
         """Know none."""
-        self._sizes: OrderedDict[bytes, _Size] = OrderedDict()
+        self._sizes: Recent[bytes, _Size] = Recent(_MOST)
+        self._lock = threading.Lock()  # around what looks before it writes
 
-    def stated(self, name: bytes, within_s: float = math.inf) -> int | None:
+    def stated(self, name: bytes, *, recent: bool = False) -> int | None:
         """What the remote has said."""
         found = self._sizes.get(name)
-        if found is None or found.stated_at is None or time.monotonic() - found.stated_at > within_s:
+        if found is None or found.stated_at is None:
             return None
-        return found.bytes
+        return None if recent and time.monotonic() - found.stated_at > TRUST_S else found.bytes
 
     def confirm(self, name: bytes, size: int | None) -> None:
         """Hear from the remote."""
         if size is not None:
-            self._set(name, _Size(size, time.monotonic()))
+            self._sizes.put(name, _Size(size, time.monotonic()))
 
     def hint(self, name: bytes, size: int | None) -> None:
         """Hear from a file; what the remote has said is worth more."""
-        if size is not None and name not in self._sizes:
-            self._set(name, _Size(size, None))
+        with self._lock:
+            if size is not None and self._sizes.get(name) is None:
+                self._sizes.put(name, _Size(size, None))
 
     def invalidate(self, name: bytes) -> bool:
-        """Believe a length less that was stated a while ago."""
-        found = self._sizes.get(name)
-        if found is None or found.stated_at is None or self.stated(name, TRUST_S) is not None:
-            return False
-        self._set(name, _Size(found.bytes, None))
+        """Believe a length less that was stated a while ago: a read ended short of what it asked for."""
+        with self._lock:
+            found = self._sizes.get(name)
+            if found is None or found.stated_at is None or time.monotonic() - found.stated_at <= TRUST_S:
+                return False
+            self._sizes.put(name, _Size(found.bytes, None))
         return True
 
     def accept_hint(self, name: bytes, position: int) -> bool:
         """Take a length that was told for stated, as the remote cannot be asked."""
-        found = self._sizes.get(name)
-        if found is None or position < found.bytes:
-            return False
-        self.confirm(name, found.bytes)
+        with self._lock:
+            found = self._sizes.get(name)
+            if found is None or position < found.bytes:
+                return False
+            self.confirm(name, found.bytes)
         return True
 
     def forget(self, name: bytes) -> None:
         """Know nothing of an object."""
-        self._sizes.pop(name, None)
-
-    def _set(self, name: bytes, size: _Size) -> None:
-        self._sizes[name] = size
-        self._sizes.move_to_end(name)
-        if len(self._sizes) > _MOST:
-            self._sizes.popitem(last=False)
+        self._sizes.forget(name)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.store.base import is_there
 from kvwire.store.cache.local import make_folder
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.files.files import sync_folder
@@ -217,15 +218,6 @@ def _tried(number: int) -> str:
     return f"{number:016}.tried"
 
 
-@dataclass(frozen=True)
-class _Named:
-    """What an entry names: the object without which it leads nowhere, and others, which may never have been there."""
-
-    space: KeySpace
-    needed: str
-    others: tuple[str, ...] = ()
-
-
 def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str], bool]) -> bool:
     """Write an entry, or whatever else is not content, to the remote.
 
@@ -233,19 +225,21 @@ def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str]
     written as it is, and so is what names an object that never ``was_there``.
     """
     named = _named(key, data)
-    if named is None:
+    if not named:
         remote.put(key, data)
         return True
-    if not _refresh(remote, named.needed):
-        if was_there(named.needed):
+    needed, *others = named  # without the first, the entry leads nowhere; others may never have been there
+    if not _refresh(remote, needed):
+        if was_there(needed):
             return False
         remote.put(key, data)
         return True
-    for other in named.others:
+    for other in others:
         _refresh(remote, other)
     remote.put(key, data)
-    wait_for_collectors(remote, named.space, [named.needed, *named.others])
-    if _is_there(remote, named.needed):
+    _, tenant, config, _ = key.split("/", 3)
+    wait_for_collectors(remote, KeySpace(tenant, config), named)
+    if is_there(remote, needed):
         return True
     with suppress(NotFoundError):
         if remote.get(key) == data:  # and not yet another's
@@ -253,24 +247,14 @@ def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str]
     return False
 
 
-def _named(key: str, data: bytes) -> _Named | None:
+def _named(key: str, data: bytes) -> list[str]:
     kind = kind_of(key)
     if kind is None or kind.names is None:
-        return None
-    _, tenant, config, _ = key.split("/", 3)
+        return []
     try:
-        keys = [named.key for named in kind.names(key, data)]
+        return [named.key for named in kind.names(key, data)]
     except (ArgumentError, CorruptError):
-        return None
-    return _Named(KeySpace(tenant, config), keys[0], tuple(keys[1:])) if keys else None
-
-
-def _is_there(remote: Store, key: str) -> bool:
-    try:
-        remote.stat(key)
-    except NotFoundError:
-        return False
-    return True
+        return []
 
 
 def _refresh(remote: Store, key: str) -> bool:

@@ -29,6 +29,7 @@ from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.key_kinds import check_place, content_digest, entity_tag
 from kvwire.store.keys import check_after, check_key, is_catalog_key
+from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,7 +57,7 @@ class WriteBackStore(Store):
         self._queue: OrderedDict[int, PendingWrites] = OrderedDict()
         self._content: list[tuple[float, int, PendingWrites]] = []  # a heap by the time of the next attempt
         self._latest: dict[str, PendingWrites] = {}
-        self._uploaded: OrderedDict[str, None] = OrderedDict()
+        self._uploaded: Recent[str, bool] = Recent(_MOST_UPLOADED)
         self._bytes = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -334,10 +335,7 @@ class WriteBackStore(Store):
             _log.error("the content of a pending entry is gone from the remote: encode the document again")
             return False
         if not is_catalog_key(key):
-            with self._changed:
-                self._uploaded[key] = None
-                if len(self._uploaded) > _MOST_UPLOADED:
-                    self._uploaded.popitem(last=False)
+            self._uploaded.put(key, True)
         return True
 
     def _was_replaced(self, entry: PendingWrites, key: str, data: bytes) -> bool:
@@ -356,8 +354,7 @@ class WriteBackStore(Store):
 
     def _was_there(self, entry: PendingWrites, key: str) -> bool:
         """Whether an object was on the remote when an entry was written, as far as can be known."""
-        with self._changed:
-            return key in self._uploaded or entry.written < time.time() - GRACE_S / 4
+        return bool(self._uploaded.get(key)) or entry.written < time.time() - GRACE_S / 4
 
     def _set_aside(self, damaged: PendingWrites) -> None:
         """Give up a damaged write, and the entries behind it, which may name it."""

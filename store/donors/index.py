@@ -6,17 +6,17 @@ not trusted: the texts that they lead to are compared with the prompt, token by 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.donors.sketch import SCHEME, sketch
 from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.listing import read_ahead
-from kvwire.store.prefix.index import prefix_info
+from kvwire.store.prefix.index import MOST_INFOS, MOST_TOKENS, prefix_info
+from kvwire.store.recent import Recent
 from kvwire.store.records import pack_record
 from kvwire.types import digest_tokens
 
@@ -37,7 +37,6 @@ FEATURES_READ, _AT_A_TIME = 16, 8
 MOST_CANDIDATES, _MOST_OF_MANY = 6, 4
 """Texts that are read, after 8 and after 16 features: 24 requests at most, an entry and a text for each."""
 _LEAST_SHARED = 2  # features; one may be a phrase that everybody uses, but short texts have few
-_MOST_TOKENS, _MOST_INFOS = 1 << 20, 64
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
 
@@ -81,9 +80,8 @@ class DonorIndex:
         """Read nothing yet."""
         self._catalog, self._space, self.writer = catalog, catalog.keys(config), writer
         self._secret = catalog.objects.naming_secret
-        self._lock = Lock()
-        self._texts: OrderedDict[str, tuple[int, ...]] = OrderedDict()
-        self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
+        self._texts: Recent[str, tuple[int, ...]] = Recent(MOST_TOKENS, len)
+        self._infos: Recent[tuple[str, str], BlobInfo] = Recent(MOST_INFOS)
 
     def write(
         self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = (), *, after: int = 0
@@ -179,9 +177,8 @@ class DonorIndex:
         entry = self._catalog.by_tokens(self._space, digest) or self._grown(candidate)
         if entry is None or entry.is_text or entry.token_digest != digest:
             raise NotFoundError(f"no document with the text {digest[:12]} has a blob any more")
-        with self._lock:
-            ids = self._texts.get(digest)
-        return Donor(entry, ids or self._read_text(entry), candidate.shared)
+        ids = self._texts.get(digest) or self._texts.put(digest, self._catalog.texts.of(self._space, entry))
+        return Donor(entry, ids, candidate.shared)
 
     def _grown(self, candidate: Candidate) -> CatalogEntry | None:
         """A document of several parts, which no entry of tokens leads to."""
@@ -203,16 +200,11 @@ class DonorIndex:
             StorageError: The store fails.
         """
         document = donor.document
-        with self._lock:
-            info = self._infos.get((document.sha256, document.token_digest))
-        info = info or prefix_info(self._catalog, document)
+        key = document.sha256, document.token_digest
+        info = self._infos.get(key) or prefix_info(self._catalog, document)
         if info.context_level is not None:
             raise CorruptError(f"{document.document_id!r} was computed over lossy rows: it gives none to other prompts")
-        with self._lock:
-            self._infos[document.sha256, document.token_digest] = info
-            while len(self._infos) > _MOST_INFOS:
-                self._infos.popitem(last=False)
-        return info
+        return self._infos.put(key, info)
 
     def find(
         self, token_ids: Sequence[int], on_miss: Callable[[str], None] = lambda _: None, most: int = MOST_CANDIDATES
@@ -237,14 +229,6 @@ class DonorIndex:
             except _DAMAGED as error:
                 on_miss(f"the donor {digest[:12]} cannot be used: {error}")
         return found
-
-    def _read_text(self, entry: CatalogEntry) -> tuple[int, ...]:
-        ids = self._catalog.texts.of(self._space, entry)
-        with self._lock:
-            self._texts[entry.token_digest] = ids
-            while len(self._texts) > 1 and sum(map(len, self._texts.values())) > _MOST_TOKENS:
-                self._texts.popitem(last=False)
-        return ids
 
     def _features(self, token_ids: Sequence[int], writer: str) -> list[str]:
         return [feature_digest(SCHEME, feature, writer, self._secret) for feature in sketch(token_ids)]

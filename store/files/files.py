@@ -8,11 +8,9 @@ import hashlib
 import os
 import secrets
 import stat
-from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvwire._forks import lock_of_process
 from kvwire.errors import KvwireError, NotFoundError, StorageError
 from kvwire.store.base import clamp_range
 from kvwire.store.key_kinds import content_digest
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.store.base import Data
+    from kvwire.store.recent import Recent
 
 
 _ADVICE = {
@@ -43,7 +42,8 @@ TEMPORARY = ".tmp-"
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 NEW_FILE_MODE = 0o666
 """Less the umask, as for any program's files: other users may serve the folder."""
-_Identity = tuple[int, int, int, int, int]
+FileIdentity = tuple[int, int, int, int, int]
+"""Device, inode, size and both times: no file is written to in place, and a replacement has another inode."""
 _HASH_PIECE = 1 << 20
 
 
@@ -133,36 +133,10 @@ def sync_folder(folder: str | Path, within: int | None = None) -> None:
         os.close(descriptor)
 
 
-class EtagCache:
-    """Remembers hashes of files, so that a range request does not hash the whole file again.
-
-    A file is known by device, inode, size and both of its times: a store's file is never written to in place, and a
-    replacement has another inode.
-    """
-
-    def __init__(self, limit: int = 1024) -> None:
-        """Start empty."""
-        self._limit = limit
-        self._lock = lock_of_process()
-        self._known: OrderedDict[_Identity, str] = OrderedDict()
-
-    def find(self, identity: _Identity) -> str | None:
-        """Look a hash up."""
-        with self._lock:
-            return self._known.get(identity)
-
-    def keep(self, identity: _Identity, etag: str) -> None:
-        """Remember a hash."""
-        with self._lock:
-            self._known[identity] = etag
-            while len(self._known) > self._limit:
-                self._known.popitem(last=False)
-
-
 class FileReader:
     """Reads ranges of an open file; safe from several threads, as each read names its own offset."""
 
-    def __init__(self, descriptor: int, key: str, etags: EtagCache) -> None:
+    def __init__(self, descriptor: int, key: str, etags: Recent[FileIdentity, str]) -> None:
         """Take over the descriptor."""
         self._descriptor = descriptor
         self._key = key
@@ -183,11 +157,8 @@ class FileReader:
     @property
     def etag(self) -> str:
         """SHA-256, from the key where it carries one."""
-        etag = content_digest(self._key) or self._etags.find(self._identity)
-        if etag is None:
-            etag = self._hashed()
-            self._etags.keep(self._identity, etag)
-        return etag
+        etag = content_digest(self._key) or self._etags.get(self._identity)
+        return self._etags.put(self._identity, self._hashed()) if etag is None else etag
 
     def fileno(self) -> int:
         """The descriptor, for sending the file without copying it."""

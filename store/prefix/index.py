@@ -7,14 +7,13 @@ counts only where the tokens of its own text are those that were asked for.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.index_records import PrefixEntry, prefix_digest
 from kvwire.store.prefix.schemes import hash_scheme
+from kvwire.store.recent import Recent
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 PROBES = 16
 """Entries that are read at the same time while a prefix is looked for."""
-_MOST_TOKENS = 1 << 20
-_MOST_INFOS = 64
+MOST_TOKENS, MOST_INFOS = 1 << 20, 64
+"""Of texts and headers of late, which an index keeps."""
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
 
@@ -72,9 +71,10 @@ class PrefixIndex:
         self._catalog, self._space = catalog, catalog.keys(config)
         self.scheme = hash_scheme(scheme, self._space.config) if isinstance(scheme, str) else scheme
         self._secret = catalog.objects.naming_secret
-        self._lock = Lock()
-        self._texts: OrderedDict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
-        self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
+        self._texts: Recent[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], list[bytes]]] = Recent(
+            MOST_TOKENS, lambda found: len(found[0])
+        )
+        self._infos: Recent[tuple[str, str], BlobInfo] = Recent(MOST_INFOS)
 
     def write(
         self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = (), *, after: int = 0
@@ -230,30 +230,15 @@ class PrefixIndex:
     def _info(self, document: CatalogEntry) -> BlobInfo:
         """The header of a document's blob; those of late are kept. Raises CorruptError where it is no prefix's."""
         key = document.sha256, document.token_digest
-        with self._lock:
-            info = self._infos.get(key)
-        if info is None:
-            info = prefix_info(self._catalog, document)
-            with self._lock:
-                self._infos[key] = info
-                while len(self._infos) > _MOST_INFOS:
-                    self._infos.popitem(last=False)
-        return info
+        return self._infos.get(key) or self._infos.put(key, prefix_info(self._catalog, document))
 
     def _text(self, document: CatalogEntry, opening: tuple[int, ...]) -> tuple[tuple[int, ...], list[bytes]]:
         """A document's text and its hashes; those of late are kept."""
         key = document.token_digest, opening
-        with self._lock:
-            if (kept := self._texts.get(key)) is not None:
-                self._texts.move_to_end(key)
-                return kept
+        if (kept := self._texts.get(key)) is not None:
+            return kept
         ids = (*opening, *self._catalog.texts.of(self._space, document))
-        found = ids, self.scheme.hashes(ids)
-        with self._lock:
-            self._texts[key] = found
-            while len(self._texts) > 1 and sum(len(kept[0]) for kept in self._texts.values()) > _MOST_TOKENS:
-                self._texts.popitem(last=False)
-        return found
+        return self._texts.put(key, (ids, self.scheme.hashes(ids)))
 
 
 def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:

@@ -37,10 +37,12 @@ import time
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, StorageError
+from kvwire.store.base import is_there, modified
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds, mark
 from kvwire.store.listing import WHOLE, Part, read_ahead
@@ -51,7 +53,6 @@ from kvwire.store.upkeep.walk import (
     catalogs,
     check_fraction,
     entries,
-    is_there,
     named,
     objects,
     refuse_unknown_kinds,
@@ -202,8 +203,8 @@ class _Sweep:
             self._mark()
             if not self._allow_empty_catalog:
                 self._refuse_lost_catalog()
-            self._batches(self._stale_hints(), self._delete_hints)
-            self._batches(self._stale_index(), self._delete_index)
+            self._batches(self._stale_hints(), partial(self._delete_entries, self._keys_of_garbage))
+            self._batches(self._stale_index(), partial(self._delete_entries, self._leading_nowhere))
             self._batches(self._garbage(), self._delete_content)
             if not self._dry_run and self._part.number == 1:
                 self._delete_dead_announcements()
@@ -270,11 +271,11 @@ class _Sweep:
         kind = kind_of(key)
         return kind is not None and kind.gc_role in _TAKEN and not is_misplaced(key, self._space)
 
-    def _stale_hints(self) -> Iterator[Listed]:
+    def _stale_hints(self) -> Iterator[str]:
         for kind in kinds("alias"):
             for listed in self._part.scan(self._store, kind.prefix(self._space)):
                 if self._is_garbage(listed.key, listed.modified):
-                    yield listed
+                    yield listed.key
 
     def _stale_index(self) -> Iterator[str]:
         old = (
@@ -303,29 +304,20 @@ class _Sweep:
         """Whether a document names what lies there; in other parts, whether it is there still."""
         return mark(key) in self._marked if self._part.has(key) else is_there(self._store, key)
 
-    def _delete_index(self, batch: list[str]) -> None:
+    def _delete_entries(self, still: Callable[[list[str]], Iterable[str]], batch: list[str]) -> None:
+        """Delete what ``still`` gives of the batch after one more look at what is named."""
         if not self._dry_run:
             self._mark()
         for start in range(0, len(batch), MAX_NAMES):
             piece = batch[start : start + MAX_NAMES]
             if not self._dry_run:
-                piece = list(self._leading_nowhere(piece))
+                piece = list(still(piece))
                 self._store.delete_many(piece)
-            self._done = replace(self._done, entries=self._done.entries + len(piece))
+            self._done += Collected(entries=len(piece))
 
     def _batches(self, found: Iterator[T], delete: Callable[[list[T]], None]) -> None:
         while batch := list(islice(found, _BATCH)):
             delete(batch)
-
-    def _delete_hints(self, batch: list[Listed]) -> None:
-        if not self._dry_run:
-            self._mark()
-        for start in range(0, len(batch), MAX_NAMES):
-            piece = batch[start : start + MAX_NAMES]
-            if not self._dry_run:
-                piece = self._still_garbage(piece)
-                self._store.delete_many(one.key for one in piece)
-            self._done = replace(self._done, entries=self._done.entries + len(piece))
 
     def _delete_content(self, batch: list[Listed]) -> None:
         if self._dry_run:
@@ -362,23 +354,19 @@ class _Sweep:
     def _delete_announced(self, batch: list[Listed], stop_at: float) -> int | None:
         """Delete what one announcement names; returns how many were done with where the lease ends before the last."""
         for start in range(0, len(batch), _PIECE):
-            doomed = self._still_garbage(batch[start : start + _PIECE])
+            piece = batch[start : start + _PIECE]
+            keys = set(self._keys_of_garbage([one.key for one in piece]))
+            doomed = [one for one in piece if one.key in keys]
             if time.monotonic() > stop_at:
                 return start
             self._store.delete_many(one.key for one in doomed)
             self._count(doomed)
         return None
 
-    def _still_garbage(self, batch: list[Listed]) -> list[Listed]:
+    def _keys_of_garbage(self, keys: list[str]) -> list[str]:
         """Those that were not written again, and that nothing marked meanwhile names."""
-        times = read_ahead(self._store, [one.key for one in batch], self._modified)
-        return [one for one, (key, modified) in zip(batch, times, strict=True) if self._is_garbage(key, modified())]
-
-    def _modified(self, key: str) -> float:
-        try:
-            return self._store.stat(key).modified
-        except NotFoundError:
-            return 0.0
+        times = read_ahead(self._store, keys, partial(modified, self._store))
+        return [key for key, written in times if self._is_garbage(key, written())]
 
     def _count(self, deleted: list[Listed]) -> None:
         names = Counter(kind.name for listed in deleted if (kind := kind_of(listed.key)))

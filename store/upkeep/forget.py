@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvwire.errors import ArgumentError, AuthError, NotFoundError
+from kvwire.errors import ArgumentError, AuthError
+from kvwire.store.base import modified
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.index_records import SAVED
 from kvwire.store.listing import ahead
@@ -219,13 +220,6 @@ class _Look:
         catalog, space, name = self._places[document.key]
         store = catalog.store
         for key in (document.key, space.last_use(name)):
-            if _modified(store, key) >= self.young:
+            if modified(store, key) >= self.young:
                 return False
         return catalog.remove(space, name)
-
-
-def _modified(store: Store, key: str) -> float:
-    try:
-        return store.stat(key).modified
-    except NotFoundError:
-        return 0.0

@@ -23,11 +23,12 @@ from kvwire.errors import (
     StorageError,
     TruncatedError,
 )
+from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.grown import longer
 from kvwire.store.key_kinds import key_digest
 from kvwire.store.records import BlobPart, CatalogEntry
-from kvwire.store.upkeep.walk import Found, added, catalogs, is_there, objects
+from kvwire.store.upkeep.walk import Found, added, catalogs, objects
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, NotSealedError
-from kvwire.store.base import open_object
+from kvwire.store.base import is_there, open_object
 from kvwire.store.key_kinds import key_digest, kind_of, kinds, mark
 from kvwire.store.listing import WHOLE, ahead
 from kvwire.store.records import parse_object
-from kvwire.store.upkeep.walk import is_there, objects
+from kvwire.store.upkeep.walk import objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from kvwire.errors import ArgumentError, FormatVersionError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, FormatVersionError, StorageError
 from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.key_kinds import catalog_prefixes, found_kind, kind_of, kinds
 from kvwire.store.keys import check_tenant
@@ -103,14 +103,6 @@ def refuse_unknown_kinds(store: Store, space: KeySpace) -> None:
         if prefix is None:
             raise _unknown(found.key)
         after = max(found.key, f"{prefix}~")
-
-
-def is_there(store: Store, key: str, size: int | None = None) -> bool:
-    """Whether an object is there, and of its size where that is told."""
-    try:
-        return store.stat(key).size == size or size is None
-    except NotFoundError:
-        return False
 
 
 def added(one: Report, other: Report) -> Report:

@@ -412,7 +412,7 @@ def test_bytes_that_were_on_their_way_while_the_object_was_deleted_are_not_kept(
         assert isinstance(tiers.cache.step(name, 500, 1000, "waiter"), Wait)
         tiers.delete(key)
         step.flight.feed(data)
-        tiers.cache.finish(step.flight, 1000)
+        tiers.cache.complete(step.flight, 1000)
         with pytest.raises(NotFoundError):
             tiers.get(key)
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from kvwire.store import Addressed, Catalog, CatalogEntry, Data, HttpAddress, Store
-    from kvwire.store.cache.cache import Cached
+    from kvwire.store import Addressed, Catalog, CatalogEntry, Data, HttpAddress, Store, TieredStore
     from kvwire.store.crypto.joined import Extents, Piece
     from kvwire.transport.sources.base import Sink
 
@@ -30,7 +29,7 @@ AT_ONCE = 32
 class TieredSource(ByteSource):
     """Reads content through the tiers; readers that want the same bytes share one request. See ``TierReading``."""
 
-    def __init__(self, store: Cached, key: str, remote: ByteSource) -> None:
+    def __init__(self, store: TieredStore, key: str, remote: ByteSource) -> None:
         """Name the object."""
         name = store.name(key)
         if name is None:
@@ -49,7 +48,7 @@ class TieredSource(ByteSource):
     @property
     def size(self) -> int | None:
         """Length of the object, once a read has told it, be it another reader's."""
-        return self._cache.size(self._name, recent=True) or self._remote.size
+        return self._cache.sizes.stated(self._name, recent=True) or self._remote.size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
         """Give bytes ``start`` to ``end``, each from the nearest tier that has it, as they arrive."""
@@ -185,7 +184,7 @@ def open_source(store: Store, key: str, session: Session = None) -> ByteSource:
         ArgumentError: The store needs a session and none is given.
     """
     if hasattr(store, "cache"):  # isinstance takes 20 us, and importing the tiers or aiohttp 10 and 95 ms
-        tiers = cast("Cached", store)
+        tiers = cast("TieredStore", store)
         below = open_source(tiers.origin(key), key, session)
         return below if tiers.name(key) is None else TieredSource(tiers, key, below)
     if not hasattr(store, "http_address"):

@@ -16,9 +16,10 @@ from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store.backends.folder.files import ObjectFiles
 from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows, Reserve
 from kvwire.store.base import ObjectStat, Store, clamp_range, merged
-from kvwire.store.files.files import EtagCache, FileReader, reading, writing
+from kvwire.store.files.files import FileReader, reading, writing
 from kvwire.store.key_kinds import check_place, content_digest, kind_of
 from kvwire.store.keys import check_after, check_key, is_catalog_key
+from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
     import os
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
     from kvwire.store.backends.memory import MemorySnapshot
     from kvwire.store.base import Data, Listed
+    from kvwire.store.files.files import FileIdentity
 
 _BATCH = 1000
+_HASHES = 1024  # remembered, so that a range request does not hash the whole file again
 _LINK = "is a link, and none is followed inside a store: move what it leads to into its place, or mount it there"
 
 
@@ -46,7 +49,7 @@ class FolderStore(Store):
         """Keep the folder's absolute path; nothing is opened or made yet."""
         self._root = Path(root).absolute()
         self._catalog = catalog
-        self._etags = EtagCache()
+        self._etags: Recent[FileIdentity, str] = Recent(_HASHES)
         self._files = ObjectFiles(self._root)
         self._reserve = Reserve(self._root / f"{FILE_NAME}-reserve", self._root / FILE_NAME)
         self._rows = CatalogRows(self._root, self._reserve)

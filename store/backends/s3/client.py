@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,11 @@ from botocore.exceptions import BotoCoreError
 from botocore.httpsession import get_cert_path
 from botocore.loaders import JSONFileLoader
 
-from kvwire._forks import OwnProcess, lock_of_process
+from kvwire._forks import OwnProcess
 from kvwire.errors import ArgumentError, AuthError, KvwireError
 from kvwire.store.backends.s3.errors import s3_errors
 from kvwire.store.http_clients import HttpAddress, client_tls, proxy_for
+from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -254,8 +254,7 @@ class Presigner:
         self._client = client
         self._bucket = bucket
         self._settings = settings
-        self._lock = lock_of_process()
-        self._known: OrderedDict[str, tuple[float, HttpAddress]] = OrderedDict()  # by key: renew at, address
+        self._known: Recent[str, tuple[float, HttpAddress]] = Recent(settings.addresses)  # by key: renew at, address
 
     def address(self, name: str, *, renew: bool) -> HttpAddress:
         """The address of an object."""
@@ -265,25 +264,16 @@ class Presigner:
         life_s, address = self._sign(name, now)
         if not renew and (known := self._fresh(name)):  # another thread signed it meanwhile: all use the same
             return known
-        with self._lock:
-            self._known[name] = (math.floor(now) + _RENEW_AT * life_s, address)  # lives are counted in whole seconds
-            self._known.move_to_end(name)
-            while len(self._known) > self._settings.addresses:
-                self._known.popitem(last=False)
+        self._known.put(name, (math.floor(now) + _RENEW_AT * life_s, address))  # lives are counted in whole seconds
         return address
 
     def forget(self) -> None:
         """Drop all addresses."""
-        with self._lock:
-            self._known.clear()
+        self._known.clear()
 
     def _fresh(self, name: str) -> HttpAddress | None:
-        with self._lock:
-            renew_at, address = self._known.get(name, (-math.inf, None))
-            if address is None or time.time() >= renew_at:
-                return None
-            self._known.move_to_end(name)
-            return address
+        known = self._known.get(name)
+        return known[1] if known and time.time() < known[0] else None
 
     def _sign(self, name: str, now: float) -> tuple[int, HttpAddress]:
         with self._client.signing(name) as boto:
