@@ -41,10 +41,11 @@ from kvwire.transport import (
     open_session,
     open_source,
 )
-from kvwire.transport.testing import build_blob, read_blob_head, serving
+from kvwire.transport.testing import serving
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random
+from plain_blobs import build_blob, read_blob_head
 
 sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 

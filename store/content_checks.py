@@ -28,7 +28,7 @@ def check_blob(reader: ObjectReader, sha256: str) -> bool:
         piece = reader.read(start, start + _PIECE_BYTES)
         digest.update(piece)
         check.feed(piece)
-    _compare(digest.hexdigest(), sha256, "encode the document again")
+    _compare(digest, sha256, "encode the document again")
     return check.finish()
 
 
@@ -39,7 +39,7 @@ def check_profile(reader: ObjectReader, sha256: str) -> bool:
     data = reader.read(0, reader.size)
     if data.startswith(SEALED_MAGIC):
         return False
-    _compare(hashlib.sha256(data).hexdigest(), sha256, "fit or copy the profile again")
+    _compare(hashlib.sha256(data), sha256, "fit or copy the profile again")
     read_profile(data)
     return True
 
@@ -49,7 +49,7 @@ def check_shift(reader: ObjectReader, sha256: str) -> bool:
     from kvwire.codec.format.arrays import unpack_arrays
 
     data = reader.read(0, reader.size)
-    _compare(hashlib.sha256(data).hexdigest(), sha256, "run kvwire check-model again")
+    _compare(hashlib.sha256(data), sha256, "run kvwire check-model again")
     unpack_arrays(SHIFT_MAGIC, data, "link shift")
     return True
 
@@ -77,8 +77,8 @@ def _token_ids(reader: ObjectReader) -> tuple[int, ...] | None:
     return None if data.startswith(SEALED_MAGIC) else read_text(data)
 
 
-def _compare(found: str, sha256: str, advice: str) -> None:
-    if found != sha256:
+def _compare(digest: hashlib._Hash, sha256: str, advice: str) -> None:
+    if digest.hexdigest() != sha256:
         raise CorruptError(f"its SHA-256 is not the one in its key: {advice}")
 
 

@@ -20,20 +20,12 @@ if TYPE_CHECKING:
     from kvwire.transport.fetch.metering import LinkMeter, LinkSample
     from kvwire.transport.fetch.ranges import Range, WantedRange, coalesce, split
     from kvwire.transport.fetch.types import FetchCounts, FetchedSegment, FetchSettings
-    from kvwire.transport.server import (
-        AccessSettings,
-        JsonLines,
-        ObjectServer,
-        ServerSettings,
-        ServerTls,
-        SigningKeys,
-        TextLines,
-        TlsFiles,
-        listen,
-        new_token,
-        serve,
-        sign_url,
-    )
+    from kvwire.transport.server.access import AccessSettings
+    from kvwire.transport.server.application import ObjectServer
+    from kvwire.transport.server.credentials import SigningKeys, new_token, sign_url
+    from kvwire.transport.server.exchange import JsonLines, TextLines
+    from kvwire.transport.server.listening import ServerTls, TlsFiles, listen, serve
+    from kvwire.transport.server.settings import ServerSettings
     from kvwire.transport.sources.base import (
         ByteSource,
         LinkedSource,
@@ -111,20 +103,12 @@ __getattr__ = lazy(
         "kvwire.transport.fetch.metering": ("LinkMeter", "LinkSample"),
         "kvwire.transport.fetch.ranges": ("Range", "WantedRange", "coalesce", "split"),
         "kvwire.transport.fetch.types": ("FetchCounts", "FetchSettings", "FetchedSegment"),
-        "kvwire.transport.server": (
-            "AccessSettings",
-            "JsonLines",
-            "ObjectServer",
-            "ServerSettings",
-            "ServerTls",
-            "SigningKeys",
-            "TextLines",
-            "TlsFiles",
-            "listen",
-            "new_token",
-            "serve",
-            "sign_url",
-        ),
+        "kvwire.transport.server.access": ("AccessSettings",),
+        "kvwire.transport.server.application": ("ObjectServer",),
+        "kvwire.transport.server.credentials": ("SigningKeys", "new_token", "sign_url"),
+        "kvwire.transport.server.exchange": ("JsonLines", "TextLines"),
+        "kvwire.transport.server.listening": ("ServerTls", "TlsFiles", "listen", "serve"),
+        "kvwire.transport.server.settings": ("ServerSettings",),
         "kvwire.transport.sources.base": (
             "ByteSource",
             "LinkedSource",

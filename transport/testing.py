@@ -1,31 +1,24 @@
-"""For tests: a real server in a thread, and blobs without tensors."""
+"""For tests: a real server in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-import struct
 import threading
-import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import CorruptError, StorageError, TruncatedError
-from kvwire.transport.server import serve
-from kvwire.types import BlobInfo, CacheMeta, LevelInfo, SegmentInfo
+from kvwire.errors import StorageError
+from kvwire.transport.server.listening import serve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from kvwire.store import Store
 
 
-__all__ = ["build_blob", "read_blob_head", "serving"]
+__all__ = ["serving"]
 
-_START_S = 10.0
-_MAGIC = b"FAKE"
-_PREFIX = struct.Struct("<4sII")  # magic, bytes of the JSON that follows, its CRC-32
+_START_S = 60.0
 
 
 @contextmanager
@@ -59,41 +52,3 @@ def serving(store: Store, **options: Any) -> Iterator[str]:  # noqa: ANN401 - wh
         if loops and thread.is_alive():
             loops[0].call_soon_threadsafe(stop.set)
         thread.join()
-
-
-def build_blob(sizes: Sequence[Sequence[int]], *, padding: int = 0, seed: int = 1) -> bytes:
-    """A blob with ``sizes[chunk][level]`` payload bytes, drawn from ``seed``; ``padding`` lengthens the header."""
-    rng = random.Random(seed)  # noqa: S311 - test data
-    payloads = [[rng.randbytes(size) for size in row] for row in sizes]
-    table = [[[len(data), zlib.crc32(data)] for data in row] for row in payloads]
-    body = json.dumps({"table": table, "padding": "x" * padding}).encode()
-    return _PREFIX.pack(_MAGIC, len(body), zlib.crc32(body)) + body + b"".join(map(b"".join, payloads))
-
-
-def read_blob_head(data: bytes) -> BlobInfo:
-    """What ``BlobFetcher`` needs to know of such a blob. Raises TruncatedError and CorruptError as the codec does."""
-    if len(data) < _PREFIX.size:
-        raise TruncatedError("the header is not there yet", _PREFIX.size)
-    magic, length, crc = _PREFIX.unpack_from(data)
-    if magic != _MAGIC:
-        raise CorruptError("these bytes are no plain blob: build one")
-    end = _PREFIX.size + length
-    if len(data) < end:
-        raise TruncatedError("half of the header is not there yet", end)
-    body = data[_PREFIX.size : end]
-    if zlib.crc32(body) != crc:
-        raise CorruptError("the header's CRC-32 is wrong: write the blob again")
-    return _info(json.loads(body)["table"], end)
-
-
-def _info(table: list[list[tuple[int, int]]], header_bytes: int) -> BlobInfo:
-    position = header_bytes
-    rows = []
-    for chunk, row in enumerate(table):
-        cells = []
-        for level, (size, crc) in enumerate(row):
-            cells.append(SegmentInfo(chunk, level, position, size, size, crc, 0, 0.0))
-            position += size
-        rows.append(tuple(cells))
-    levels = tuple(LevelInfo(str(number), 1.0, 0, 0, 0.0, 0.0) for number in range(len(table[0])))
-    return BlobInfo((1, 0), CacheMeta(), len(table), 1, header_bytes, position, "", levels, tuple(rows), None)

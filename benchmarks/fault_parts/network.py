@@ -36,12 +36,12 @@ from kvwire.transport import (
     open_source,
     sign_url,
 )
-from kvwire.transport.testing import build_blob as build
-from kvwire.transport.testing import read_blob_head as read_header
 from kvwire.transport.testing import serving
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from fault_proxy import FaultKind, FaultProxy, ProxyFault, ProxyRequest, nth
+from plain_blobs import build_blob as build
+from plain_blobs import read_blob_head as read_header
 
 sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 

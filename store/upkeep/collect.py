@@ -292,7 +292,7 @@ class _Sweep:
         Keys of an unknown kind are left alone: a later version may have written them.
         """
         known = (key for key in keys if (kind := kind_of(key)) is not None and kind.names is not None)
-        for key, _, names in entries(self._catalog, known):
+        for key, names in entries(self._catalog, known):
             try:
                 named = names() or ()
             except CorruptError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvwire.errors import ArgumentError, FormatVersionError, StorageError
@@ -55,10 +56,8 @@ def objects(store: Store, space: KeySpace, part: Part = WHOLE) -> Iterator[Found
         yield Found(listed, kind, digest, is_misplaced)
 
 
-def entries(
-    catalog: Catalog, keys: Iterable[str]
-) -> Iterator[tuple[str, KeyKind, Callable[[], Sequence[ObjectRef] | None]]]:
-    """Entries with their kinds, each with a function that gives what it names; None where it is gone.
+def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], Sequence[ObjectRef] | None]]]:
+    """Entries, each with a function that gives what it names; None where it is gone.
 
     The function raises CorruptError where the entry is damaged.
     """
@@ -66,13 +65,13 @@ def entries(
         kind = kind_of(key)
         if kind is None or kind.names is None:
             raise _unknown(key)
-        yield (
-            key,
-            kind,
-            lambda key=key, names=kind.names, read=read: (  # type: ignore[misc]
-                None if (data := read()) is None else names(key, data)
-            ),
-        )
+        yield key, partial(_names, key, kind.names, read)
+
+
+def _names(
+    key: str, names: Callable[[str, bytes], Sequence[ObjectRef]], read: Callable[[], bytes | None]
+) -> Sequence[ObjectRef] | None:
+    return None if (data := read()) is None else names(key, data)
 
 
 def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> Iterator[str]:
@@ -84,7 +83,7 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
         if not listed.modified or listed.modified > since - _SKEW_S
     )
     count = 0
-    for _, _, names in entries(catalog, young):
+    for _, names in entries(catalog, young):
         if (found := names()) is None:
             continue
         yield from (one.key for one in found)

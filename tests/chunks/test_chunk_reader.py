@@ -13,8 +13,8 @@ from kvwire.runtime.adapters import ChunkSettings, heads_of
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore, Keyring, hash_scheme, open_store
+from kvwire.transport.testing import serving
 
-from ..http_servers import serving
 from .conftest import CHUNK, tiny_model
 
 

@@ -29,10 +29,10 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
+from kvwire.transport.testing import serving
 from kvwire.types import KVCache
 
 from ..engines.families import config_of, make_model, query, tokens
-from ..http_servers import serving
 
 LAYOUT = anchors(40, 8)
 QUESTION = "And the lamp was"

@@ -35,9 +35,8 @@ from kvwire.store import Catalog, FolderStore, Keyring, MemoryStore, tenant_hash
 from kvwire.store.schemes import open_store
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import AccessSettings, HttpStore, HttpStoreSettings, sign_url
+from kvwire.transport.testing import serving
 from kvwire.types import KVCache
-
-from ..http_servers import serving
 
 WORDS = ("Quetzalcoatlus9137", "zephyrous")
 TEXT = f"The {WORDS[0]} told the {WORDS[1]} password to nobody but its mother. " * 30

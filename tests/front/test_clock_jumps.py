@@ -21,8 +21,8 @@ from kvwire.store import Catalog, FolderStore, HttpAddress, MemoryStore, collect
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import AccessSettings, HttpSource, HttpStore, open_session, sign_url
 from kvwire.transport.server.access import Access
+from kvwire.transport.testing import serving
 
-from ..http_servers import serving
 from .answers import troubles
 from .tiny_engine import VOCABULARY, TinyEngine
 

@@ -10,8 +10,7 @@ import pytest
 from kvwire.errors import ArgumentError
 from kvwire.runtime.loader import Loader
 from kvwire.store import FolderStore
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 SCRIPT = """
 import asyncio, os, sys

@@ -25,9 +25,9 @@ from kvwire.store import FolderStore, Keyring, MemoryStore, collect, copy_store,
 from kvwire.store.schemes import open_store
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import ServerSettings
+from kvwire.transport.testing import serving
 from kvwire.types import BlobPrefix, digest_tokens
 
-from ..http_servers import serving
 from .answers import troubles
 
 TURNS = (120, 30, 1, 77, 256, 40)

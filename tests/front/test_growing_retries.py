@@ -16,9 +16,9 @@ from kvwire.store import FolderStore, Keyring, MemoryStore, collect, copy_store,
 from kvwire.store.schemes import open_store
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings
+from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
-from ..http_servers import serving
 
 LOST = ProxyFault(FaultKind.LOST_ANSWER)
 TURN = (5, 6, 7)

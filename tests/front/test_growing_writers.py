@@ -17,8 +17,7 @@ from kvwire.store.records import BlobPart
 from kvwire.store.schemes import open_store
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import ServerSettings
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 DIGEST = "0" * 64
 

@@ -34,8 +34,7 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 KVLINK_VOCABULARY = 128_256
 LINKS = LinkLayout("some links", opening=(40,), links=((41, 42), (43, 44), (45, 46)), closing=(47,), ending=(48,))

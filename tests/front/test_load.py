@@ -28,8 +28,8 @@ from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store import MemoryStore
 from kvwire.store.schemes import open_store
 from kvwire.transport import FetchSettings, HttpStore, ReadTimeouts, parse_link
+from kvwire.transport.testing import serving
 
-from ..http_servers import serving
 from .answers import troubles
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import pytest
 
 from kvwire.runtime import document, loader
 from kvwire.store import FolderStore, copy_store
+from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
-from ..http_servers import serving
 
 NEVER = ProxyFault(FaultKind.SILENT)
 

@@ -16,8 +16,7 @@ from kvwire.store import Catalog, FolderStore, MemoryStore, UseCounts, copy_stor
 from kvwire.store.catalog.announcements import announce
 from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.store.upkeep.collect import collect
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 DAY = 24 * 3600.0
 BEARER = "made-up"

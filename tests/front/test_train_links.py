@@ -9,8 +9,7 @@ import torch
 from kvwire.engines.transformers import open_engine
 from kvwire.reuse import SoftTokens
 from kvwire.store import FolderStore
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 FAST = ("--recipe", "small", "--steps", 4, "--batch", 2, "--keep-every", 2)
 

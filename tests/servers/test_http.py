@@ -12,8 +12,7 @@ from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import Catalog, FolderStore, open_object
 from kvwire.store.testing.samples import blob
 from kvwire.transport import HttpStore, open_session, open_source
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 pytestmark = pytest.mark.servers
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvwire.store import MemoryStore
+from kvwire.store.backends.memory import MemorySnapshot
 
 from ..s3_servers import ministack, moto
 
@@ -29,6 +30,25 @@ class AgedStore(MemoryStore):
         for key, one in self._objects.items():
             if key not in but:
                 one.modified -= seconds
+
+
+class BehindMemory:
+    """Raw access of a suite to the memory store that ``behind`` gives."""
+
+    foreign_names = ()  # it has none
+
+    def behind(self, store):
+        return store
+
+    def raw_get(self, store, key):
+        found = self.behind(store)._objects.get(key)
+        return found and found.data
+
+    def raw_set(self, store, key, data):
+        self.behind(store)._objects[key] = MemorySnapshot(key, data, time.time())
+
+    def raw_delete(self, store, key):
+        del self.behind(store)._objects[key]
 
 
 def until(holds):

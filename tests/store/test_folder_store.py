@@ -15,8 +15,7 @@ from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store import FolderStore, open_store
 from kvwire.store.files.files import put_in_place
 from kvwire.transport import HttpStore
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 
 @pytest.fixture

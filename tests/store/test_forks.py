@@ -13,8 +13,7 @@ import pytest
 from kvwire._forks import in_child, lock_of_process, reentrant_lock_of_process
 from kvwire.store import FolderStore, MemoryStore, S3Store, open_tiers
 from kvwire.store.testing.samples import blob
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 BOTH_READ = """
 import hashlib, os, sys

@@ -29,9 +29,9 @@ from kvwire.store import key_kinds as table
 from kvwire.store.cache.pending import upload_entry
 from kvwire.store.records import parse_object
 from kvwire.transport import HttpStore
+from kvwire.transport.testing import serving
 from kvwire.types import SHIFT_MAGIC, digest_tokens
 
-from ..http_servers import serving
 from .conftest import CONFIG, DAY, AgedStore
 
 INDEX = b"index of similar prompts"

@@ -22,8 +22,7 @@ from kvwire.store import (
 from kvwire.store.key_kinds import entity_tag
 from kvwire.store.schemes import SCHEMES
 from kvwire.transport import HttpStore
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 CONFIG = "c" * 64
 DAY = 24 * 3600.0

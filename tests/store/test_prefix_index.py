@@ -38,9 +38,9 @@ from kvwire.store.index_records import prefix_digest
 from kvwire.store.prefix.index import PROBES, search
 from kvwire.store.prefix.schemes import SCHEMES
 from kvwire.transport import HttpStore
+from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
 
-from ..http_servers import serving
 from .conftest import CONFIG, DAY, AgedStore
 
 IDS = [(i * i + 7 * i) % 50021 for i in range(800)]

@@ -18,9 +18,9 @@ from kvwire.store import Catalog, FolderStore, KeySpace, MemoryStore, S3Settings
 from kvwire.store.backends.s3 import requests
 from kvwire.store.testing import StoreWrapper
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings
+from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
-from ..http_servers import serving
 from ..s3_servers import S3Server
 
 LOST = ProxyFault(FaultKind.LOST_ANSWER)

@@ -352,10 +352,11 @@ def test_remembered_addresses_are_bounded(server, prefix):
         first = store.http_address("k0")
         for n in range(1, 4):
             store.http_address(f"k{n}")
-        assert len(store._presigner._known) == 3
+        last = store.http_address("k3")
         assert store.http_address("k0") is not first
+        assert store.http_address("k3") is last
         store.close()
-        assert not store._presigner._known
+        assert store.http_address("k3") is not last
 
 
 def certificate():

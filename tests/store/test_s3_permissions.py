@@ -9,8 +9,8 @@ from kvwire.errors import AuthError, NotFoundError, StorageError
 from kvwire.store import Catalog, S3Settings, S3Store, collect, open_object
 from kvwire.store.testing.samples import blob
 from kvwire.transport import HttpStore, open_session, open_source, read_object
+from kvwire.transport.testing import serving
 
-from ..http_servers import serving
 from ..posing_s3 import EVERYTHING, posing_s3, use_keys
 from ..s3_servers import fails
 

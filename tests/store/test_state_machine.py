@@ -1,4 +1,4 @@
-"""Stores driven at random beside a dictionary."""
+"""Stores driven at random beside a dictionary; tiers in ``test_tiers.py``."""
 
 import shutil
 import tempfile
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvwire.errors import NotFoundError
-from kvwire.store import FolderStore, MemoryStore, open_tiers
-from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper
+from kvwire.store import FolderStore, MemoryStore
+from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine
 from kvwire.store.testing.samples import blob, catalog_entry
 from kvwire.transport import HttpStore
 from kvwire.transport.testing import serving
@@ -75,48 +75,9 @@ class BlobMachine(StoreMachine):
         return st.sampled_from(self.known[key])
 
 
-class TieredMachine(BlobMachine):
-    """Tiers that hold a part of it, and forget their memory now and then."""
-
-    names = (*BlobMachine.names, *StoreMachine.names)
-    has_snapshots = False  # content is read from wherever it is left
-    write_back = False
-
-    def contents(self, key):
-        return super().contents(key) if key in self.known else StoreMachine.contents(self, key)
-
-    def open_store(self):
-        self.folder = Path(tempfile.mkdtemp())
-        self.remote = MemoryStore()
-        return self.tiers()
-
-    def tiers(self):
-        options = {"memory_bytes": 400, "folder": self.folder, "folder_bytes": 100_000, "write_back": self.write_back}
-        return open_tiers(Unclosed(self.remote), **options)
-
-    def reopen_store(self, store):
-        store.close()
-        return self.tiers()
-
-    def close_store(self, store):
-        store.close()
-        shutil.rmtree(self.folder)
-
-
-class WriteBackMachine(TieredMachine):
-    write_back = True
-
-
-class Unclosed(StoreWrapper):
-    """A remote outlives the tiers before it."""
-
-    def close(self):
-        pass
-
-
 @pytest.mark.parametrize(
     "machine",
-    [MemoryMachine, FolderMachine, PlainMachine, TieredMachine, WriteBackMachine],
+    [MemoryMachine, FolderMachine, PlainMachine],
     ids=lambda one: one.__name__,
 )
 def test_stores_behave_like_a_dictionary(machine):

@@ -1,6 +1,5 @@
 """The stores of this process and this machine pass the suite."""
 
-import time
 from contextlib import closing
 from importlib.util import find_spec
 
@@ -8,26 +7,15 @@ import pytest
 
 from kvwire.errors import StorageError
 from kvwire.store import FolderStore, MemoryStore, open_object, testing
-from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
+from .conftest import BehindMemory
 
-class TestMemoryStore(StoreConformance):
-    foreign_names = ()  # nobody else writes into its dictionary
 
+class TestMemoryStore(BehindMemory, StoreConformance):
     @pytest.fixture
     def store(self):
         return MemoryStore()
-
-    def raw_get(self, store, key):
-        found = store._objects.get(key)
-        return found and found.data
-
-    def raw_set(self, store, key, data):
-        store._objects[key] = MemorySnapshot(key, data, time.time())
-
-    def raw_delete(self, store, key):
-        del store._objects[key]
 
     def test_close_forgets(self, store):
         store.put("k", b"x")

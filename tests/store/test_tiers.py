@@ -479,12 +479,13 @@ class TierMachine(StoreMachine):
 
     has_snapshots = False  # of content: what is not cached goes with the remote's copy
     names = (*BLOBS, "v1/t/c/catalog/a.json", "plain")
+    variant = 0
 
     def open_store(self):
         self.folder = tempfile.TemporaryDirectory()
         self.remote = MemoryStore()
         self.remote.close = lambda: None
-        return self.tiers(0)
+        return self.tiers(self.variant)
 
     def tiers(self, variant):
         options = [
@@ -506,7 +507,7 @@ class TierMachine(StoreMachine):
     def reopen_store(self, store):
         store.flush(30)
         store.close()
-        self.variant = getattr(self, "variant", 0) + 1
+        self.variant += 1
         return self.tiers(self.variant % 4)
 
     @rule(key=st.sampled_from(list(BLOBS)), start=st.integers(0, 2600), length=st.integers(0, 1200))
@@ -532,6 +533,14 @@ class TierMachine(StoreMachine):
 
 TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class WriteBackMachine(TierMachine):
+    variant = 3
+
+
+TestWriteBackMachine = WriteBackMachine.TestCase
+TestWriteBackMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 def test_random_reads_beside_deletions_and_distrust_give_right_bytes_or_none(tmp_path):

@@ -1,7 +1,6 @@
 """Stores around stores: they are stores themselves, and do what they were told to, no more and no less."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -9,7 +8,6 @@ import pytest
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, FolderStore, HttpAddress, MemoryStore, Snapshots, open_object
-from kvwire.store.backends.memory import MemorySnapshot
 from kvwire.store.testing import (
     CountingStore,
     FaultyStore,
@@ -20,41 +18,28 @@ from kvwire.store.testing import (
     Tally,
 )
 
+from .conftest import BehindMemory
 
-class Wrapped(StoreConformance):
-    """Over a memory store, the suite holds for each wrapper that has nothing to do."""
 
-    foreign_names = ()
+class TestWrappedMemory(BehindMemory, StoreConformance):
+    """The suite holds for each wrapper that has nothing to do."""
+
     rounds = 5
     large_bytes = 1 << 20
 
-    def raw_get(self, store, key):
-        found = store.inner._objects.get(key)
-        return found and found.data
+    @pytest.fixture(
+        params=[
+            CountingStore,
+            lambda inner: FaultyStore(inner, lambda *_: None, rates={StoreFault.ERROR: 0.0}),
+            lambda inner: SlowStore(inner, bandwidth=1e12),
+        ],
+        ids=["counting", "faulty without faults", "slow that is fast"],
+    )
+    def store(self, request):
+        return request.param(MemoryStore())
 
-    def raw_set(self, store, key, data):
-        store.inner._objects[key] = MemorySnapshot(key, data, time.time())
-
-    def raw_delete(self, store, key):
-        del store.inner._objects[key]
-
-
-class TestCounting(Wrapped):
-    @pytest.fixture
-    def store(self):
-        return CountingStore(MemoryStore())
-
-
-class TestFaultyWithoutFaults(Wrapped):
-    @pytest.fixture
-    def store(self):
-        return FaultyStore(MemoryStore(), lambda *_: None, rates={StoreFault.ERROR: 0.0})
-
-
-class TestSlowThatIsFast(Wrapped):
-    @pytest.fixture
-    def store(self):
-        return SlowStore(MemoryStore(), bandwidth=1e12)
+    def behind(self, store):
+        return store.inner
 
 
 class Plain(MemoryStore):

@@ -12,8 +12,9 @@ import pytest
 
 from kvwire.store import MemoryStore
 from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, SegmentError, open_session
-from kvwire.transport.testing import build_blob as build
-from kvwire.transport.testing import read_blob_head as read_header
+
+from ..plain_blobs import build_blob as build
+from ..plain_blobs import read_blob_head as read_header
 
 KEY = "v1/blob.kvw"
 FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=ReadTimeouts(5, 5))

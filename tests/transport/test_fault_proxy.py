@@ -18,9 +18,9 @@ from yarl import URL
 
 from kvwire.store import MemoryStore
 from kvwire.transport import serve
+from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random, first, nth
-from ..http_servers import serving
 
 DATA = random.Random(1).randbytes(300_000)
 

@@ -7,8 +7,7 @@ import pytest
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.store.testing import BlobConformance
 from kvwire.transport import HttpStore
-
-from ..http_servers import serving
+from kvwire.transport.testing import serving
 
 
 class TestHttpStore(BlobConformance):

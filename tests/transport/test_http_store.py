@@ -12,8 +12,7 @@ import pytest
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import Catalog, MemoryStore, Store, open_object
 from kvwire.store.testing.samples import blob
-from kvwire.transport import HttpStore, HttpStoreSettings, serve
-from kvwire.transport.server import ServerSettings
+from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings, serve
 
 DATA = bytes(range(256)) * 20
 

@@ -12,7 +12,7 @@ import pytest
 from kvwire.errors import AuthError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import ServerSettings, serve
-from kvwire.transport.server import is_loopback
+from kvwire.transport.server.access import is_loopback
 
 from .conftest import answered
 

@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore, tenant_hash
-from kvwire.transport import AccessSettings, ServerSettings, SigningKeys, TextLines, new_token, serve, sign_url
-from kvwire.transport.server import JsonLines, ObjectServer, TenantTokens, application
-from kvwire.transport.server.credentials import WatchedFile
+from kvwire.transport import (
+    AccessSettings,
+    JsonLines,
+    ObjectServer,
+    ServerSettings,
+    SigningKeys,
+    TextLines,
+    new_token,
+    serve,
+    sign_url,
+)
+from kvwire.transport.server import application
+from kvwire.transport.server.credentials import TenantTokens, WatchedFile
 
 from .conftest import answered
 

@@ -15,9 +15,8 @@ from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, FolderStore, MemoryStore
 from kvwire.transport import serve
 from kvwire.transport.server.uploads import check_names
+from kvwire.transport.testing import serving
 from kvwire.types import SEALED_MAGIC, LayerSpec, RopeRegime
-
-from ..http_servers import serving
 
 DECEIVING = {
     "a\nb": "U+000A", "\x1b[2J": "U+001B", "\x9b": "U+009B", "a\u202eb": "U+202E", "\u2066": "U+2066",

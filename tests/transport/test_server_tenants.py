@@ -15,9 +15,8 @@ from kvwire.codec import pack_text
 from kvwire.errors import NotFoundError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, HttpStore, new_token
+from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
-
-from ..http_servers import serving
 
 SALT = b"pepper"
 CONFIG = "c0" * 32

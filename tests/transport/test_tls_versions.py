@@ -14,8 +14,8 @@ from kvwire.store import MemoryStore
 from kvwire.store.http_clients import client_tls
 from kvwire.transport import HttpSource, HttpStore, HttpStoreSettings, ServerTls, open_session
 from kvwire.transport.sources import http as http_source
+from kvwire.transport.testing import serving
 
-from ..http_servers import serving
 from .test_server_tls import trusting, write_certificate
 
 KEY = "v1/k"

@@ -26,9 +26,9 @@ from kvwire.runtime.kept import RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore
+from kvwire.transport.testing import serving
 from kvwire.vllm import Choice, request_body
 
-from ..http_servers import serving
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm
 
 pytestmark = pytest.mark.filterwarnings("default")

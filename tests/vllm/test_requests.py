@@ -13,9 +13,8 @@ from kvwire.engines.vllm.requests import entries_of, salt_of
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore, open_store
+from kvwire.transport.testing import serving
 from kvwire.vllm import Choice, request_body, request_salt
-
-from ..http_servers import serving
 
 
 @pytest.mark.parametrize(

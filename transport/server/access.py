@@ -175,14 +175,7 @@ class RateLimiter:
 
 @lru_cache(256)  # each request names its host
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
-
-    Args:
-        host: An address, or a name; a name other than ``localhost`` counts as public.
-
-    Returns:
-        True for this machine alone.
-    """
+    """Whether only this machine can reach an address; a name other than ``localhost`` counts as public."""
     if host == "localhost":
         return True
     try:

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, StorageError
-from kvwire.transport.server import is_loopback
+from kvwire.transport.server.access import is_loopback
 
 from ..requests import PARAMS
 from .counting import CONTENT_TYPE, ProxyMetrics
