@@ -154,39 +154,21 @@ class Store(Protocol):
         return True
 
     def put_many(self, items: Iterable[tuple[str, Data]]) -> None:
-        """Write objects, several at a time where the store knows how to.
-
-        Args:
-            items: Keys and all bytes of each.
-        """
+        """Write objects, keys with all bytes of each, several at a time where the store knows how to."""
         for key, data in items:
             self.put(key, data)
 
     def delete(self, key: str) -> None:
-        """Remove the object; removing what is not there is no error.
-
-        Args:
-            key: The object.
-        """
+        """Remove the object; removing what is not there is no error."""
         ...
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, in as few requests as the store knows how to.
-
-        Args:
-            keys: The objects.
-        """
+        """Remove objects, in as few requests as the store knows how to."""
         for key in keys:
             self.delete(key)
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
-        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them.
-
-        Args:
-            key: The object.
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-        """
+        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them."""
         del key, start, end
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
@@ -205,15 +187,7 @@ class Store(Protocol):
         ...
 
     def keys(self, prefix: str, after: str = "") -> Iterator[str]:
-        """List keys, as ``scan`` does.
-
-        Args:
-            prefix: What they start with.
-            after: Keys up to this one are left out; empty: none is.
-
-        Returns:
-            The keys, in ascending order.
-        """
+        """List keys, as ``scan`` does."""
         return (listed.key for listed in self.scan(prefix, after))
 
     @property
@@ -226,14 +200,7 @@ class Store(Protocol):
         return True
 
     def opens_at_once(self, key: str) -> bool:
-        """Whether opening an object takes so little that a thread for it would take longer.
-
-        Args:
-            key: The object.
-
-        Returns:
-            True where it does; False unless a store says otherwise.
-        """
+        """Whether opening an object takes so little that a thread for it would take longer."""
         del key
         return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from kvwire import codec, types
 from kvwire.errors import CorruptError, TruncatedError
 from kvwire.types import SEALED_MAGIC, SHIFT_MAGIC
 
@@ -34,13 +35,11 @@ def check_blob(reader: ObjectReader, sha256: str) -> bool:
 
 def check_profile(reader: ObjectReader, sha256: str) -> bool:
     """Check a profile against its digest, and parse it."""
-    from kvwire.codec import read_profile
-
     data = reader.read(0, reader.size)
     if data.startswith(SEALED_MAGIC):
         return False
     _compare(hashlib.sha256(data), sha256, "fit or copy the profile again")
-    read_profile(data)
+    codec.read_profile(data)
     return True
 
 
@@ -56,10 +55,8 @@ def check_shift(reader: ObjectReader, sha256: str) -> bool:
 
 def check_text(reader: ObjectReader, token_digest: str) -> bool:
     """Check a text's token ids against their digest."""
-    from kvwire.types import digest_tokens
-
     ids = _token_ids(reader)
-    if ids is not None and digest_tokens(ids) != token_digest:
+    if ids is not None and types.digest_tokens(ids) != token_digest:
         raise CorruptError("it holds another text than its key says: encode the document again")
     return ids is not None
 
@@ -71,10 +68,8 @@ def check_part_text(reader: ObjectReader, _sha256: str) -> bool:
 
 def _token_ids(reader: ObjectReader) -> tuple[int, ...] | None:
     """A text's token ids; None of a sealed one."""
-    from kvwire.codec import read_text
-
     data = reader.read(0, min(reader.size, MAX_TEXT_BYTES))
-    return None if data.startswith(SEALED_MAGIC) else read_text(data)
+    return None if data.startswith(SEALED_MAGIC) else codec.read_text(data)
 
 
 def _compare(digest: hashlib._Hash, sha256: str, advice: str) -> None:
@@ -116,13 +111,11 @@ class _SegmentCheck:
         return True
 
     def _begin(self) -> bool:
-        from kvwire.codec import read_header
-
         if self._start.startswith(SEALED_MAGIC):
             self._is_sealed = True
             return False
         try:
-            info = read_header(self._start)
+            info = codec.read_header(self._start)
         except TruncatedError as error:
             if error.needed <= len(self._start):
                 raise

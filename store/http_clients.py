@@ -174,15 +174,7 @@ ContentRange = tuple[int, int, int | None]
 
 
 def range_header(start: int, end: int | None) -> str:
-    """The Range header of a request.
-
-    Args:
-        start: First byte.
-        end: The byte after the last; None: to the end.
-
-    Returns:
-        The header's value.
-    """
+    """The value of a Range header; ``end``: the byte after the last, None: to the end."""
     return f"bytes={start}-{'' if end is None else end - 1}"
 
 

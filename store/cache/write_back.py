@@ -81,8 +81,7 @@ class WriteBackStore(Store):
 
     def origin(self, key: str) -> Store:
         """Whichever store has the newest bytes of a key."""
-        with self._changed:
-            return self if key in self._latest else self._remote
+        return self if self._pending(key) else self._remote
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes of a range, of what is pending where anything is."""
@@ -91,8 +90,7 @@ class WriteBackStore(Store):
 
     def stat(self, key: str) -> ObjectStat:
         """Size and entity tag, of what is pending where anything is."""
-        with self._changed:
-            pending = self._latest.get(key)
+        pending = self._pending(key)
         if pending is not None and (digest := content_digest(key)):
             return ObjectStat(pending.size, digest, pending.written)
         if pending is None or (data := self._pending_data(key)) is None:
@@ -101,8 +99,7 @@ class WriteBackStore(Store):
 
     def snapshot(self, key: str) -> ObjectReader:
         """Hold one version open."""
-        with self._changed:
-            pending = self._latest.get(key)
+        pending = self._pending(key)
         if pending is None or (data := self._pending_data(key)) is None:
             return open_object(self._remote, key)
         return MemorySnapshot(key, data, pending.written)
@@ -239,9 +236,12 @@ class WriteBackStore(Store):
                 raise DeadlineError(msg)
             self._bytes += size
 
-    def _pending_data(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
+    def _pending(self, key: str) -> PendingWrites | None:
         with self._changed:
-            pending = self._latest.get(key)
+            return self._latest.get(key)
+
+    def _pending_data(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
+        pending = self._pending(key)
         if pending is None:
             return None
         start, end = clamp_range(start, end, pending.size)

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.catalog.blobs import Blobs, Texts
+from kvwire.store.catalog.grown import GrownDocuments
+from kvwire.store.catalog.kept import KeptRepairs
 from kvwire.store.catalog.objects import TenantObjects
 from kvwire.store.catalog.profiles import Models, Profiles
 from kvwire.store.key_kinds import read_entry
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvwire.store.base import Store
-    from kvwire.store.catalog.grown import GrownDocuments
-    from kvwire.store.catalog.kept import KeptRepairs
     from kvwire.store.catalog.objects import Config
     from kvwire.store.crypto.keyring import Keyring
 
@@ -66,6 +66,7 @@ class Catalog:
         self.objects, self.store, self.tenant, self.keys = objects, objects.store, objects.tenant, objects.keys
         self.blobs, self.texts = Blobs(objects), Texts(objects)
         self.profiles, self.models = Profiles(objects), Models(objects)
+        self.kept, self.grown = KeptRepairs(objects, self.blobs), GrownDocuments(objects, self.blobs, self.texts)
 
     @classmethod
     def _of(cls, objects: TenantObjects) -> Self:
@@ -81,18 +82,6 @@ class Catalog:
     def over(self, store: Store) -> Self:
         """The same catalog, read and written through another store object, such as one that measures."""
         return self._of(TenantObjects(store, self.tenant, self.objects.secrets))
-
-    @property
-    def kept(self) -> KeptRepairs:  # noqa: D102 - an attribute
-        from kvwire.store.catalog.kept import KeptRepairs
-
-        return KeptRepairs(self.objects, self.blobs)
-
-    @property
-    def grown(self) -> GrownDocuments:  # noqa: D102 - an attribute
-        from kvwire.store.catalog.grown import GrownDocuments
-
-        return GrownDocuments(self.objects, self.blobs, self.texts)
 
     def configurations(self) -> Iterator[KeySpace]:
         """Model configurations that this tenant has anything of."""

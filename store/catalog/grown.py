@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
+from kvwire import types
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import check_new_name
 from kvwire.store.records import BlobPart, CatalogEntry
-from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ def leading(whole: CatalogEntry, tokens: int, token_ids: Sequence[int]) -> Catal
         size=sum(part.size for part in parts),
         header_bytes=sum(part.header_bytes for part in parts),
         tokens=at,
-        token_digest=digest_tokens(token_ids[:at]),
+        token_digest=types.digest_tokens(token_ids[:at]),
         levels=(),
         parts=tuple(parts) if len(parts) > 1 else (),
     )

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.kept_repair import KeptRepair, KeptRows, order_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.store.catalog.blobs import Blobs
     from kvwire.store.catalog.objects import Config, TenantObjects
-    from kvwire.store.kept_repair import KeptRepair, KeptRows
     from kvwire.store.keys import KeySpace
 
 _GROWN = 1.5
@@ -33,8 +33,6 @@ class KeptRepairs:
 
     def find(self, config: Config, documents: Sequence[str], least: int = 2) -> KeptRepair | None:
         """What is kept of an order of documents, or of the most of its first ones."""
-        from kvwire.store.kept_repair import KeptRepair, order_digest
-
         space = self._objects.keys(config)
         keys = {space.kept_repair(order_digest(documents[:n])): n for n in range(len(documents), least - 1, -1)}
         for key, read in self._objects.read_each(keys):
@@ -68,8 +66,6 @@ class KeptRepairs:
 
         What is kept already stays, unless it was computed over coarser documents, or has far fewer rows.
         """
-        from kvwire.store.kept_repair import KeptRepair, KeptRows
-
         space = self._objects.keys(config)
         parts: list[KeptRows] = []
         sealed: dict[str, bytes] = {}
@@ -96,8 +92,6 @@ class KeptRepairs:
         return due
 
     def _gives_way(self, space: KeySpace, made: KeptRepair) -> bool:
-        from kvwire.store.kept_repair import KeptRepair
-
         try:
             data = self._objects.read(space.kept_repair(made.digest))
             known = None if data is None else KeptRepair.from_json(data)
@@ -109,8 +103,6 @@ class KeptRepairs:
 
     def each(self, config: Config) -> Iterator[tuple[str, KeptRepair]]:
         """All that is kept, with its keys; what cannot be read is left out."""
-        from kvwire.store.kept_repair import KeptRepair
-
         space = self._objects.keys(config)
         for key, read in self._objects.read_each(self._store.keys(space.kept_repairs)):
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvwire.errors import ArgumentError, AuthError, ConflictError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, AuthError, ConflictError, CorruptError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import is_old
 from kvwire.store.key_kinds import content_digest
 from kvwire.store.keys import KeySpace
@@ -72,6 +72,16 @@ class TenantObjects:
                 return data
             self.store.distrust(key)
         return None
+
+    def content(self, key: str, what: str, absent: str, damaged: str) -> bytes:
+        """Content as its key names it; where it is not, an error says what it is and one of two pieces of advice."""
+        try:
+            data = self.intact(key, MAX_SMALL_BYTES)
+        except NotFoundError as error:
+            raise NotFoundError(f"{what} is not in {self.store.url}: {absent}") from error
+        if data is None:
+            raise CorruptError(f"{what} is damaged in {self.store.url}: {damaged}")
+        return data
 
     def is_young(self, key: str) -> bool:
         """Whether content is there and will be for a while; False where the store cannot tell."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from kvwire import codec
 from kvwire.errors import CorruptError, NotFoundError
 from kvwire.store.catalog.objects import MAX_SMALL_BYTES
 from kvwire.store.records import ProfilePointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvwire.codec import AnyProfile
     from kvwire.codec.format.arrays import Section
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from kvwire.store.records import ModelRecord
 
 
-T = TypeVar("T")
+_ABSENT = "fit it again or copy it from where it is"
+_DAMAGED = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
 
 
 class Profiles:
@@ -39,38 +41,34 @@ class Profiles:
 
     def get(self, config: Config, digest: str) -> bytes:
         """Read a profile and check it against its digest."""
-        data = self._read(
-            digest, lambda: self._objects.intact(self._objects.keys(config).profile(digest), MAX_SMALL_BYTES)
-        )
-        if data is None:
-            advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
-            raise CorruptError(f"profile {digest[:12]} is damaged in {self._objects.store.url}: {advice}")
-        return data
+        key = self._objects.keys(config).profile(digest)
+        return self._objects.content(key, f"profile {digest[:12]}", _ABSENT, _DAMAGED)
 
     def get_parts(self, config: Config, digest: str, parts: Sequence[tuple[int, int, str]]) -> list[bytes]:
         """Read parts of a profile that follow each other, in one request, and compare each with its digest."""
         key, start, end = self._objects.keys(config).profile(digest), parts[0][0], parts[-1][1]
         bad: list[int] = []
         for _ in range(2):
-            data = self._read(digest, lambda: self._objects.store.get(key, start, min(end, start + MAX_SMALL_BYTES)))
+            try:
+                data = self._objects.store.get(key, start, min(end, start + MAX_SMALL_BYTES))
+            except NotFoundError as error:
+                msg = f"profile {digest[:12]} is not in {self._objects.store.url}: {_ABSENT}"
+                raise NotFoundError(msg) from error
             found = [data[first - start : last - start] for first, last, _ in parts]
             known = [hashlib.sha256(part).hexdigest() for part in found]
             bad = [each[0] for each, sha256 in zip(parts, known, strict=True) if sha256 != each[2]]
             if not bad:
                 return found
             self._objects.store.distrust(key, start, end)
-        advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
         where = f"{self._objects.store.url} from byte {bad[0]} on"
-        raise CorruptError(f"profile {digest[:12]} is damaged or cut short in {where}: {advice}")
+        raise CorruptError(f"profile {digest[:12]} is damaged or cut short in {where}: {_DAMAGED}")
 
     def open(
         self, config: Config, digest: str, outline: tuple[int, str] | None, level: int, later: Profiles
     ) -> AnyProfile:
         """Read a profile: whole, or, where its outline is known, what the first levels need."""
-        from kvwire.codec import open_profile, read_profile
-
         if outline is None:
-            return read_profile(self.get(config, digest))
+            return codec.read_profile(self.get(config, digest))
         (told,) = self.get_parts(config, digest, [(0, *outline)])
         turn = iter((self,))
 
@@ -78,14 +76,7 @@ class Profiles:
             parts = [(section.start, section.end, section.sha256) for section in sections]
             return next(turn, later).get_parts(config, digest, parts)
 
-        return open_profile(told, digest, fetch, level)
-
-    def _read(self, digest: str, read: Callable[[], T]) -> T:
-        try:
-            return read()
-        except NotFoundError as error:
-            msg = f"profile {digest[:12]} is not in {self._objects.store.url}: fit it again or copy it from where it is"
-            raise NotFoundError(msg) from error
+        return codec.open_profile(told, digest, fetch, level)
 
     def set_current(self, config: Config, digest: str, outline: tuple[int, str] | None = None) -> None:
         """Use this profile for new blobs of the configuration."""
@@ -131,15 +122,8 @@ class Models:
 
     def link_shift(self, config: Config, digest: str) -> bytes:
         """Read a link shift and check it against its digest."""
-        advice = "run kvwire check-model again"
-        try:
-            data = self._objects.intact(self._objects.keys(config).shift(digest), MAX_SMALL_BYTES)
-        except NotFoundError as error:
-            msg = f"the link shift {digest[:12]} is not in {self._objects.store.url}: {advice}"
-            raise NotFoundError(msg) from error
-        if data is None:
-            raise CorruptError(f"the link shift {digest[:12]} is damaged in {self._objects.store.url}: {advice}")
-        return data
+        key, advice = self._objects.keys(config).shift(digest), "run kvwire check-model again"
+        return self._objects.content(key, f"the link shift {digest[:12]}", advice, advice)
 
     def put(self, record: ModelRecord) -> bool:
         """Write a record under its configuration, where another one or none is there."""

@@ -45,39 +45,18 @@ class UseCounts:
         self._counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def add(self, scope: str, document_id: str) -> None:
-        """Count one use.
-
-        Args:
-            scope: The tenant and model.
-            document_id: The document that was used.
-        """
+        """Count one use."""
         with self._lock:
             counts = self._counts[scope]
             counts[document_id] = counts.get(document_id, 0) + 1
 
     def count(self, scope: str, document_id: str) -> int:
-        """Ask how often a document was used.
-
-        Args:
-            scope: The tenant and model.
-            document_id: The document.
-
-        Returns:
-            Its uses so far.
-        """
+        """How often a document was used so far."""
         with self._lock:
             return self._counts[scope].get(document_id, 0)
 
     def reached(self, scope: str, least: int) -> list[str]:
-        """Documents with at least so many uses.
-
-        Args:
-            scope: The tenant and model.
-            least: The number of uses.
-
-        Returns:
-            Ids of documents, the most used first.
-        """
+        """Documents with at least so many uses, the most used first."""
         with self._lock:
             found = [(-count, name) for name, count in self._counts[scope].items() if count >= least]
         return [name for _, name in sorted(found)]

@@ -196,14 +196,7 @@ class BlobReader(Protocol):
         ...
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """Parse the stored bytes' beginning.
-
-        Args:
-            data: The beginning, or more.
-
-        Returns:
-            The blob's description. Offsets and lengths are those of the stored bytes.
-        """
+        """Parse the stored bytes' beginning, or more; offsets and lengths are those of the stored bytes."""
         ...
 
 
@@ -277,11 +270,6 @@ class SealedBlob:
             total = level.cumulative_bytes + shift + read
             levels.append(replace(level, bytes=level.bytes + tags, cumulative_bytes=total))
         return replace(info, header_bytes=header_bytes, file_bytes=file_bytes, segments=segments, levels=tuple(levels))
-
-
-def is_sealed(data: bytes) -> bool:
-    """Whether bytes begin as a sealed object does."""
-    return data.startswith(SEALED_MAGIC)
 
 
 def _in_order(info: BlobInfo) -> list[SegmentInfo]:

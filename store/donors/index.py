@@ -130,18 +130,7 @@ class DonorIndex:
         return self.write(document, token_ids, opening)
 
     def candidates(self, token_ids: Sequence[int], most: int = MOST_CANDIDATES) -> list[Candidate]:
-        """Find texts that share features with a prompt.
-
-        Args:
-            token_ids: The prompt.
-            most: How many are wanted.
-
-        Returns:
-            Those with the most features first.
-
-        Raises:
-            StorageError: The store fails.
-        """
+        """Texts that share features with a prompt, those with the most first."""
         counts: Counter[str] = Counter()
         keys: dict[str, str] = {}
         names = [self._features(token_ids, writer) for writer in dict.fromkeys(("", self.writer))]
@@ -160,19 +149,7 @@ class DonorIndex:
         return [Candidate(digest, count, keys[digest]) for digest, count in found if count >= least][:most]
 
     def donor(self, candidate: Candidate) -> Donor:
-        """Read the text that a candidate leads to; texts of late are kept.
-
-        Args:
-            candidate: From ``candidates``.
-
-        Returns:
-            The donor.
-
-        Raises:
-            NotFoundError: No document has the text any more.
-            CorruptError: An entry or the text is damaged.
-            StorageError: The store fails.
-        """
+        """Read the text that a candidate leads to; NotFoundError where no document has it any more."""
         digest = candidate.token_digest
         entry = self._catalog.by_tokens(self._space, digest) or self._grown(candidate)
         if entry is None or entry.is_text or entry.token_digest != digest:
@@ -186,19 +163,7 @@ class DonorIndex:
         return None if data is None else self._catalog.by_document(self._space, DonorEntry.from_json(data).document_id)
 
     def check(self, donor: Donor) -> BlobInfo:
-        """Read a donor's header; those of late are kept.
-
-        Args:
-            donor: From ``find``.
-
-        Returns:
-            What it says: the rows were computed behind nothing but a BOS, and over no lossy rows.
-
-        Raises:
-            NotFoundError: The blob is gone.
-            CorruptError: The rows are others, or damaged.
-            StorageError: The store fails.
-        """
+        """Read a donor's header; CorruptError where its rows stand behind more than a BOS, or on lossy rows."""
         document = donor.document
         key = document.sha256, document.token_digest
         info = self._infos.get(key) or prefix_info(self._catalog, document)

@@ -36,7 +36,7 @@ _HOMES = {
     "StoreConformance": "kvwire.store.testing.conformance",
     "StoreMachine": "kvwire.store.testing.machine",
 }
-_ASSERTING = ("blobs", "listing", "machine", "objects", "raw", "races")
+_ASSERTING = ("blobs", "conformance", "machine", "objects", "raw")
 
 
 def __getattr__(name: str) -> object:

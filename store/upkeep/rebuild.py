@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from kvwire import codec
 from kvwire.errors import (
     ArgumentError,
     AuthError,
@@ -210,12 +211,10 @@ class _Rebuild:
 
     def _outline(self, digest: str) -> tuple[int, str] | None:
         """The outline of a profile that is there and sound; it is read whole, as its digest vouches for all of it."""
-        from kvwire.codec import read_profile
-
         if digest and digest not in self._outlines:
             self._outlines[digest] = None
             with suppress(*_UNREADABLE):
-                self._outlines[digest] = read_profile(self._catalog.profiles.get(self._space, digest)).outline
+                self._outlines[digest] = codec.read_profile(self._catalog.profiles.get(self._space, digest)).outline
         return self._outlines.get(digest)
 
     def _header(self, listed: Listed) -> BlobInfo:

@@ -145,14 +145,7 @@ class ServerTls:
     """The context that connections are made with; each handshake takes the certificate that was read last."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load the files.
-
-        Args:
-            files: Certificate and key.
-
-        Raises:
-            ArgumentError: They cannot be used.
-        """
+        """Load certificate and key; ArgumentError where they cannot be used."""
         self._files = files
         self.context = self._current = self._load()
         self.context.sni_callback = self._choose
