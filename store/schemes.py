@@ -56,6 +56,8 @@ def open_store(
 
 
 def _open(url: str, token: str | None) -> Store:
+    if not url.strip():  # of an unset variable; as a path it would be the working directory
+        raise ArgumentError("the store's address is empty: name a folder, or an address such as file:///srv/caches")
     found = _SCHEME.match(url)
     if not found:
         return _folder(Path(url).expanduser().resolve().as_uri(), None)

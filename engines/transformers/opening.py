@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_peft_ava
 from kvwire.engines.transformers.bars import quiet
 from kvwire.engines.transformers.engine import TransformersEngine
 from kvwire.engines.transformers.identity import find_folder, model_revision, tokenizer_files
+from kvwire.engines.transformers.registration import ENCODER
 from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
 from kvwire.engines.transformers.tokenizing import PieceTokenizer
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
@@ -90,6 +91,8 @@ def open_engine(
     if written.get("transformers_weights"):
         msg = f"{folder / 'config.json'} names its weights (transformers_weights); rename them to model.safetensors"
         raise MismatchError(msg)
+    if written.get("is_encoder_decoder"):  # transformers would open half of it, and miss weights
+        raise MismatchError(ENCODER)
     is_quantised = bool(written.get("quantization_config"))
     tokenizer = _tokenizer(folder) if tokenizer_files(folder) else None
     is_adapted = _has_adapter(folder)

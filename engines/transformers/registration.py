@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvwire.engines.transformers.devices import Devices
     from kvwire.types.cache import LayerKind
 
+ENCODER = "this model is an encoder with a decoder, whose layers also hold the encoder's states; use a decoder alone"
 _TOKENS = 12
 _DISTANCE = 37
 """Far enough for every fast pair to turn several times, near enough for any window."""
@@ -89,9 +90,7 @@ def _check_kind(model: PreTrainedModel) -> None:
     """Refuse models that are not decoders of token ids."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        raise MismatchError(
-            "this model is an encoder with a decoder, whose layers also hold the encoder's states; use a decoder alone"
-        )
+        raise MismatchError(ENCODER)
     if not hasattr(config.get_text_config(decoder=True), "vocab_size"):
         msg = "this model's configuration names no vocabulary, so it reads no token ids; use a causal language model"
         raise MismatchError(msg)

@@ -84,8 +84,10 @@ def _text(text: str | None, file: Path | None, *, is_needed: bool) -> str:
         if text is None and not is_needed:
             return ""
         raise ArgumentError("give what is to be appended: --text TEXT, or --file FILE")
-    if file is None:
-        return text or ""
-    if not file.is_file():
-        raise NotFoundError(f"{file} is not a file; check --file")
-    return decoded_text(read_part(str(file)), str(file))
+    if file is not None:
+        if not file.is_file():
+            raise NotFoundError(f"{file} is not a file; check --file")
+        text = decoded_text(read_part(str(file)), str(file))
+    if not text:
+        raise ArgumentError("the text to append is empty; give some, or leave out --text and --file")
+    return text

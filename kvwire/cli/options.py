@@ -200,9 +200,9 @@ class StoreOptions:
 
         opened = self.open()
         if isinstance(opened, MemoryStore):
-            raise ArgumentError("a memory store ends with this command; name a folder: --store file:///path")
+            raise ArgumentError("a memory store ends with this command; name a folder, such as file:///path")
         if exists and isinstance(opened, FolderStore) and not opened.root.is_dir():
-            raise NotFoundError(f"{opened.root} is not a folder; check --store, or encode documents into it first")
+            raise NotFoundError(f"{opened.root} is not a folder; check the address, or encode documents into it first")
         return opened
 
     def whose(self) -> dict[str, Any]:

@@ -252,8 +252,8 @@ def token(options: _TokenOptions) -> None:
     from kvwire.store import tenant_hash
     from kvwire.transport import new_token
 
-    tenant, salt = options.tenant, options.salt.encode()
-    whose = {"namespace": tenant_hash(tenant, salt)} if salt else {"tenant": tenant}
+    namespace = tenant_hash(options.tenant, options.salt.encode())  # refuses names that no tenant can have
+    whose = {"namespace": namespace} if options.salt else {"tenant": options.tenant}
     made, digest = new_token()
     entry = {**whose, "token_sha256": digest, "write": options.write}
     if options.as_json:

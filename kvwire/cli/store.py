@@ -333,14 +333,10 @@ class _CpOptions:
 def cp(options: _CpOptions) -> None:
     """Copy a store into another: all tenants, content first, entries last. Goes on where it was interrupted."""
     from kvwire.store import copy_store
-    from kvwire.store.schemes import open_store
 
-    for address in (options.source, options.target):
-        if address.startswith("memory:"):
-            raise ArgumentError("a memory store ends with this command; name a folder, an http server or a bucket")
     with (
-        closing(open_store(options.source, token=options.token)) as ours,
-        closing(open_store(options.target, token=options.to_token)) as theirs,
+        closing(StoreOptions(options.source, options.token).open_lasting(exists=True)) as ours,
+        closing(StoreOptions(options.target, options.to_token).open_lasting()) as theirs,
         progress("copying", "B") as tell,
     ):
         done = copy_store(ours, theirs, jobs=options.jobs, on_progress=tell)

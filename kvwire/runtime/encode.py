@@ -168,7 +168,7 @@ class Encoder:
         if encode_after <= 0:
             return True
         if self._corpus.uses is None:
-            msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
+            msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus (--uses)"
             raise ArgumentError(msg)
         return self._corpus.uses.count(self._corpus.scope, document_id) >= encode_after
 
@@ -339,6 +339,8 @@ class Encoder:
             return profile
         if is_old:
             self._tell_old()
+        if profile is None:
+            self.publish(None)  # a store that takes no writes fails before minutes of fitting
         documents, kind = texts(), self.coding.kind
         enough = min(seen, ENOUGH_TOKENS) if is_old else 2 * seen  # a few lines do not replace a fit on many texts
         if profile is None or tokens_to_fit_on(self.engine, self.coding, documents) >= enough:

@@ -212,6 +212,13 @@ def test_weights_of_another_configuration(folder, tmp_path, field, value, words)
         open_engine(folder)
 
 
+def test_an_encoder_is_told_before_its_weights_are_missed(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
+    with pytest.raises(MismatchError, match="an encoder with a decoder"):
+        open_engine(folder)
+
+
 def test_a_missing_tokenizer_leaves_token_ids(folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()

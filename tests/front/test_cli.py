@@ -217,6 +217,7 @@ def test_files_whose_names_are_no_text_are_left_out_and_named(run, tmp_path, dem
         ),
         (["inspect", "nothing.kvw"], 3, "no file"),
         (["serve", "--store", "{store}", "--host", "0.0.0.0"], 5, "token"),
+        (["token", "--tenant", ""], 2, "1 to 4096 characters"),
         (["encode"], 2, "Missing"),
         (["demo", "--model", "/nowhere"], 3, "no folder"),
     ],

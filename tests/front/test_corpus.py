@@ -8,12 +8,13 @@ import pytest
 from msgspec import structs
 
 from kvwire.codec import decode
-from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.runtime.calibrate import HELD_OUT, calibration_texts
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.encode import Encoder
 from kvwire.runtime.loader import Loader
-from kvwire.store import MemoryStore, UseCounts, UseFile, collect
+from kvwire.store import FolderStore, MemoryStore, UseCounts, UseFile, collect
 
 
 def test_documents_come_in_order_whatever_is_known(small):
@@ -70,6 +71,14 @@ def test_a_writer_killed_between_its_two_entries_is_made_up_for(small, before):
     (again,) = corpus.encode([Document(name, tuple(ids))])
     assert again.skipped
     assert corpus.find(name) == again.entry == entry
+
+
+def test_a_store_that_takes_no_writes_is_told_before_a_profile_is_fitted(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "calibrate", lambda *_: pytest.fail("fitted in vain"))
+    (tmp_path / "file").touch()
+    corpus = Corpus(small.engine, FolderStore(tmp_path / "file"))
+    with pytest.raises(StorageError, match="cannot write"):
+        next(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
 
 
 def test_a_blob_of_more_tokens_than_the_model_takes_is_refused(small):

@@ -517,6 +517,7 @@ def test_the_command_appends_forks_and_compacts(run, demo_model, small, tmp_path
         ((), 2),
         (("--text", "a", "--file", more), 2),
         (("--file", tmp_path / "no"), 3),
+        (("--text", ""), 2),
         (("--fork", "x", "--compact"), 2),
     ):
         assert run("append", "chat", *words, *where)[0] == exit_code

@@ -434,6 +434,7 @@ def test_a_copy_into_a_store_that_is_being_collected_is_whole(content):
     [
         (["ls", "--store", "memory:"], 2),
         (["cp", "memory:", "x"], 2),
+        (["cp", "/nowhere/at/all", "x"], 3),
         (["ls", "--store", "/nowhere/at/all"], 3),
         (["ls"], 2),
         (["verify", "--store", "ftp://x"], 2),

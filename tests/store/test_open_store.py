@@ -29,6 +29,7 @@ def test_file_addresses_and_back_and_opening_makes_nothing(tmp_path):
     ("url", "words"),
     [
         ("ftp://host/x", "the schemes known are file, http"),
+        *((url, "address is empty") for url in ("", " ")),
         ("http://", "http"),
         ("s3://", "does not name a bucket"),
         *(("memory:shared", "no names"), ("file://host/path", "file:///absolute"), ("file:relative", "file:///abs")),
