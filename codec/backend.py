@@ -27,7 +27,7 @@ BACKENDS: tuple[Backend, ...] = ("auto", "triton", "numba")
 _LEAST_CAPABILITY = (8, 0)
 _LEAST_TRITON = (3, 3)
 _LEAST_INTERPRETER = (3, 7)
-"""Of Triton, where NumPy is 2.4 or later, which no longer takes arrays of one element for numbers."""
+"""From here on Triton's interpreter runs with NumPy 2.4, which no longer accepts one-element arrays as numbers."""
 _LOG = logging.getLogger("kvwire.codec")
 Side = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")
@@ -38,14 +38,14 @@ Plane = tuple[Side, int]
 def uses_triton(backend: Backend, device: str | torch.device) -> bool:
     """Decide whether Triton's kernels run for tensors on a device.
 
-    With ``auto``, a GPU on which Triton cannot run is served by numba, and one line of the log says why.
+    With ``auto``, numba serves a GPU on which Triton cannot run, and one log line says why.
 
     Args:
         backend: What the caller asked for.
         device: Where the tensors lie.
 
     Returns:
-        Whether they run.
+        Whether Triton's kernels run.
 
     Raises:
         ArgumentError: There is no such backend, or ``triton`` cannot run there.
@@ -60,17 +60,17 @@ def uses_triton(backend: Backend, device: str | torch.device) -> bool:
     if missing and backend == "triton":
         raise ArgumentError(f"Triton kernels cannot run on {device}: {missing}")
     if missing:
-        _say_once(kind, missing)
+        _warn_once(kind, missing)
     return not missing
 
 
 def interpreted() -> bool:
-    """Tell whether Triton kernels run in its interpreter, on the processor: slow, and meant for tests."""
+    """Return whether Triton kernels run in its interpreter on the processor: slow, meant for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 
 
 def _missing(device: torch.device) -> str:
-    """What keeps Triton from running on a device, and what to do; empty where nothing does."""
+    """Return why Triton cannot run on a device, and what to do; empty where it can."""
     version = _triton_version()
     if version is None:
         return "Triton is not installed; pip install 'kvwire[gpu]'"
@@ -107,7 +107,7 @@ def _missing_on_the_gpu(device: torch.device) -> str:
 
 @lru_cache(maxsize=1)
 def _triton_version() -> tuple[int, ...] | None:
-    """Major and minor number of the Triton that can be imported; None where none can."""
+    """Return the major and minor version of Triton; None where it cannot be imported."""
     try:
         import triton
 
@@ -122,7 +122,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def _driver_trouble() -> str:
-    """What Triton says when it is to reach the GPU: it compiles a stub of the driver, which takes a C compiler."""
+    """Return why Triton cannot reach the GPU (its driver stub needs a C compiler); empty where it can."""
     try:
         from triton.runtime import driver
 
@@ -134,7 +134,7 @@ def _driver_trouble() -> str:
 
 
 @lru_cache(maxsize=8)
-def _say_once(kind: str, missing: str) -> None:
+def _warn_once(kind: str, missing: str) -> None:
     _LOG.warning("caches on %s are coded by the processor and copied: %s", kind, missing)
 
 
@@ -146,12 +146,12 @@ def plane_width(layers: tuple[LayerSpec, ...], plane: Plane) -> int:
 
 
 def planes_of(layers: tuple[LayerSpec, ...]) -> list[Plane]:
-    """List every plane that holds something.
+    """List the planes that have elements.
 
     Args:
-        layers: Of the model.
+        layers: The model's layers.
 
     Returns:
-        All keys by layer, then all values.
+        The keys of each layer, then the values of each layer.
     """
     return [(side, layer) for side in SIDES for layer in range(len(layers)) if plane_width(layers, (side, layer))]

@@ -1,7 +1,7 @@
-"""Threads that code chunks side by side.
+"""Threads that code chunks in parallel.
 
-Chunks share nothing, so each worker takes whole chunks and runs every kernel and every matrix product by itself on one
-core: results do not depend on the number of workers.
+Chunks share nothing. Each worker takes whole chunks and runs every kernel and matrix product on one core, so results
+do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-if hasattr(os, "register_at_fork"):  # a forked child would wait for ever for torch's threads, which it does not have
+if hasattr(os, "register_at_fork"):  # a forked child lacks torch's threads and would wait for them forever
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 _In = TypeVar("_In")
@@ -35,23 +35,20 @@ def cores() -> int:
 
 @lru_cache(maxsize=1)
 def _controller() -> ThreadpoolController:
-    """The process's thread pools; finding them reads all its memory maps."""
+    """Return the process's thread pools; cached, since finding them reads all its memory maps."""
     return ThreadpoolController()
 
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep the matrix products of this thread on this thread."""
-    torch.get_num_threads()  # makes torch set up this thread now, and not on top of the limit
+    """Run this thread's matrix products on this thread alone."""
+    torch.get_num_threads()  # torch sets up its threads now; later it would overwrite the limit
     with _controller().limit(limits=1, user_api="openmp"):
         yield
 
 
-def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None) -> list[_Out]:
-    """Compute ``[work(item) for item in items]``, several at a time.
-
-    Where one fails, its error is raised and what has not begun is left undone.
-    """
+def map_parallel(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None) -> list[_Out]:
+    """Compute ``[work(item) for item in items]`` in threads; an error cancels the items that have not begun."""
     if threads is not None and threads < 1:
         raise ArgumentError(f"threads must be at least 1, or None for every core, got {threads}")
     listed = list(items)
@@ -68,8 +65,8 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
                 future.cancel()
 
 
-def ahead(work: Callable[[_In], _Out], items: Sequence[_In]) -> Iterator[_Out]:
-    """Compute results in order, from as many threads as there are cores, only some items ahead of what is asked for."""
+def map_ahead(work: Callable[[_In], _Out], items: Sequence[_In]) -> Iterator[_Out]:
+    """Yield ``work(item)`` in order, from one thread per core, at most two items per thread ahead of the caller."""
     threads = max(1, min(len(items), cores()))
     with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
         running: deque[Future[_Out]] = deque()
@@ -86,6 +83,6 @@ def ahead(work: Callable[[_In], _Out], items: Sequence[_In]) -> Iterator[_Out]:
 
 
 def stay_on_one_core() -> None:
-    """Keep the matrix products of this thread on this thread, for good."""
-    torch.get_num_threads()  # see above
+    """Limit this thread's matrix products to this thread for the rest of its life."""
+    torch.get_num_threads()  # as in one_core
     _controller().limit(limits=1, user_api="openmp")

@@ -1,1 +1,1 @@
-"""What callers use: a cache to a blob, a blob to a cache, and what a blob says about itself."""
+"""The codec's entry points: encode a cache, decode a blob, inspect and verify a blob."""

@@ -1,4 +1,4 @@
-"""``decode``: a blob, or just the segments that were fetched of it, to a cache."""
+"""Decode a whole blob (``decode``) or the segments that have arrived (``BlobDecoder``) into a cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvwire.codec.kinds.outputs import (
     check_claim,
     check_out,
     check_positions,
-    chunk_of,
     drop_pruned,
+    empty_chunk,
     empty_for,
 )
 from kvwire.codec.kinds.requests import DecodeRequest
-from kvwire.codec.workers import each
+from kvwire.codec.workers import map_parallel
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
 from kvwire.types import KVCache, PagedKVCache
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class BlobDecoder:
     """Decodes chunks of one blob, in any order and at any level, into one preallocated cache.
 
-    Tokens of chunks that are not decoded yet are zero, or what was there.
+    Tokens of chunks that are not decoded yet are zero; in a given ``out`` they are unchanged.
     """
 
     def __init__(  # noqa: PLR0913 - a decoder's settings, each with its default
@@ -67,31 +67,29 @@ class BlobDecoder:
         begins: bool = False,
         rounded: bool = False,
     ) -> None:
-        """Parse the header, pick the profile and allocate the output; raises as ``decode`` does.
+        """Parse the header, choose the profile and allocate the output; raises as ``decode`` does.
 
         Args:
-            head: The blob's first bytes, at least ``BlobInfo.header_bytes`` of them, or what ``parse_header`` made of
-                them.
-            profile: The one that the blob names; not needed where it carries its own.
-            device: Where the output is allocated.
-            dtype: Of the output; None: the one that the cache was encoded from.
+            head: The blob's first ``BlobInfo.header_bytes`` bytes or more, or the header that ``parse_header`` read.
+            profile: The profile that the blob names; not needed where the blob carries its own.
+            device: Device of the output.
+            dtype: Dtype of the output; None for the dtype of the encoded cache.
             offset: Position of the document's first token in the prompt; None leaves positions off.
-            out: Write into these tensors (a slice of a prompt's cache, or an engine's pages) rather than allocate;
-                device and dtype are then theirs.
+            out: Tensors to write into (a slice of a prompt's cache, or an engine's pages); their device and dtype
+                replace ``device`` and ``dtype``. None allocates.
             check: Whether to verify checksums.
             hidden: ``engine.prefix_states`` of the document, float32 ``[tokens, hidden_size]``, where the blob needs
                 one.
-            level: The only one that will be asked for; a lossless one needs no profile.
+            level: The only level that will be decoded; a lossless one needs no profile.
             backend: Which kernels run, see ``backend.Backend``.
-            workspace_bytes: Device memory of a GPU for chunks under way, None for 15 % of the output; more of it takes
-                more chunks at a time, which is sooner for short documents.
-            max_tokens: Most tokens that the blob may claim, the model's window for one; None for any number.
-            max_bytes: Most bytes to allocate for the output, None for any number: a constant cache of any size is a
-                short blob, so a blob's length bounds nothing. Give one where blobs come from strangers.
-            begins: Whether nothing stands before the document in its prompt.
-            rounded: Whether sums of any output may have bfloat16's precision where the quantiser's step is
-                coarse and the model large, which CPUs that multiply bfloat16 do twice as fast; it adds at most a
-                hundredth to the error.
+            workspace_bytes: GPU memory for chunks being decoded, None for 15 % of the output. More memory takes more
+                chunks at a time, which decodes short documents sooner.
+            max_tokens: Most tokens that the blob may claim, such as the model's window; None for any number.
+            max_bytes: Most bytes to allocate for the output, None for any number. A constant cache of any size makes
+                a short blob, so a blob's length bounds nothing: set this for blobs from strangers.
+            begins: Whether the document begins its prompt.
+            rounded: Whether sums may have bfloat16's precision where the quantiser's step is coarse and the model
+                large: twice as fast on CPUs that multiply bfloat16, and at most 1 % more error.
         """
         self._header = head if isinstance(head, Header) else parse_header(head, check=check)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
@@ -110,13 +108,13 @@ class BlobDecoder:
         self._out = empty_for(self._header, device, dtype, offset) if out is None else out
         self._sinks: SinkPlacer | None = None
         if (self.info.sinks or (begins and self.info.can_begin)) and profile is not None:
-            from kvwire.codec.kinds.outputs import SinkPlacer  # blobs of old have none
+            from kvwire.codec.kinds.outputs import SinkPlacer  # many blobs have no sinks
 
             self._sinks = SinkPlacer(self._header, cast("Profile", profile), self._out, offset, begins=begins)
         self._use_device(backend, workspace_bytes)
 
     def _use_device(self, backend: Backend, workspace_bytes: int | None) -> None:
-        """Let lossy levels be decoded where the output lies, if their kind can."""
+        """Decode lossy levels on the output's device if their kind has kernels for it."""
         devices = {tensor.device for tensor in (*self._out.keys, *self._out.values) if tensor.numel()}
         finishes = self._header.kept or self._sinks
         if len(devices) > 1 and backend == "triton":
@@ -132,7 +130,7 @@ class BlobDecoder:
 
     @property
     def cache(self) -> KVCache:
-        """The output; a contiguous copy of it where it lies in pages."""
+        """The output; a contiguous copy where the output is paged."""
         return self._out.read() if isinstance(self._out, PagedKVCache) else self._out
 
     @property
@@ -142,19 +140,18 @@ class BlobDecoder:
 
     @property
     def kept(self) -> Kept | None:
-        """What a pruned cache still holds, a bool ``[kv_heads, tokens]`` for each layer; see ``KVCache``."""
+        """Masks of the entries that a pruned cache holds, bool ``[kv_heads, tokens]`` per layer; see ``KVCache``."""
         return self._header.kept
 
     def decode_chunk(self, chunk: int, segments: Sequence[bytes], level: int | None = None) -> None:
-        """Decode a chunk into the output from what ``BlobInfo.reads`` names.
+        """Decode a chunk into the output from the segments that ``BlobInfo.reads`` names.
 
-        Chunks may be decoded in any order, and several at a time from different threads. Where one is damaged, nothing
-        of it is written.
+        Chunks may be decoded in any order and from several threads. A damaged chunk writes nothing.
 
         Args:
-            chunk: Its index.
-            segments: Their bytes, in order.
-            level: None for the one that as many layered segments lead to.
+            chunk: Index of the chunk.
+            segments: Bytes of each segment, in order.
+            level: Index of the level; None for the level that this many layered segments reach.
 
         Raises:
             CorruptError: A segment is damaged.
@@ -164,20 +161,19 @@ class BlobDecoder:
         self.submit([(chunk, segments, level)]).wait()
 
     def submit(self, chunks: Sequence[tuple[int, Sequence[bytes], int | None]]) -> Pending:
-        """Decode chunks; a GPU works on after this returns, and on the processor all is done on return.
+        """Decode chunks; the processor has finished on return, a GPU goes on working.
 
-        A GPU waits for what the caller's stream had been given when the decoder was made; nothing may still read what
-        the chunks will overwrite.
+        The GPU first waits for the work that the caller's stream held when the decoder was made; no later work may
+        read the tokens that the chunks overwrite.
 
         Args:
-            chunks: Each with its segments and level as in ``decode_chunk``.
+            chunks: Each chunk with its segments and level, as for ``decode_chunk``.
 
         Returns:
-            What tells when they are there, and raises as ``decode_chunk`` does where only the device sees what is
-            wrong.
+            A handle to wait on; it raises as ``decode_chunk`` does where only the device detects damage.
 
         Raises:
-            CorruptError: The host sees that a segment is damaged.
+            CorruptError: The host detects a damaged segment.
             TruncatedError: A segment ends too early.
             ArgumentError: The blob has no such chunk or level.
         """
@@ -194,7 +190,7 @@ class BlobDecoder:
         return self._lossy.submit(on_device)
 
     def _decoder(self, codec: int) -> LevelDecoder:
-        """Of lossy levels, or of lossless ones, made when they are first asked for."""
+        """Return a codec's decoder; lossless ones are made on first use."""
         if self._lossy is not None and codec == self._header.lossy_codec:
             return self._lossy
         if codec not in self._decoders:
@@ -224,11 +220,11 @@ class BlobDecoder:
         return ChunkSegments(chunk, level, segments)
 
     def _decode_here(self, piece: ChunkSegments, decoder: LevelDecoder) -> None:
-        """On the processor."""
+        """Decode a chunk on the processor."""
         start, stop = self.info.chunk_span(piece.chunk)
         out, at = self._out, start
         if isinstance(out, PagedKVCache):
-            out, at = chunk_of(out, stop - start), 0
+            out, at = empty_chunk(out, stop - start), 0
         decoder.decode(piece, out, at)
         if isinstance(self._out, PagedKVCache):
             self._out.write(start, out)
@@ -238,7 +234,7 @@ class BlobDecoder:
             drop_pruned(self._out, self._header.kept, start, stop)
 
     def _finish(self, start: int, stop: int) -> bool:
-        """What follows the decoding of lossy levels; returns whether it wrote anything."""
+        """Zero pruned entries and write sinks after lossy levels; return whether anything may have been written."""
         drop_pruned(self._out, self._header.kept, start, stop)
         placed = self._sinks is not None and self._sinks.place(start, stop)
         return placed or self._header.kept is not None
@@ -270,23 +266,23 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
 ) -> KVCache:
     """Decode a whole blob at one quality level.
 
-    Memory: the output plus each thread's working set of a chunk.
+    It takes memory for the output and for one chunk's working set per thread.
 
     Args:
-        blob: All its bytes.
-        level: Index (negative counts from the last), name, or None for the finest that is not lossless.
-        profile: The one that the blob names; not needed where it carries its own, nor for a lossless level.
-        device: Where the output is allocated.
-        dtype: Of the output; None: the one that the cache was encoded from.
+        blob: The whole blob.
+        level: Index (negative counts from the last), name, or None for the finest lossy level.
+        profile: The profile that the blob names; not needed where the blob carries its own, nor for a lossless level.
+        device: Device of the output.
+        dtype: Dtype of the output; None for the dtype of the encoded cache.
         offset: Position of the first token; None leaves positions off (keys of ``dtype``, un-rotated).
         check: Whether to verify checksums.
         hidden: ``engine.prefix_states`` of the document, float32 ``[tokens, hidden_size]``, where the blob was encoded
             with one.
-        threads: Chunks decoded at a time on the processor, None for one on every core.
-        backend: Which kernels run, see ``backend.Backend``: by default Triton's on a GPU.
+        threads: Chunks decoded at a time on the processor, None for one per core.
+        backend: Which kernels run, see ``backend.Backend``; by default Triton's on a GPU.
         max_tokens: Most tokens that the blob may claim, see ``BlobDecoder``.
         max_bytes: Most bytes that the cache may take.
-        begins: Whether nothing stands before the document in its prompt; matters where ``BlobInfo.can_begin``.
+        begins: Whether the document begins its prompt; matters where ``BlobInfo.can_begin``.
 
     Returns:
         The cache.
@@ -295,8 +291,8 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
         TruncatedError: The blob ends too early.
         CorruptError: The blob is damaged.
         FormatVersionError: A later version wrote it.
-        MismatchError: The profile is missing or is another one.
-        RopeRegimeError: A position is out of reach.
+        MismatchError: The profile is missing or the wrong one.
+        RopeRegimeError: A position is outside the RoPE regime's range.
         ArgumentError: There is no such level, an argument is out of range, or the blob claims more than a limit.
     """
     header = parse_header(blob, check=check)
@@ -324,12 +320,12 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     if decoder.on_gpu and not info.levels[index].lossless:
         decoder.submit([(chunk, segments(chunk), index) for chunk in range(info.chunks)]).wait()
     else:
-        each(lambda chunk: decoder.decode_chunk(chunk, segments(chunk), index), range(info.chunks), threads)
+        map_parallel(lambda chunk: decoder.decode_chunk(chunk, segments(chunk), index), range(info.chunks), threads)
     return decoder.cache
 
 
 def _whole_level(blob: bytes, info: BlobInfo, level: int | str | None) -> int:
-    """Index of a level that every chunk of a whole blob has."""
+    """Return a level's index; raises where the blob is not whole or a chunk lacks the level."""
     if len(blob) < info.file_bytes:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
         raise TruncatedError(msg, info.file_bytes)

@@ -1,4 +1,4 @@
-"""``encode``: a cache to a blob, or a trial of a few chunks."""
+"""Encode a cache into a blob, or make a trial blob for timing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_TOKENS = 256
-"""The grain of the controller's decisions: some tens of kilobytes on the wire, some milliseconds to decode."""
+"""Tokens: the unit of the controller's decisions, some tens of kilobytes on the wire, milliseconds to decode."""
 
 
 def encode(  # noqa: PLR0913 - what a blob may hold
@@ -51,35 +51,32 @@ def encode(  # noqa: PLR0913 - what a blob may hold
 ) -> bytes:
     """Encode a document's cache into a blob.
 
-    On one machine the same input gives the same bytes, whatever ``threads`` is; a rare value differs by one between
-    backends.
+    On one machine the same input gives the same bytes for any ``threads``. Between backends a rare value differs by
+    one.
 
     Args:
         cache: Any float dtype and device; positions on or off.
         profile: From ``fit_profile`` on caches of the same model. None derives means, scales and tables from this cache
-            and carries them inside the blob. A profile of another kind (``CacheGenProfile``) encodes in that kind's own
-            levels.
-        levels: A Ladder, the number of levels of the default ladder, or None for all of them; 0 for none but the
-            lossless one.
+            and stores them in the blob. A profile of another kind (``CacheGenProfile``) encodes that kind's levels.
+        levels: A Ladder, the number of levels of the default ladder, or None for all of them; 0 for no lossy level.
         chunk_tokens: Tokens in a chunk, 1 to 4096.
-        lossless: Whether to add a level that holds the stored numbers bit for bit, as a stream of its own.
+        lossless: Whether to add a separate level that holds the stored numbers bit for bit.
         hidden: ``engine.prefix_states`` of the document, float32 ``[tokens, hidden_size]``, where the profile was
             fitted with one.
-        threads: Chunks encoded at a time, None for one on every core.
-        backend: With ``triton``, and with ``auto`` where the cache lies on a GPU, layered levels of a given profile are
-            encoded on the cache's device; all else is encoded on the processor.
+        threads: Chunks encoded at a time, None for one per core.
+        backend: With ``triton``, and with ``auto`` for a cache on a GPU, layered levels of a given profile are encoded
+            on the cache's device, everything else on the processor.
         deviation: How far the document's tokens move behind other documents, to be stored with it.
-        neutral_prefix: Token ids that stood before the document when the cache was computed, and are not part of it:
+        neutral_prefix: Token ids that stood before the document when the cache was computed and are not part of it;
             recomputing its tokens needs them.
-        soft_tokens: Which soft tokens those of the cache's token ids are that no vocabulary has.
-        prefix: What of the document stands before the cache's tokens, where the cache is a part of one that grows:
-            readers need the parts before it. None: the cache is of the whole document.
-        opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text, such as BOS.
-        beginning: The first token alone, at position 0 and behind nothing, for prompts that begin with a document that
-            was computed behind a neutral prefix: models that gather attention there (sinks) need it, of others nothing
-            is stored.
-        context_level: The coarsest level of tokens that rows were computed over, or decoded from; None: rows are as the
-            model computes them from text.
+        soft_tokens: Names the soft tokens among the cache's token ids, which are in no vocabulary.
+        prefix: The earlier tokens of a growing document of which the cache is one part; readers need the parts
+            before it. None where the cache is the whole document.
+        opening: How many tokens at the start of ``neutral_prefix`` the tokenizer puts before any text, such as BOS.
+        beginning: The first token alone, computed at position 0 with nothing before it, for a document that was
+            computed behind a neutral prefix and may begin a prompt. Stored only for models with attention sinks.
+        context_level: The coarsest level among the tokens that the rows were computed over or decoded from; None where
+            the model computed them from text.
 
     Returns:
         The blob.
@@ -110,7 +107,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     coded = [encoder.encode_all(spans, threads) for encoder in encoders]
     return pack_blob(
         Draft(
-            meta=_named(cache, lossless=lossless),
+            meta=_stored_meta(cache, lossless=lossless),
             token_ids=cache.token_ids,
             tokens=cache.tokens,
             chunk_tokens=chunk_tokens,
@@ -124,7 +121,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             deviation=deviation,
             neutral_prefix=tuple(neutral_prefix),
             soft_tokens=soft_tokens,
-            prefix=_checked(prefix, cache),
+            prefix=_checked_prefix(prefix, cache),
             sinks=encoders[0].sinks,
             opening=opening,
             beginning=encoders[0].beginning,
@@ -133,8 +130,8 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     )
 
 
-def _checked(prefix: BlobPrefix | None, cache: KVCache) -> BlobPrefix | None:
-    """The prefix; raises ArgumentError where it cannot be the cache's."""
+def _checked_prefix(prefix: BlobPrefix | None, cache: KVCache) -> BlobPrefix | None:
+    """Return the prefix; raises ArgumentError where it cannot be the cache's."""
     if prefix is None:
         return None
     if cache.kept is not None or cache.token_ids is None:
@@ -147,7 +144,7 @@ def _checked(prefix: BlobPrefix | None, cache: KVCache) -> BlobPrefix | None:
 
 
 def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless: bool) -> list[int]:
-    """Level kinds in the blob's order: one lossy kind first, the lossless one last."""
+    """Return the codecs in the blob's order: a lossy one first, the lossless one last."""
     lossy = not (type(levels) is int and levels == 0)
     chosen = [CODEC_LAYERED if profile is None else profile.codec] if lossy else []
     chosen += [CODEC_LOSSLESS] if lossless else []
@@ -156,11 +153,8 @@ def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless
     return chosen
 
 
-def _named(cache: KVCache, *, lossless: bool) -> CacheMeta:
-    """The cache's meta with the digest of its token ids, where they are known.
-
-    A lossless level holds the numbers of the tensors, all of one dtype, which readers take from the meta.
-    """
+def _stored_meta(cache: KVCache, *, lossless: bool) -> CacheMeta:
+    """Return the cache's meta with the digest of its token ids, and for a lossless level with the tensors' dtype."""
     meta, ids = cache.meta, cache.token_ids
     if lossless:
         stored = next(tensor.dtype for tensor in (*cache.keys, *cache.values) if tensor.numel())
@@ -169,26 +163,26 @@ def _named(cache: KVCache, *, lossless: bool) -> CacheMeta:
 
 
 def trial_blob(cache: KVCache, profile: AnyProfile | None = None, *, hidden: Tensor | None = None) -> bytes:
-    """Make a blob of one chunk that takes as long to decode as real ones do, for timing and for warming up.
+    """Make a blob of one chunk that decodes as slowly as a real one, for timing and warm-up.
 
-    With a layered profile its content is random, as wide as the profile expects: what only encoders solve of a profile,
-    seconds for a large model, is neither read nor solved. With another profile, or none, the cache is encoded.
+    With a layered profile the coefficients are random with the profile's scales. This skips the systems that only
+    encoders solve, which takes seconds for a large model. With another profile, or none, the cache is encoded.
 
     Args:
-        cache: Of the model; its layout, length and token ids are used.
-        profile: To decode with; None: the blob carries its own.
+        cache: A cache of the model; its layout, length and token ids are used.
+        profile: The profile to decode with; None for one inside the blob.
         hidden: As for ``encode``.
 
     Returns:
         The blob.
 
     Raises:
-        ArgumentError: As ``encode`` says.
+        ArgumentError: As for ``encode``.
         MismatchError: The profile is of another model.
     """
     if profile is None or profile.codec != CODEC_LAYERED:
         return encode(cache, profile, chunk_tokens=cache.tokens, hidden=hidden)
-    from kvwire.codec.kinds.layered import TrialEncoder  # not needed without a profile
+    from kvwire.codec.kinds.layered import TrialEncoder  # needed only with a layered profile
 
     encoder = TrialEncoder(EncodeRequest(cache, profile, None, cache.tokens, hidden, on_device=False))
     segments = encoder.encode_all([(0, cache.tokens)], 1)

@@ -1,4 +1,4 @@
-"""What a blob says about itself, without decoding it."""
+"""Read and verify what a blob says about itself, without decoding it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def inspect(blob: bytes) -> BlobInfo:
-    """Read what a blob says about itself; segments are not looked at.
+    """Read what a blob says about itself; segments are not read.
 
     Args:
         blob: The whole blob, or its header alone.
@@ -23,7 +23,7 @@ def inspect(blob: bytes) -> BlobInfo:
         Layout, levels, segments and token ids.
 
     Raises:
-        TruncatedError: The header is not complete; ``needed`` says how many bytes to bring.
+        TruncatedError: The header is not complete; ``needed`` says how many bytes it takes.
         CorruptError: The header is damaged.
         FormatVersionError: A later version wrote it.
     """
@@ -31,10 +31,10 @@ def inspect(blob: bytes) -> BlobInfo:
 
 
 def verify(blob: bytes) -> BlobInfo:
-    """Check a whole blob, every segment's checksum included, without decoding it.
+    """Check a whole blob and every segment's checksum without decoding it.
 
     Args:
-        blob: All its bytes.
+        blob: The whole blob.
 
     Returns:
         What the blob says about itself.
@@ -56,14 +56,16 @@ def verify(blob: bytes) -> BlobInfo:
 
 
 def level_index(info: BlobInfo, level: int | str | None) -> int:
-    """Find a level. None is the finest that is not lossless, where there is one: the lossless one is many times larger.
+    """Return a level's index.
+
+    None means the finest lossy level where there is one: the lossless level is many times larger.
 
     Args:
-        info: Of the blob.
+        info: What the blob says about itself.
         level: Index (negative counts from the last), name, or None.
 
     Returns:
-        Its index from 0.
+        The level's index from 0.
 
     Raises:
         ArgumentError: There is no such level; the message names those that exist.

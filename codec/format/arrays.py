@@ -1,4 +1,4 @@
-"""A checked bundle of named arrays: how profiles are stored. See docs/format.md."""
+"""A checked file of named arrays, in which profiles are stored. See docs/format.md."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ if TYPE_CHECKING:
 
 VERSION = (1, 0)
 MAX_PACKED_BYTES = 1 << 20
-"""Raw size up to which an array may be compressed: tables and means are far below. Of larger ones ``PACKED`` tells."""
+"""Largest raw size of a compressed array without ``PACKED``: tables and means are far smaller."""
 MAX_PACKED_TOTAL = 16 << 20
-"""The same for all arrays of a file together: the profile inside a blob of a hundred wide layers needs two."""
+"""The same for all arrays of a file together: a profile inside a blob of a hundred wide layers needs 2 MiB."""
 PACKED = 1
-"""Incompatible flag: larger arrays may be compressed, too, and all compressed ones lie in planes of bytes."""
+"""Incompatible flag: larger arrays may be compressed, too, and all compressed arrays are in byte planes."""
 SECTIONS = 2
-"""Incompatible flag: arrays lie in sections, each with its own digest, so that a reader may fetch the first ones."""
+"""Incompatible flag: arrays are in sections with digests of their own, so that a reader may fetch the first ones."""
 MOST_SECTIONS = 16
 MOST_PACKED = 16
-"""Bytes that a byte of a larger array's frame may stand for: more would let a short file claim much memory."""
+"""Most bytes that one byte of a larger array's frame may unpack to: more would let a short file claim much memory."""
 _PROLOGUE = struct.Struct("<8sHHIIQIII")
-"""magic, major, minor, incompatible flags, compatible flags, file bytes, CRC-32, metadata stored, metadata raw."""
+"""Magic, major, minor, incompatible flags, compatible flags, file bytes, CRC-32, metadata stored, metadata raw."""
 _CRC_AT = 28
 _LEVEL = 6
-"""Of zstd, for small arrays: level 19 takes fifteen times as long and saves 0.3 per cent of a profile's, level 16 seven
-times and 1.3 per cent (ebook-llama-14m)."""
+"""zstd level of small arrays: level 19 takes fifteen times as long and saves 0.3 % of a profile's arrays, level 16
+seven times as long and saves 1.3 % (ebook-llama-14m)."""
 _LITERALS = zstandard.ZstdCompressionParameters(
     compression_level=1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=True
 )
-"""Entries have nothing in common but how often each occurs: matches of few bytes are chance, and cost more than they
-save."""
+"""Large arrays repeat single values, not sequences: short matches are chance and cost more than they save."""
 _DTYPES = ("<f2", "<f4", "<i2", "<u2", "|i1")
 
 Arrays = dict[str, "NDArray[np.generic]"]
 Listed = list[list[Any]]
-"""For each array its name, dtype, shape and stored bytes, in storage order."""
+"""Name, dtype, shape and stored bytes of each array, in storage order."""
 
 
 class Section(NamedTuple):
     """One section of a file.
 
     Attributes:
-        start: First byte in the file.
-        end: The byte after its last.
-        sha256: Of its bytes, in hexadecimal.
-        listed: Its arrays.
+        start: Offset of its first byte in the file.
+        end: Offset after its last byte.
+        sha256: Hexadecimal digest of its bytes.
+        listed: The arrays in it.
     """
 
     start: int
@@ -66,15 +65,15 @@ class Section(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a file says of itself before its first array.
+    """The description of a file before its first array.
 
     Attributes:
-        head: What JSON can hold.
+        head: JSON fields.
         listed: All arrays.
-        sections: Where they lie; none without the flag.
-        start: First byte of the first array.
-        size: Of the file.
-        packed: Whether arrays lie in planes of bytes.
+        sections: All sections; empty without the flag.
+        start: Offset of the first array.
+        size: Bytes of the file.
+        packed: Whether compressed arrays are in byte planes.
     """
 
     head: dict[str, Any]
@@ -106,11 +105,11 @@ def pack_arrays(
         elif not large:
             budget -= array.nbytes
         listed.append([name, array.dtype.newbyteorder("=").str.replace("=", "<"), list(array.shape), len(parts[-1])])
-    told: dict[str, Any] = {"arrays": listed, "head": head}
+    metadata: dict[str, Any] = {"arrays": listed, "head": head}
     if sections:
         stored = dict(zip(names, parts, strict=True))
-        told["sections"] = [_named([stored[name] for name in sorted(section)]) for section in sections]
-    meta, raw = pack_json(told)
+        metadata["sections"] = [_section_entry([stored[name] for name in sorted(section)]) for section in sections]
+    meta, raw = pack_json(metadata)
     size = _PROLOGUE.size + len(meta) + sum(map(len, parts))
     flags = (PACKED if packed else 0) | (SECTIONS if sections else 0)
     blank = _PROLOGUE.pack(magic, *VERSION, flags, 0, size, 0, len(meta), raw)
@@ -120,8 +119,8 @@ def pack_arrays(
     return b"".join([_PROLOGUE.pack(magic, *VERSION, flags, 0, size, crc, len(meta), raw), meta, *parts])
 
 
-def _named(parts: list[bytes]) -> list[Any]:
-    """A section as the metadata names it: its number of arrays, its length and its digest."""
+def _section_entry(parts: list[bytes]) -> list[Any]:
+    """Return a section's metadata: number of arrays, bytes and SHA-256."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -129,23 +128,23 @@ def _named(parts: list[bytes]) -> list[Any]:
 
 
 def _in_planes(array: NDArray[np.generic]) -> bytes:
-    """The lowest byte of every element, then the next one of every element, and so on."""
+    """Return the lowest byte of every element, then the next byte of every element, and so on."""
     return np.ascontiguousarray(array.reshape(-1, 1).view(np.uint8).T).tobytes()
 
 
 def _off_planes(raw: bytes, size: int) -> bytes:
-    """Undo ``_in_planes`` of elements of ``size`` bytes."""
+    """Undo ``_in_planes`` for elements of ``size`` bytes."""
     return np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(size, -1).T).tobytes()
 
 
 def _packed(array: NDArray[np.generic]) -> bytes:
-    """The frame of a large array, or the array itself where that would be no shorter or too short to be believed."""
+    """Return a large array's frame, or the raw array where the frame is no shorter or so short that readers refuse."""
     frame = zstandard.ZstdCompressor(compression_params=_LITERALS).compress(_in_planes(array))
     return frame if len(frame) < array.nbytes <= MOST_PACKED * len(frame) else array.tobytes()
 
 
 def _smaller(raw: bytes, budget: int) -> bytes:
-    """The array itself or its zstd frame, whichever is shorter; frames only where a reader accepts them."""
+    """Return the shorter of an array and its zstd frame; the array where readers would refuse a frame."""
     if len(raw) > min(MAX_PACKED_BYTES, budget):
         return raw
     packed = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(raw)
@@ -154,26 +153,26 @@ def _smaller(raw: bytes, budget: int) -> bytes:
 
 def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any], Arrays]:
     """Read ``pack_arrays``."""
-    told = describe(magic, data, what)
-    if len(data) < told.size:
-        raise TruncatedError(f"the {what} ends after {len(data)} of {told.size} bytes; fetch it again", told.size)
-    if len(data) != told.size:
+    file = describe(magic, data, what)
+    if len(data) < file.size:
+        raise TruncatedError(f"the {what} ends after {len(data)} of {file.size} bytes; fetch it again", file.size)
+    if len(data) != file.size:
         msg = f"the {what}'s checksum does not match its content: it is longer than it says; fetch it again"
         raise CorruptError(msg)
     body = memoryview(data)
-    if not told.sections:
-        return told.head, read_listed(told.listed, body[told.start :], what, packed=told.packed)
+    if not file.sections:
+        return file.head, read_listed(file.listed, body[file.start :], what, packed=file.packed)
     arrays: Arrays = {}
-    for number, section in enumerate(told.sections):
+    for number, section in enumerate(file.sections):
         part = body[section.start : section.end]
         if hashlib.sha256(part).hexdigest() != section.sha256:
             raise CorruptError(f"the {what}'s checksum does not match its content in section {number}; fetch it again")
-        arrays |= read_listed(section.listed, part, what, packed=told.packed)
-    return told.head, arrays
+        arrays |= read_listed(section.listed, part, what, packed=file.packed)
+    return file.head, arrays
 
 
 def describe(magic: bytes, data: bytes, what: str) -> Description:
-    """Read what a file says of itself. Of a file with sections the bytes before the first one will do."""
+    """Read a file's description; of a file with sections, the bytes before the first section suffice."""
     flags, size, meta_stored, meta_raw = _prologue(magic, data, what)
     start = _PROLOGUE.size + meta_stored
     meta = unpack_json(bytes(memoryview(data)[_PROLOGUE.size : start]), meta_raw, what)
@@ -187,7 +186,7 @@ def describe(magic: bytes, data: bytes, what: str) -> Description:
 
 
 def read_listed(listed: Listed, body: memoryview, what: str, *, packed: bool) -> Arrays:
-    """Read arrays that follow each other."""
+    """Read consecutive arrays."""
     out: Arrays = {}
     start = 0
     try:
@@ -210,7 +209,7 @@ def _damaged(what: str, problem: object) -> CorruptError:
 
 
 def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int, int, int]:
-    """Check what comes before the metadata and what the CRC-32 is of; flags, file bytes, metadata stored and raw."""
+    """Check prologue and CRC-32; return flags, file bytes, and stored and raw bytes of the metadata."""
     if data[: len(magic)] != magic[: len(data)] or not data:
         raise CorruptError(f"this is no kvwire {what}: it does not begin with the {what}'s signature")
     if len(data) < _PROLOGUE.size:
@@ -238,7 +237,7 @@ def _raw(dtype: str, shape: list[int]) -> int:
 
 
 def _check_claims(listed: Listed, *, packed: bool) -> None:
-    """Raise ValueError or TypeError where an array is none, or claims more memory than its bytes have earned."""
+    """Raise ValueError or TypeError where an entry is invalid or claims too much memory for its stored bytes."""
     names, budget = set[str](), MAX_PACKED_TOTAL
     for name, dtype, shape, stored in listed:
         counts_fit = all(type(n) is int and n >= 0 for n in (*shape, stored))
@@ -256,7 +255,7 @@ def _check_claims(listed: Listed, *, packed: bool) -> None:
 
 
 def _sections(raw: list[list[Any]], listed: Listed, start: int, size: int) -> tuple[Section, ...]:
-    """Deal the arrays to the sections; raises ValueError or TypeError where they do not fill them."""
+    """Assign the arrays to the sections; raises ValueError or TypeError where they do not fill them."""
     if not 1 <= len(raw) <= MOST_SECTIONS:
         raise ValueError(f"{len(raw)} sections")
     out: list[Section] = []
@@ -273,7 +272,7 @@ def _sections(raw: list[list[Any]], listed: Listed, start: int, size: int) -> tu
 
 
 def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
-    """A copy in native order; raises ValueError where the array is of another type."""
+    """Return a copy in native byte order; raises ValueError where the array has another dtype."""
     if array.dtype.str[1:] not in kinds:
         raise ValueError(f"an array is of type {array.dtype}, not {' or '.join(kinds)}")
     return array.astype(array.dtype.newbyteorder("="))

@@ -1,7 +1,6 @@
-"""The registry of level kinds: codec numbers of docs/format.md, section 2.2, and the module that codes each.
+"""The registry of level kinds: codec numbers (docs/format.md, section 2.2) and the module of each.
 
-A header is parsed by this table alone. The code of a kind is imported when a level of it is encoded or decoded, see
-``kinds.base.kind_of``.
+Parsing a header needs this table alone; ``kinds.base.kind_of`` imports a kind's module to encode or decode.
 """
 
 from __future__ import annotations
@@ -11,34 +10,34 @@ from dataclasses import dataclass
 from kvwire.errors import ArgumentError
 
 MAX_LEVELS = 8
-"""Quality levels of a blob."""
+"""Most levels of a blob."""
 MAX_SINKS = 64
-"""Attention sinks of a blob: each takes a few kilobytes of the header, and is expanded when a decoder is made."""
+"""Most attention sinks of a blob: each takes a few kilobytes of the header, and every decoder expands it."""
 MAX_CHUNK_SYMBOLS = 1 << 30
-"""Tokens times coefficients of a chunk: 4096 tokens of the widest model there is; a lane's length stays in 16 bits."""
+"""Most tokens times coefficients of a chunk: 4096 tokens of the widest model; a lane's length stays in 16 bits."""
 
 
 CODEC_LAYERED = 1
-"""Coefficients in layers that refine each other, in private-lane rANS."""
+"""Coefficients in levels that refine each other, coded by rANS whose lanes have words of their own."""
 CODEC_LOSSLESS = 2
 """Stored numbers bit for bit."""
 CODEC_CACHEGEN = 3
-"""The CacheGen profile's anchors and deltas."""
+"""CacheGen's anchors and deltas."""
 DEFAULT_METHOD = "kvwire"
 
 
 @dataclass(frozen=True)
 class SegmentCodec:
-    """A row of the registry: what a reader of headers knows of a level kind.
+    """A row of the registry: the facts about a level kind that parsing a header needs.
 
     Attributes:
         number: The codec number in levels and in the segment index.
         module: Dotted name of the module whose ``KIND`` is the ``kinds.base.LevelKind``.
-        method: What blobs of such levels are called, in ``BlobInfo.method`` and on the command line.
-        refines: Whether a level adds to the levels below it; a level that does not stands alone, without step or shift.
+        method: Name of the method in ``BlobInfo.method`` and on the command line.
+        refines: Whether a level refines the levels below it; otherwise it decodes alone, without step or shift.
         lossless: Whether a level holds the stored numbers bit for bit, without a profile. Lossless levels come last.
-        error_of: What its measured error is, in words; empty where there is none.
-        profile_magic: First bytes of the stored profiles of the kind; empty where it has none.
+        error_of: Meaning of the measured error, in words; empty where there is none.
+        profile_magic: First bytes of the kind's stored profiles; empty where it has none.
     """
 
     number: int
@@ -71,13 +70,13 @@ def methods() -> tuple[str, ...]:
     """List the methods that a corpus can be encoded with.
 
     Returns:
-        Their names, kvwire's own first.
+        The methods' names, kvwire's own first.
     """
     return tuple(dict.fromkeys(codec.method for codec in CODECS.values()))
 
 
 def codec_of_method(method: str) -> SegmentCodec:
-    """The codec of a method's lossy levels."""
+    """Return the codec of a method's lossy levels."""
     found = [codec for codec in CODECS.values() if codec.method == method and not codec.lossless]
     if not found:
         raise ArgumentError(f"no method {method!r}; there are {', '.join(methods())}")
@@ -85,13 +84,13 @@ def codec_of_method(method: str) -> SegmentCodec:
 
 
 def error_of_method(method: str) -> str:
-    """Say what the measured error of a method's lossy levels is.
+    """Describe the measured error of a method's lossy levels.
 
     Args:
         method: One of ``methods()``.
 
     Returns:
-        The words.
+        The description.
 
     Raises:
         ArgumentError: No lossy kind has this method.

@@ -1,6 +1,6 @@
-"""The blob's header parsed: prologue, metadata, index, token ids. Exactly specified in docs/format.md.
+"""Parse a blob's header: prologue, metadata, index, token ids. Specified in docs/format.md.
 
-Headers come from anyone: sizes are compared with what the input can pay for before anything is allocated.
+Headers are untrusted: claimed sizes are checked against the input's length before anything is allocated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MAX_OFFSET = 1 << 31
 
 
 def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
-    """Read what a blob says about itself, from its first bytes.
+    """Read what a blob says about itself from its first bytes.
 
     Args:
         data: At least the whole header.
@@ -76,7 +76,7 @@ def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
         Layout, levels, segments and token ids.
 
     Raises:
-        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes to bring.
+        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes it takes.
         CorruptError: The header's checksum or content is wrong.
         FormatVersionError: The version, a flag or a codec is not known.
     """
@@ -102,7 +102,7 @@ class _Prologue(NamedTuple):
 
 
 def parse_header(data: bytes, *, check: bool = True) -> Header:
-    """Read a blob's first bytes for the decoder."""
+    """Parse the header in a blob's first bytes; see ``read_header`` for the errors."""
     fields = _prologue(data, check=check)
     parts = _parts(data, fields)
     meta = meta_from_json(parts.metadata.get("meta"))
@@ -140,7 +140,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
 
 
 def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
-    """Head start, calibration of the error, and offset of rotated keys."""
+    """Read prefix layers, calibration of the error, and offset of rotated keys."""
     prefix_layers, raw, offset = (metadata.get(name) for name in ("head_start", "error_to_kl", "offset"))
     try:
         error_to_kl = error_to_kl_from_json(raw)
@@ -154,7 +154,7 @@ def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None
 
 
 def _context(metadata: dict[str, Any]) -> int | None:
-    """The coarsest level that tokens stood at which rows were computed over."""
+    """Read the coarsest level of the tokens that rows were computed over."""
     level = metadata.get("context_level")
     if level is not None and (type(level) is not int or not 0 <= level < MAX_LEVELS):
         raise CorruptError(f"the blob claims rows computed over level {level!r}; fetch it again")
@@ -162,7 +162,7 @@ def _context(metadata: dict[str, Any]) -> int | None:
 
 
 def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
-    """How far tokens move behind other documents, where that was measured."""
+    """Read how far tokens move behind other documents; None where not measured."""
     try:
         return deviation_from_json(metadata.get("deviation"), tokens)
     except (TypeError, ValueError) as error:
@@ -170,7 +170,7 @@ def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
 
 
 def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str) -> Found:
-    """Read an entry of the metadata that is there exactly where the flag says so."""
+    """Read a metadata entry that must be present exactly where the flag is set."""
     try:
         found = read()
     except ValueError as error:
@@ -181,12 +181,12 @@ def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str)
 
 
 def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
-    """Token ids that the document was computed behind."""
+    """Read the token ids that the document was computed behind."""
     return _flagged(lambda: neutral_from_json(metadata.get("neutral_prefix")), fields, NEUTRAL, "a neutral prefix")
 
 
 def _opening(metadata: dict[str, Any]) -> int:
-    """How many tokens of the neutral prefix the tokenizer puts in front of any text."""
+    """Read how many tokens of the neutral prefix the tokenizer puts before any text."""
     opening, neutral = metadata.get("opening", 0), metadata.get("neutral_prefix") or ()
     if type(opening) is not int or not 0 <= opening <= len(neutral):
         msg = f"the blob claims {opening!r} opening tokens in a neutral prefix of {len(neutral)}; fetch it again"
@@ -195,7 +195,7 @@ def _opening(metadata: dict[str, Any]) -> int:
 
 
 def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
-    """Which soft tokens the document has; no other ids lie beyond them."""
+    """Read the name of the document's soft tokens, which have the highest token ids."""
     raw = metadata.get("soft_tokens")
     soft = _flagged(lambda: None if raw is None else soft_from_json(raw), fields, SOFT, "soft tokens")
     if soft is not None and (token_ids is None or max(token_ids) >= soft.first + soft.count):
@@ -204,12 +204,12 @@ def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...
 
 
 def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
-    """What a part of a document stands behind."""
+    """Read the name of the tokens before a part of a document."""
     return _flagged(lambda: prefix_from_json(metadata.get("prefix")), fields, PART, "what it is a part of")
 
 
 def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
-    """Places of attention sinks and the bytes of each: they are written over layered levels of whole caches."""
+    """Read token index and stored bytes of each attention sink; pruned caches have none."""
     sinks = _flagged(lambda: sinks_from_json(metadata.get("sinks"), fields.tokens), fields, SINKS, "attention sinks")
     if sinks and metadata.get("kept_bytes"):
         msg = "the blob has attention sinks, and entries that were pruned, which no writer does; fetch it again"
@@ -218,7 +218,7 @@ def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
 
 
 def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
-    """Bytes of the first token as it begins a prompt; there exactly where the flag says so, behind a neutral prefix."""
+    """Read the size in bytes of the first token's frame for documents that begin a prompt; 0 for none."""
     size = metadata.get("beginning", 0)
     if type(size) is not int or size < 0 or bool(size) != bool(fields.flags & BEGINNING):
         raise CorruptError("the blob's flags and its metadata disagree on how it begins a prompt; fetch it again")
@@ -255,7 +255,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
 
 
 def _header_crc(header: bytes) -> int:
-    """CRC-32 of the header with zeros in the checksum's own place."""
+    """Compute the header's CRC-32 with zeros in place of the checksum."""
     crc = crc32(bytes(4), crc32(header[:CRC_AT]))
     return crc32(header[CRC_AT + 4 :], crc)
 
@@ -271,7 +271,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: bytes, fields: _Prologue) -> _Parts:
-    """Metadata, index ``[chunks, levels]``, token ids, profile inside, kept, sinks, beginning: they fill the header."""
+    """Split the header into its parts, which must fill it; the index is ``[chunks, levels]``."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
     room = fields.header_bytes - PROLOGUE.size - sum(sizes)
@@ -319,7 +319,7 @@ def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN4
 
 
 def _check_chunks(fields: _Prologue, levels: tuple[Level, ...], elements_of_token: int) -> None:
-    """Levels that decode alone code every element; of layered ones the profile says how many coefficients there are."""
+    """Bound the symbols of a chunk's independent levels; the profile bounds those of layered levels."""
     numbers = min(fields.tokens, fields.chunk_tokens) * elements_of_token
     if numbers > MAX_CHUNK_SYMBOLS and any(level.independent for level in levels):
         msg = f"the blob claims {numbers} numbers a chunk, {MAX_CHUNK_SYMBOLS} are allowed; fetch it again"
@@ -329,7 +329,7 @@ def _check_chunks(fields: _Prologue, levels: tuple[Level, ...], elements_of_toke
 def _segments(
     index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]
 ) -> tuple[tuple[SegmentInfo, ...], ...]:
-    """Index entries in payload order: no gap, no overlap, nothing past the end."""
+    """Read the index; segments must follow each other without gap or overlap up to the blob's end."""
     rows, expected = [], fields.header_bytes
     for chunk, row in enumerate(index.tolist()):
         present = [entry for entry in row if entry[0] != MISSING]
@@ -372,13 +372,13 @@ def _level_infos(
         kinds = (level.independent, level.lossless)
         out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, *kinds, kl))
     before = None if context is None else out[min(context, len(out) - 1)].predicted_kl
-    if before is not None:  # what the rows were off by when they were coded is added to what coding does
+    if before is not None:  # the error of the rows before coding adds to the error of coding
         out = [replace(each, predicted_kl=each.predicted_kl and each.predicted_kl + before) for each in out]
     return tuple(out)
 
 
 def _predicted_kl(error: float, scale: float, exponent: float) -> float:
-    """``scale * error^exponent``; raises CorruptError where that is no number."""
+    """Return ``scale * error^exponent``; raises CorruptError where it is infinite."""
     try:
         kl: float = scale * error**exponent
     except OverflowError:
@@ -390,9 +390,9 @@ def _predicted_kl(error: float, scale: float, exponent: float) -> float:
 
 
 def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
-    """The chunks' errors, weighted by their tokens."""
+    """Return the mean of the chunks' errors, weighted by their tokens."""
     present = column["offset"] != MISSING
-    errors, energies = column["error"][present], column["energy"][present]  # not cast: that may warn of a NaN
+    errors, energies = column["error"][present], column["energy"][present]  # not cast yet: casting a NaN may warn
     if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
         raise CorruptError("the blob's index holds impossible errors; fetch the blob's header again")
     return float(errors.astype(np.float64) @ tokens[present]) / float(tokens[present].sum()) if present.any() else 0.0

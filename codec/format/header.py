@@ -1,4 +1,4 @@
-"""What a blob's header holds, the masks of pruned caches included. Exactly specified in docs/format.md."""
+"""Fields of a blob's header, including the masks of pruned caches. Specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 
 
 MAX_SOFT = 4096
-"""Soft tokens of one file."""
+"""Most soft tokens of one file."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 MIN_BITS = 8
-"""Every token costs a byte, known or not: a blob cannot claim tokens that it does not pay for."""
+"""Every token takes at least a byte, even without ids, so that a short blob cannot claim many tokens."""
 MAX_BITS = 32
 Kept: TypeAlias = "tuple[torch.Tensor | None, ...]"
-"""For each layer a bool ``[kv_heads, tokens]``, None where it holds everything."""
+"""Masks of a pruned cache: bool ``[kv_heads, tokens]`` for each layer, None where it holds everything."""
 _MOST_PACKED = 256
-"""Bytes that a byte of the frame may stand for: more would let a short file claim much memory."""
+"""Most bytes that one byte of the frame may unpack to: more would let a short file claim much memory."""
 MAGIC = b"\x89KVW\r\n\x1a\n"
 VERSION = (1, 0)
 ALIGNMENT = 64
-"""The payload begins on a cache line; segments follow each other without padding."""
+"""Bytes: the payload begins on a cache line; segments follow without padding."""
 MAX_HEADER_BYTES = 16 << 20
 """A million tokens in chunks of 256 with four levels take 3 MiB."""
 MAX_CHUNK_TOKENS = 4096
-"""A chunk's working set must stay small against the cache."""
+"""A chunk's working set must stay small compared with the cache."""
 MISSING = 0xFFFF_FFFF_FFFF_FFFF
 """Offset of a segment that is not in the blob."""
 MAX_STEP = 2.0**64
 MAX_SHIFT = 1024
-"""Steps and shifts beyond these, or below one over MAX_STEP, leave the range of float32 and of the classes."""
+"""Steps above this or below ``1 / MAX_STEP``, and larger shifts, leave the range of float32 or of the classes."""
 PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
-"""magic, major, minor, incompatible flags, compatible flags, header bytes, file bytes, CRC-32 of the header, metadata
+"""Magic, major, minor, incompatible flags, compatible flags, header bytes, file bytes, CRC-32 of the header, metadata
 stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
 inside."""
 NEUTRAL = 1
-"""Incompatible flag: the document was computed behind other tokens, which recomputing any of it needs."""
+"""Incompatible flag: the document was computed behind other tokens, which recomputation needs."""
 SOFT = 2
-"""Incompatible flag: some token ids are those of trained embeddings, which no vocabulary has."""
+"""Incompatible flag: some token ids are of trained embeddings, which are in no vocabulary."""
 PART = 4
 """Incompatible flag: the blob is a part of a document, and its numbers depend on the tokens before it."""
 SINKS = 8
-"""Incompatible flag: some tokens are attention sinks, which stand in the header and not in the segments."""
+"""Incompatible flag: some tokens are attention sinks, stored in the header and not in the segments."""
 BEGINNING = 16
-"""Incompatible flag: the header has the first token as it is where the document begins a prompt."""
+"""Incompatible flag: the header stores the first token for prompts that begin with the document."""
 CRC_AT = 36
 ENTRY = np.dtype(
     [
@@ -69,11 +69,11 @@ ENTRY = np.dtype(
     ]
 )  # fmt: skip
 _STORED_AT, _RAW_AT = 8, 9
-"""Lengths of the metadata, among the fields of the prologue."""
+"""Indices of the metadata's stored and raw length among the prologue's fields."""
 
 
 def soft_to_json(soft: SoftTokensName) -> list[Any]:
-    """Write down which soft tokens a document has."""
+    """Write the name of a document's soft tokens."""
     raw = [soft.digest, soft.first, soft.count]
     try:
         soft_from_json(raw)
@@ -83,7 +83,7 @@ def soft_to_json(soft: SoftTokensName) -> list[Any]:
 
 
 def soft_from_json(raw: Any) -> SoftTokensName:  # noqa: ANN401 - JSON
-    """Read which soft tokens a document has."""
+    """Read the name of a document's soft tokens."""
     sound = isinstance(raw, list) and [type(each) for each in raw] == [str, int, int]
     if not sound or not _DIGEST.fullmatch(raw[0]) or not 0 < raw[2] <= MAX_SOFT or not 0 < raw[1] <= (1 << 32) - raw[2]:
         raise ValueError(f"soft tokens are named by a SHA-256, their first id and their number, at most {MAX_SOFT}")
@@ -91,7 +91,7 @@ def soft_from_json(raw: Any) -> SoftTokensName:  # noqa: ANN401 - JSON
 
 
 def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
-    """Pack token ids, lowest bit first."""
+    """Pack token ids, lowest bit first; return the bits of an id and the bytes."""
     if ids is None:
         return 0, bytes(tokens)
     bits = max(MIN_BITS, max(ids).bit_length())
@@ -108,7 +108,7 @@ def id_bytes(tokens: int, bits: int) -> int:
 
 
 def unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
-    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in."""
+    """Read ``pack_ids``; an id of up to 32 bits spans at most five bytes."""
     if not bits:
         return None
     padded = np.frombuffer(data + bytes(5), np.uint8)
@@ -121,7 +121,7 @@ def unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
 
 
 def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
-    """Pack which entries a cache holds: bits of all layers with a cache, each from a byte on."""
+    """Pack the masks of a pruned cache: bits of each layer with a cache, padded to whole bytes."""
     parts = [
         np.packbits(np.ones(spec.kv_heads * tokens, bool) if mask is None else mask.cpu().numpy(), axis=None)
         for spec, mask in zip(layers, kept, strict=True)
@@ -133,7 +133,7 @@ def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
 
 
 def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[int]:
-    """Count the bytes of each layer's bits."""
+    """Return the bytes of each layer's mask bits."""
     sizes = [0 if spec.kind == "none" else -(-spec.kv_heads * tokens // 8) for spec in layers]
     if not len(data) <= sum(sizes) <= _MOST_PACKED * len(data):
         raise CorruptError("the blob's list of kept entries does not fit its layout; fetch it again")
@@ -142,7 +142,7 @@ def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[
 
 def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
     """Read ``pack_kept``."""
-    import torch  # which no server of blobs needs
+    import torch  # servers of blobs do without
 
     sizes = kept_sizes(data, layers, tokens)
     raw = data if len(data) == sum(sizes) else decompress(data, sum(sizes), "list of kept entries")
@@ -158,13 +158,13 @@ def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept
 
 @dataclass(frozen=True)
 class Level:
-    """A level as the encoder made it.
+    """A level as stored in the metadata.
 
     Attributes:
-        name: What users call it.
-        step: Quantiser step of a level that refines others; 0 for levels that stand alone.
-        shift: Classes to subtract at that step; 0 for levels that stand alone.
-        codec: Number of the level kind, of all its segments; see ``codecs.CODECS``.
+        name: The level's name for users.
+        step: Quantiser step of a refining level; 0 for an independent one.
+        shift: Classes to subtract at that step; 0 for an independent level.
+        codec: Codec number of all its segments; see ``codecs.CODECS``.
     """
 
     name: str
@@ -174,18 +174,18 @@ class Level:
 
     @property
     def independent(self) -> bool:
-        """Whether its segments decode without those of the levels below."""
+        """Whether the level's segments decode without those of lower levels."""
         return not CODECS[self.codec].refines
 
     @property
     def lossless(self) -> bool:
-        """Whether its segments hold the stored numbers bit for bit."""
+        """Whether the level's segments hold the stored numbers bit for bit."""
         return CODECS[self.codec].lossless
 
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """A parsed header: what every reader sees (``info``) and what the decoder alone needs.
+    """A parsed header: ``info`` for every reader, the other fields for decoders.
 
     Attributes:
         info: What the blob says about itself.
@@ -193,9 +193,8 @@ class Header:
         profile_bytes: The profile inside the blob; empty where it names one or needs none.
         kept_bits: ``kept`` as stored; empty where nothing was pruned.
         offset: Position of the first token where lossless levels hold rotated keys; None where keys are un-rotated.
-        sink_frames: What each of ``info.sinks`` differs by from the profile's row of sinks, see ``pack_sink``.
-        beginning: The same of the first token where the document begins a prompt; empty where it stands nowhere else
-            than it was computed.
+        sink_frames: Difference of each of ``info.sinks`` from the profile's sink row, see ``pack_sink``.
+        beginning: The same for the first token of a document that begins a prompt; empty for none.
     """
 
     info: BlobInfo
@@ -208,20 +207,17 @@ class Header:
 
     @property
     def lossy_codec(self) -> int | None:
-        """Codec of the levels that are not lossless; None where there are none. A blob has one at most."""
+        """Codec of the lossy levels, one at most; None where there are none."""
         return next((level.codec for level in self.levels if not level.lossless), None)
 
     @cached_property
     def kept(self) -> Kept | None:
-        """For each layer a bool ``[kv_heads, tokens]`` of what the cache holds, None where it holds everything.
-
-        None alone where nothing was pruned.
-        """
+        """Masks of a pruned cache; None where nothing was pruned."""
         return unpack_kept(self.kept_bits, self.info.meta.layers, self.info.tokens) if self.kept_bits else None
 
 
 def header_names(blob: bytes) -> Iterator[str]:
-    """Every text in a blob's metadata: of model, revision and levels among them."""
+    """Yield every string in a blob's metadata, such as names of model, revision and levels."""
     if not blob.startswith(MAGIC) or len(blob) < PROLOGUE.size:
         return
     fields = PROLOGUE.unpack_from(blob)

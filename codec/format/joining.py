@@ -1,7 +1,7 @@
-"""Headers of a document's parts, joined into the header of the whole document.
+"""Join the headers of a document's parts into one header of the whole document.
 
-Parts follow each other in the order of their tokens, and each names all tokens before its own by their digest. The
-joined header describes an object that is nowhere stored as one: the parts' headers in a row, then their payloads.
+Parts follow in the order of their tokens; each names all tokens before its own by their digest. The joined header
+describes a virtual blob: the parts' headers in a row, then their payloads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADVICE = "encode the whole document anew"
 
 
 def join_headers(headers: Sequence[Header]) -> Header:
-    """Join the parts' plain headers into one that decodes chunks of all of them."""
+    """Join the parts' headers into one that decodes chunks of all parts."""
     first, info = headers[0], join_infos([header.info for header in headers])
     for header in headers:
         start = 0 if header.info.prefix is None else header.info.prefix.tokens
@@ -42,11 +42,11 @@ def join_headers(headers: Sequence[Header]) -> Header:
 
 
 def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
-    """Join what the parts' blobs say of themselves."""
+    """Join the parts' ``BlobInfo``."""
     first = infos[0]
     ids, digest = _chained(infos)
     for info in infos:
-        if _coded_as(info) != _coded_as(first):
+        if _shared_settings(info) != _shared_settings(first):
             raise MismatchError(f"the parts of the document are of several models, profiles or ladders: {_ADVICE}")
     starts, segments = _placed(infos)
     return replace(
@@ -66,22 +66,24 @@ def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
     )
 
 
-def _coded_as(info: BlobInfo) -> tuple[object, ...]:
-    """What all parts of a document have alike."""
+def _shared_settings(info: BlobInfo) -> tuple[object, ...]:
+    """Return the settings that must be equal in all parts of a document."""
     names = [level.name for level in info.levels]
     behind = (info.prefix_layers, info.neutral_prefix, info.opening, info.soft_tokens)
     return replace(info.meta, token_digest=""), info.profile_digest, names, behind
 
 
 def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
-    """All token ids and their digest; raises CorruptError where a part does not stand behind those before it."""
+    """Return all token ids and their digest; raises CorruptError where a part does not follow those before it."""
     ids: list[int] = []
     digest = hashlib.sha256()
     for number, info in enumerate(infos):
         expected = BlobPrefix(len(ids), digest.hexdigest()) if number else None
         if (info.prefix and replace(info.prefix, document="")) != expected:
-            told = "no part" if info.prefix is None else f"behind {info.prefix.tokens} tokens"
-            msg = f"part {number} of the document is not the one behind its first {len(ids)} tokens ({told}): {_ADVICE}"
+            found = "no part" if info.prefix is None else f"behind {info.prefix.tokens} tokens"
+            msg = (
+                f"part {number} of the document is not the one behind its first {len(ids)} tokens ({found}): {_ADVICE}"
+            )
             raise CorruptError(msg)
         if info.token_ids is None:
             raise CorruptError(f"part {number} of the document does not say its token ids: {_ADVICE}")
@@ -91,13 +93,13 @@ def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
 
 
 def _sinks(infos: Sequence[BlobInfo]) -> tuple[int, ...]:
-    """Attention sinks of all parts."""
+    """Return the attention sinks of all parts by token index in the document."""
     starts = itertools.accumulate((info.tokens for info in infos), initial=0)
     return tuple(start + at for start, info in zip(starts, infos, strict=False) for at in info.sinks)
 
 
 def _placed(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], tuple[tuple[SegmentInfo, ...], ...]]:
-    """First tokens of all chunks, and their segments, numbered and moved."""
+    """Return each chunk's first token, and its segments with the document's chunk numbers and offsets."""
     starts: list[int] = []
     rows: list[tuple[SegmentInfo, ...]] = []
     tokens, at = 0, sum(info.header_bytes for info in infos)
@@ -114,7 +116,7 @@ def _placed(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], tuple[tuple[Seg
 
 
 def _joined(infos: Sequence[BlobInfo], number: int) -> LevelInfo:
-    """A level of all parts: bytes add up, errors are means over tokens."""
+    """Join one level of all parts: bytes are summed, errors averaged over tokens."""
     levels, tokens = [info.levels[number] for info in infos], sum(info.tokens for info in infos)
     cumulative = sum(level.cumulative_bytes for level in levels)
 

@@ -1,4 +1,4 @@
-"""Cache layouts and metadata as JSON, and JSON read from strangers."""
+"""Cache layouts and metadata as JSON, and checked reading of untrusted JSON."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
 MAX_JSON_BYTES = 1 << 20
-"""Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
+"""A thousand layers take a tenth of this; hostile text of this length makes some tens of megabytes of objects."""
 _MAX_BLOCK = 1 << 16
-"""Tokens that share a deviation."""
+"""Most tokens that share a deviation."""
 MAX_NEUTRAL = 4096
-"""Tokens of a neutral prefix."""
+"""Most tokens of a neutral prefix."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _MAX_DIM = 1 << 20
-"""Wider than any layer; products of two still fit 64 bits with room to spare."""
+"""Larger than any layer's dimensions; products of two still fit 64 bits."""
 MAX_WIDTH = 1 << 23
-"""Elements for one token, all layers together: some times those of the widest models without shared heads."""
+"""Most elements for one token in all layers: several times those of the widest models without shared heads."""
 _STEEPEST = 8.0
-"""Exponent of ``error_to_kl`` at most."""
+"""Largest exponent of ``error_to_kl``."""
 _PAIR = 2
 _SHORT = 6
-"""Columns of a layer whose values carry no position and whose keys' rotary part comes first."""
+"""Fields of a layer row that omits ``value_rope`` (None) and ``key_rope_start`` (0)."""
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
-    """Write canonical JSON, zstd-compressed."""
+    """Write canonical JSON, zstd-compressed; return it with its raw length in bytes."""
     raw = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw), len(raw)
 
@@ -58,9 +58,9 @@ def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
 
 
 def decompress(data: bytes, raw_length: int, what: str) -> bytes:
-    """Undo zstd into exactly so many bytes, and never allocate more.
+    """Decompress a zstd frame into exactly ``raw_length`` bytes.
 
-    The frame's own claim is compared first, since the decompressor allocates by it.
+    The frame's claimed size is compared first, since the decompressor allocates by it.
     """
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
@@ -78,7 +78,7 @@ def elements_per_token(layers: tuple[LayerSpec, ...]) -> int:
 
 
 def shapes_of(layers: tuple[LayerSpec, ...]) -> list[tuple[bool, int, int, int]]:
-    """List what must agree for one cache's coefficients to fit another's layers."""
+    """List the shapes that must be equal for one cache's coefficients to fit another's layers."""
     return [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in layers]
 
 
@@ -130,7 +130,7 @@ def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
             _check_rope(spec, ropes)
         names = ("model_id", "model_revision", "tokenizer_digest", "dtype", "token_digest")
         if any(not isinstance(fields[name], str) for name in names):
-            raise ValueError("a name is not a string")  # noqa: TRY301 - retold below
+            raise ValueError("a name is not a string")  # noqa: TRY301 - reported below
         return CacheMeta(**{name: fields[name] for name in names}, layers=layers, ropes=ropes, positions="off")
     except (KeyError, TypeError, ValueError, OverflowError, ArgumentError) as error:
         raise CorruptError(f"the blob's metadata is damaged ({error}); fetch it again") from error
@@ -182,7 +182,7 @@ def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa
 
 
 def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
-    """Read the token ids that stood before a document when it was computed."""
+    """Read the token ids that a document was computed behind."""
     if raw is None:
         return ()
     sound = isinstance(raw, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in raw)
@@ -204,13 +204,13 @@ def sinks_from_json(raw: Any, tokens: int) -> dict[int, int]:  # noqa: ANN401 - 
 
 
 def _is_sink(raw: Any) -> bool:  # noqa: ANN401 - JSON
-    """Whether it is a place and a size above 0."""
+    """Return whether the JSON is a token index and a size above 0."""
     pair = isinstance(raw, list) and len(raw) == _PAIR and all(type(number) is int for number in raw)
     return pair and raw[0] >= 0 and 0 < raw[1] < 1 << 32
 
 
 def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON
-    """Read what a part of a document stands behind."""
+    """Read the name of the tokens before a part of a document."""
     match raw:
         case None:
             return None
@@ -221,7 +221,7 @@ def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON
 
 
 class Fitted(Protocol):
-    """What was fitted on caches of one model."""
+    """A profile that was fitted on caches of one model."""
 
     @property
     def model_id(self) -> str:
@@ -229,15 +229,15 @@ class Fitted(Protocol):
 
     @property
     def model_revision(self) -> str:
-        """Its revision; empty where it is not known."""
+        """The model's revision; empty where it is not known."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Its layers."""
+        """The model's layers."""
 
 
 def check_model(profile: Fitted, meta: CacheMeta, what: str, fit: str) -> None:
-    """Compare a profile's model with a cache's."""
+    """Raise MismatchError where a profile's layout or model differs from a cache's."""
     if shapes_of(meta.layers) != shapes_of(profile.layers):
         raise MismatchError(f"the {what} fits another cache layout; fit one on caches of this model ({fit})")
     if profile.model_revision and meta.model_revision and profile.model_revision != meta.model_revision:

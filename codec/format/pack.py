@@ -1,4 +1,4 @@
-"""A blob's bytes from its header and segments. Exactly specified in docs/format.md."""
+"""Write a blob's header and segments. Specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, SoftTokensName
 
 _LARGEST_ERROR = 1e38
-"""Float32 holds it."""
+"""Just below the largest float32, in which the index stores errors."""
 
 
-class Coded(NamedTuple):
-    """One segment as encoded, and how far the chunk is off once it is decoded up to here.
+class EncodedSegment(NamedTuple):
+    """One encoded segment, and the error of its chunk decoded up to this level.
 
     Attributes:
         data: The segment's bytes.
-        symbols: How many it codes.
-        error: Squared error for each element in the kind's metric; for layered levels the attention metric, in the
+        symbols: Number of coded symbols.
+        error: Squared error per element in the kind's metric; for layered levels the attention metric, in the
             profile's unit.
-        energy: Of the same unit, what the profile does not expect of the chunk.
+        energy: Squared difference per element between chunk and prediction, in the same unit.
     """
 
     data: bytes
@@ -68,27 +68,27 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What the encoder hands to ``pack_blob``.
+    """A blob's contents, the input of ``pack_blob``.
 
     Attributes:
-        meta: Of the cache.
+        meta: The cache's meta.
         token_ids: None where they are not known.
-        tokens: Of the document.
+        tokens: Number of the document's tokens.
         chunk_tokens: Tokens of every chunk but the last.
-        levels: In the blob's order.
-        profile_digest: Name of the profile; empty where it is inside or none is needed.
+        levels: The levels in the blob's order.
+        profile_digest: SHA-256 of the profile; empty where it is inside or none is needed.
         profile_bytes: The profile inside; empty for none.
         segments: ``[chunk][level]``.
-        prefix_layers: The profile's own.
-        error_to_kl: The profile's own.
-        kept: What a pruned cache holds; None where nothing was pruned.
+        prefix_layers: The profile's prefix layers.
+        error_to_kl: The profile's ``(a, b)`` of ``KL = a * error^b``.
+        kept: Masks of a pruned cache; None where nothing was pruned.
         deviation: How far tokens move behind other documents; None where not measured.
         neutral_prefix: Token ids that the document was computed behind.
-        soft_tokens: Which soft tokens some of its token ids are.
-        prefix: What of the document the tokens stand behind; None: nothing, they are all of it.
-        sinks: What is stored of each attention sink, by its place; in order.
-        opening: How many of ``neutral_prefix``, the first ones, the tokenizer puts in front of any text.
-        beginning: What is stored of the first token where the document begins a prompt; empty for nothing.
+        soft_tokens: Names the soft tokens among the token ids.
+        prefix: The document's tokens before these; None where there are none.
+        sinks: Stored bytes of each attention sink by token index, ascending.
+        opening: Number of tokens at the start of ``neutral_prefix`` that the tokenizer puts before any text.
+        beginning: Stored bytes of the first token for a document that begins a prompt; empty for none.
         context_level: See ``BlobInfo``.
     """
 
@@ -99,7 +99,7 @@ class Draft:
     levels: tuple[Level, ...]
     profile_digest: str
     profile_bytes: bytes
-    segments: Sequence[Sequence[Coded]]
+    segments: Sequence[Sequence[EncodedSegment]]
     prefix_layers: int = 0
     error_to_kl: tuple[float, float] | None = None
     kept: Kept | None = None
@@ -114,7 +114,7 @@ class Draft:
 
 
 def pack_blob(draft: Draft) -> bytes:
-    """Lay out a whole blob."""
+    """Return a whole blob's bytes."""
     if elements_per_token(draft.meta.layers) > MAX_WIDTH:
         msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
         raise ArgumentError(msg)
@@ -144,7 +144,7 @@ def pack_blob(draft: Draft) -> bytes:
 
 
 def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
-    """The metadata's frame and its raw length; raises ArgumentError where readers would not take it."""
+    """Return the metadata's frame and raw length; raises ArgumentError where readers would refuse it."""
     fields = {
         "meta": meta_to_json(draft.meta),
         "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
@@ -154,15 +154,15 @@ def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
         "offset": draft.meta.offset if draft.meta.positions == "on" else None,
         "kept_bytes": kept_bytes,
     }
-    frame, raw = pack_json(fields | _rare(draft))
+    frame, raw = pack_json(fields | _optional_fields(draft))
     if raw > MAX_JSON_BYTES:
         msg = f"the blob's metadata would take {raw} bytes of {MAX_JSON_BYTES} allowed; use larger blocks of deviations"
         raise ArgumentError(msg)
     return frame, raw
 
 
-def _rare(draft: Draft) -> dict[str, Any]:
-    """What few documents have: a blob without stays byte for byte what it was."""
+def _optional_fields(draft: Draft) -> dict[str, Any]:
+    """Return the metadata that few documents have; left out elsewhere, so older blobs stay the same bytes."""
     fields: dict[str, Any] = {}
     record = draft.deviation
     if record is not None and len(record.codes) != -(-draft.tokens // record.block):
@@ -170,7 +170,7 @@ def _rare(draft: Draft) -> dict[str, Any]:
         raise ArgumentError(msg)
     if record is not None:
         fields["deviation"] = deviation_to_json(record)
-    fields |= _behind(draft)
+    fields |= _neutral_fields(draft)
     if draft.soft_tokens is not None:
         fields["soft_tokens"] = soft_to_json(draft.soft_tokens)
     if draft.prefix:
@@ -184,8 +184,8 @@ def _rare(draft: Draft) -> dict[str, Any]:
     return fields
 
 
-def _behind(draft: Draft) -> dict[str, Any]:
-    """The neutral prefix, and how much of it opens every text."""
+def _neutral_fields(draft: Draft) -> dict[str, Any]:
+    """Return the metadata of the neutral prefix and the tokenizer's opening tokens in it."""
     fields: dict[str, Any] = {}
     if len(draft.neutral_prefix) > MAX_NEUTRAL:
         raise ArgumentError(f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}")

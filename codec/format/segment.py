@@ -1,7 +1,7 @@
-"""One segment: one level of one chunk, as bytes. Exactly specified in docs/format.md.
+"""A segment: the bytes of one level of one chunk. Specified in docs/format.md.
 
-A column (a coefficient over the chunk's tokens) enters the stream at the first level at which any of its symbols is not
-zero; that level's segment names its class. From then on every level refines it.
+A column (a coefficient over the chunk's tokens) enters at the first level with a symbol other than zero; that level's
+segment names the column's class. Every later level refines it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _HEADER = struct.Struct("<IIIHH")
-"""words, class bytes, escape bytes, lanes, reserved."""
+"""Words, class bytes, escape bytes, lanes, reserved."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkSegments:
-    """A chunk to decode, checked against the index already.
+    """A chunk to decode, already checked against the index.
 
     Attributes:
-        chunk: Its index in the blob.
-        level: The level to decode it at.
-        segments: What ``BlobInfo.reads`` names for that level, in order.
+        chunk: Index of the chunk in the blob.
+        level: Index of the level to decode.
+        segments: The segments that ``BlobInfo.reads`` names for that level, in order.
     """
 
     chunk: int
@@ -54,14 +54,14 @@ class ChunkSegments:
 
 @dataclass(eq=False)
 class SegmentState:
-    """What encoder and decoder both know of a chunk after some levels.
+    """The shared state of encoder and decoder after some levels of a chunk.
 
     Attributes:
-        tokens: Of the chunk.
+        tokens: Tokens of the chunk.
         spread: int64 ``[columns]``, class of each column at unit step, from the profile.
-        tables: The entropy coder's.
-        classes: int64 ``[columns]``, 0 while a column is not coded, else its class at the latest level.
-        values: int32 ``[tokens, columns]``, the quantised coefficients at the latest level.
+        tables: The entropy coder's tables.
+        classes: int64 ``[columns]``, class of each column at the latest level; 0 while it is not coded.
+        values: int32 ``[tokens, columns]``, quantised coefficients at the latest level.
     """
 
     tokens: int
@@ -71,24 +71,24 @@ class SegmentState:
     values: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin with nothing coded."""
+        """Start with no coded column."""
         self.classes = np.zeros(len(self.spread), np.int64)
         self.values = np.zeros((self.tokens, len(self.spread)), np.int32)
 
     @property
     def columns(self) -> NDArray[np.uint32]:
-        """Indices of the coded columns, ascending."""
+        """Indices of the coded columns in ascending order."""
         return np.flatnonzero(self.classes).astype(np.uint32)
 
     def contexts(self) -> NDArray[np.uint8]:
-        """Compute the contexts of the next refinement."""
+        """Compute the contexts of the next refinement, uint8 ``[tokens, columns]``."""
         columns = self.columns
         out = np.empty((self.tokens, len(columns)), np.uint8)
         kernels.contexts_of(self.values, columns, out)
         return out
 
     def enter(self, fresh: NDArray[np.intp], classes: NDArray[np.int64]) -> None:
-        """Go one level up: coded columns rise by the grid's share of a level."""
+        """Go one level up: raise the classes of coded columns by a level and add the entering ones."""
         self.classes = np.where(self.classes > 0, clip_class(self.classes + GRID_PER_LEVEL), 0)
         self.classes[fresh] = classes
 
@@ -100,7 +100,7 @@ def encode_segment(
     values: NDArray[np.int32],
     refinement: NDArray[np.uint8] | None,
 ) -> tuple[bytes, int]:
-    """Write the next level of a chunk and advance the state to it: the readable twin of ``transform.levels``."""
+    """Encode the next level of a chunk and advance the state; the readable twin of ``transform.levels``."""
     entering = np.asarray(values.any(axis=0))
     codes = enter_level(state, shift, wanted, entering)
     escapes = b""
@@ -116,7 +116,7 @@ def encode_segment(
 
 
 def enter_level(state: SegmentState, shift: int, wanted: NDArray[np.int64], entering: NDArray[np.bool_]) -> bytes:
-    """Advance a state's classes to the next level, values aside."""
+    """Advance a state's classes to the next level; return the class codes of the open columns."""
     open_columns = np.flatnonzero(state.classes == 0)
     entering = entering[open_columns]
     fresh = open_columns[entering]
@@ -138,7 +138,7 @@ def _encode_base(state: SegmentState, values: NDArray[np.int32]) -> tuple[Lanes,
 
 
 def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
-    """Join a segment's parts; docs/format.md, section 4."""
+    """Join a segment's parts; see docs/format.md, section 4."""
     packed_classes, packed_escapes = _compressed(classes), _compressed(escapes)
     header = _HEADER.pack(len(stream.words), len(packed_classes), len(packed_escapes), len(stream.states), 0)
     lanes = np.asarray(stream.states, "<u4"), np.asarray(stream.counts, "<u2"), np.asarray(stream.words, "<u2")
@@ -149,7 +149,10 @@ _own = threading.local()
 
 
 def _compressed(data: bytes) -> bytes:
-    """A zstd frame; nothing of nothing. Each thread keeps its compressor, which takes longer to make than to use."""
+    """Return a zstd frame; empty input stays empty.
+
+    Each thread reuses its compressor: making one takes longer than using it.
+    """
     if not data:
         return b""
     if not hasattr(_own, "compressor"):
@@ -159,7 +162,7 @@ def _compressed(data: bytes) -> bytes:
 
 
 def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
-    """Advance a state by one level from a segment's bytes."""
+    """Decode a segment and advance the state by its level; return the number of symbols."""
     open_columns = np.flatnonzero(state.classes == 0)
     classes, escapes, stream = _unpack(data, len(open_columns))
     codes = np.frombuffer(classes, np.uint8).astype(np.int64)
@@ -178,15 +181,15 @@ def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, 
     return symbols.size
 
 
-class Parts(NamedTuple):
-    """A segment taken apart.
+class SegmentParts(NamedTuple):
+    """The parts of a segment's bytes.
 
     Attributes:
-        classes: Codes of the open columns.
+        classes: Class codes of the open columns.
         escapes: Packed escapes.
-        states: uint32 ``[lanes]``, as in the bytes.
-        counts: uint16 ``[lanes]``, words of each lane.
-        words: uint16, lane after lane.
+        states: Little-endian uint32 ``[lanes]``.
+        counts: Little-endian uint16 ``[lanes]``, words of each lane.
+        words: Little-endian uint16, lane after lane.
     """
 
     classes: bytes
@@ -196,8 +199,8 @@ class Parts(NamedTuple):
     words: NDArray[np.uint16]
 
 
-def take_apart(data: bytes, open_columns: int) -> Parts:
-    """Check what does not take decoding."""
+def split_segment(data: bytes, open_columns: int) -> SegmentParts:
+    """Split a segment into its parts; checks lengths, not yet the streams."""
     if len(data) < _HEADER.size:
         raise CorruptError("a segment ends within its header: it is damaged, fetch it again")
     words, class_bytes, escape_bytes, lanes, _ = _HEADER.unpack_from(data)
@@ -212,16 +215,16 @@ def take_apart(data: bytes, open_columns: int) -> Parts:
     counts = np.frombuffer(data, "<u2", lanes, at + 4 * lanes)
     if int(counts.sum(dtype=np.int64)) != words:
         raise CorruptError("a segment's lanes do not add up to its words: it is damaged, fetch it again")
-    return Parts(classes, escapes, states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes))
+    return SegmentParts(classes, escapes, states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes))
 
 
 def lanes_of(data: bytes) -> int:
-    """Read the number of lanes from a segment's header."""
+    """Read the number of lanes from a segment's header; 0 where it is too short."""
     return int(_HEADER.unpack_from(data)[3]) if len(data) >= _HEADER.size else 0
 
 
 def escapes_in(data: bytes) -> bytes:
-    """Find the packed escapes by a segment's header."""
+    """Return a segment's packed escapes; empty where its header is too short."""
     if len(data) < _HEADER.size:
         return b""
     _, class_bytes, escape_bytes, _, _ = _HEADER.unpack_from(data)
@@ -229,14 +232,14 @@ def escapes_in(data: bytes) -> bytes:
 
 
 def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
-    """Class codes, packed escapes and the stream of a segment."""
-    parts = take_apart(data, open_columns)
+    """Return class codes, packed escapes and the stream of a segment."""
+    parts = split_segment(data, open_columns)
     stream = Lanes(parts.states.astype(np.uint32), parts.counts.astype(np.uint16), parts.words.astype(np.uint16))
     return parts.classes, parts.escapes, stream
 
 
 def _list(packed: bytes, length: int, name: str) -> bytes:
-    """A compressed list of a length that is known from elsewhere; nothing stands for the empty list."""
+    """Decompress a list whose length is known; an empty list is stored as no bytes."""
     raw = decompress(packed, length, f"segment's {name} list") if packed else b""
     if len(raw) != length:
         raise CorruptError(f"a segment's {name} list has the wrong length: it is damaged, fetch it again")
@@ -251,7 +254,7 @@ def _place_escapes(
 
 
 def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
-    """Unpack escapes."""
+    """Unpack a known number of escapes, int32."""
     escaped = np.frombuffer(_list(packed, 4 * count, "escape"), "<i4")
     if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
         raise CorruptError("a segment escapes to values that no encoder writes: it is damaged, fetch it again")

@@ -1,4 +1,4 @@
-"""A text on its own: token ids, and which documents have them. Exactly specified in docs/format.md."""
+"""Text files: token ids and the names of the documents that have them. Specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 VERSION = (1, 0)
 MAX_TEXT_TOKENS = 1 << 22
-"""Several times the longest window of any model; read, they take 200 MB in Python."""
+"""Several times the longest window of any model; as Python ints they take 200 MB."""
 _MOST_PACKED = 256
-"""Bytes that a byte of the frame may stand for, as for kept entries: a short file never claims much memory."""
+"""Most bytes that one byte of the frame may unpack to, so that a short file cannot claim much memory."""
 _PROLOGUE = struct.Struct("<8sHHIIIIB3x")
-"""magic, major, minor, incompatible flags, CRC-32, tokens, stored bytes of the ids, bits of an id, reserved"""
+"""Magic, major, minor, incompatible flags, CRC-32, tokens, stored bytes of the ids, bits of an id, reserved."""
 _CRC_AT = 16
 _NAMED = 1
 """Flag: names of documents follow the ids."""
@@ -37,8 +37,8 @@ def pack_text(ids: Sequence[int], documents: Sequence[str] = ()) -> bytes:
 
     Args:
         ids: Token ids.
-        documents: Names of documents that have this text, so that a lost catalog can be made anew. Of more than fit
-            1 MiB, the first ones are left out.
+        documents: Names of documents that have this text, from which a lost catalog can be rebuilt. The first names
+            are left out where all of them exceed 1 MiB.
 
     Returns:
         The file.
@@ -62,14 +62,14 @@ def read_text(data: bytes) -> tuple[int, ...]:
     """Read a text's file.
 
     Args:
-        data: All its bytes.
+        data: The whole file.
 
     Returns:
         The token ids.
 
     Raises:
-        TruncatedError: It ends too early.
-        CorruptError: It is damaged.
+        TruncatedError: The file ends too early.
+        CorruptError: The file is damaged.
         FormatVersionError: A later version wrote it.
     """
     tokens, bits, body, _ = _parts(data)
@@ -79,24 +79,24 @@ def read_text(data: bytes) -> tuple[int, ...]:
 
 
 def read_text_documents(data: bytes) -> tuple[str, ...]:
-    """Read which documents have a text, as far as its file says.
+    """Read the names of the documents that have a text.
 
     Args:
-        data: All its bytes.
+        data: The whole file.
 
     Returns:
-        Names of documents, in the order in which they came to have it; none in files that name none.
+        The names in the order in which they were added; empty where the file has none.
 
     Raises:
-        TruncatedError: It ends too early.
-        CorruptError: It is damaged.
+        TruncatedError: The file ends too early.
+        CorruptError: The file is damaged.
         FormatVersionError: A later version wrote it.
     """
     return _parts(data)[3]
 
 
 def _parts(data: bytes) -> tuple[int, int, bytes, tuple[str, ...]]:
-    """Tokens, bits of an id, the ids as stored and the names, all checked."""
+    """Check a file and return the number of tokens, bits of an id, the stored ids and the names."""
     if data[: len(TEXT_MAGIC)] != TEXT_MAGIC[: len(data)]:
         raise CorruptError("this is no text of kvwire's; encode the document again")
     if len(data) < _PROLOGUE.size:
@@ -122,7 +122,7 @@ def _parts(data: bytes) -> tuple[int, int, bytes, tuple[str, ...]]:
 
 
 def _end(data: bytes, end: int, *, has_names: bool) -> int:
-    """Length that the file must have; TruncatedError where it is shorter."""
+    """Return the file's required length in bytes; raises TruncatedError where it is shorter."""
     if has_names and len(data) >= end + _LENGTH.size:
         (length,) = _LENGTH.unpack_from(data, end)
         if length > _MAX_NAMES_BYTES:

@@ -22,7 +22,7 @@ from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
 from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, parse_chunk, stage
 from kvwire.codec.gpu.streams import Pending, Queue, StreamEvent, current_event
 from kvwire.codec.gpu.tiles import tiles_of
-from kvwire.codec.workers import ahead
+from kvwire.codec.workers import map_ahead
 from kvwire.errors import KvwireError
 from kvwire.types import PagedKVCache
 
@@ -137,7 +137,7 @@ class DeviceDecoder:
         """Take pieces apart, by several threads, and lay them out, as many together as the workspace allows."""
         chosen: list[ParsedChunk] = []
         alone = self._addition is not None  # what a head start adds is made chunk by chunk
-        parsing = ahead(self._parse, pieces)
+        parsing = map_ahead(self._parse, pieces)
         while True:
             try:
                 parsed = next(parsing, None)

@@ -22,14 +22,14 @@ import torch
 from kvwire.codec.backend import interpreted
 from kvwire.codec.entropy.rans import Lanes, lanes_for
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, FINEST_SCALE, GRID_PER_LEVEL, LARGEST
-from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.pack import EncodedSegment
 from kvwire.codec.format.segment import pack_segment
 from kvwire.codec.gpu import encode_kernels as kernels
 from kvwire.codec.gpu.analysis import Transform
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.transform.analysis import gather_planes
 from kvwire.codec.transform.levels import RATIO, quantise
-from kvwire.codec.workers import each
+from kvwire.codec.workers import map_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> lis
         _, tokens, _, columns, *_ = described[stream]
         return pack_segment(classes.tobytes(), escaped, lanes[stream]), int(tokens * columns)
 
-    segments = each(packed, range(chunks * levels), threads)
+    segments = map_parallel(packed, range(chunks * levels), threads)
     return [segments[first : first + levels] for first in range(0, len(segments), levels)]
 
 
@@ -292,7 +292,7 @@ class DeviceEncoder:
         self._room = max(WORKING_BYTES, int(WORKING_SHARE * whole)) if working_bytes is None else working_bytes
         self._transform = Transform(cache, text, self._known, self._ladder.steps[-1])
 
-    def encode(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+    def encode(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
         """Code chunks that follow each other."""
         current: AbstractContextManager[Any] = nullcontext()
         if self._device.type == "cuda":
@@ -311,7 +311,7 @@ class DeviceEncoder:
         count = max(1, self._room // (longest * a_token + a_chunk))
         return (spans[first : first + count] for first in range(0, len(spans), count))
 
-    def _encode_batch(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+    def _encode_batch(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
         ladder = self._ladder
         bounds = tuple(token - spans[0][0] for token in (*(start for start, _ in spans), spans[-1][1]))
         analysed = self._transform.analyse(spans)
@@ -331,7 +331,7 @@ class DeviceEncoder:
         segments = encode_batch(batch, self._known, threads)
         return [
             [
-                Coded(*segment, float((error + dropped[chunk]) / elements[chunk]), each_energy)
+                EncodedSegment(*segment, float((error + dropped[chunk]) / elements[chunk]), each_energy)
                 for segment, error in zip(segments[chunk], errors[chunk], strict=True)
             ]
             for chunk, each_energy in enumerate(((energy + dropped) / elements).tolist())

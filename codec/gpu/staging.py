@@ -13,7 +13,7 @@ import torch
 import zstandard
 
 from kvwire.codec.entropy import slot_kernels
-from kvwire.codec.format.segment import escapes_in, escapes_of, lanes_of, take_apart
+from kvwire.codec.format.segment import escapes_in, escapes_of, lanes_of, split_segment
 from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.format.header import Header
-    from kvwire.codec.format.segment import ChunkSegments, Parts
+    from kvwire.codec.format.segment import ChunkSegments, SegmentParts
     from kvwire.codec.profile.profile import Profile
 
 BLOCK = 64
@@ -63,7 +63,7 @@ class ParsedChunk:
     piece: ChunkSegments
     start: int
     tokens: int
-    parts: list[Parts]
+    parts: list[SegmentParts]
     classes: NDArray[np.uint8]
     slots: NDArray[np.uint32]
     entries: list[NDArray[np.uint32]]
@@ -107,9 +107,9 @@ def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check
     tokens, columns = stop - start, profile.rank
     classes = np.zeros((len(piece.segments), columns), np.uint8)
     below, coded = np.zeros(columns, np.uint8), 0
-    parts: list[Parts] = []
+    parts: list[SegmentParts] = []
     for level, data in enumerate(piece.segments):
-        part = take_apart(data, columns - coded)
+        part = split_segment(data, columns - coded)
         codes = np.frombuffer(part.classes, np.uint8)
         slot_kernels.enter_level(codes, profile.spread, header.levels[level].shift, below, classes[level])
         below, coded = classes[level], int(np.count_nonzero(classes[level]))
@@ -130,7 +130,7 @@ def described(
     piece: ChunkSegments,
     start: int,
     tokens: int,
-    parts: list[Parts],
+    parts: list[SegmentParts],
     classes: NDArray[np.uint8],
     escapes: NDArray[np.int32],
     profile: Profile,
@@ -284,7 +284,7 @@ class _Tables:
         self.slots += piece.width
         self._tokens += piece.tokens
 
-    def _add_stream(self, index: int, piece: ParsedChunk, level: int, part: Parts) -> None:
+    def _add_stream(self, index: int, piece: ParsedChunk, level: int, part: SegmentParts) -> None:
         lanes, stream, entries = len(part.states), len(self.streams), piece.entries[level]
         starts = np.zeros(lanes + 1, np.uint32)
         np.cumsum(part.counts, dtype=np.uint32, out=starts[1:])

@@ -1,6 +1,6 @@
-"""What a level kind is: one module of this folder, with a ``KIND``, and one row of ``format.codecs.CODECS``.
+"""Interfaces of a level kind: a module of this folder with a ``KIND``, and a row of ``format.codecs.CODECS``.
 
-docs/how-to/add-a-level-kind.md says what to write.
+docs/how-to/add-a-level-kind.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, SegmentCodec, codec_of_method
-from kvwire.codec.workers import each
+from kvwire.codec.workers import map_parallel
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvwire.codec.format.header import Level
-    from kvwire.codec.format.pack import Coded
+    from kvwire.codec.format.pack import EncodedSegment
     from kvwire.codec.format.segment import ChunkSegments
     from kvwire.codec.gpu.streams import Pending
     from kvwire.codec.kinds.requests import AnyProfile, Calibration, CodingSettings, DecodeRequest, EncodeRequest
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class LevelEncoder(ABC):
-    """Codes the chunks of one cache in one kind's levels.
+    """Encodes the chunks of one cache in one kind's levels.
 
     Attributes:
-        levels: What it makes of every chunk, coarsest first.
-        profile_digest: Name of the profile that readers need; empty where they need none, or find it inside.
+        levels: The levels of every chunk, coarsest first.
+        profile_digest: SHA-256 of the profile that readers need; empty where they need none or the blob carries it.
         profile_bytes: The profile to put inside the blob; empty for none.
-        prefix_layers: The profile's own.
-        sinks: What is stored of each attention sink, by its place; in order.
-        beginning: What is stored of the first token where the document begins a prompt; empty for nothing.
-        error_to_kl: The profile's own.
+        prefix_layers: The profile's prefix layers.
+        sinks: Stored bytes of each attention sink by token index, ascending.
+        beginning: Stored bytes of the first token for a document that begins a prompt; empty for none.
+        error_to_kl: ``(a, b)`` of the profile's ``KL = a * error^b``; None where not measured.
     """
 
     levels: tuple[Level, ...] = ()
@@ -50,20 +50,20 @@ class LevelEncoder(ABC):
     error_to_kl: tuple[float, float] | None = None
 
     @abstractmethod
-    def encode(self, start: int, stop: int) -> list[Coded]:
-        """Code one chunk."""
+    def encode(self, start: int, stop: int) -> list[EncodedSegment]:
+        """Encode tokens ``start`` to ``stop`` into one segment for each level."""
 
-    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
-        """Code every chunk of the cache; equal bytes whatever ``threads`` is."""
-        return each(lambda span: self.encode(*span), spans, threads)
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
+        """Encode every chunk of the cache; the bytes do not depend on ``threads``."""
+        return map_parallel(lambda span: self.encode(*span), spans, threads)
 
 
 class LevelDecoder(ABC):
-    """Decodes the chunks of one blob that are of one kind; several threads may call it."""
+    """Decodes one blob's chunks of one kind; several threads may call it."""
 
     @abstractmethod
     def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
-        """Decode one chunk on the processor; a damaged one writes nothing."""
+        """Decode one chunk on the processor into ``out`` from token ``at`` on; a damaged chunk writes nothing."""
 
     def use_device(  # noqa: B027 - most kinds have no kernels
         self,
@@ -71,10 +71,10 @@ class LevelDecoder(ABC):
         workspace_bytes: int | None,
         finish: Callable[[int, int], bool] | None,
     ) -> None:
-        """Prepare to decode on the device of the output; a kind without kernels has nothing to do."""
+        """Prepare to decode on the output's device; a kind without kernels does nothing."""
 
     def suits_device(self, piece: ChunkSegments) -> bool:  # noqa: ARG002 - for kinds with kernels
-        """Say where a chunk is decoded."""
+        """Return whether ``submit`` can decode a chunk on the device."""
         return False
 
     def submit(self, pieces: Sequence[ChunkSegments]) -> Pending:
@@ -88,12 +88,12 @@ class LevelDecoder(ABC):
 
 
 class LevelKind(ABC):
-    """A way to code the levels of a blob. Each has a module of its own, which holds one as ``KIND``.
+    """A way to code the levels of a blob. Each kind has a module of its own with an instance as ``KIND``.
 
     Attributes:
-        number: Its codec number, the key of its row in ``format.codecs.CODECS``.
-        title: Its name in messages.
-        needs_profile: Whether encoding takes a profile that was fitted before.
+        number: The codec number, the key of its row in ``format.codecs.CODECS``.
+        title: The kind's name in messages.
+        needs_profile: Whether encoding needs a fitted profile.
     """
 
     number: ClassVar[int]
@@ -102,7 +102,7 @@ class LevelKind(ABC):
 
     @property
     def codec(self) -> SegmentCodec:
-        """Its row of the registry."""
+        """The kind's row in the registry."""
         return CODECS[self.number]
 
     @abstractmethod
@@ -113,10 +113,10 @@ class LevelKind(ABC):
             request: What to encode, and how.
 
         Returns:
-            What codes the chunks.
+            The encoder of the chunks.
 
         Raises:
-            ArgumentError: The request is not one that the kind can serve.
+            ArgumentError: The kind cannot serve the request.
             MismatchError: The profile does not fit the cache.
         """
 
@@ -128,17 +128,17 @@ class LevelKind(ABC):
             request: What to decode, and how.
 
         Returns:
-            What decodes the chunks.
+            The decoder of the chunks.
 
         Raises:
-            ArgumentError: Something that the profile needs was not given.
+            ArgumentError: An input that the profile needs is missing.
         """
 
     def read_profile(self, data: bytes) -> AnyProfile:
         """Read a stored profile of the kind.
 
         Args:
-            data: Its bytes, which come from anyone.
+            data: The stored bytes, untrusted.
 
         Returns:
             The profile.
@@ -154,35 +154,35 @@ class LevelKind(ABC):
         """Read the profile that a blob carries.
 
         Args:
-            data: Its bytes; empty where the blob carries none.
+            data: The stored bytes; empty where the blob carries none.
 
         Returns:
             The profile.
 
         Raises:
-            CorruptError: Blobs of the kind carry none, or this one is damaged.
+            CorruptError: Blobs of the kind carry no profile, or this one is damaged.
         """
         raise CorruptError(f"the blob carries a profile inside, which {self.title}'s levels never do; fetch it again")
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:  # noqa: B027 - most kinds have no bounds
-        """Compare a blob with the profile that it names or carries, of this kind; the layouts fit.
+        """Compare a blob with the profile that it names or carries; their layouts fit each other.
 
         Args:
             info: What the blob says about itself.
-            profile: Of this kind.
+            profile: A profile of this kind.
 
         Raises:
-            CorruptError: The blob's levels are not of the profile, or a chunk's working set is out of bounds.
+            CorruptError: The levels do not fit the profile, or a chunk's working set is too large.
         """
 
     def check_settings(self, settings: CodingSettings) -> None:
-        """Refuse settings that the kind does not know.
+        """Reject settings that the kind does not support.
 
         Args:
-            settings: What a corpus is to be encoded with.
+            settings: How a corpus is to be encoded.
 
         Raises:
-            ArgumentError: They do not go together.
+            ArgumentError: The kind does not support them.
         """
         if settings.prefix_layers or settings.ladder:
             msg = f"{self.title}'s method knows neither prefix layers nor ladder; leave them out or use kvwire's own"
@@ -192,11 +192,11 @@ class LevelKind(ABC):
         """Fit a profile.
 
         Args:
-            texts: What to fit it on.
-            settings: What the corpus is to be encoded with.
+            texts: The texts to fit it on.
+            settings: How the corpus is to be encoded.
 
         Returns:
-            The profile; None where the kind needs none, or the texts say too little.
+            The profile; None where the kind needs none or the texts are too few.
         """
         raise NotImplementedError
 
@@ -204,11 +204,11 @@ class LevelKind(ABC):
         """Compare a profile with settings.
 
         Args:
-            profile: Of any kind.
-            settings: What a corpus is to be encoded with.
+            profile: A profile of any kind.
+            settings: How a corpus is to be encoded.
 
         Returns:
-            Whether the profile is one that ``fit`` with these settings could have made.
+            Whether ``fit`` with these settings could have made the profile.
         """
         return profile.codec == self.number and profile.prefix_layers == settings.prefix_layers
 
@@ -216,8 +216,8 @@ class LevelKind(ABC):
         """Compare a blob's levels with settings.
 
         Args:
-            info: What the blob says about itself; its profile is the one in use.
-            settings: What a corpus is to be encoded with.
+            info: What the blob says about itself; it uses the current profile.
+            settings: How a corpus is to be encoded.
 
         Returns:
             Whether encoding with these settings would give the same lossy levels.
@@ -226,13 +226,13 @@ class LevelKind(ABC):
 
 
 def kind_of(number: int) -> LevelKind:
-    """Find a level kind and import its module, unless it is there already."""
+    """Return the level kind with a codec number; imports its module."""
     kind: LevelKind = import_module(CODECS[number].module).KIND
     return kind
 
 
 def kind_of_method(method: str) -> LevelKind:
-    """Find the kind that a method's lossy levels are of.
+    """Return the kind of a method's lossy levels.
 
     Args:
         method: One of ``format.codecs.methods()``.
@@ -247,7 +247,7 @@ def kind_of_method(method: str) -> LevelKind:
 
 
 def read_profile(data: bytes) -> AnyProfile:
-    """Read a stored profile, of whichever kind its first bytes say.
+    """Read a stored profile of any kind; its first bytes tell which.
 
     Args:
         data: The file's bytes.
@@ -266,7 +266,7 @@ def read_profile(data: bytes) -> AnyProfile:
 
 
 def profile_for(header: Header, profile: AnyProfile | None) -> AnyProfile | None:
-    """Choose what a blob's lossy levels are decoded with, and check it."""
+    """Return the checked profile for a blob's lossy levels; None where it has none."""
     wanted, codec = header.info.profile_digest, header.lossy_codec
     if codec is None:
         return None
@@ -279,7 +279,7 @@ def profile_for(header: Header, profile: AnyProfile | None) -> AnyProfile | None
     profile.check_fits(header.info.meta)
     if profile.codec != codec:
         raise CorruptError(
-            "the blob is of another method than the profile that it names, which does not know its levels; "
+            "the profile that the blob names is of another method and does not know the blob's levels; "
             "fetch the blob's header again"
         )
     kind_of(codec).check_blob(header.info, profile)

@@ -1,4 +1,4 @@
-"""The levels of the CacheGen paper, beside kvwire's own: ``cachegen_coding`` says how they are coded."""
+"""Levels of the CacheGen paper as a level kind; ``cachegen_coding`` describes how they are coded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from kvwire.codec.format.codecs import CODEC_CACHEGEN
 from kvwire.codec.format.header import Level
-from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.pack import EncodedSegment
 from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.cachegen_coding import decode_cachegen, encode_cachegen, fit_cachegen_profile
 from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CacheGenEncoder(LevelEncoder):
-    """Codes every level by itself."""
+    """Encodes each level independently."""
 
     def __init__(self, request: EncodeRequest) -> None:
         """Check profile and levels."""
@@ -36,8 +36,8 @@ class CacheGenEncoder(LevelEncoder):
         self.profile_digest, self.error_to_kl = profile.digest, profile.error_to_kl
         self._cache, self._profile = request.cache, profile
 
-    def encode(self, start: int, stop: int) -> list[Coded]:
-        """Each level by itself; its error is of plain elements, keys un-rotated, about the chunk's means."""
+    def encode(self, start: int, stop: int) -> list[EncodedSegment]:
+        """Encode each level; errors are of elements with keys un-rotated, relative to their variance in the chunk."""
         out = []
         blocks = [gather(self._cache, b.side, (b.layer,), start, stop) for b in self._profile.blocks]
         energy = sum(float((block - block.mean(0)).square().sum()) for block in blocks)
@@ -45,7 +45,7 @@ class CacheGenEncoder(LevelEncoder):
             data, symbols = encode_cachegen(self._cache, self._profile, level, start, stop)
             decoded = decode_cachegen(data, self._profile, level, stop - start)
             error = sum(float((a - b).square().sum()) for a, b in zip(blocks, decoded, strict=True))
-            out.append(Coded(data, symbols, error / energy if energy else 0.0, 1.0))
+            out.append(EncodedSegment(data, symbols, error / energy if energy else 0.0, 1.0))
         return out
 
 
@@ -53,7 +53,7 @@ class CacheGenDecoder(LevelDecoder):
     """Decodes chunks on the processor."""
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Keep the parts."""
+        """Take the profile and prepare the positions."""
         self._info, self._profile = request.header.info, cast("CacheGenProfile", request.profile)
         self._cos_sin = positions_for(self._info, request.offset)
 
@@ -67,33 +67,33 @@ class CacheGenDecoder(LevelDecoder):
 
 
 class CacheGenKind(LevelKind):
-    """Codec 3, with the profiles of ``fit_cachegen_profile``, which are never inside a blob."""
+    """Codec 3; its profiles come from ``fit_cachegen_profile`` and are never inside a blob."""
 
     number: ClassVar[int] = CODEC_CACHEGEN
     title: ClassVar[str] = "CacheGen"
     needs_profile: ClassVar[bool] = True
 
     def encoder(self, request: EncodeRequest) -> LevelEncoder:
-        """On the processor."""
+        """Return the encoder, which runs on the processor."""
         return CacheGenEncoder(request)
 
     def decoder(self, request: DecodeRequest) -> LevelDecoder:
-        """On the processor."""
+        """Return the decoder, which runs on the processor."""
         return CacheGenDecoder(request)
 
     def read_profile(self, data: bytes) -> CacheGenProfile:
-        """A ``.kvg`` file."""
+        """Read a ``.kvg`` file."""
         return CacheGenProfile.from_bytes(data)
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:
-        """The profile has as many levels."""
+        """Check that the profile has as many levels as the blob."""
         levels = sum(not level.lossless for level in info.levels)
         if levels > len(cast("CacheGenProfile", profile).level_names):
             msg = "the blob has levels that its CacheGen profile does not know; fetch the blob's header again"
             raise CorruptError(msg)
 
     def fit(self, texts: Calibration, settings: CodingSettings) -> CacheGenProfile:  # noqa: ARG002 - it has none
-        """Profile units and distributions, and which KL divergence the levels' errors mean."""
+        """Fit units and distributions, then measure the KL divergence of the levels' errors."""
         return texts.calibrate_error(fit_cachegen_profile(texts.caches()), None)
 
 

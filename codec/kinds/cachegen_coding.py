@@ -1,15 +1,15 @@
-"""The CacheGen profile: the encoder that the CacheGen paper describes, as a second method beside kvwire's own.
+"""The encoder of the CacheGen paper (arXiv 2310.07240, section 5.2), a second method beside kvwire's own.
 
-CacheGen (arXiv 2310.07240, section 5.2): tokens in groups of ten. A group's first token, the anchor, is quantised to 8
-bits, vectorwise: one absmax scale for each token of a layer's keys or values. The other nine are deltas against the
-anchor as decoded, so that errors do not add, quantised with bins of 0.5, 1 and 1.5 in the first, middle and last third
-of the layers. Anchors and deltas are arithmetic-coded with a distribution for each layer, side and channel, profiled
-offline. A level is a factor on all bins, and each level is coded on its own: none refines another.
+Tokens form groups of ten. A group's first token, the anchor, is quantised to 8 bits with one absmax scale for each
+token of a layer's keys or values. The other nine are deltas against the decoded anchor, so that errors do not add.
+Their bins are 0.5, 1 and 1.5 in the first, middle and last third of the layers. Anchors and deltas are
+arithmetic-coded with a distribution for each layer, side and channel, profiled offline. A level is a factor on all
+bins. Levels are coded independently: none refines another.
 
-What the paper leaves open is settled so. A bin's unit is the root mean square of the deltas of that layer's keys or
-values, all channels together, profiled offline against anchors as decoded: so a bin means the same in every layer and
-model. Values beyond the profiled alphabet are escaped and lose nothing. Keys are coded with positions taken off, so
-that a decoded chunk can be placed anywhere, as with kvwire's own transform; the paper codes what the engine stores.
+The paper leaves three points open. A bin's unit here is the root mean square of the deltas of that layer's keys or
+values over all channels, profiled against decoded anchors: a bin then means the same in every layer and model. Values
+beyond the profiled alphabet are escaped without loss. Keys are coded with positions off, so that a decoded chunk fits
+any position, as with kvwire's own transform; the paper codes keys as the engine stores them.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ GROUP_TOKENS = 10
 LEVELS = (("coarse", 2.0), ("default", 1.0), ("fine", 0.5))
 """Name of each level, and the factor on all bins; the paper's bins are the default."""
 _HEADER = struct.Struct("<II")
-"""bytes of the escape list, words."""
+"""Bytes of the escape list, words."""
 _PIECE = 1000
 """Calibration tokens gathered at a time, a multiple of the group."""
 _LEAST_UNIT = 2.0**-100
-"""Smaller than any cache's numbers; the bins of all levels are float32 numbers above 0."""
+"""Smaller than any cache's numbers, and large enough that all levels' bins are float32 numbers above 0."""
 _SHARED_COUNTS = 64.0
-"""Symbols that a channel's distribution of deltas takes over from its block, so that it knows more than it has seen."""
+"""Symbols added to each channel's counts from its block's distribution, since one channel sees few symbols."""
 
 
 def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Quantise anchors. Scales are rounded up to float16, so that nothing is clipped."""
+    """Quantise anchors ``[groups, width]`` to 8 bits; scales are rounded up to float16 so that nothing is clipped."""
     anchors = elements[::GROUP_TOKENS]
     exact = np.abs(anchors).max(1).astype(np.float64) / ANCHOR_LIMIT
     if (exact > np.finfo(np.float16).max).any():
@@ -66,12 +66,12 @@ def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], 
 
 
 def restore_anchors(values: NDArray[np.int32], scales: NDArray[np.float16]) -> NDArray[np.float32]:
-    """Decode anchors: exact products."""
+    """Decode anchors; the products are exact in float32."""
     return values.astype(np.float32) * scales.astype(np.float32)[:, None]
 
 
 def _others(tokens: int) -> NDArray[np.intp]:
-    """Indices of the tokens that are no anchors, ``[deltas]``."""
+    """Return the indices of the tokens that are not anchors, ``[deltas]``."""
     index = np.arange(tokens)
     return index[index % GROUP_TOKENS > 0]
 
@@ -92,12 +92,12 @@ def quantise_deltas(deltas: NDArray[np.float64], width: np.float32) -> NDArray[n
 
 
 def _delta_symbols(values: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Symbols of quantised deltas, and the escape for what is beyond them."""
+    """Return the symbols of quantised deltas; larger ones become the escape."""
     return np.where(np.abs(values) <= DELTA_LIMIT, values + DELTA_LIMIT + 1, ESCAPE).astype(np.uint8)
 
 
 def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start: int, stop: int) -> tuple[bytes, int]:
-    """Encode tokens of a cache at one level."""
+    """Encode tokens of a cache at one level; return the segment and its number of symbols."""
     profile.check_fits(cache.meta)
     _check_level(profile, level)
     if not 0 <= start < stop <= cache.tokens:
@@ -119,7 +119,7 @@ def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start:
 
 
 def decode_cachegen(data: bytes, profile: CacheGenProfile, level: int, tokens: int) -> list[Tensor]:
-    """Read a segment."""
+    """Decode a segment into float32 ``[tokens, width]`` for each block."""
     _check_level(profile, level)
     if tokens < 1:
         raise ArgumentError(f"a segment holds at least one token, not {tokens}")
@@ -146,12 +146,12 @@ def _check_level(profile: CacheGenProfile, level: int) -> None:
 
 
 def _packed(raw: bytes) -> bytes:
-    """A zstd frame, and nothing for nothing."""
+    """Return a zstd frame; empty input stays empty."""
     return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw) if raw else b""
 
 
 def _unpack(data: bytes, blocks: int, groups: int) -> tuple[NDArray[np.float16], bytes, bytes]:
-    """Scales ``[blocks, groups]``, packed escapes and words of a segment."""
+    """Split a segment into scales ``[blocks, groups]``, packed escapes and words."""
     escape_bytes, words = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (0, 0)
     at = _HEADER.size + 2 * blocks * groups
     if at + escape_bytes + 4 * words != len(data):
@@ -163,12 +163,12 @@ def _unpack(data: bytes, blocks: int, groups: int) -> tuple[NDArray[np.float16],
 
 
 def _anchor_values(symbols: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Symbols ``[width, groups]`` to quantised anchors ``[groups, width]``."""
+    """Convert symbols ``[width, groups]`` to quantised anchors ``[groups, width]``."""
     return symbols.T.astype(np.int32) - ANCHOR_LIMIT
 
 
 def _with_escapes(parts: list[NDArray[np.uint8]], packed: bytes) -> Iterator[NDArray[np.int32]]:
-    """Quantised deltas ``[deltas, width]`` of each block's symbols ``[width, deltas]``, escaped ones in place."""
+    """Yield each block's quantised deltas ``[deltas, width]`` from symbols ``[width, deltas]`` and escapes."""
     counts = [int(np.count_nonzero(symbols == ESCAPE)) for symbols in parts]
     raw = decompress(packed, 4 * sum(counts), "segment's escape list") if packed else b""
     escapes = np.frombuffer(raw, "<i4")
@@ -181,7 +181,7 @@ def _with_escapes(parts: list[NDArray[np.uint8]], packed: bytes) -> Iterator[NDA
 
 
 def _restored(anchors: NDArray[np.float32], values: NDArray[np.int32], width: np.float32, tokens: int) -> Tensor:
-    """Elements float32 ``[tokens, width]`` from decoded anchors and quantised deltas."""
+    """Return elements float32 ``[tokens, width]`` from decoded anchors and quantised deltas."""
     others = _others(tokens)
     out = np.repeat(anchors, GROUP_TOKENS, axis=0)[:tokens]
     with np.errstate(over="ignore"):
@@ -194,11 +194,11 @@ def _restored(anchors: NDArray[np.float32], values: NDArray[np.int32], width: np
 def fit_cachegen_profile(caches: Sequence[KVCache]) -> CacheGenProfile:
     """Profile units and distributions on calibration caches: a few thousand tokens of text like the model's own.
 
-    Caches are passed through twice, a thousand tokens of one layer at a time: memory grows with the model's width
+    The fit reads the caches twice, a thousand tokens of one layer at a time: memory grows with the model's width
     alone.
 
     Args:
-        caches: All of one layout.
+        caches: Caches of one layout.
 
     Returns:
         The profile.
@@ -227,7 +227,7 @@ def fit_cachegen_profile(caches: Sequence[KVCache]) -> CacheGenProfile:
 
 
 def _pieces(caches: Sequence[KVCache], block: Block) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float64]]]:
-    """Quantised anchors ``[groups, width]`` and deltas against them ``[deltas, width]``, piece by piece."""
+    """Yield quantised anchors ``[groups, width]`` and exact deltas ``[deltas, width]``, piece by piece."""
     for cache in caches:
         for start in range(0, cache.tokens, _PIECE):
             elements = gather(cache, block.side, (block.layer,), start, min(start + _PIECE, cache.tokens)).numpy()
@@ -236,7 +236,7 @@ def _pieces(caches: Sequence[KVCache], block: Block) -> Iterator[tuple[NDArray[n
 
 
 def _unit(caches: Sequence[KVCache], block: Block) -> float:
-    """Root mean square of a block's deltas; 1 where nothing is known of them."""
+    """Return the root mean square of a block's deltas; 1 where there are none or all are 0."""
     energy, count = 0.0, 0
     for _, deltas in _pieces(caches, block):
         energy += float(np.square(deltas).sum())
@@ -247,7 +247,7 @@ def _unit(caches: Sequence[KVCache], block: Block) -> float:
 def _tables(
     caches: Sequence[KVCache], block: Block, bins: Sequence[np.float32]
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Frequencies of a block's anchors ``[width, 255]`` and of its deltas at each level ``[levels, width, 64]``."""
+    """Fit frequencies of a block's anchors ``[width, 255]`` and of its deltas at each level ``[levels, width, 64]``."""
     anchors = np.zeros((block.width, 2 * ANCHOR_LIMIT + 1))
     deltas = np.zeros((len(bins), block.width, 2 * DELTA_LIMIT + 2))
     for values, exact in _pieces(caches, block):
@@ -258,18 +258,18 @@ def _tables(
 
 
 def _counts(symbols: NDArray[np.integer], alphabet: int) -> NDArray[np.int64]:
-    """How often each symbol occurs in each column of ``[count, width]``: int64 ``[width, alphabet]``."""
+    """Count each symbol in each column of ``[count, width]``: int64 ``[width, alphabet]``."""
     width = symbols.shape[1]
     index = symbols + np.arange(width) * alphabet
     return np.bincount(index.ravel(), minlength=width * alphabet).reshape(width, alphabet)
 
 
 def _anchor_tables(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Anchors are few and their alphabet is wide: every count spreads to its neighbours, less the farther away."""
+    """Fit anchors' frequencies; counts spread to near symbols, since anchors are few and their alphabet is wide."""
     symbol = np.arange(counts.shape[1])
     return frequencies_of(counts @ (1 / (1 + np.square(symbol[:, None] - symbol, dtype=np.float64))))
 
 
 def _delta_tables(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Deltas of one block are alike: every channel is counted as if it had seen some of the others' symbols."""
+    """Fit deltas' frequencies; each channel borrows counts from its block, whose channels are alike."""
     return frequencies_of(counts + _SHARED_COUNTS * counts.sum(0) / counts.sum())

@@ -1,4 +1,4 @@
-"""What CacheGen learns of a model: the units of its bins and a distribution for each channel. See cachegen_coding."""
+"""The CacheGen profile of a model: units of the bins and a distribution for each channel. See cachegen_coding."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 MAGIC = CODECS[CODEC_CACHEGEN].profile_magic
 BINS = (0.5, 1.0, 1.5)
-"""Bin of the deltas in the first, middle and last third of the layers, in the layer's unit."""
+"""Bin of the deltas in the first, middle and last third of the layers, in the layer's unit (the paper's values)."""
 ANCHOR_LIMIT = 127
 """Anchors are quantised to -127 .. 127; symbol 0 is -127."""
 DELTA_LIMIT = 31
-"""Deltas have symbols up to this size, far out at the finest bin; what lies beyond is escaped. Symbol 1 is -31."""
+"""Deltas up to this size have symbols (symbol 1 is -31); larger ones, rare even at the finest bin, are escaped."""
 ESCAPE = 0
 """The symbol of escaped deltas."""
 
@@ -39,7 +39,7 @@ class Block:
     Attributes:
         side: Keys or values.
         layer: Index of the layer.
-        rows: Its channels among those of all blocks.
+        rows: The block's channels among those of all blocks.
     """
 
     side: Side
@@ -48,7 +48,7 @@ class Block:
 
     @property
     def width(self) -> int:
-        """Channels: elements for one token."""
+        """Number of channels: elements for one token."""
         return int(self.rows.stop - self.rows.start)
 
 
@@ -60,13 +60,13 @@ class CacheGenProfile:
 
     Attributes:
         model_id: The model.
-        model_revision: Its revision; empty where it is not known.
-        layers: Of the model.
+        model_revision: The model's revision; empty where it is not known.
+        layers: The model's layers.
         levels: Name and factor of each level.
         units: float32 ``[blocks]``, the unit of the bins.
-        anchors: uint16 ``[channels, 255]``, frequencies of the symbols of anchors.
-        deltas: uint16 ``[levels, channels, 64]``, those of deltas, symbol 0 being the escape.
-        notes: What the fit says of itself.
+        anchors: uint16 ``[channels, 255]``, frequencies of anchors' symbols.
+        deltas: uint16 ``[levels, channels, 64]``, frequencies of deltas' symbols; symbol 0 is the escape.
+        notes: Notes of the fit.
         error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
     """
 
@@ -87,7 +87,7 @@ class CacheGenProfile:
 
     @property
     def prefix_layers(self) -> int:
-        """None: nothing is predicted."""
+        """Always 0: CacheGen predicts nothing."""
         return 0
 
     @property
@@ -102,17 +102,17 @@ class CacheGenProfile:
 
     @property
     def channels(self) -> int:
-        """Elements for one token, all blocks together."""
+        """Elements for one token in all blocks together."""
         return int(self.blocks[-1].rows.stop)
 
     def bins(self, level: int) -> NDArray[np.float32]:
         """Compute the bins of a level.
 
         Args:
-            level: Its index.
+            level: Index of the level.
 
         Returns:
-            float32 ``[blocks]``, in the elements' own unit.
+            float32 ``[blocks]``, in the elements' unit.
         """
         thirds = np.array([BINS[3 * block.layer // len(self.layers)] for block in self.blocks])
         with np.errstate(all="ignore"):
@@ -123,7 +123,7 @@ class CacheGenProfile:
         """Compare with the layout of a cache.
 
         Args:
-            meta: Of the cache.
+            meta: The layout of the cache.
 
         Raises:
             MismatchError: The cache is of another model or of another shape.
@@ -132,7 +132,7 @@ class CacheGenProfile:
 
     @cached_property
     def data(self) -> bytes:
-        """The profile as stored: see docs/format.md."""
+        """The profile as stored, see docs/format.md."""
         head: dict[str, Any] = {
             "model_id": self.model_id,
             "model_revision": self.model_revision,
@@ -146,7 +146,7 @@ class CacheGenProfile:
 
     @property
     def outline(self) -> None:
-        """None: it has no sections to be read alone."""
+        """Always None: the file has no sections that can be read alone."""
         return
 
     @cached_property
@@ -159,7 +159,7 @@ class CacheGenProfile:
         """Read a stored profile.
 
         Args:
-            data: The file.
+            data: The file's bytes.
 
         Returns:
             The profile.
@@ -185,7 +185,9 @@ class CacheGenProfile:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"the CacheGen profile's description is damaged ({error}); fetch it again") from error
         _check(profile)
-        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        profile.__dict__["data"] = bytes(
+            data
+        )  # fills the cached property: the digest must be of the bytes that were read
         return profile
 
 
@@ -201,11 +203,11 @@ def blocks_of(layers: tuple[LayerSpec, ...]) -> tuple[Block, ...]:
 def _level(name: object, factor: object) -> tuple[str, float]:
     if not isinstance(name, str) or type(factor) not in {int, float}:
         raise ValueError(f"level {name!r}")
-    return name, float(factor)  # type: ignore[arg-type] # a number, as was just seen
+    return name, float(factor)  # type: ignore[arg-type] # checked above
 
 
 def _check(profile: CacheGenProfile) -> None:
-    """Every array of the shape that layers and levels say, every bin a positive number, every table sound."""
+    """Check that the arrays' shapes fit layers and levels, all bins are positive and all frequencies valid."""
     levels, blocks, channels = len(profile.levels), len(profile.blocks), profile.channels
     shapes = (profile.units.shape, profile.anchors.shape, profile.deltas.shape)
     wanted = ((blocks,), (channels, 2 * ANCHOR_LIMIT + 1), (levels, channels, 2 * DELTA_LIMIT + 2))

@@ -1,4 +1,4 @@
-"""kvwire's own levels: transform coefficients in a ladder of quantiser steps, each level refining the one before."""
+"""kvwire's own levels: transform coefficients on a ladder of quantiser steps; each level refines the one before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from kvwire.codec.entropy.tables import scale_of
 from kvwire.codec.format.codecs import CODEC_LAYERED, MAX_CHUNK_SYMBOLS
 from kvwire.codec.format.header import Level
-from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.pack import EncodedSegment
 from kvwire.codec.format.segment import SegmentState, decode_segment
 from kvwire.codec.gpu.staging import suits_gpu
 from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class LayeredEncoder(LevelEncoder):
-    """Codes chunks on the processor."""
+    """Encodes chunks on the processor."""
 
     def __init__(self, request: EncodeRequest) -> None:
         """Check the profile, or derive one from the cache."""
@@ -59,17 +59,17 @@ class LayeredEncoder(LevelEncoder):
         self._text.sinks = tuple(self.sinks)
         self.beginning = frame_of_beginning(request.beginning, used) if request.beginning else b""
 
-    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
-        """As of every encoder; what workers share is made before they ask for it."""
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
+        """Encode every chunk; matrices that the workers share are computed first."""
         for group in self._text.profile.groups:
             halved = group.rows is not None and fast_bfloat16()
             _ = group.halved_analysis if halved else group.analysis, group.metric_runs
             _ = group.gram if group.metric and group.rank < group.width and not group.is_identity else None
         return super().encode_all(spans, threads)
 
-    def encode(self, start: int, stop: int) -> list[Coded]:
-        """Every level of the ladder, each refining the one before."""
-        from kvwire.codec.transform.levels import ChunkLevels  # decoding does without
+    def encode(self, start: int, stop: int) -> list[EncodedSegment]:
+        """Encode every level of the ladder."""
+        from kvwire.codec.transform.levels import ChunkLevels  # decoders do not need it
 
         ladder, profile = self._ladder, self._text.profile
         coefficients, dropped = self._coefficients(start, stop)
@@ -79,34 +79,34 @@ class LayeredEncoder(LevelEncoder):
         segments = []
         for level in range(len(ladder.steps)):
             data, symbols, missed = chunk.encode(level)
-            segments.append(Coded(data, symbols, (missed + dropped) / elements, energy / elements))
+            segments.append(EncodedSegment(data, symbols, (missed + dropped) / elements, energy / elements))
         return segments
 
     def _coefficients(self, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
-        """As ``analyse`` gives them."""
+        """Return coefficients and dropped energy as ``analyse`` does."""
         return analyse(self._cache, self._text, start, stop, self._ladder.steps[-1])
 
 
 class TrialEncoder(LayeredEncoder):
-    """Codes coefficients drawn at random, each as wide as the profile expects: nothing is solved, no cache is read."""
+    """Encodes random coefficients with the profile's scales; solves no system and reads no cache."""
 
-    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
-        """As of every encoder."""
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
+        """Encode every chunk without computing the analysis matrices."""
         return LevelEncoder.encode_all(self, spans, threads)
 
     def _coefficients(self, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
-        scales = scale_of(self._text.profile.spread) / np.sqrt(2)  # of a Laplacian, as tables expect
+        scales = scale_of(self._text.profile.spread) / np.sqrt(2)  # Laplacian, as the tables assume
         drawn = np.random.default_rng(start).laplace(0.0, scales, (stop - start, len(scales)))
         return drawn.astype(np.float32), 0.0
 
 
-class _OnDevice(LayeredEncoder):
-    """The same on the cache's device, many chunks at a time."""
+class _DeviceLayeredEncoder(LayeredEncoder):
+    """Encodes many chunks at a time on the cache's device."""
 
-    def encode(self, start: int, stop: int) -> list[Coded]:
+    def encode(self, start: int, stop: int) -> list[EncodedSegment]:
         return self.encode_all([(start, stop)], 1)[0]
 
-    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
         from kvwire.codec.gpu.encode import DeviceEncoder  # Triton is optional
 
         return DeviceEncoder(self._cache, self._text, self._ladder, device_of(self._cache)).encode(spans, threads)
@@ -116,13 +116,13 @@ class LayeredDecoder(LevelDecoder):
     """Decodes chunks on the processor, or on the output's device by Triton's kernels.
 
     Attributes:
-        device: What decodes on the device; None until ``use_device`` is called.
+        device: The decoder on the device; None until ``use_device`` is called.
     """
 
     device: DeviceDecoder | None = None
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Check what the profile predicts from."""
+        """Check the inputs of the profile's predictors."""
         self._header, self._check, self._offset = request.header, request.check, request.offset
         self._rounded = request.rounded
         self._info, self._profile = request.header.info, cast("Profile", request.profile)
@@ -130,7 +130,7 @@ class LayeredDecoder(LevelDecoder):
         self._cos_sin = positions_for(self._info, self._offset)
 
     def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
-        """Decode the symbols of every level, then transform back group by group."""
+        """Decode every level's symbols, then transform back group by group."""
         start, stop = self._info.chunk_span(piece.chunk)
         reads = self._info.reads(piece.chunk, piece.level)
         state = SegmentState(stop - start, self._profile.spread, self._profile.tables)
@@ -178,7 +178,7 @@ class LayeredDecoder(LevelDecoder):
         return self.device is not None
 
     def suits_device(self, piece: ChunkSegments) -> bool:
-        """What kvwire's own encoders write does; what others write may take the processor."""
+        """Return whether a GPU can decode the chunk: always for kvwire's encoders, perhaps not for others."""
         symbols = [segment.raw for segment in self._info.reads(piece.chunk, piece.level)]
         return self.device is not None and suits_gpu(piece, symbols)
 
@@ -188,32 +188,33 @@ class LayeredDecoder(LevelDecoder):
 
 
 class LayeredKind(LevelKind):
-    """Codec 1, with the profiles of ``fit_profile``, or one derived from a cache, which travels inside its blob."""
+    """Codec 1; its profile comes from ``fit_profile``, or is derived from the cache and stored in the blob."""
 
     number: ClassVar[int] = CODEC_LAYERED
     title: ClassVar[str] = "kvwire"
 
     def encoder(self, request: EncodeRequest) -> LevelEncoder:
-        """On the cache's device where that was asked for and a profile was given."""
-        return (_OnDevice if request.on_device and request.profile is not None else LayeredEncoder)(request)
+        """Return the encoder; it runs on the cache's device where the request says so and gives a profile."""
+        on_device = request.on_device and request.profile is not None
+        return (_DeviceLayeredEncoder if on_device else LayeredEncoder)(request)
 
     def decoder(self, request: DecodeRequest) -> LevelDecoder:
-        """On the processor, until ``use_device`` is called."""
+        """Return the decoder; it runs on the processor until ``use_device`` is called."""
         return LayeredDecoder(request)
 
     def read_profile(self, data: bytes) -> Profile:
-        """A ``.kvp`` file."""
+        """Read a ``.kvp`` file."""
         return Profile.from_bytes(data)
 
     def read_profile_inside(self, data: bytes) -> Profile:
-        """As ``read_profile``; bytes fetched anew would not lengthen it, so it is never "truncated"."""
+        """Read the profile inside a blob; never raises TruncatedError, since more bytes would not lengthen it."""
         try:
             return Profile.from_bytes(data)
         except TruncatedError as error:
             raise CorruptError(f"the profile inside the blob is damaged: {error}") from error
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:
-        """The head start is the profile's, which knows of sinks where the blob has some; a chunk is within bounds."""
+        """Check that the profile has the blob's prefix layers and sinks, and that a chunk is not too large."""
         rank, tokens = cast("Profile", profile).rank, min(info.tokens, info.chunk_tokens)
         if info.prefix_layers != profile.prefix_layers:
             msg = "the blob is coded for another head start than its profile; fetch the blob's header again"
@@ -225,10 +226,10 @@ class LayeredKind(LevelKind):
             raise CorruptError(msg)
 
     def check_settings(self, settings: CodingSettings) -> None:
-        """Every head start and ladder will do."""
+        """Accept every number of prefix layers and every ladder."""
 
     def fit(self, texts: Calibration, settings: CodingSettings) -> Profile | None:
-        """Fit transform, prediction and tables, then measure what errors cost."""
+        """Fit transform, prediction and tables, then measure the KL divergence of errors."""
         from kvwire.codec.fitting.fit import RANK_CUT, fit_profile
         from kvwire.codec.fitting.ladder import MARGIN
 
@@ -246,14 +247,14 @@ class LayeredKind(LevelKind):
         return profile if settings.ladder else _with_default_levels(profile)
 
     def has_levels(self, info: BlobInfo, settings: CodingSettings) -> bool:
-        """Names and steps are those of the ladder."""
+        """Return whether the blob's lossy levels have the ladder's names and steps."""
         ladder = settings.ladder or Ladder()
         steps = [(level.name, level.step) for level in info.levels if not level.independent]
         return steps == list(zip(ladder.names, ladder.steps, strict=True))
 
 
 def _with_default_levels(profile: Profile) -> Profile:
-    """The profile in the unit that the default levels want, with the errors that they then have."""
+    """Return the profile rescaled to the unit of the default levels, with their errors."""
     from kvwire.codec.fitting.fit import RANK_CUT
     from kvwire.codec.fitting.ladder import errors_of, with_unit
 
@@ -261,9 +262,9 @@ def _with_default_levels(profile: Profile) -> Profile:
 
 
 def _profile_of(cache: KVCache, ladder: Ladder) -> Profile:
-    from kvwire.codec.fitting.fit import identity_profile  # who has a profile goes without
+    from kvwire.codec.fitting.fit import identity_profile  # not needed with a fitted profile
 
-    with one_core():  # whose sums do not depend on the number of threads
+    with one_core():  # sums on one core do not depend on the number of threads
         return identity_profile(cache, ladder)
 
 

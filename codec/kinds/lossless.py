@@ -1,4 +1,4 @@
-"""Levels that hold the stored numbers bit for bit: ``lossless_streams`` says how they are coded."""
+"""The lossless level, which holds the stored numbers bit for bit; ``lossless_streams`` describes its coding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvwire.codec.backend import planes_of
 from kvwire.codec.format.codecs import CODEC_LOSSLESS
 from kvwire.codec.format.header import Level
-from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.pack import EncodedSegment
 from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.lossless_grid import FORMATS
 from kvwire.codec.kinds.lossless_streams import decode_lossless, encode_lossless
@@ -28,29 +28,29 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 
 
 class LosslessEncoder(LevelEncoder):
-    """Codes one level on the processor."""
+    """Encodes one level on the processor."""
 
     levels = (Level("lossless", codec=CODEC_LOSSLESS),)
 
     def __init__(self, request: EncodeRequest) -> None:
-        """Keep the cache."""
+        """Take the cache."""
         self._cache = request.cache
 
-    def encode(self, start: int, stop: int) -> list[Coded]:
-        """One segment, without any error."""
-        return [Coded(*encode_lossless(self._cache, start, stop), 0.0, 0.0)]
+    def encode(self, start: int, stop: int) -> list[EncodedSegment]:
+        """Encode one segment with error 0."""
+        return [EncodedSegment(*encode_lossless(self._cache, start, stop), 0.0, 0.0)]
 
 
 class LosslessDecoder(LevelDecoder):
     """Decodes chunks on the processor."""
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Keep the parts."""
+        """Compare positions later with the offset at which the cache was stored."""
         self._info, self._stood, self._offset = request.header.info, request.header.offset, request.offset
         self._cos_sin = positions_for(self._info, self._offset)
 
     def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
-        """Stored numbers as they are where the output stands where they stood, else moved."""
+        """Write the stored numbers; rotate them where the output's offset differs from the stored one."""
         start, stop = self._info.chunk_span(piece.chunk)
         layers = self._info.meta.layers
         dtype = _DTYPES.get(self._info.meta.dtype)
@@ -67,7 +67,7 @@ class LosslessDecoder(LevelDecoder):
                 target[:, at : at + stop - start] = pairs[layer][side == "value"]
 
     def _move(self, pairs: list[tuple[Tensor, Tensor]], out: KVCache, at: int, start: int, stop: int) -> None:
-        """Write what rotates at its new positions."""
+        """Write the rotary planes at their new positions."""
         meta = self._info.meta
         cache = KVCache([k for k, _ in pairs], [v for _, v in pairs], replace(meta, positions="off"))
         if self._stood is None:
@@ -75,7 +75,7 @@ class LosslessDecoder(LevelDecoder):
         elif self._offset is None:
             stored = replace(meta, positions="on", offset=self._stood + start)
             moved, cos_sin = positions_off(replace(cache, meta=stored)), {}
-        else:  # by one rotation, as linking moves the caches that the model computed: to the same bits
+        else:  # one rotation by the distance, as joins move computed caches: the bits are the same
             distance = self._offset - self._stood
             moved, cos_sin = cache, {at: rotation(regime, distance, 1) for at, regime in enumerate(meta.ropes)}
         for plane in planes_of(meta.layers):
@@ -85,17 +85,17 @@ class LosslessDecoder(LevelDecoder):
 
 
 class LosslessKind(LevelKind):
-    """Codec 2: one level, without a profile."""
+    """Codec 2: one level without a profile."""
 
     number: ClassVar[int] = CODEC_LOSSLESS
     title: ClassVar[str] = "lossless"
 
     def encoder(self, request: EncodeRequest) -> LevelEncoder:
-        """On the processor."""
+        """Return the encoder, which runs on the processor."""
         return LosslessEncoder(request)
 
     def decoder(self, request: DecodeRequest) -> LevelDecoder:
-        """On the processor."""
+        """Return the decoder, which runs on the processor."""
         return LosslessDecoder(request)
 
 

@@ -1,4 +1,4 @@
-"""What a lossless segment stores: dtypes, blocks of columns, rows, and tables of the columns' classes."""
+"""Contents of a lossless segment: dtypes, blocks of columns, rows, and frequency tables of column classes."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ FORMATS = {
     torch.float8_e5m2: Fields.of(5, 2),
     torch.float8_e5m2fnuz: Fields.of(5, 2),
 }
-"""Every dtype that a lossless segment can hold."""
+"""Bit fields of every dtype that a lossless segment can hold."""
 MAX_CLASSES = 32
 FLIP = 128
-"""Added to a column's class where its signs are flipped."""
+"""Added to a column's class in its byte where its signs are flipped."""
 _TOTAL = 1 << PROBABILITY_BITS
 
 
 @dataclass(frozen=True, eq=False)
 class ClassTables(Tables):
-    """Base tables of any number of classes up to MAX_CLASSES; there are no refinements."""
+    """Base tables of up to MAX_CLASSES classes, without refinements."""
 
     @classmethod
     def of(cls, base: NDArray[np.uint16]) -> ClassTables:
-        """Check the tables of a segment."""
+        """Check a segment's frequencies and make tables of them."""
         if not (base.sum(axis=1, dtype=np.int64) == _TOTAL).all():
-            refuse("has frequencies that do not add up to 4096")
+            raise_damaged("has frequencies that do not add up to 4096")
         return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16), np.zeros((len(base), POINTS), np.uint16))
 
 
 @dataclass(frozen=True)
 class Block:
-    """Keys or values of one layer: where its columns lie.
+    """Place of one layer's keys or values in a segment.
 
     Attributes:
-        heads: KV heads.
-        dim: Of each head.
-        stream: 0 where it has a row for each token, 1 where it has distinct rows alone.
-        first: First column in its stream.
-        columns: Its columns among those of all blocks.
-        fields: Of its numbers.
-        raw_start: Its first raw bit.
+        heads: Number of KV heads.
+        dim: Elements of each head.
+        stream: 0 for a row per token, 1 for distinct rows only.
+        first: Index of the first column in its stream.
+        columns: The block's columns among those of all blocks.
+        fields: Bit fields of its numbers.
+        raw_start: Index of its first raw bit.
     """
 
     heads: int
@@ -73,20 +73,20 @@ class Block:
 
     @property
     def in_stream(self) -> slice:
-        """Its columns in its stream."""
+        """The block's columns in its stream."""
         return slice(self.first, self.first + self.heads * self.dim)
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Which bits a segment stores: blocks of columns, over all tokens (stream 0) or over distinct rows (stream 1).
+    """The bits that a segment stores: blocks of columns over all tokens (stream 0) or over distinct rows (stream 1).
 
     Attributes:
-        fields: Of the dtype.
+        fields: Bit fields of the dtype.
         shapes: ``(heads, dim)`` of each block.
-        codes: ``[tokens]``; 0 for a row of its own, k for the same as row k - 1.
-        shared: Bool ``[blocks]``; whether the block follows the codes.
-        spares: ``[blocks]``, lowest mantissa bits that are zero in all its numbers.
+        codes: ``[tokens]``; 0 for a new row, k for a copy of row k - 1.
+        shared: Bool ``[blocks]``; whether the block uses the codes.
+        spares: ``[blocks]``, number of lowest mantissa bits that are zero in all its numbers.
     """
 
     fields: Fields
@@ -97,28 +97,28 @@ class Grid:
 
     @classmethod
     def plain(cls, fields: Fields, shapes: list[tuple[int, int]], tokens: int) -> Grid:
-        """Make the grid with a row for each token of every block, and no bit to spare."""
+        """Make the grid without repeated rows and without spare bits."""
         blocks = len(shapes)
         return cls(fields, shapes, np.zeros(tokens, np.int64), np.zeros(blocks, np.bool_), np.zeros(blocks, np.int64))
 
     @cached_property
     def fresh(self) -> NDArray[np.intp]:
-        """Tokens that have a row of their own."""
+        """Indices of the tokens with a new row."""
         return np.flatnonzero(self.codes == 0)
 
     @cached_property
     def sources(self) -> NDArray[np.int64]:
-        """Row of each token."""
+        """Row index of each token."""
         return np.where(self.codes == 0, np.cumsum(self.codes == 0), self.codes) - 1
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the two streams."""
+        """Number of rows of the two streams."""
         return len(self.codes), len(self.fresh)
 
     @cached_property
     def stream_of(self) -> NDArray[np.int64]:
-        """Stream of each column."""
+        """Stream index of each column."""
         return np.repeat(self.shared.astype(np.int64), [heads * dim for heads, dim in self.shapes])
 
     @cached_property
@@ -135,25 +135,25 @@ class Grid:
 
     @property
     def raw_bits(self) -> int:
-        """Raw bits of all blocks."""
+        """Number of raw bits of all blocks."""
         last = self.blocks[-1]
         return last.raw_start + self.rows[last.stream] * last.heads * last.dim * last.fields.raw
 
     def matrices(self) -> list[NDArray[np.uint8]]:
-        """Make room for the symbols of both streams."""
+        """Allocate the symbols of both streams, ``[rows, columns]``."""
         return [
             np.empty((rows, int((self.stream_of == stream).sum())), np.uint8) for stream, rows in enumerate(self.rows)
         ]
 
 
 def block_shapes(layers: tuple[LayerSpec, ...]) -> list[tuple[int, int]]:
-    """List the blocks of a layout."""
+    """List ``(heads, dim)`` of the blocks of a layout."""
     cached = [spec for spec in layers if spec.kind != "none"]
     return [(spec.kv_heads, dim) for spec in cached for dim in (spec.key_dim, spec.value_dim)]
 
 
 def escaped_in(symbols: NDArray[np.uint8], fields: Fields) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Find the numbers whose symbol's distance is the escape."""
+    """Return row and column indices of the numbers whose exponent is escaped."""
     if fields.exponent <= fields.distance:
         return np.zeros(0, np.intp), np.zeros(0, np.intp)
     escape = np.uint8(fields.escape << 7 - fields.distance)
@@ -161,6 +161,6 @@ def escaped_in(symbols: NDArray[np.uint8], fields: Fields) -> tuple[NDArray[np.i
     return row, column
 
 
-def refuse(what: str) -> NoReturn:
-    """Report a damaged segment."""
+def raise_damaged(what: str) -> NoReturn:
+    """Raise CorruptError for a damaged segment."""
     raise CorruptError(f"a lossless segment {what}: it is damaged, fetch it again")

@@ -1,9 +1,10 @@
-"""A cache bit for bit: one segment holds every number of some tokens as it is stored. Specified in docs/format.md.
+"""Lossless coding: one segment holds every number of some tokens bit for bit. Specified in docs/format.md.
 
-A column (a dimension of a head over the tokens) has a scale of its own, and often a sign. So numbers are coded as sign
-against the column's usual one, octaves below the column's largest number, and highest mantissa bits: one byte, by rANS,
-with one of a few tables that the encoder finds by clustering the columns' histograms. The other mantissa bits are
-noise and stay raw. In the first layer equal tokens give equal numbers: such rows are stored once.
+A column (a dimension of a head over the tokens) has its own scale and often its own sign. A symbol of one byte holds a
+number's sign relative to the column's usual sign, its octaves below the column's largest number and its highest
+mantissa bits. rANS codes it with one of a few tables, which the encoder finds by clustering the columns' histograms.
+The other mantissa bits are noise and stay raw. In the first layer equal tokens give equal numbers: such rows are
+stored once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvwire.codec.kinds.lossless_grid import (
     Grid,
     block_shapes,
     escaped_in,
-    refuse,
+    raise_damaged,
 )
 from kvwire.codec.kinds.lossless_survey import cluster, find_repeats, split, survey
 from kvwire.errors import ArgumentError
@@ -46,17 +47,17 @@ if TYPE_CHECKING:
 
 _LISTS = ("table", "class", "reference", "block", "row", "escape")
 _HEADER = struct.Struct("<6I2I2HHH")
-"""Bytes of the six lists; words and lanes of the two streams; classes, reserved."""
+"""Bytes of the six lists; words and lanes of the two streams; number of classes; reserved."""
 _SHARED = 128
-"""Added to a block's spare bits where it follows the row list."""
+"""Added to a block's spare bits in its byte where the block uses the row list."""
 _LEVEL = 9
-"""Of zstd, for the lists; 19 takes 0.01 % off a segment and a quarter off the encoder's speed."""
+"""zstd level of the lists; level 19 saves 0.01 % of a segment and slows the encoder by a quarter."""
 _SIGNED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""Integers that a tensor of floats of this width can be viewed as."""
+"""Integer dtype to view floats of this bit width as."""
 
 
 def encode_lossless(cache: KVCache, start: int, stop: int) -> tuple[bytes, int]:
-    """Write tokens of a cache as they are."""
+    """Encode tokens of a cache; return the segment and its number of symbols."""
     fields, tensors = _stored(cache, start, stop)
     shapes = block_shapes(cache.meta.layers)
     if not _numbers(stop - start, shapes):
@@ -88,24 +89,24 @@ def encode_lossless(cache: KVCache, start: int, stop: int) -> tuple[bytes, int]:
 def decode_lossless(
     data: bytes, tokens: int, layers: tuple[LayerSpec, ...], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Read a segment. Memory: the output, a byte for each number, and the segment."""
+    """Decode a segment into keys and values of each layer, with one extra byte of memory per number."""
     fields, shapes = _fields(dtype), block_shapes(layers)
     if _numbers(tokens, shapes):
         blocks = _decode(data, Grid.plain(fields, shapes, tokens), dtype)
     elif data:
-        refuse("of no numbers holds bytes")
+        raise_damaged("of no numbers holds bytes")
     else:
         blocks = (torch.empty((heads, tokens, dim), dtype=dtype) for heads, dim in shapes)
-    return [_nothing(spec, dtype) if spec.kind == "none" else (next(blocks), next(blocks)) for spec in layers]
+    return [_empty_layer(spec, dtype) if spec.kind == "none" else (next(blocks), next(blocks)) for spec in layers]
 
 
-def _nothing(spec: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_layer(spec: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     keys = torch.empty((spec.kv_heads, 0, spec.key_dim), dtype=dtype)
     return keys, torch.empty((spec.kv_heads, 0, spec.value_dim), dtype=dtype)
 
 
 def _stored(cache: KVCache, start: int, stop: int) -> tuple[Fields, list[torch.Tensor]]:
-    """The dtype's fields, and keys and values of each layer that has a cache."""
+    """Return the dtype's fields and the keys and values of each layer that has a cache."""
     if not 0 <= start <= stop <= cache.tokens:
         raise ArgumentError(f"tokens {start} to {stop} are not within the cache's {cache.tokens}")
     layers = zip(cache.meta.layers, cache.keys, cache.values, strict=True)
@@ -124,7 +125,7 @@ def _fields(dtype: torch.dtype) -> Fields:
 
 
 def _numbers(tokens: int, shapes: list[tuple[int, int]]) -> int:
-    """Numbers of a segment without repeats; raises ArgumentError where there are too many."""
+    """Count a segment's numbers, repeats included; raises ArgumentError where there are too many."""
     numbers = tokens * sum(heads * dim for heads, dim in shapes)
     if numbers > MAX_CHUNK_SYMBOLS:
         msg = f"{numbers} numbers are more than the {MAX_CHUNK_SYMBOLS} of a lossless segment; take fewer tokens"
@@ -133,7 +134,7 @@ def _numbers(tokens: int, shapes: list[tuple[int, int]]) -> int:
 
 
 def _bits(tensor: torch.Tensor, fields: Fields) -> Bits:
-    """A tensor's numbers as unsigned integers of their width, contiguous, on the CPU."""
+    """Return a tensor's numbers as unsigned integers of the same width, contiguous, on the CPU."""
     signed = tensor.detach().cpu().contiguous().view(_SIGNED[fields.width])
     return signed.numpy().view(f"u{fields.width // 8}")
 
@@ -151,7 +152,7 @@ def _pack(lists: tuple[bytes, ...], streams: list[Lanes | None], classes: int) -
 
 
 def _planes(array: NDArray[Any]) -> bytes:
-    """All lowest bytes, then the next ones, and so on: small numbers then leave planes of zeros."""
+    """Return all lowest bytes, then the next ones, and so on: small numbers leave planes of zeros."""
     return array.ravel().view(np.uint8).reshape(array.size, array.itemsize).T.tobytes()
 
 
@@ -161,11 +162,11 @@ def _unplanes(raw: bytes, dtype: str) -> NDArray[Any]:
 
 
 def _decode(data: bytes, plain: Grid, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Check everything, then join block by block."""
+    """Check everything, then yield the tensor of each block."""
     parts = _Parts(data)
     grid, fields = parts.grid(plain), plain.fields
     columns = sum(heads * dim for heads, dim in plain.shapes)
-    classes, flips = parts.classes(columns)  # the first list of a column's length: it has to be paid for
+    classes, flips = parts.classes(columns)  # checked first: it pays for memory by columns
     references = parts.exponents("reference", columns, fields)
     tables = parts.tables()
     symbols = [parts.symbols(s, classes[grid.stream_of == s], tables, rows) for s, rows in enumerate(grid.rows)]
@@ -194,77 +195,77 @@ def _place_escapes(
 
 
 class _Parts:
-    """The parts of a segment's bytes, each checked as it is asked for; all raise CorruptError."""
+    """The parts of a segment's bytes; each method checks its part and raises CorruptError."""
 
     def __init__(self, data: bytes) -> None:
-        """Find where everything lies."""
+        """Split the bytes by the header's lengths."""
         if len(data) < _HEADER.size:
-            refuse("ends within its header")
+            raise_damaged("ends within its header")
         fixed = _HEADER.unpack_from(data)
         self._words, self._lanes, self._classes = fixed[6:8], fixed[8:10], fixed[10]
         streams = [6 * lanes + 2 * words for lanes, words in zip(self._lanes, self._words, strict=True)]
         ends = np.cumsum([_HEADER.size, *fixed[:6], *streams], dtype=np.int64).tolist()
         if ends[-1] > len(data) or not 1 <= self._classes <= MAX_CLASSES or max(self._lanes) > MAX_LANES:
-            refuse("has parts that do not fit it")
+            raise_damaged("has parts that do not fit it")
         pieces = [data[start:stop] for start, stop in pairwise(ends)]
         self._lists, self._streams = dict(zip(_LISTS, pieces, strict=False)), pieces[len(_LISTS) :]
         self._raw = memoryview(data)[ends[-1] :]
 
     def _list(self, name: str, length: int) -> bytes:
-        """A compressed list of a length that is known from elsewhere; nothing stands for the empty list."""
+        """Decompress a list whose length is known; an empty list is stored as no bytes."""
         packed = self._lists[name]
         return decompress(packed, length, f"lossless segment's {name} list") if packed or length else b""
 
     def tables(self) -> ClassTables:
-        """Frequencies of each class."""
+        """Read the frequencies of each class."""
         raw = self._list("table", 2 * ALPHABET * self._classes)
         return ClassTables.of(_unplanes(raw, "<u2").reshape(self._classes, ALPHABET))
 
     def classes(self, columns: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Class and sign flip of each column."""
+        """Read class and sign flip of each column."""
         raw = np.frombuffer(self._list("class", columns), np.uint8)
         classes = (raw % FLIP).astype(np.int64)
         if classes.max() >= self._classes:
-            refuse("names a class that it has no table for")
+            raise_damaged("names a class that it has no table for")
         return classes, raw // np.uint8(FLIP)
 
     def grid(self, plain: Grid) -> Grid:
-        """The plain grid with the segment's spare bits and repeated rows."""
+        """Return the plain grid with the segment's spare bits and repeated rows."""
         raw = np.frombuffer(self._list("block", len(plain.shapes)), np.uint8)
         grid = replace(plain, shared=raw >= _SHARED, spares=(raw % _SHARED).astype(np.int64))
         if grid.spares.max() > grid.fields.low:
-            refuse("spares more bits than there are")
+            raise_damaged("spares more bits than there are")
         tokens = len(plain.codes) if grid.shared.any() else 0
         codes = _unplanes(self._list("row", 4 * tokens), "<u4").astype(np.int64)
         if (codes > np.cumsum(codes == 0)).any():
-            refuse("refers to rows that do not come before")
+            raise_damaged("refers to rows that do not come before")
         return replace(grid, codes=codes) if tokens else grid
 
     def exponents(self, name: str, count: int, fields: Fields) -> NDArray[np.uint16]:
-        """A list of exponents: the columns' references, or the escapes."""
+        """Read a list of exponents: the columns' references or the escapes."""
         exponents: NDArray[np.uint16] = _unplanes(self._list(name, 2 * count), "<u2")
         if count and exponents.max() > fields.top:
-            refuse("has an exponent that its dtype has not")
+            raise_damaged("has an exponent that its dtype has not")
         return exponents
 
     def symbols(self, stream: int, classes: NDArray[np.int64], tables: ClassTables, rows: int) -> NDArray[np.uint8]:
         """Decode one of the streams, ``[rows, columns]``."""
         piece, lanes, words = self._streams[stream], self._lanes[stream], self._words[stream]
         if (lanes == 0) != (len(classes) == 0) or (words and not lanes):
-            refuse("has a stream without columns, or columns without a stream")
+            raise_damaged("has a stream without columns, or columns without a stream")
         if not lanes:
             return np.empty((rows, 0), np.uint8)
         states = np.frombuffer(piece, "<u4", lanes).astype(np.uint32)
         counts = np.frombuffer(piece, "<u2", lanes, 4 * lanes).astype(np.uint16)
         if int(counts.sum(dtype=np.int64)) != words:
-            refuse("has lanes that do not add up to its words")
+            raise_damaged("has lanes that do not add up to its words")
         coded = Lanes(states, counts, np.frombuffer(piece, "<u2", words, 6 * lanes).astype(np.uint16))
         return decode_base(coded, classes + 1, tables, rows)
 
     def raw(self, count: int) -> NDArray[np.uint64]:
-        """The raw bits in 64-bit words, with one to spare."""
+        """Return the raw bits in 64-bit words, with one spare word: a read may span two."""
         if len(self._raw) != -(-count // 8):
-            refuse("has parts that do not add up to its length")
+            raise_damaged("has parts that do not add up to its length")
         words = np.zeros(count // 64 + 2, "<u8")
         words.view(np.uint8)[: len(self._raw)] = np.frombuffer(self._raw, np.uint8)
         return words.astype(np.uint64, copy=False)

@@ -1,4 +1,4 @@
-"""What the encoder of a lossless segment finds out: repeated rows, references, symbols, classes of columns."""
+"""Analysis by the lossless encoder: repeated rows, references, symbols, classes of columns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from kvwire.codec.kinds.lossless_grid import Grid
 
 _NUMBERS_PER_CLASS = 1 << 15
-"""A table costs about 80 bytes; with fewer numbers than this, another one saves less."""
+"""A table costs about 80 bytes; for fewer numbers than this another table saves less."""
 _BATCH = 1024
-"""Columns that the classes are fitted on, and columns whose histograms are held at a time."""
+"""Most columns that classes are fitted on, and columns whose histograms are in memory at a time."""
 _ROUNDS = 4
 _UNSEEN = 0.02
-"""Count of a symbol that a class has not met yet: dear, not impossible."""
+"""Count of a symbol that a class has not seen: expensive, but possible."""
 
 
 def find_repeats(blocks: list[Bits], grid: Grid) -> Grid:
     """Find the rows that repeat in the first layer, and all blocks in which the same rows repeat.
 
-    A hash proposes which rows are equal; the comparison decides.
+    Equal hashes propose equal rows; a comparison confirms them.
     """
     for bits in blocks[:2]:
         codes = _codes(bits)
@@ -43,12 +43,12 @@ def find_repeats(blocks: list[Bits], grid: Grid) -> Grid:
 
 
 def _same(bits: Bits, twins: NDArray[np.intp], originals: NDArray[np.intp]) -> bool:
-    first = np.array_equal(bits[:, twins[0]], bits[:, originals[0]])  # tells most blocks at once
+    first = np.array_equal(bits[:, twins[0]], bits[:, originals[0]])  # rules most blocks out quickly
     return first and np.array_equal(bits[:, twins], bits[:, originals])
 
 
 def _codes(bits: Bits) -> NDArray[np.int64]:
-    """0 for tokens whose row's hash is new, k for those that hash as row k - 1 does."""
+    """Return for each token 0 where its row's hash is new, k where it equals the hash of row k - 1."""
     heads, tokens, dim = bits.shape
     weights = np.random.default_rng(0).integers(1, 2**63, (heads, dim), np.uint64)
     hashes = np.zeros(tokens, np.uint64)
@@ -60,7 +60,7 @@ def _codes(bits: Bits) -> NDArray[np.int64]:
 
 
 def survey(blocks: list[Bits], grid: Grid) -> tuple[Grid, NDArray[np.uint16], NDArray[np.uint8]]:
-    """Find what a segment says once for each block or column."""
+    """Find each block's spare bits and each column's reference exponent and sign flip."""
     columns = len(grid.stream_of)
     references, negatives = np.zeros(columns, np.uint16), np.zeros(columns, np.uint32)
     spares = []
@@ -90,9 +90,9 @@ def split(
 
 
 def cluster(symbols: list[NDArray[np.uint8]]) -> tuple[list[NDArray[np.int64]], ClassTables]:
-    """Choose classes of columns: k-means over histograms, by the bits that a table costs.
+    """Choose the columns' classes by k-means over histograms; the distance is the coded bits.
 
-    Classes begin as columns of like mean symbol, are fitted on some of the columns, then all columns choose.
+    Classes start as columns of similar mean symbol, are fitted on a sample, and then every column chooses one.
     """
     columns = sum(matrix.shape[1] for matrix in symbols)
     sample = np.concatenate([_histograms(matrix[:, :: -(-columns // _BATCH)]) for matrix in symbols])
@@ -116,22 +116,22 @@ def cluster(symbols: list[NDArray[np.uint8]]) -> tuple[list[NDArray[np.int64]], 
 
 
 def _histograms(symbols: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """How often each symbol occurs in each column, ``[columns, 256]``."""
+    """Count each symbol in each column, ``[columns, 256]``."""
     counts = np.zeros((symbols.shape[1], ALPHABET), np.uint32)
     exponent_kernels.histogram(np.ascontiguousarray(symbols), counts)
     return counts.astype(np.float32)
 
 
 def _sums(counts: NDArray[np.float32], classes: NDArray[np.int64], wanted: int) -> NDArray[np.float32]:
-    """Histogram of each class, ``[classes, 256]``."""
+    """Sum the histograms of each class, ``[classes, 256]``."""
     members = (classes[None, :] == np.arange(wanted)[:, None]).astype(np.float32)
     return np.asarray(members @ counts, np.float32)
 
 
 def _costs(sums: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Sixteenths of a bit that each symbol takes in each class.
+    """Return the cost of each symbol in each class, in sixteenths of a bit.
 
-    All are whole numbers: sums of them are exact, so that the number of threads cannot change what is chosen.
+    Costs are whole numbers: their sums are exact, so the number of threads cannot change the choice.
     """
     counts = sums + np.float32(_UNSEEN)
     bits = np.log2(counts.sum(axis=1, keepdims=True)) - np.log2(counts)

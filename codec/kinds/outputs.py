@@ -1,4 +1,4 @@
-"""What decoders write into: made, checked, placed, and cleared of what pruning left out."""
+"""Decoders' outputs: allocate and check them, place sinks, zero pruned entries."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _FLOATS = (
     torch.float8_e5m2fnuz,
 )
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
-"""Dtypes of caches by name."""
+"""Cache dtypes by name."""
 
 
 def device_of(cache: KVCache) -> torch.device:
-    """Find where a cache lies."""
+    """Return the device of a cache."""
     return next(tensor.device for tensor in (*cache.keys, *cache.values) if tensor.numel())
 
 
 def positions_for(info: BlobInfo, offset: int | None) -> Callable[[int, int], CosSin]:
-    """Prepare to put positions on."""
+    """Return a function from a token span to its cosines and sines by RoPE regime."""
 
     def cos_sin(start: int, stop: int) -> CosSin:
         if offset is None:
@@ -59,7 +59,7 @@ def positions_for(info: BlobInfo, offset: int | None) -> Callable[[int, int], Co
 
 
 def check_positions(info: BlobInfo, offset: int | None) -> None:
-    """Fail before anything is decoded, and not in the middle."""
+    """Raise now, before anything is decoded, where a position is outside a RoPE regime's range."""
     if offset is None:
         return
     for regime in _regimes(info):
@@ -73,7 +73,7 @@ def _regimes(info: BlobInfo) -> list[int]:
 
 
 def drop_pruned(out: KVCache | PagedKVCache, kept: Kept | None, start: int, stop: int) -> None:
-    """Zero the entries that the cache never held, whatever was decoded there."""
+    """Zero the decoded entries that the pruned cache did not hold."""
     for layer, mask in enumerate(kept or ()):
         if mask is None:
             continue
@@ -82,19 +82,19 @@ def drop_pruned(out: KVCache | PagedKVCache, kept: Kept | None, start: int, stop
             gone = ~mask[:, start:stop, None].to(tensor.device)
             if isinstance(out, PagedKVCache):
                 part = out.take(side, layer, start, stop)
-                out.put(side, layer, start, without(part, gone))
+                out.put(side, layer, start, zero_masked(part, gone))
             else:
-                without(tensor[:, start:stop], gone)
+                zero_masked(tensor[:, start:stop], gone)
 
 
-def without(tensor: Tensor, gone: Tensor) -> Tensor:
-    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled."""
+def zero_masked(tensor: Tensor, gone: Tensor) -> Tensor:
+    """Zero some entries in place; float8 tensors cannot be filled, but zero bits are 0 there as well."""
     (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).masked_fill_(gone, 0)
     return tensor
 
 
-def chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
-    """Make room for what will go into pages."""
+def empty_chunk(out: PagedKVCache, tokens: int) -> KVCache:
+    """Allocate a contiguous cache of one chunk, to be copied into pages."""
     pairs: list[list[Tensor]] = [[], []]
     for spec, *tensors in zip(out.meta.layers, out.keys, out.values, strict=True):
         for made, dim, tensor in zip(pairs, (spec.key_dim, spec.value_dim), tensors, strict=True):
@@ -104,29 +104,28 @@ def chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
 
 
 def check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
-    """Compare an output with a blob."""
+    """Raise ArgumentError where an output's layout or length differs from the blob's."""
     if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
         msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
         raise ArgumentError(msg)
 
 
 def check_claim(info: BlobInfo, dtype: torch.dtype, max_tokens: int | None, max_bytes: int | None) -> None:
-    """Compare what a header claims with what the caller is ready to hold, before anything is allocated."""
+    """Compare a header's claims with the caller's limits, before anything is allocated."""
     size = info.tokens * elements_per_token(info.meta.layers) * dtype.itemsize
     limits = (("max_tokens", info.tokens, max_tokens), ("max_bytes", size, max_bytes))
     passed = [f"{name}={most}" for name, claimed, most in limits if most is not None and claimed > most]
     if passed:
         raise ArgumentError(
             f"the blob claims {info.tokens} tokens ({size} bytes decoded), more than {' and '.join(passed)}; "
-            "raise the limit if the blob is to be trusted"
+            "raise the limit if you trust the blob"
         )
 
 
 def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
-    """Make a cache of zeros for a blob's.
+    """Allocate a zeroed cache for a blob.
 
-    On the processor it takes memory page by page as chunks are written: a header that claims much, and whose segments
-    are no good, costs next to nothing.
+    On the processor memory is used only as chunks are written, so a false header that claims many tokens costs little.
     """
     info, keys, values = header.info, [], []
     try:
@@ -143,19 +142,19 @@ def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, of
 
 
 def _zeros(shape: tuple[int, int, int], device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros; on the processor from pages that the system clears when they are first touched."""
+    """Allocate zeros; on the processor as pages that the system clears on first touch."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
 
 class SinkPlacer:
-    """Knows the sinks of one blob, at the positions of one output."""
+    """Writes a blob's attention sinks into an output, at its positions."""
 
     def __init__(
         self, header: Header, profile: Profile, out: KVCache | PagedKVCache, offset: int | None, *, begins: bool
     ) -> None:
-        """Compute the sinks' keys and values; the first token's, too, where the document begins a prompt."""
+        """Decode the sinks' keys and values, and the first token's where the document begins a prompt."""
         info = header.info
         cos_sin = positions_for(info, offset)
         self._out, self._sinks = out, {}
@@ -173,7 +172,7 @@ class SinkPlacer:
             self._sinks[at] = made
 
     def place(self, start: int, stop: int) -> bool:
-        """Write the sinks of a span of tokens; on a GPU, on the current queue."""
+        """Write the sinks of a token span, on a GPU in the current stream; return whether there were any."""
         chosen = [at for at in self._sinks if start <= at < stop]
         for at in chosen:
             for layer, spec in enumerate(self._out.meta.layers):

@@ -1,4 +1,4 @@
-"""What level kinds are given: profiles, settings, calibration texts, requests to encode and to decode."""
+"""Inputs of level kinds: profiles, settings, calibration texts, requests to encode and to decode."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 Calibrated = TypeVar("Calibrated", "Profile", "CacheGenProfile")
-"""A profile that says which KL divergence its blobs' errors mean."""
+"""A profile with ``error_to_kl``, which turns its blobs' errors into a KL divergence."""
 
 
 @runtime_checkable
 class AnyProfile(Protocol):
-    """A profile of any kind: what corpora, stores and decoders ask of it."""
+    """A profile of any kind: the members that corpora, stores and decoders use."""
 
     @property
     def codec(self) -> int:
-        """Number of the level kind that it belongs to."""
+        """Codec number of the profile's level kind."""
 
     @property
     def model_id(self) -> str:
-        """The model that it was fitted on; empty for one derived from a single cache."""
+        """The model that the profile was fitted on; empty where it was derived from a single cache."""
 
     @property
     def model_revision(self) -> str:
@@ -39,15 +39,15 @@ class AnyProfile(Protocol):
 
     @property
     def outline(self) -> tuple[int, str] | None:
-        """Length and SHA-256 of what it says of its sections; None where it has none."""
+        """Length and SHA-256 of the description of the profile's sections; None where it has none."""
 
     @property
     def prefix_layers(self) -> int:
-        """Layers of the model that a reader computes anew; 0 where the kind knows none."""
+        """Number of the model's first layers that readers recompute; 0 for none."""
 
     @property
     def notes(self) -> dict[str, str | int | float]:
-        """What the fit says of itself; ``tokens``: how many it saw."""
+        """Notes of the fit; ``tokens`` is the number of tokens that it saw."""
 
     @property
     def data(self) -> bytes:
@@ -61,7 +61,7 @@ class AnyProfile(Protocol):
         """Compare with the layout of a cache.
 
         Args:
-            meta: Of the cache, or of a model's caches.
+            meta: The layout of a cache or of a model's caches.
 
         Raises:
             MismatchError: The profile is of another model or of another shape.
@@ -69,11 +69,11 @@ class AnyProfile(Protocol):
 
 
 class CodingSettings(Protocol):
-    """What a corpus is to be encoded with."""
+    """How a corpus is to be encoded."""
 
     @property
     def prefix_layers(self) -> int:
-        """Layers that readers compute anew, 0 for none."""
+        """Number of the model's first layers that readers recompute; 0 for none."""
 
     @property
     def ladder(self) -> Ladder | None:
@@ -81,44 +81,44 @@ class CodingSettings(Protocol):
 
 
 class Calibration(Protocol):
-    """Texts to fit a profile on: each method computes what it tells when it is called."""
+    """Texts to fit a profile on; each method computes its result when called."""
 
     @property
     def keeper(self) -> MomentKeeper | None:
-        """Keeps what was summed of the caches; None: it is not kept."""
+        """Stores the caches' sums for later fits; None where they are not stored."""
 
     def caches(self) -> list[KVCache]:
         """Compute the texts' caches.
 
         Returns:
-            One for each text.
+            One cache for each text.
         """
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
-        """Gather what attention weighs.
+        """Gather the statistics of attention.
 
         Args:
-            tokens: Whether to gather what the vocabulary tells, too.
+            tokens: Whether to gather the vocabulary's statistics, too.
 
         Returns:
-            Of all texts together; None where the engine knows nothing.
+            The statistics of all texts together; None where the engine has none.
         """
 
     def prefix_states(self, layers: int) -> list[Tensor]:
         """Compute hidden states after the model's first layers.
 
         Args:
-            layers: How many.
+            layers: The number of layers.
 
         Returns:
             float32 ``[tokens, hidden_size]`` for each text.
         """
 
     def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
-        """Measure what errors cost in quality.
+        """Measure the KL divergence that the levels' errors cause.
 
         Args:
-            profile: To encode the texts with.
+            profile: The profile to encode the texts with.
             ladder: Levels to measure at; None for the kind's own.
 
         Returns:
@@ -128,16 +128,16 @@ class Calibration(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class EncodeRequest:
-    """What ``encode`` was asked for.
+    """The arguments of ``encode``.
 
     Attributes:
         cache: The document's cache, at least one token.
-        profile: Of the kind; None where the caller gave none.
-        levels: A ladder, a number of levels from 1 on, or None for all of the kind's own.
+        profile: A profile of the kind, or None.
+        levels: A ladder, a number of levels from 1 on, or None for all of the kind's levels.
         chunk_tokens: Tokens of the longest chunk.
-        hidden: float32 ``[tokens, hidden_size]`` of the prefix layers; None where the caller gave none.
-        on_device: Whether Triton's kernels are to run on the cache's device, where the kind has any.
-        beginning: The first token alone, where nothing stands before it; None where the caller gave none.
+        hidden: float32 ``[tokens, hidden_size]`` after the prefix layers, or None.
+        on_device: Whether to run Triton's kernels on the cache's device if the kind has any.
+        beginning: Cache of the first token computed with nothing before it, or None.
     """
 
     cache: KVCache
@@ -151,14 +151,14 @@ class EncodeRequest:
 
 @dataclass(frozen=True, eq=False)
 class DecodeRequest:
-    """What a ``BlobDecoder`` was asked for.
+    """The arguments of a ``BlobDecoder``.
 
     Attributes:
-        header: Of the blob.
-        profile: Of the kind, checked against the header; None for a kind without profiles.
+        header: The blob's header.
+        profile: A profile of the kind, checked against the header; None for a kind without profiles.
         offset: Position of the document's first token in the prompt; None leaves positions off.
-        check: Whether to compare streams and counts with what the index says.
-        hidden: float32 ``[tokens, hidden_size]`` of the prefix layers; None where the caller gave none.
+        check: Whether to compare streams and counts with the index.
+        hidden: float32 ``[tokens, hidden_size]`` after the prefix layers, or None.
         rounded: Whether sums may have bfloat16's precision where the quantiser's step is coarse.
     """
 

@@ -20,7 +20,7 @@ from kvwire.codec.entropy.rans_naive import decode_lanes
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
 from kvwire.codec.format import segment
 from kvwire.codec.format.container import parse_header
-from kvwire.codec.format.segment import ChunkSegments, Parts, SegmentState, decode_segment
+from kvwire.codec.format.segment import ChunkSegments, SegmentParts, SegmentState, decode_segment
 from kvwire.codec.gpu import decode_kernels as kernels
 from kvwire.codec.gpu import staging
 from kvwire.codec.gpu import streams as queues
@@ -120,7 +120,7 @@ def launched(tokens, columns, tables, streams, coded=None):
     profile = Profile("", "", (spec,), (group,), tables)
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
     width = -(-coded // 16) * 16
-    parts = [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
+    parts = [SegmentParts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
     parsed = described(
         ChunkSegments(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile
     )

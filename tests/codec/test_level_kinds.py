@@ -31,7 +31,7 @@ from kvwire.codec import (
 from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODEC_LAYERED, CODEC_LOSSLESS, CODECS, SegmentCodec
 from kvwire.codec.format.header import Level
-from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.pack import EncodedSegment
 from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind, kind_of, profile_for
 from kvwire.codec.kinds.lossless_grid import FORMATS
 from kvwire.codec.kinds.outputs import DTYPES, positions_for
@@ -83,7 +83,7 @@ class HalfEncoder(LevelEncoder):
 
     def encode(self, start, stop):
         elements = gather_planes(self._cache, planes_of(self._cache.meta.layers), start, stop).numpy().astype("<f2")
-        return [Coded(elements.tobytes(), elements.size, 0.0, 1.0)]
+        return [EncodedSegment(elements.tobytes(), elements.size, 0.0, 1.0)]
 
 
 class HalfDecoder(LevelDecoder):
