@@ -239,12 +239,17 @@ class PromptAssembled:
         seconds: Linking and handing over, which is what it took beyond the repair and the time expected of the
             question's pass; below 0 where that was quicker.
         repair_s: Seconds of choosing rows and computing them anew.
+        rows: How many rows each pass inside the prompt computed, where no repair was planned; then ``repair_s`` is of
+            these passes alone.
+        passes: Of forward passes over the prompt: new tokens, tokens before them, and seconds.
     """
 
     load: int
     prompt_tokens: int
     seconds: float
     repair_s: float = 0.0
+    rows: tuple[int, ...] = ()
+    passes: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True)

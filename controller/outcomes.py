@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -44,8 +45,15 @@ class Outcomes:
             raise ArgumentError(f"load {event.load} is not finished; report its closing after Finish")
         closing = self._state.workers.closings.get(event.load)
         if closing:
-            if closing.repair_s:
-                self._state.estimates.repair.add(closing.repair_s, event.repair_s)
+            estimates = self._state.estimates
+            for each in event.passes:
+                estimates.prefill.add(*each)
+            planned_s = closing.repair_s
+            if event.rows:
+                costs = replace(estimates.costs(), repair_scale=1.0)
+                planned_s = sum(replace(costs, repair_rows=rows).repair_s(event.prompt_tokens) for rows in event.rows)
+            if planned_s:
+                estimates.repair.add(planned_s, event.repair_s)
             self._state.estimates.closing.add(event.prompt_tokens, event.seconds)
             self._state.workers.closed(event.load, now)
 

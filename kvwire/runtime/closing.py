@@ -61,7 +61,7 @@ class Closing:
     """Result of closing. done: instant of the first token.
 
     beyond_s: total time without repair and the expected pass. trouble: why nothing was repaired. shifted: tokens that
-    got the mean shift.
+    got the mean shift. rows: how many each pass of an edited prompt computed inside of it, in ``rows_s`` together.
     """
 
     past: Any
@@ -74,6 +74,8 @@ class Closing:
     repaired: Repaired | None
     trouble: str
     shifted: int
+    rows: tuple[int, ...] = ()
+    rows_s: float = 0.0
 
 
 class AnswerStage:
@@ -130,8 +132,13 @@ class AnswerStage:
         is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
         repair_s = 0.0 if is_short else closing.repair_s  # excluded from estimates
         if load.is_finished:
-            tokens_there = load.work.prompt.cache.tokens
-            driver.tell(ev.PromptAssembled(load.work.number, tokens_there, closing.beyond_s, repair_s))
+            there = load.work.prompt.cache.tokens
+            told = ev.PromptAssembled(load.work.number, there, closing.beyond_s, repair_s)
+            if then or edit:  # what is asked may be most of the prompt
+                told = replace(told, seconds=closing.link_s, passes=((len(question), there, closing.query_s),))
+            if closing.rows:
+                told = replace(told, repair_s=closing.rows_s, rows=closing.rows)
+            driver.tell(told)
         if closing.trouble:
             load.work.misses.append(closing.trouble)
         opening = self._engine.opening_tokens

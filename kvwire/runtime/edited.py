@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import LinkedPrompt, RepairInput, compute_holes, place_spans, repair_prompt, selector_of
+from kvwire.reuse.edits.place import BLOCK_ROWS
 from kvwire.runtime.answer import Reuse, level_kl
 from kvwire.runtime.closing import Closing
 from kvwire.runtime.links import UNREPAIRED
@@ -126,10 +127,17 @@ class Editing:
         logits = engine.forward(past, self.rest, total, logits=1)[-1].float().cpu()
         done = time.monotonic()
         repair_s = repaired.select_s + repaired.compute_s if repaired else 0.0
-        load.work.recompute_s += linking - computing - repair_s
+        holes_s = linking - computing - repair_s
+        load.work.recompute_s += holes_s
         placed_s = querying - linking + computing - began
-        beyond_s = max(0.0, done - querying - expected_s) + placed_s
-        return Closing(past, logits, placed_s, done - querying, done, beyond_s, repair_s, repaired, trouble, 0)
+        passes = [min(BLOCK_ROWS, len(rows) - start) for start in range(0, len(rows), BLOCK_ROWS)]
+        if repaired and repaired.is_plain and len(repaired.rows):
+            passes.append(len(repaired.rows))
+            holes_s += repaired.compute_s
+        return Closing(
+            past, logits, placed_s, done - querying, done, placed_s, repair_s, repaired, trouble, 0, tuple(passes),
+            holes_s,
+        )  # fmt: skip
 
     def _lost(self, load: Load) -> list[tuple[int, int, int]]:
         """Tokens of donors that are not there; what is there adds to the expected divergence."""

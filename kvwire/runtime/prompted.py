@@ -98,19 +98,20 @@ class Prompter:
         keep = Keep() if save else None
         if reusing.mode == "none":
             return await self._begun(token_ids, timeouts, keep, looks=False)
-        started, misses = time.monotonic(), list[str]()
-        if not await self._may_edit(reusing, goal, timeouts, misses):
-            begun = await self._begun(token_ids, timeouts, keep)
-        else:
-            whole = self._checked(token_ids)
-            hit = await self._longest(whole, timeouts, misses)
-            from kvwire.runtime.similar import LEAST_REUSED  # few loads look for donors
+        started, misses, whole = time.monotonic(), list[str](), self._checked(token_ids)
+        may_edit = await self._may_edit(reusing, goal, timeouts, misses)
+        hit, search = await self._longest(whole, timeouts, misses), None
+        used = hit
+        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays
 
-            left, search = len(whole) - (hit.tokens if hit else 0), None
-            if left > reusing.last + LEAST_REUSED:
-                search = await self._search(whole, hit, timeouts, goal, reusing, misses)
-            begun = await self._begun(token_ids, timeouts, keep, hit=hit, looks=False)
-            begun = replace(begun, search=search, keeps_donors=save)
+        if may_edit and len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED:
+            search = await self._search(whole, hit, timeouts, goal, reusing, misses)
+        if hit is not None and keep is None and self._engine.can_recompute:  # what is kept shares what it begins with
+            total = len(whole) - len(self._engine.opening_tokens)
+            used = hit if beginning_pays(self._costs(), hit, total, goal, self._max_kl) else None
+        begun = await self._begun(token_ids, timeouts, keep, hit=used, looks=False)
+        name = hit.document.document_id if hit else ""
+        begun = replace(begun, search=search, keeps_donors=save and may_edit, document=name)
         return replace(begun, started=started, misses=[*misses, *begun.misses])
 
     async def search(
@@ -123,6 +124,11 @@ class Prompter:
         if found is None:
             raise StorageError(misses[-1])
         return found
+
+    @property
+    def _max_kl(self) -> float | None:
+        """Of fetched levels; None where a floor was given instead."""
+        return self._settings.max_kl if self._settings.quality_floor is None else None
 
     async def _may_edit(self, reusing: Reusing, goal: Goal, timeouts: Timeouts, misses: list[str]) -> bool:
         """Whether donors are looked for; where nothing was said, only of models that edits were found safe for."""
@@ -162,8 +168,7 @@ class Prompter:
 
         chosen, before = self._settings, len(self._engine.opening_tokens)
         if self._similar is None:
-            max_kl = chosen.max_kl if chosen.quality_floor is None else None
-            self._similar = SimilarPrompts(self._view, self._engine, chosen.writer, max_kl)
+            self._similar = SimilarPrompts(self._view, self._engine, chosen.writer, self._max_kl)
         last = min(reusing.last, len(whole) - before - 1)
         terms = EditTerms(costs or self._costs(), await self._edit_repair(timeouts, misses), goal, last)
         look = partial(
@@ -202,7 +207,8 @@ class Prompter:
         else:
             wanted = min(hit.tokens, len(whole) - 1) - before
             found = await self._finder.of_entry(hit.document, hit.token_ids[before:], timeouts)
-        return Begun(self, found, started, wanted, whole[before + wanted :], misses, keep, chat, stop)
+        name = found.entry.document_id if found.entry else ""
+        return Begun(self, found, started, wanted, whole[before + wanted :], misses, keep, chat, stop, document=name)
 
     async def turn(self, name: str, question: Sequence[int] | str, chat: Chat | None, timeouts: Timeouts) -> Begun:
         """Find what a session has said so far, and what the next turn adds to it."""
@@ -221,7 +227,8 @@ class Prompter:
             msg = f"the session would have {whole} tokens, the model's window is {window}: begin another session"
             raise ArgumentError(msg)
         found = await self._finder.of_entry(entry, None, timeouts)
-        return Begun(self, found, started, entry.tokens, ids, [], Keep(session, etag), chat, stop, head)
+        keep = Keep(session, etag)
+        return Begun(self, found, started, entry.tokens, ids, [], keep, chat, stop, head, document=session)
 
     def _said(
         self, question: Sequence[int] | str, chat: Chat | None, *, is_first: bool
@@ -302,6 +309,7 @@ class Begun:
         head: What the session should have begun with; empty: anything.
         search: What was found that is like it; None: nothing was looked for.
         keeps_donors: What is kept of it may serve prompts like it.
+        document: Name of the stored document that it begins with, whether that is loaded or computed.
     """
 
     prompter: Prompter
@@ -316,6 +324,7 @@ class Begun:
     head: tuple[int, ...] = ()
     search: Search | None = None
     keeps_donors: bool = False
+    document: str = ""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -342,8 +351,8 @@ class Begun:
         for decision in answer.decisions:
             start, stop = document.span(decision.chunk.chunk)
             loaded += max(0, min(stop, self.wanted) - start) if decision.level is not None else 0
-        name, total = self.found.entry.document_id if self.found.entry else "", opening + self.wanted + len(self.rest)
-        reuse = Reuse(name, loaded, total - loaded)
+        total = opening + self.wanted + len(self.rest)
+        reuse = Reuse(self.document, loaded, total - loaded)
         misses = [*answer.misses, *self.misses]
         whole = (*load.work.prompt.opening, *(document.token_ids or ()))
         if document.token_ids is not None and self.head and whole[: len(self.head)] != self.head:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 LEAST_GAIN = 0.25
 """Share of the time without donors that they have to save: what plans are wrong by, and what edits cost in quality."""
+LEAST_SAVED = 0.1
+"""Share of the time of computing a prompt that its stored beginning has to save: a pass behind one attends at the cost
+of no mask left out, which plans do not know."""
 LEAST_REUSED = 16
 """Tokens that a donor gives at least: fewer are a phrase."""
 _MOST_DONORS = 4
@@ -60,11 +63,17 @@ class ReuseCosts:
         return self.costs.prefill.seconds(tokens, before)
 
     def rows_s(self, rows: int, tokens: int) -> float:
-        """Seconds of rows that are computed inside a prompt."""
-        if not rows:
-            return 0.0
-        cost = self.costs.prefill
-        return (cost.base_s + cost.token_s * rows + cost.pair_s * rows * tokens) * self.costs.repair_scale
+        """Seconds of a pass over rows inside a prompt."""
+        return replace(self.costs, repair_rows=rows, repair_looks=False).repair_s(tokens)
+
+    def closing_s(self, tokens: int) -> float:
+        """Seconds of putting rows in their places and handing the prompt over."""
+        return self.costs.link_s_per_token * tokens
+
+    def begun_s(self, hit: PrefixHit, total: int, size: int) -> float:
+        """Seconds of a prompt of which so many bytes are loaded, and the rest is computed."""
+        tokens = min(hit.tokens - hit.opening, total - 1)
+        return self.load_s(size, tokens) + self.text_s(total - tokens, tokens)
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,20 @@ class EditPlan:
     def repaired(self) -> int:
         """Rows that are computed anew."""
         return repaired_rows(self.script, self.share)
+
+
+def least_bytes(info: BlobInfo, ranges: Sequence[tuple[int, int]], goal: Goal, max_kl: float | None) -> int:
+    """Bytes of the chunks that hold some tokens, at the least level that may be used."""
+    level = goal.floor if goal.floor or max_kl is None else kl_floor(info, max_kl)
+    level = min(level if goal.ceiling is None else min(level, goal.ceiling), len(info.levels) - 1)
+    chunks = {chunk for start, stop in ranges for chunk in info.chunks_of(start, stop)}
+    return sum(info.chunk_bytes(chunk, level) for chunk in chunks)
+
+
+def beginning_pays(costs: ReuseCosts, hit: PrefixHit, total: int, goal: Goal, max_kl: float | None) -> bool:
+    """Whether a prompt of so many tokens, opening left out, is sooner there with its stored beginning than without."""
+    size = least_bytes(hit.info, ((0, min(hit.tokens - hit.opening, total - 1)),), goal, max_kl)
+    return costs.begun_s(hit, total, size) <= (1 - LEAST_SAVED) * costs.text_s(total, 0)
 
 
 def repaired_rows(script: EditScript, share: float) -> int:
@@ -243,11 +266,11 @@ class _Plans:
     def rival_s(self, hit: PrefixHit | None) -> float:
         """Seconds without donors: what the prompt begins with is loaded, the rest computed."""
         total = len(self._text) + self._last
+        text_s = self._costs.text_s(total, 0)
         if hit is None:
-            return self._costs.text_s(total, 0)
-        tokens = min(hit.tokens - hit.opening, total - 1)
-        size = self._bytes(hit.info, ((0, tokens),))
-        return self._costs.load_s(size, tokens) + self._costs.text_s(total - tokens, tokens)
+            return text_s
+        size = self._bytes(hit.info, ((0, min(hit.tokens - hit.opening, total - 1)),))
+        return min(text_s, self._costs.begun_s(hit, total, size))
 
     def best(self, check: Callable[[Donor], BlobInfo | str]) -> EditPlan | None:
         """The soonest plan; donors are taken in one by one, those that share most first."""
@@ -293,10 +316,11 @@ class _Plans:
         infos = tuple(self._infos[at] for at in used)
         size = sum(self._bytes(info, script.ranges(number)) for number, info in enumerate(infos))
         total = script.tokens + self._last
-        rows = script.computed + repaired_rows(script, self._repair.share)
+        repaired = repaired_rows(script, self._repair.share)
         seconds = (
-            self._costs.load_s(size, script.reused) + self._costs.rows_s(rows, total)
-            + self._costs.text_s(self._last, script.tokens) * (2 if self._repair.share else 1)
+            self._costs.load_s(size, script.reused) + self._costs.closing_s(script.tokens)
+            + self._costs.rows_s(script.computed, total) + self._costs.rows_s(repaired, total)
+            + self._costs.text_s(self._last, script.tokens) * (2 if repaired else 1)
         )  # fmt: skip
         donors = tuple(self._known[at][0] for at in used)
         for info, donor in zip(infos, donors, strict=True):  # a head start is of the donor's whole text
@@ -305,12 +329,7 @@ class _Plans:
         return EditPlan(script, donors, infos, self._repair.share, self._repair.selector, size, seconds, 0.0, error)
 
     def _bytes(self, info: BlobInfo, ranges: Sequence[tuple[int, int]]) -> int:
-        """Of the chunks that hold some tokens, at the least level that may be used."""
-        max_kl, goal = self._prompts.max_kl, self._goal
-        level = goal.floor if goal.floor or max_kl is None else kl_floor(info, max_kl)
-        level = min(level if goal.ceiling is None else min(level, goal.ceiling), len(info.levels) - 1)
-        chunks = {chunk for start, stop in ranges for chunk in info.chunks_of(start, stop)}
-        return sum(info.chunk_bytes(chunk, level) for chunk in chunks)
+        return least_bytes(info, ranges, self._goal, self._prompts.max_kl)
 
     def told(self, best: EditPlan | None, why: str) -> list[Considered]:
         """Every donor, and why it is not used."""

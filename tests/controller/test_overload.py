@@ -127,6 +127,21 @@ def test_a_closing_is_reported_once():
         controller.handle(ev.PromptAssembled(7, 256, 0.001), 0.17)
 
 
+def test_a_closing_teaches_what_its_rows_and_passes_took():
+    controller = finished(workers=2)
+    estimates, cost = controller.estimates, COSTS.prefill
+    took = cost.seconds(32, 256)
+    expected = sum(cost.base_s + cost.token_s * rows + cost.pair_s * rows * 256 for rows in (20, 40))
+    for _ in range(1, 4):
+        estimates.prefill.add(256, 0, cost.seconds(256))
+    controller.handle(ev.PromptAssembled(0, 256, 0.001, 3 * expected, (20, 40), ((32, 256, took),)), 0.15)
+    assert estimates.repair.scale == pytest.approx(2.0, rel=0.05)  # between what was assumed and what was measured
+    assert estimates.prefill.cost.seconds(32, 256) == pytest.approx(took, rel=0.05)
+    for _ in range(4):
+        estimates.repair.add(expected, 3 * expected)
+    assert estimates.repair.scale == pytest.approx(3.0, rel=0.05)
+
+
 # Loads that say nothing.
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.controller import CostModel, DecodeCost, PrefillCost, events
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime import edit_check
 from kvwire.runtime.corpus import Coding, Document
@@ -128,6 +128,33 @@ def test_donors_have_to_pay(small, corpus, prompt, costs, why):
         answer = made.ask_prompt(prompt, reuse="auto")
         assert bool(answer.reused.donors) == (not why)
         assert made.ask_prompt(prompt, reuse="donors").reused.donors
+
+
+def test_edited_loads_teach_what_plans_go_by(small, corpus, prompt):
+    log = []
+    with loader(small.engine, corpus, record=log.append, **FINE) as made:
+        before = made.plan_prompt(prompt)
+        answer = made.ask_prompt(prompt, reuse="donors")
+        after = made.plan_prompt(prompt)
+        costs = made.costs
+    (told,) = (entry.event for entry in log if isinstance(entry.event, events.PromptAssembled))
+    assert told.rows == (answer.reused.holes, answer.reused.repaired)
+    (query,) = told.passes
+    assert query[:2] == (32, len(prompt) - 32)
+    assert 0 < told.repair_s < answer.timing.recompute_s + answer.timing.repair_s + 1e-6
+    assert costs.prefill.seconds(32, 500) < 0.1 * NEVER.prefill.seconds(32, 500)
+    assert costs.repair_scale != 1.0
+    assert after.best.seconds < 0.1 * before.best.seconds
+
+
+@pytest.mark.parametrize("shared", [64, 300])
+def test_text_is_a_rival_of_a_stored_beginning(small, corpus, texts, shared):
+    costs = CostModel(PrefillCost(0.0, 0.01), DecodeCost(0.0, 1e-6))
+    prompt = (*texts[0][:shared], *texts[1])
+    with Loader(small.engine, corpus, costs=costs, settings=LoadSettings(**FINE)) as made:
+        answer = made.ask_prompt(prompt, reuse="exact")
+    assert (answer.reused.document, answer.reused.loaded) == ("donor", shared if shared == 300 else 0)
+    assert mean_kl(full(small.engine, prompt), answer.logits[None]) < (3e-3 if shared == 300 else 1e-6)
 
 
 def report(holes=0.001):
