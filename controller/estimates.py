@@ -140,7 +140,7 @@ class Estimates:
                 "prefill": _learnt(self.prefill, (prefill.base_s, prefill.token_s, prefill.pair_s), _PREFILL),
                 "decode": _learnt(self.decode, (decode.base_s, decode.token_s, decode.byte_s), _DECODE),
                 "link_s_per_token": min(self.closing.link_s_per_token, _LONGEST_S),
-                "repair_scale": self.repair.scale,
+                "repair_scale": min(max(self.repair.scale, _LEAST_SCALE), _LARGEST_SCALE),
                 **joined,
             },
         }
