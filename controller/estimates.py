@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pickle
 from math import exp2, isfinite
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from kvwire.errors import ArgumentError, CorruptError
+from msgspec import UNSET, Meta, Struct, UnsetType, to_builtins
+from msgspec.structs import astuple
+
+from kvwire._json import record
+from kvwire.errors import ArgumentError
 
 from .costs import CostModel, DecodeCost, PrefillCost
 from .estimators import BandwidthEstimator, TtfbEstimator
@@ -23,6 +27,8 @@ from .learning import (
 if TYPE_CHECKING:
     from .estimators import BandwidthSettings
 
+T = TypeVar("T", PrefillCost, DecodeCost)
+
 STATE_VERSION = 1
 _AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now
 _WEAK_ERROR = 1.0  # of such a link's bandwidth
@@ -30,14 +36,60 @@ _WEAK_SPREAD = 0.5  # of its time to first byte
 _SLOWEST, _FASTEST = 1e3, 1e13  # bytes per second; a link slower than that was dead, not slow
 _LONGEST_S = 3600.0
 _LARGEST_ERROR = 10.0
-_LEAST_SCALE, _LARGEST_SCALE = 1e-3, 1e3
-_ENGINE = ("prefill", "decode", "link_s_per_token")
-_LATER = ("repair_scale", "joined")  # older versions wrote none, and not every engine joins passes
-_LINK = ("bandwidth", "bandwidth_error", "ttfb_s", "ttfb_spread")
+_LARGEST_SCALE = 1e3
 _DIGITS = 4  # of a count
-_PREFILL = ("base_s", "token_s", "pair_s")
-_DECODE = ("base_s", "token_s", "byte_s")
 _ADVICE = "delete what was remembered; it is measured again"
+
+_Seconds = Annotated[float, Meta(ge=0, le=_LONGEST_S)]
+_Error = Annotated[float, Meta(ge=0, le=_LARGEST_ERROR)]
+_Known = Annotated[int, Meta(ge=0, le=MOST_KNOWN)]
+_Count = Annotated[float, Meta(ge=0, le=MOST_COUNTED)]
+_Counts = Annotated[list[_Count], Meta(min_length=len(EDGES), max_length=len(EDGES))]
+
+
+class _PrefillRecord(Struct, forbid_unknown_fields=True):
+    base_s: _Seconds
+    token_s: _Seconds
+    pair_s: _Seconds
+    spread: _Error
+    known: _Known
+
+
+class _DecodeRecord(Struct, forbid_unknown_fields=True):
+    base_s: _Seconds
+    token_s: _Seconds
+    byte_s: _Seconds
+    spread: _Error
+    known: _Known
+
+
+class _EngineRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    prefill: _PrefillRecord
+    decode: _DecodeRecord
+    link_s_per_token: _Seconds
+    repair_scale: Annotated[float, Meta(ge=1 / _LARGEST_SCALE, le=_LARGEST_SCALE)] | UnsetType = UNSET  # later versions
+    joined: _PrefillRecord | UnsetType = UNSET  # not every engine joins passes
+
+
+class _LinkRecord(Struct, forbid_unknown_fields=True):
+    bandwidth: Annotated[float, Meta(ge=_SLOWEST, le=_FASTEST)]
+    bandwidth_error: _Error
+    ttfb_s: _Seconds
+    ttfb_spread: _Error
+    horizons: dict[str, _Counts] | UnsetType = UNSET  # later versions
+
+    def __post_init__(self) -> None:
+        if self.horizons is not UNSET and self.horizons.keys() != _HORIZONS.keys():
+            raise ValueError(f"horizons must be {', '.join(_HORIZONS)}")
+
+
+_HORIZONS = {f"{seconds:g}": seconds for seconds in HORIZONS_S}
+
+
+class _StateRecord(Struct, forbid_unknown_fields=True):
+    version: Annotated[int, Meta(ge=STATE_VERSION, le=STATE_VERSION)]
+    link: _LinkRecord | UnsetType = UNSET
+    engine: _EngineRecord | UnsetType = UNSET
 
 
 class Estimates:
@@ -119,31 +171,23 @@ class Estimates:
         """What ``of_state`` reads, as plain JSON: ``version``, ``link`` and ``engine``."""
         ttfb = min(self.ttfb.value, _LONGEST_S)
         spread = self.ttfb.deviation / ttfb if ttfb else _WEAK_SPREAD
-        prefill, decode = self.prefill.cost, self.decode.cost
-        joined = {}
-        if self.joined:
-            cost = self.joined.cost
-            joined["joined"] = _learnt(self.joined, (cost.base_s, cost.token_s, cost.pair_s), _PREFILL)
-        return {
-            "version": STATE_VERSION,
-            "link": {
-                "bandwidth": min(max(self.bandwidth.usual, _SLOWEST), _FASTEST),
-                "bandwidth_error": min(self.bandwidth.error, _LARGEST_ERROR),
-                "ttfb_s": ttfb,
-                "ttfb_spread": min(spread, _LARGEST_ERROR),
-                "horizons": {
-                    f"{seconds:g}": [round(count, _DIGITS) for count in row]
-                    for seconds, row in zip(HORIZONS_S, self.bandwidth.horizons.counts, strict=True)
-                },
-            },
-            "engine": {
-                "prefill": _learnt(self.prefill, (prefill.base_s, prefill.token_s, prefill.pair_s), _PREFILL),
-                "decode": _learnt(self.decode, (decode.base_s, decode.token_s, decode.byte_s), _DECODE),
-                "link_s_per_token": min(self.closing.link_s_per_token, _LONGEST_S),
-                "repair_scale": self.repair.scale,
-                **joined,
-            },
-        }
+        counts = ([round(count, _DIGITS) for count in row] for row in self.bandwidth.horizons.counts)
+        link = _LinkRecord(
+            bandwidth=min(max(self.bandwidth.usual, _SLOWEST), _FASTEST),
+            bandwidth_error=min(self.bandwidth.error, _LARGEST_ERROR),
+            ttfb_s=ttfb,
+            ttfb_spread=min(spread, _LARGEST_ERROR),
+            horizons=dict(zip(_HORIZONS, counts, strict=True)),
+        )
+        engine = _EngineRecord(
+            prefill=_PrefillRecord(**_learnt(self.prefill)),
+            decode=_DecodeRecord(**_learnt(self.decode)),
+            link_s_per_token=min(self.closing.link_s_per_token, _LONGEST_S),
+            repair_scale=min(max(self.repair.scale, 1 / _LARGEST_SCALE), _LARGEST_SCALE),
+            joined=_PrefillRecord(**_learnt(self.joined)) if self.joined else UNSET,
+        )
+        state: dict[str, object] = to_builtins(_StateRecord(STATE_VERSION, link, engine))
+        return state
 
     @classmethod
     def of_state(
@@ -176,110 +220,48 @@ class Estimates:
         """
         if not (isfinite(age_s) and age_s >= 0):
             raise ArgumentError(f"an age must be a finite number of seconds, at least 0, got {age_s}")
-        parts = _parts(state)
-        engine = _Engine(parts["engine"]) if "engine" in parts else None
-        known = engine.costs if engine else costs
-        if known is None:
+        read = record(state, _StateRecord, "what was remembered of link and engine", _ADVICE)
+        link, engine = read.link, read.engine
+        if engine is not UNSET:
+            costs = CostModel(
+                _cost(PrefillCost, engine.prefill), _cost(DecodeCost, engine.decode), engine.link_s_per_token
+            )
+        if costs is None:
             raise ArgumentError("the state tells nothing of the engine; pass its costs")
-        made = cls(known, bandwidth_prior, ttfb_prior_s, settings=settings)
-        if engine:
-            made.prefill, made.decode, made.repair = engine.prefill, engine.decode, engine.repair
-            made.joined = engine.joined
-        if "link" in parts:
-            link = _link(parts["link"])
-            bandwidth = link.number("bandwidth", _FASTEST, _SLOWEST)
-            error = _aged(link.number("bandwidth_error", _LARGEST_ERROR), _WEAK_ERROR, age_s)
-            horizons = _horizons(link, age_s)
-            made.bandwidth = BandwidthEstimator(bandwidth, settings, prior_error=error, horizons=horizons)
-            spread = _aged(link.number("ttfb_spread", _LARGEST_ERROR), _WEAK_SPREAD, age_s)
-            made.ttfb = TtfbEstimator(link.number("ttfb_s", _LONGEST_S), spread)
+        made = cls(costs, bandwidth_prior, ttfb_prior_s, settings=settings)
+        if engine is not UNSET:
+            made.prefill = PrefillEstimator(costs.prefill, **_trust(engine.prefill))
+            made.decode = DecodeEstimator(costs.decode, **_trust(engine.decode))
+            if engine.repair_scale is not UNSET:
+                made.repair = RepairEstimator(engine.repair_scale)
+            if engine.joined is not UNSET:
+                joined = _cost(PrefillCost, engine.joined)
+                made.joined = JoinedEstimator(joined, made.prefill, **_trust(engine.joined))
+        if link is not UNSET:
+            horizons = None
+            if link.horizons is not UNSET:
+                counts = tuple(tuple(link.horizons[name]) for name in _HORIZONS)
+                horizons = HorizonErrors(faded(counts, age_s / _AGE_HALF_LIFE_S))
+            error = _aged(link.bandwidth_error, _WEAK_ERROR, age_s)
+            made.bandwidth = BandwidthEstimator(link.bandwidth, settings, prior_error=error, horizons=horizons)
+            made.ttfb = TtfbEstimator(link.ttfb_s, _aged(link.ttfb_spread, _WEAK_SPREAD, age_s))
         return made
-
-
-class _Engine:
-    """Costs of an engine, read from a state."""
-
-    def __init__(self, part: object) -> None:
-        later = [name for name in _LATER if isinstance(part, dict) and name in part]
-        fields = _Fields(part, "engine", (*_ENGINE, *later))
-        prefill, spread, known = _read_learnt(fields.values["prefill"], "prefill", _PREFILL)
-        self.prefill = PrefillEstimator(PrefillCost(*prefill), spread=spread, known=known)
-        decode, spread, known = _read_learnt(fields.values["decode"], "decode", _DECODE)
-        self.decode = DecodeEstimator(DecodeCost(*decode), spread=spread, known=known)
-        scaled = "repair_scale" in later
-        self.repair = RepairEstimator(fields.number("repair_scale", _LARGEST_SCALE, _LEAST_SCALE) if scaled else 1.0)
-        self.joined: JoinedEstimator | None = None
-        if "joined" in later:
-            joined, spread, known = _read_learnt(fields.values["joined"], "joined", _PREFILL)
-            self.joined = JoinedEstimator(PrefillCost(*joined), self.prefill, spread=spread, known=known)
-        self.costs = CostModel(self.prefill.cost, self.decode.cost, fields.number("link_s_per_token", _LONGEST_S))
-
-
-class _Fields:
-    """A JSON object with exactly these names; raises CorruptError where it is not."""
-
-    def __init__(self, part: object, what: str, names: tuple[str, ...]) -> None:
-        if not isinstance(part, dict) or set(part) != set(names):
-            raise CorruptError(f"the remembered {what} must be an object of {', '.join(names)}; {_ADVICE}")
-        self.values: dict[str, object] = part
-        self._what = what
-
-    def number(self, name: str, most: float, least: float = 0.0) -> float:
-        """A finite number between two bounds."""
-        return self._checked(name, self.values[name], most, least)
-
-    def row(self, name: str, length: int, most: float) -> tuple[float, ...]:
-        """A list of so many finite numbers from 0 on."""
-        values = self.values[name]
-        if not isinstance(values, list) or len(values) != length:
-            raise CorruptError(f"{name} of the remembered {self._what} must be a list of {length} numbers; {_ADVICE}")
-        return tuple(self._checked(name, value, most, 0.0) for value in values)
-
-    def _checked(self, name: str, value: object, most: float, least: float) -> float:
-        # Compared before it is converted: an integer may be too large for a float. NaN compares false.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-            msg = f"{name} of the remembered {self._what} must be a number from {least:g} to {most:g}; {_ADVICE}"
-            raise CorruptError(msg)
-        return float(value)
-
-
-def _parts(state: object) -> dict[str, object]:
-    if not isinstance(state, dict) or not set(state) <= {"version", "link", "engine"}:
-        raise CorruptError(f"remembered estimates must be an object of version, link and engine; {_ADVICE}")
-    version = state.get("version")
-    if version != STATE_VERSION or isinstance(version, bool):
-        raise CorruptError(f"the remembered estimates are not of version {STATE_VERSION}; {_ADVICE}")
-    return state
-
-
-def _link(part: object) -> _Fields:
-    """What is remembered of a link; older versions wrote nothing of its errors over longer horizons."""
-    known = isinstance(part, dict) and "horizons" in part
-    return _Fields(part, "link", (*_LINK, "horizons") if known else _LINK)
-
-
-def _horizons(link: _Fields, age_s: float) -> HorizonErrors | None:
-    if "horizons" not in link.values:
-        return None
-    names = tuple(f"{seconds:g}" for seconds in HORIZONS_S)
-    fields = _Fields(link.values["horizons"], "errors of the link", names)
-    counts = tuple(fields.row(name, len(EDGES), MOST_COUNTED) for name in names)
-    return HorizonErrors(faded(counts, age_s / _AGE_HALF_LIFE_S))
-
-
-def _learnt(
-    estimator: PrefillEstimator | DecodeEstimator, coefficients: tuple[float, float, float], names: tuple[str, ...]
-) -> dict[str, float]:
-    state = {name: min(value, _LONGEST_S) for name, value in zip(names, coefficients, strict=True)}
-    return {**state, "spread": min(estimator.spread, _LARGEST_ERROR), "known": estimator.known}
-
-
-def _read_learnt(part: object, what: str, names: tuple[str, ...]) -> tuple[list[float], float, int]:
-    fields = _Fields(part, what, (*names, "spread", "known"))
-    coefficients = [fields.number(name, _LONGEST_S) for name in names]
-    return coefficients, fields.number("spread", _LARGEST_ERROR), int(fields.number("known", MOST_KNOWN))
 
 
 def _aged(error: float, weak: float, age_s: float) -> float:
     """An error that grows with age to that of a weak prior, which a larger one is already."""
     return error if error >= weak else weak + (error - weak) * exp2(-age_s / _AGE_HALF_LIFE_S)
+
+
+def _learnt(estimator: PrefillEstimator | DecodeEstimator) -> dict[str, Any]:
+    """Fields of a record."""
+    coefficients = {name: min(value, _LONGEST_S) for name, value in vars(estimator.cost).items()}
+    return {**coefficients, "spread": min(estimator.spread, _LARGEST_ERROR), "known": estimator.known}
+
+
+def _cost(kind: type[T], learnt: _PrefillRecord | _DecodeRecord) -> T:
+    return kind(*astuple(learnt)[:3])
+
+
+def _trust(learnt: _PrefillRecord | _DecodeRecord) -> dict[str, Any]:
+    return {"spread": learnt.spread, "known": learnt.known}

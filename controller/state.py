@@ -147,7 +147,7 @@ class State:
         seconds = self.costs_of(load).closing_s(load.prompt_tokens)
         if self.workers.was_interrupted(self.now):
             return seconds * SLOWEST_PASS
-        return seconds + min(self.estimates.closing.unsure_s, seconds)
+        return seconds + min(self.estimates.closing.unsure_s_per_token * load.prompt_tokens, seconds)
 
     # Deadlines.
 
