@@ -60,12 +60,7 @@ def open_subfolder(folder: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What lies where something else is needed.
-
-    Attributes:
-        name: The way to it, relative to the root.
-        kind: A link anywhere, a file in a folder's place, or a folder in the file's.
-    """
+    """What lies on the way to a file: a link, a file in a folder's place, or a folder in the file's."""
 
     name: str
     kind: Literal["link", "file", "folder"]
