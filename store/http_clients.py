@@ -55,12 +55,7 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A forward proxy.
-
-    Attributes:
-        url: Without credentials.
-        headers: To send to the proxy alone; secret.
-    """
+    """A forward proxy: its address without credentials, and secret headers for it alone."""
 
     url: str
     headers: dict[str, str] = field(repr=False)

@@ -111,40 +111,30 @@ class KeyKind:
 
 def kind_of(key: str) -> KeyKind | None:
     """The kind of a key; None where it is unknown."""
-    found = _find(key)
+    found = find_kind(key)
     return found[0] if found else None
 
 
-def found_kind(key: str) -> tuple[KeyKind | None, str]:
-    """The kind of a key, and the digest that the key carries; None and empty for an unknown kind."""
-    return _find(key) or (None, "")
-
-
-def kinds(role: GcRole) -> list[KeyKind]:
-    """The kinds that a collector treats alike."""
-    return [kind for kind in KINDS if kind.gc_role == role]
-
-
-def catalog_prefixes(space: KeySpace) -> list[str]:
-    """What the keys of known kinds start with in one configuration's catalog."""
-    return [kind.prefix(space) for kind in KINDS if kind.is_catalog]
+def kinds(role: GcRole | None = None) -> list[KeyKind]:
+    """The kinds that a collector treats alike; None: all."""
+    return [kind for kind in KINDS if role in (None, kind.gc_role)]
 
 
 def key_digest(key: str) -> str:
     """The digest that a key carries, whatever it is of."""
-    found = _find(key)
+    found = find_kind(key)
     return found[1] if found else ""
 
 
 def content_digest(key: str) -> str | None:
     """SHA-256 of the bytes under a content-addressed key (``.kvw``, ``.kvp``); None for any other key."""
-    found = _find(key)
+    found = find_kind(key)
     return found[1] if found and found[0].digest == "sha256" else None
 
 
 def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
     """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it."""
-    found = _find(key)
+    found = find_kind(key)
     if found is None or found[0].place is None:
         return False
     if space is None and (match := _SPACE.match(key)):
@@ -189,7 +179,8 @@ def check_object(key: str, data: Data) -> None:
         kind.accept(key, data)
 
 
-def _find(key: str) -> tuple[KeyKind, str] | None:
+def find_kind(key: str) -> tuple[KeyKind, str] | None:
+    """The kind of a key, and the digest that the key carries; None for an unknown kind."""
     in_catalog = is_catalog_key(key)
     for kind in KINDS:
         if kind.is_catalog == in_catalog and (match := kind.pattern.fullmatch(key)):

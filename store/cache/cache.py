@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
 from kvwire.store.cache.eviction import TierIndex
@@ -29,41 +29,6 @@ EXTENT_BYTES = 512
 """Charged for each extent beyond its content: what Python needs to know of it."""
 T = TypeVar("T")
 _LOAD_THREADS = 4  # that read files of the disk tier
-
-
-class Leaving(NamedTuple):
-    """Bytes of an object, from ``start`` on, that the memory does not keep, or keeps no longer."""
-
-    name: bytes
-    start: int
-    data: bytes
-
-
-class MemoryTier:
-    """Keeps bytes until the policy gives them up."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        """Start empty."""
-        self.index: TierIndex[bytes] = TierIndex(budget_bytes, EXTENT_BYTES)
-
-    def add(self, name: bytes, start: int, data: bytes) -> list[Leaving]:
-        """Keep what of these bytes is not there yet."""
-        counters = self.index.counters
-        leaving = []
-        for first, last in self.index.of(name).gaps(start, start + len(data)):
-            part = data[first - start : last - start]
-            if self.index.fits(len(part)):
-                self.index.add(name, first, last, part)
-                counters.fills += 1
-            else:
-                counters.refused += 1
-                leaving.append(Leaving(name, first, part))
-        return leaving + [Leaving(gone, extent.start, extent.value) for gone, extent in self.index.overflow()]
-
-    def drop(self, name: bytes, start: int, end: int | None) -> None:
-        """Forget all extents that hold any byte of a range."""
-        for extent in self.index.of(name).overlapping(start, end):
-            self.index.remove(name, extent)
 
 
 @dataclass(frozen=True)
@@ -101,9 +66,9 @@ Step: TypeAlias = Hit | DiskHit | Wait | Fetch | None
 class RangeCache:
     """Memory and disk over flights. Objects go by name: the digest of the remote's address and the key."""
 
-    def __init__(self, memory: MemoryTier, disk: DiskTier | None, settings: TierSettings, lock: threading.Lock) -> None:
+    def __init__(self, memory_bytes: int, disk: DiskTier | None, settings: TierSettings, lock: threading.Lock) -> None:
         """Start without flights."""
-        self._memory = memory
+        self._memory: TierIndex[bytes] = TierIndex(memory_bytes, EXTENT_BYTES)
         self._disk = disk
         self._settings = settings
         self.stall_s = settings.stall_s
@@ -118,7 +83,7 @@ class RangeCache:
     def use(self, name: bytes) -> None:
         """Count one use of an object."""
         with self._lock:
-            self._memory.index.touched(name)
+            self._memory.touched(name)
             if self._disk:
                 self._disk.index.touched(name)
 
@@ -129,9 +94,9 @@ class RangeCache:
             stop = size if end is None or (size is not None and size < end) else end
             if stop is not None and position >= stop:
                 return None
-            if (held := self._memory.index.of(name).at(position)) is not None:
-                return _held(self._memory.index.counters, held, held.value, position, stop)
-            self._memory.index.counters.misses += 1
+            if (held := self._memory.of(name).at(position)) is not None:
+                return _held(self._memory.counters, held, held.value, position, stop)
+            self._memory.counters.misses += 1
             if self._disk:
                 if (stored := self._disk.at(name, position)) is not None:
                     data = stored.value.data
@@ -162,7 +127,7 @@ class RangeCache:
                 return loading
             future: Future[bytes | None] = Future()
             future.set_running_or_notify_cancel()
-            promoted = self._memory.index.of(name).at(extent.start)
+            promoted = self._memory.of(name).at(extent.start)
             if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
                 future.set_result(promoted.value)  # another load was faster
                 return future
@@ -239,7 +204,8 @@ class RangeCache:
     def drop(self, name: bytes, start: int = 0, end: int | None = None) -> None:
         """Forget the bytes of a range in all tiers, and what of them is still on its way."""
         with self._lock:
-            self._memory.drop(name, start, end)
+            for extent in self._memory.of(name).overlapping(start, end):
+                self._memory.remove(name, extent)
             if self._disk:
                 self._disk.drop(name, start, end)
             gone = [extent.value for extent in self._inflight(name).overlapping(start, end)]
@@ -257,7 +223,7 @@ class RangeCache:
         """The tiers' and the remote's counters."""
         with self._lock:
             disk = self._disk.index.counted() if self._disk else TierCounters()
-            return Counters(memory=self._memory.index.counted(), disk=disk, remote=replace(self._remote))
+            return Counters(memory=self._memory.counted(), disk=disk, remote=replace(self._remote))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the disk holds what it was given."""
@@ -270,7 +236,7 @@ class RangeCache:
             return
         give_up_at = time.monotonic() + self._settings.close_s
         with self._lock:
-            held = list(self._memory.index.all())
+            held = list(self._memory.all())
         for name, extent in held:
             with self._lock:
                 has_room = self._disk.has_room(extent.length)
@@ -288,9 +254,7 @@ class RangeCache:
         settings = self._settings
         ends = [start + (settings.prefetch_bytes if background else settings.flight_bytes)]
         ends += [stop] if stop is not None else []
-        ends += [
-            at for at in (self._memory.index.of(name).next_start(start), self._inflight(name).next_start(start)) if at
-        ]
+        ends += [at for at in (self._memory.of(name).next_start(start), self._inflight(name).next_start(start)) if at]
         if self._disk and (at := self._disk.index.of(name).next_start(start)):
             ends.append(at)
         limit_s = settings.answer_s if whole else settings.stall_s
@@ -315,9 +279,20 @@ class RangeCache:
         return True
 
     def _keep(self, name: bytes, start: int, data: bytes) -> None:
-        for gone in self._memory.add(name, start, data):
-            if self._disk:
-                self._disk.add(gone.name, gone.start, gone.data, self.sizes.stated(gone.name))
+        """Keep what of these bytes the memory has not; what it does not take, or gives up for it, goes to the disk."""
+        memory, leaving = self._memory, []
+        for first, last in memory.of(name).gaps(start, start + len(data)):
+            part = data[first - start : last - start]
+            if memory.fits(len(part)):
+                memory.add(name, first, last, part)
+                memory.counters.fills += 1
+            else:
+                memory.counters.refused += 1
+                leaving.append((name, first, part))
+        leaving += [(gone, extent.start, extent.value) for gone, extent in memory.overflow()]
+        if self._disk:
+            for gone, first, part in leaving:
+                self._disk.add(gone, first, part, self.sizes.stated(gone))
 
 
 def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Hit:

@@ -55,13 +55,7 @@ _SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 
 @dataclass(frozen=True)
 class ExtentName:
-    """What a file's name says.
-
-    Attributes:
-        name: The object.
-        start: First byte.
-        end: The byte after the last.
-    """
+    """What a file's name says: object, first byte, and the byte after the last."""
 
     name: bytes
     start: int

@@ -32,13 +32,7 @@ TRUST_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Extent(Generic[T]):
-    """A stretch of an object.
-
-    Attributes:
-        start: First byte.
-        end: The byte after the last.
-        value: Whatever stands for the bytes.
-    """
+    """A stretch of an object, from ``start`` to before ``end``; ``value`` stands for the bytes."""
 
     start: int
     end: int

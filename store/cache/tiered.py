@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvwire._forks import OwnProcess
 from kvwire.errors import ArgumentError
 from kvwire.store.base import ObjectStat, Store, clamp_range, open_object
-from kvwire.store.cache.cache import MemoryTier, RangeCache
+from kvwire.store.cache.cache import RangeCache
 from kvwire.store.cache.disk_tier import DiskTier
 from kvwire.store.cache.local import unlocked_folders
 from kvwire.store.cache.pending import PendingFolder
@@ -296,8 +296,7 @@ def open_tiers(
         if write_back:
             limit_bytes = folder_bytes // _PENDING_SHARE if pending_bytes is None else pending_bytes
             remote = _with_write_back(remote, disk, limit_bytes, settings)
-    memory = MemoryTier(memory_bytes)
-    return TieredStore(remote, RangeCache(memory, disk, settings, lock), settings)
+    return TieredStore(remote, RangeCache(memory_bytes, disk, settings, lock), settings)
 
 
 def _with_write_back(remote: Store, disk: DiskTier, limit_bytes: int, settings: TierSettings) -> Store:

@@ -109,12 +109,7 @@ class Texts:
 
     def get(self, config: Config, token_digest: str) -> tuple[int, ...]:
         """Read a text."""
-        key = self._objects.keys(config).text(token_digest)
-        data = self._objects.read(key, MAX_SMALL_BYTES)
-        if data is None:
-            msg = f"text {token_digest[:12]} is not in {self._objects.store.url}: encode the document again"
-            raise NotFoundError(msg)
-        ids = codec.read_text(data)
+        ids = self._read(self._objects.keys(config).text(token_digest), f"text {token_digest[:12]}")
         if types.digest_tokens(ids) != token_digest:
             msg = f"text {token_digest[:12]} is damaged in {self._objects.store.url}: encode the document again"
             raise CorruptError(msg)
@@ -142,10 +137,12 @@ class Texts:
 
     def get_part(self, config: Config, sha256: str) -> tuple[int, ...]:
         """Read the text of a document's part."""
-        data = self._objects.read(self._objects.keys(config).part_text(sha256), MAX_SMALL_BYTES)
+        return self._read(self._objects.keys(config).part_text(sha256), f"the text of part {sha256[:12]}")
+
+    def _read(self, key: str, what: str) -> tuple[int, ...]:
+        data = self._objects.read(key, MAX_SMALL_BYTES)
         if data is None:
-            msg = f"the text of part {sha256[:12]} is not in {self._objects.store.url}: encode the document again"
-            raise NotFoundError(msg)
+            raise NotFoundError(f"{what} is not in {self._objects.store.url}: encode the document again")
         return codec.read_text(data)
 
     def _names_in(self, key: str) -> tuple[str, ...]:

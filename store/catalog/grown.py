@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 
 class Version(NamedTuple):
-    """An entry as it was read.
-
-    Attributes:
-        entry: The entry; None where there is none.
-        etag: What tells whether it is still the same.
-    """
+    """An entry as it was read, None where there is none, and what tells whether it is still the same."""
 
     entry: CatalogEntry | None
     etag: str

@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """A range of one part.
-
-    Attributes:
-        part: Number of the part.
-        start: First byte, in the part's own blob.
-        end: The byte after the last.
-    """
+    """A range of one part's own blob: number of the part, first byte, and the byte after the last."""
 
     part: int
     start: int

@@ -60,12 +60,7 @@ def derive_key(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
 
 @dataclass(frozen=True)
 class TenantKey:
-    """A key that seals one tenant's objects, and the id by which they name it.
-
-    Attributes:
-        key_id: 16 bytes.
-        key: 32 bytes.
-    """
+    """A key of 32 bytes that seals one tenant's objects, and the id of 16 bytes by which they name it."""
 
     key_id: bytes
     key: bytes = field(repr=False)

@@ -56,13 +56,7 @@ class Donor:
 
 
 class Candidate(NamedTuple):
-    """A text that may be like a prompt's.
-
-    Attributes:
-        token_digest: Of the text.
-        shared: How many of the features that were read it has.
-        key: Of one of its entries.
-    """
+    """A text that may be like a prompt's, how many of the features that were read it has, and one of its entries."""
 
     token_digest: str
     shared: int

@@ -145,14 +145,9 @@ class FileReader:
         if not stat.S_ISREG(about.st_mode):
             self.close()
             raise NotFoundError(f"{key} is not there: a folder or a special file lies in its place")
-        self._size = about.st_size
+        self.size = about.st_size
         self.modified = about.st_mtime
         self._identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
-
-    @property
-    def size(self) -> int:
-        """Length in bytes when it was opened."""
-        return self._size
 
     @property
     def etag(self) -> str:
@@ -166,7 +161,7 @@ class FileReader:
 
     def read(self, start: int, end: int) -> bytes:
         """Read a range."""
-        start, stop = clamp_range(start, end, self._size)
+        start, stop = clamp_range(start, end, self.size)
         pieces = []
         with reading(self._key):
             while start < stop and (piece := os.pread(self._descriptor, stop - start, start)):
@@ -182,6 +177,6 @@ class FileReader:
 
     def _hashed(self) -> str:
         digest = hashlib.sha256()
-        for start in range(0, self._size, _HASH_PIECE):
+        for start in range(0, self.size, _HASH_PIECE):
             digest.update(self.read(start, start + _HASH_PIECE))
         return digest.hexdigest()

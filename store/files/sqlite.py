@@ -14,15 +14,15 @@ import os
 import sqlite3
 import time
 import weakref
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire._forks import in_child
-from kvwire.errors import CorruptError, FormatVersionError, KvwireError, StorageError
+from kvwire.errors import CorruptError, FormatVersionError, StorageError
 from kvwire.store.files.files import CREATE_FLAGS, NEW_FILE_MODE, reading, sync_folder, temporary_name, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -59,85 +59,11 @@ _MERGE_MS = 1000  # longest wait for others: what merging gains is worth no more
 _inherited: list[object] = []  # kept for ever: even forgetting a connection of the parent process would close it
 
 
-def restrict(connection: sqlite3.Connection) -> None:
-    """Trust nothing of what a file says: before anything is asked of it."""
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
-    connection.execute("PRAGMA trusted_schema=OFF")
-    connection.execute("PRAGMA cell_size_check=ON")
-
-
-def limit_time(connection: sqlite3.Connection) -> None:
-    """Interrupt whatever is asked once QUERY_S from now are over."""
-    connection.set_progress_handler(partial(_is_over, time.monotonic() + QUERY_S), _STEPS)
-
-
-def check_layout(connection: sqlite3.Connection, path: Path, schemas: Sequence[str], version: int, advice: str) -> None:
-    """Look whether a file is of this version, and declares what one of the schemas makes and nothing else."""
-    found_version = connection.execute("PRAGMA user_version").fetchone()[0]
-    found = connection.execute(_LAYOUT).fetchall()
-    if not found_version and not found:
-        raise CorruptError(f"{path} is damaged: it is empty, and kvwire leaves none so: {advice}")
-    if found_version != version:
-        msg = f"{path} has version {found_version}, this kvwire knows {version}: use the one that wrote it"
-        raise FormatVersionError(msg)
-    if not any(found == _layout(schema) for schema in schemas):
-        known = [one for schema in schemas for one in _layout(schema)]
-        strange = [f"the {kind} {str(name)[:80]!r}" for kind, name, *_ in found if (kind, name, *_) not in known]
-        what = f"it holds {', '.join(strange)}" if strange else "its table is not there"
-        raise CorruptError(f"{path} is not as kvwire made it ({what}): {advice}")
-
-
 @cache
 def _layout(schema: str) -> _Layout:
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.execute(schema)
         return connection.execute(_LAYOUT).fetchall()
-
-
-def _is_over(end: float) -> bool:
-    return time.monotonic() > end
-
-
-def is_not_writable(error: sqlite3.Error) -> bool:
-    """Whether the right to write is missing."""
-    return _code(error) in _NOT_WRITABLE
-
-
-def is_full(error: sqlite3.Error) -> bool:
-    """Whether the disk takes no more."""
-    return _code(error) == sqlite3.SQLITE_FULL
-
-
-@contextlib.contextmanager
-def translated(path: Path, verb: str, *, advice: str, wait_s: float) -> Iterator[None]:
-    """Translate what SQLite raises."""
-    try:
-        yield
-    except KvwireError:
-        raise
-    except sqlite3.Error as error:
-        code = _code(error)
-        if code in _DAMAGED or any(words in str(error) for words in _DAMAGED_WORDS):
-            raise CorruptError(f"{path} is damaged ({error}): {advice}") from error
-        if code in _NOT_WRITABLE and not os.access(path.parent, os.W_OK):
-            code = sqlite3.SQLITE_READONLY
-        words = _ADVICE.get(code, str(error))
-        if code in _HELD:
-            words = f"another process has held it for more than {wait_s:g} s: try again, or end that process"
-        if code == sqlite3.SQLITE_INTERRUPT:
-            words = (
-                f"one question takes longer than {QUERY_S:g} s: check the disk; "
-                f"where that is sound, the file is damaged: {advice}"
-            )
-        failure = StorageError(f"cannot {verb} {path}: {words}")
-        failure.errno = _ERRNO.get(code)
-        raise failure from error
-
-
-def _code(error: sqlite3.Error) -> int:
-    """The primary result code; the higher bits only tell more, but for one: a side file that a full disk cuts short."""
-    code = int(getattr(error, "sqlite_errorcode", 0) or 0)
-    return sqlite3.SQLITE_FULL if code == sqlite3.SQLITE_IOERR_SHMSIZE else code & 0xFF
 
 
 class Database:
@@ -211,20 +137,13 @@ class Database:
 
     def _identity(self) -> _Identity | None:
         try:
-            about = self._path.stat()
+            return _identity_of(self._path)
         except (FileNotFoundError, NotADirectoryError):
             self._refuse_orphan()
             return None
         except OSError as error:
             msg = f"cannot read {self._path}: {error.strerror}; give this user the right to its folder"
             raise StorageError(msg) from error
-        return about.st_dev, about.st_ino
-
-    def _is_still(self, identity: _Identity) -> bool:
-        with contextlib.suppress(OSError):
-            about = self._path.stat()
-            return (about.st_dev, about.st_ino) == identity
-        return False
 
     def _refuse_orphan(self) -> None:
         """Raise CorruptError where changes lie without their database: SQLite would put them into a new one."""
@@ -254,31 +173,50 @@ class Database:
         if connection is None:
             yield connection
             return
-        limit_time(connection)
+        _limit_time(connection)
         try:
             yield connection
         except BaseException:
             connection.close()
             raise
-        if self._is_still(identity):
-            idle.append((identity, connection))
-        else:  # the file was replaced meanwhile
-            connection.close()
+        with contextlib.suppress(OSError):
+            if _identity_of(self._path) == identity:
+                idle.append((identity, connection))
+                return
+        connection.close()  # the file was replaced meanwhile
 
     def _connect(self, how: str) -> sqlite3.Connection:
         name, wait_s = f"{self._path.as_uri()}?{how}", self._wait_s()
         connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
         try:
-            restrict(connection)
-            limit_time(connection)
+            _limit_time(connection)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+            connection.execute("PRAGMA trusted_schema=OFF")  # nothing that a file says is trusted
+            connection.execute("PRAGMA cell_size_check=ON")
             connection.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
             connection.execute(f"PRAGMA journal_size_limit={_WAL_KEPT_BYTES}")
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
-            check_layout(connection, self._path, self._schemas, self._version, self._advice)
+            self._check_layout(connection)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _check_layout(self, connection: sqlite3.Connection) -> None:
+        """Look whether a file is of this version, and declares what one of the schemas makes and nothing else."""
+        path, advice = self._path, self._advice
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        found = connection.execute(_LAYOUT).fetchall()
+        if not version and not found:
+            raise CorruptError(f"{path} is damaged: it is empty, and kvwire leaves none so: {advice}")
+        if version != self._version:
+            msg = f"{path} has version {version}, this kvwire knows {self._version}: use the one that wrote it"
+            raise FormatVersionError(msg)
+        if not any(found == _layout(schema) for schema in self._schemas):
+            known = [one for schema in self._schemas for one in _layout(schema)]
+            strange = [f"the {kind} {str(name)[:80]!r}" for kind, name, *_ in found if (kind, name, *_) not in known]
+            what = f"it holds {', '.join(strange)}" if strange else "its table is not there"
+            raise CorruptError(f"{path} is not as kvwire made it ({what}): {advice}")
 
     def _wait_s(self) -> float:
         return BUSY_S if self._busy_s is None else self._busy_s
@@ -292,9 +230,10 @@ class Database:
             try:
                 return self._connect(how)
             except sqlite3.OperationalError as error:
-                if is_full(error) and not self._has_log():
+                code = _code(error)
+                if code == sqlite3.SQLITE_FULL and not self._has_log():
                     return None
-                if not is_not_writable(error):
+                if code not in _NOT_WRITABLE:
                     raise
         return None
 
@@ -341,8 +280,48 @@ class Database:
                 temporary.with_name(temporary.name + end).unlink(missing_ok=True)
         sync_folder(self._path.parent)
 
-    def _translated(self, verb: str) -> contextlib.AbstractContextManager[None]:
-        return translated(self._path, verb, advice=self._advice, wait_s=self._wait_s())
+    @contextlib.contextmanager
+    def _translated(self, verb: str) -> Iterator[None]:
+        """Translate what SQLite raises."""
+        path, advice = self._path, self._advice
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = _code(error)
+            if code in _DAMAGED or any(words in str(error) for words in _DAMAGED_WORDS):
+                raise CorruptError(f"{path} is damaged ({error}): {advice}") from error
+            if code in _NOT_WRITABLE and not os.access(path.parent, os.W_OK):
+                code = sqlite3.SQLITE_READONLY
+            words = _ADVICE.get(code, str(error))
+            if code in _HELD:
+                words = (
+                    f"another process has held it for more than {self._wait_s():g} s: try again, or end that process"
+                )
+            if code == sqlite3.SQLITE_INTERRUPT:
+                words = (
+                    f"one question takes longer than {QUERY_S:g} s: check the disk; "
+                    f"where that is sound, the file is damaged: {advice}"
+                )
+            failure = StorageError(f"cannot {verb} {path}: {words}")
+            failure.errno = _ERRNO.get(code)
+            raise failure from error
+
+
+def _code(error: sqlite3.Error) -> int:
+    """The primary result code; the higher bits only tell more, but for one: a side file that a full disk cuts short."""
+    code = int(getattr(error, "sqlite_errorcode", 0) or 0)
+    return sqlite3.SQLITE_FULL if code == sqlite3.SQLITE_IOERR_SHMSIZE else code & 0xFF
+
+
+def _limit_time(connection: sqlite3.Connection) -> None:
+    """Interrupt whatever is asked once QUERY_S from now are over."""
+    end = time.monotonic() + QUERY_S
+    connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
+
+
+def _identity_of(path: Path) -> _Identity:
+    about = path.stat()
+    return about.st_dev, about.st_ino
 
 
 def _merge_at_exit(database: weakref.ref[Database]) -> None:

@@ -8,6 +8,7 @@ counts only where the tokens of its own text are those that were asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
     OnMiss: TypeAlias = Callable[[str], None]
+    _Find: TypeAlias = Callable[[str, str], CatalogEntry | None]
     Probe: TypeAlias = Callable[[Sequence[int]], "Sequence[PrefixHit | None]"]
 
 PROBES = 16
@@ -134,7 +136,7 @@ class PrefixIndex:
             StorageError: The store fails.
             AuthError: Credentials were refused, or entries are sealed with a key that is not at hand.
         """
-        tell, documents = on_miss or (lambda _: None), _Documents(self._catalog, self._space)
+        tell, documents = on_miss or (lambda _: None), cache(self._document)
         return [self._hit(each, found, documents, tell) for each, found in zip(hashes, self._read(hashes), strict=True)]
 
     def longest(self, token_ids: Sequence[int], on_miss: OnMiss | None = None) -> PrefixHit | None:
@@ -162,7 +164,7 @@ class PrefixIndex:
                 told.add(trouble)
                 on_miss(trouble)
 
-        documents = _Documents(self._catalog, self._space)
+        documents = cache(self._document)
 
         def probe(chunks: Sequence[int]) -> list[PrefixHit | None]:
             """What is before the last that leads somewhere is not followed: that document begins with it, too."""
@@ -207,14 +209,17 @@ class PrefixIndex:
         return found
 
     def _hit(
-        self, chunk_hash: bytes, found: PrefixEntry | str | None, documents: _Documents, tell: OnMiss
+        self, chunk_hash: bytes, found: PrefixEntry | str | None, documents: _Find, tell: OnMiss
     ) -> PrefixHit | None:
         if found is None:
             return None
         trouble = found if isinstance(found, str) else ""
         try:
             if isinstance(found, PrefixEntry):
-                document = documents.find(found)
+                document = documents(found.document_id, found.token_digest)
+                if document is None:
+                    msg = f"no document with the text of {found.document_id!r} has a blob any more"
+                    raise NotFoundError(msg)
                 info = self._info(document)
                 token_ids, hashes = self._text(document, opening_of(info))
                 if hashes[found.chunk : found.chunk + 1] == [chunk_hash]:
@@ -225,6 +230,19 @@ class PrefixIndex:
         except _DAMAGED as error:
             trouble = str(error)
         tell(f"the prefix entry of {chunk_hash.hex()[:16]} leads nowhere ({trouble}): it counts as a miss")
+        return None
+
+    def _document(self, document_id: str, token_digest: str) -> CatalogEntry | None:
+        """The document of a name, or another one with the same text; None where neither has a blob."""
+        for ask, name in ((self._catalog.by_document, document_id), (self._catalog.by_tokens, token_digest)):
+            try:
+                found = ask(self._space, name)
+            except CorruptError:
+                continue
+            if found is None or found.is_text:
+                continue
+            if found.token_digest == token_digest or found.parts:  # of what grew since, hashes tell what it begins with
+                return found
         return None
 
     def _info(self, document: CatalogEntry) -> BlobInfo:
@@ -255,36 +273,6 @@ def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
 def opening_of(info: BlobInfo) -> tuple[int, ...]:
     """The BOS that a document was computed behind, and stands behind in prompts."""
     return info.neutral_prefix[: info.opening]
-
-
-class _Documents:
-    """Documents of one look-up: each is asked for once."""
-
-    def __init__(self, catalog: Catalog, config: Config) -> None:
-        self._catalog, self._config = catalog, config
-        self._found: dict[tuple[str, str], CatalogEntry | None] = {}
-
-    def find(self, entry: PrefixEntry) -> CatalogEntry:
-        """The document that an entry names, or another with the same text; NotFoundError where there is neither."""
-        key = entry.document_id, entry.token_digest
-        if key not in self._found:
-            self._found[key] = self._asked(*key)
-        document = self._found[key]
-        if document is None:
-            raise NotFoundError(f"no document with the text of {entry.document_id!r} has a blob any more")
-        return document
-
-    def _asked(self, document_id: str, token_digest: str) -> CatalogEntry | None:
-        for ask, name in ((self._catalog.by_document, document_id), (self._catalog.by_tokens, token_digest)):
-            try:
-                found = ask(self._config, name)
-            except CorruptError:
-                continue
-            if found is None or found.is_text:
-                continue
-            if found.token_digest == token_digest or found.parts:  # of what grew since, hashes tell what it begins with
-                return found
-        return None
 
 
 def search(chunks: int, probe: Probe) -> PrefixHit | None:

@@ -52,14 +52,7 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class Stored:
-    """One document as forgetting sees it.
-
-    Attributes:
-        key: Of its entry; unique.
-        blobs: Keys of its parts, in their order.
-        used: When it was used last, in seconds since 1970.
-        may_go: Whether it may be forgotten at all.
-    """
+    """One document as forgetting sees it: its entry, its parts in order, its last use, whether it may go at all."""
 
     key: str
     blobs: tuple[str, ...]
@@ -70,17 +63,7 @@ class Stored:
 def choose(
     documents: Iterable[Stored], sizes: Mapping[str, int], keep_bytes: float = inf, unused_since: float = inf
 ) -> Iterator[tuple[Stored, int]]:
-    """What to forget, in order, each with the bytes that only it and those before it needed.
-
-    Args:
-        documents: All of a store, those that stay too.
-        sizes: Bytes of each blob.
-        keep_bytes: Stop once the blobs of those that are left are no more than this; infinite: bytes do not count.
-        unused_since: Only what was not used after this instant; infinite: any.
-
-    Yields:
-        The document, and the bytes that its going frees.
-    """
+    """What to forget, in order, each with the bytes that its going frees, until the blobs left fit ``keep_bytes``."""
     nodes = defaultdict[tuple[str, ...], list[Stored]](list)
     for document in documents:
         nodes[document.blobs].append(document)

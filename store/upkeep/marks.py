@@ -37,11 +37,7 @@ _SAMPLED = 0  # the number under which the sample of keys lies; parts count from
 
 
 class MarksFile:
-    """A temporary file without a name, made once something is written; a context manager.
-
-    Attributes:
-        size: Bytes that were written and not cut off.
-    """
+    """A temporary file without a name, made once something is written. size: bytes written and not cut off."""
 
     def __init__(self) -> None:
         """Make nothing yet."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvwire.errors import ArgumentError, FormatVersionError, StorageError
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.key_kinds import catalog_prefixes, found_kind, kind_of, kinds
+from kvwire.store.key_kinds import find_kind, kind_of, kinds
 from kvwire.store.keys import check_tenant
 from kvwire.store.listing import WHOLE, tenants
 
@@ -51,7 +51,7 @@ def catalogs(store: Store, tenant: str | None = None, keyring: Keyring | None = 
 def objects(store: Store, space: KeySpace, part: Part = WHOLE) -> Iterator[Found]:
     """All content of a configuration, or a part of it."""
     for listed in part.content(store, space):
-        kind, digest = found_kind(listed.key)
+        kind, digest = find_kind(listed.key) or (None, "")
         is_misplaced = kind is not None and kind.place is not None and kind.place(space, digest) != listed.key
         yield Found(listed, kind, digest, is_misplaced)
 
@@ -95,7 +95,7 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
 
 def refuse_unknown_kinds(store: Store, space: KeySpace) -> None:
     """Refuse a catalog that holds what this version cannot read: it may name anything."""
-    known = catalog_prefixes(space)
+    known = [kind.prefix(space) for kind in kinds() if kind.is_catalog]
     after = ""
     while (found := next(iter(store.scan(space.catalog, after)), None)) is not None:
         prefix = next((prefix for prefix in known if found.key.startswith(prefix)), None)

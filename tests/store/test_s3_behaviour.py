@@ -13,11 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from botocore.credentials import Credentials, RefreshableCredentials
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import NameOID
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import S3Settings, S3Store, open_object
@@ -25,6 +20,7 @@ from kvwire.store.backends.s3.requests import part_size
 from kvwire.store.testing.samples import blob, noise
 
 from ..s3_servers import BUCKET, fails, free_port, strict_moto
+from ..transport.test_server_tls import write_certificate
 
 SECRET = "hush/hush+hush"  # noqa: S105
 PARTS = S3Settings(multipart_bytes=6 << 20, part_bytes=5 << 20)
@@ -359,19 +355,8 @@ def test_remembered_addresses_are_bounded(server, prefix):
         assert store.http_address("k3") is not last
 
 
-def certificate():
-    """A certificate of nobody."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "nobody")])
-    now = datetime.now(UTC)
-    about = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
-    about = about.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    return about.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
-
-
 def test_addresses_trust_the_bundle_of_certificates(server, prefix, monkeypatch, tmp_path):
-    bundle = tmp_path / "bundle.pem"
-    bundle.write_bytes(certificate())
+    bundle = write_certificate(tmp_path, "nobody").certificate
     url = f"s3://{BUCKET}/{prefix}?endpoint=https://127.0.0.1:1&region=us-east-1"
     with closing(S3Store(url)) as store:
         assert len(store.http_address("k").tls.get_ca_certs()) > 1  # boto3's own

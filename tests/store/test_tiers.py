@@ -172,7 +172,7 @@ def test_closing_takes_what_the_memory_holds_to_the_disk(tmp_path):
 
 
 def uses_of(tiers, key):
-    return tiers.cache._memory.index._policy._sketch.estimate(tiers.name(key))
+    return tiers.cache._memory._policy._sketch.estimate(tiers.name(key))
 
 
 def test_opening_an_object_is_one_use_however_many_reads_follow():

@@ -559,12 +559,13 @@ for number in range(first, first + 1000):
 """
 
 
-def test_what_was_acknowledged_survives_a_kill_and_entries_never_lead_nowhere(tmp_path):
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_what_was_acknowledged_survives_a_kill_and_entries_never_lead_nowhere(tmp_path, kills):
     remote = FolderStore(tmp_path / "remote")
     rng = random.Random(11)
     acknowledged = []
     with ExitStack() as stack:
-        for turn in range(20):
+        for turn in range(kills):
             victim = stack.enter_context(
                 subprocess.Popen(
                     [sys.executable, "-c", VICTIM, remote.root, tmp_path / "cache", str(1000 * turn)],
@@ -578,7 +579,7 @@ def test_what_was_acknowledged_survives_a_kill_and_entries_never_lead_nowhere(tm
             out, _ = victim.communicate()
             acknowledged += [int(line) for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
             assert_entries_lead_somewhere(remote)
-    assert len(acknowledged) > 20
+    assert len(acknowledged) > kills
     with closing(open_tiers(remote, folder=tmp_path / "cache", folder_bytes=MIB, write_back=True)) as tiers:
         tiers.flush(60)
         assert tiers.counters().uploads.damaged == 0

@@ -200,7 +200,7 @@ async def _count(caplog, times):
 
 def test_reload_does_it_at_once(tokens, store):
     server = ObjectServer(store, access=AccessSettings(tenants=tokens["path"]))
-    find = server._access.rights
+    find = server.access.rights
     header = {"Authorization": f"Bearer {tokens['anna']}"}
     assert find("GET", "/x", "", header, "a").write
     about = tokens["path"].stat()

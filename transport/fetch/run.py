@@ -102,14 +102,7 @@ class _Attempt:
 
 
 class FetchHooks(NamedTuple):
-    """What a run asks of its fetcher.
-
-    Attributes:
-        check: Gives a segment's content from what was stored.
-        received: Counts so many bytes of a transfer.
-        jitter: Gives a number from 0 to 1.
-        sleep: Waits so many seconds.
-    """
+    """What a run asks of its fetcher: content of a segment, bytes counted, a number from 0 to 1, a wait."""
 
     check: Callable[[SegmentInfo, bytes], bytes]
     received: Callable[[Transfer, int], None]

@@ -83,12 +83,12 @@ class ObjectServer:
         """
         settings = settings or ServerSettings()
         access = access or AccessSettings()
-        self._settings = settings
-        self._access = Access(replace(access, token=token) if token else access)
+        self.settings = settings
+        self.access = Access(replace(access, token=token) if token else access)
         self._metrics = ServerMetrics()
         self._storage = Storage(store, settings.threads)
         self._rates = RateLimiter(settings.requests_per_s, settings.burst)
-        self._objects = Objects(self._storage, settings, guarded=self._access.guarded)
+        self._objects = Objects(self._storage, settings, guarded=self.access.guarded)
         self._uploads = Uploads(self._storage, settings, self._metrics)
         self._status = StatusPage(store, self._metrics) if settings.status else None
         self._probes: dict[str, Handler] = {"/healthz": self._health, "/readyz": self._ready}
@@ -97,30 +97,15 @@ class ObjectServer:
             self._pages["/status"] = self._status_page
         self._connections: Connections | None = None
 
-    @property
-    def settings(self) -> ServerSettings:
-        """Its limits."""
-        return self._settings
-
-    @property
-    def guarded(self) -> bool:
-        """Whether objects are kept from those without credentials."""
-        return self._access.guarded
-
-    @property
-    def guessable(self) -> bool:
-        """Whether the token with full rights is so short that it could be guessed."""
-        return self._access.guessable
-
     def reload(self) -> None:
         """Read the credentials' files again; what is broken is logged, and the old content stays."""
-        self._access.refresh(force=True)
+        self.access.refresh(force=True)
 
     @asynccontextmanager
     async def connections(self, most: int) -> AsyncIterator[Connections]:
         """Admit connections, ``most`` at a time, and drain them at the end. Stop listening before."""
         server = web.Server(self._answer)
-        connections = self._connections = Connections(server, self._settings, self._metrics, most)
+        connections = self._connections = Connections(server, self.settings, self._metrics, most)
         housekeeping = asyncio.create_task(self._housekeeping(connections))
         try:
             yield connections
@@ -181,10 +166,10 @@ class ObjectServer:
         if path in self._probes:
             _check_method(method, _READS)
             return
-        if self._metrics.in_flight > self._settings.max_requests:
+        if self._metrics.in_flight > self.settings.max_requests:
             raise RefusedError(503, "too many requests at a time: try again later", RETRY)
         if path in self._pages:
-            self._access.check_host(request.headers)
+            self.access.check_host(request.headers)
             _check_method(method, _READS)
             self._check_page(request)
         else:
@@ -196,7 +181,7 @@ class ObjectServer:
         address = request.remote or "unknown"
         self._slow_down(self._rates.look(f"address {address}"))  # before anything is compared: guessing shall take long
         try:
-            return self._access.rights(request.method, request.path, request.query_string, request.headers, address)
+            return self.access.rights(request.method, request.path, request.query_string, request.headers, address)
         except RefusedError:
             self._take(f"address {address}")
             raise
@@ -204,7 +189,7 @@ class ObjectServer:
     def _check_page(self, request: web.BaseRequest) -> None:
         address = request.remote or "unknown"
         self._slow_down(self._rates.look(f"address {address}"))
-        if not self._access.may_see_metrics(request.headers):
+        if not self.access.may_see_metrics(request.headers):
             self._take(f"address {address}")
             challenge = CHALLENGE if request.path == "/metrics" else PASSWORD
             raise RefusedError(401, "a token for metrics is needed", challenge)
@@ -225,7 +210,7 @@ class ObjectServer:
             raise not_found()
         if method in _READS:
             return await self._objects.get(request, key)
-        if self._settings.read_only or not rights.write:
+        if self.settings.read_only or not rights.write:
             raise RefusedError(403, "these credentials may not write", reason="rights")
         if method == "PUT":
             return await self._uploads.put(request, key, rights.client)
@@ -272,7 +257,7 @@ class ObjectServer:
             access_log.info("%s %s %d", fields["method"], fields["path"], status, extra={"request": fields})
 
     async def _housekeeping(self, connections: Connections) -> None:
-        interval_s = min(_REFRESH_S, self._settings.header_s / 4, self._settings.keepalive_s / 4)
+        interval_s = min(_REFRESH_S, self.settings.header_s / 4, self.settings.keepalive_s / 4)
         refresh_at = 0.0
         while True:
             await asyncio.sleep(interval_s)
@@ -281,7 +266,7 @@ class ObjectServer:
                 continue
             refresh_at = time.monotonic() + _REFRESH_S
             try:
-                await self._storage.start(self._access.refresh)
+                await self._storage.start(self.access.refresh)
             except Exception:  # noqa: BLE001 - whatever it is, connections are looked after as before
                 _log.exception("the credentials' files could not be looked at")
             try:

@@ -199,12 +199,7 @@ def _entry(fields: Any, number: int) -> _Entry:  # noqa: ANN401 - JSON
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A key that signs URLs.
-
-    Attributes:
-        secret: Its secret.
-        prefix: What all keys of objects that it may sign for start with.
-    """
+    """A key that signs URLs, for keys of objects that start with ``prefix``."""
 
     secret: bytes = field(repr=False)
     prefix: str = ""

@@ -112,12 +112,12 @@ async def listen(
 
 
 def _check_public(server: ObjectServer, host: str, tls: ServerTls | None) -> None:
-    if not server.guarded:
+    if not server.access.guarded:
         raise AuthError(
             f"{host or 'every address'} can be reached from outside: give a token, a tenants file or signing keys, "
             "or bind 127.0.0.1"
         )
-    if server.guessable:
+    if server.access.guessable:
         raise AuthError(f"{host or 'every address'} can be reached from outside: give a token of 16 characters or more")
     if tls is None:
         _log.warning("%s is served without TLS: tokens can be read on the way; give a certificate", host or "*")

@@ -30,32 +30,17 @@ _WIDTH, _HEIGHT, _TOP = 480, 110, 18
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
-class Totals(NamedTuple):
-    """Counts since the start, and two of this instant.
-
-    Attributes:
-        requests: Answered or broken off.
-        refused: Answered with 4xx.
-        failed: Answered with 5xx.
-        first_byte_s: Seconds to the first byte, summed over all requests.
-        sent: Bytes of bodies.
-        received: Bytes of uploads.
-        store_errors: Failures of the store behind.
-        rate_limited: Requests over the rate.
-        connections: Open now.
-        in_flight: Requests being answered now.
-    """
-
-    requests: float
-    refused: float
-    failed: float
-    first_byte_s: float
-    sent: float
-    received: float
-    store_errors: float
-    rate_limited: float
-    connections: float
-    in_flight: int
+_TOTALS = {
+    "kvwire_http_requests_total": "requests",
+    "kvwire_http_first_byte_seconds_sum": "first_byte_s",
+    "kvwire_http_sent_bytes_total": "sent",
+    "kvwire_http_received_bytes_total": "received",
+    "kvwire_store_errors_total": "store_errors",
+    "kvwire_http_rate_limited_total": "rate_limited",
+    "kvwire_http_connections": "connections",
+    "kvwire_http_requests_in_flight": "in_flight",
+}
+"""What the page tells, summed over all labels; ``4xx`` and ``5xx`` are requests by class of status."""
 
 
 class ServerMetrics:
@@ -81,9 +66,9 @@ class ServerMetrics:
         self._requests = {(m, d): requests.labels(m, f"{d}xx") for m in METHODS for d in range(1, 6)}
         self._seconds = {method: seconds.labels(method) for method in METHODS}
         self._first = {method: first.labels(method) for method in METHODS}
-        self._in_flight = 0
+        self.in_flight = 0
         in_flight = Gauge("kvwire_http_requests_in_flight", "Requests being answered now.", registry=registry)
-        in_flight.set_function(lambda: self._in_flight)
+        in_flight.set_function(lambda: self.in_flight)
         self.sent_bytes = Counter("kvwire_http_sent_bytes", "Bytes of bodies sent.", registry=registry)
         self.received_bytes = Counter("kvwire_http_received_bytes", "Bytes of uploads received.", registry=registry)
         self.connections = Gauge("kvwire_http_connections", "Open connections.", registry=registry)
@@ -98,18 +83,13 @@ class ServerMetrics:
         self.store_errors = Counter("kvwire_store_errors", "Failures of the store behind.", registry=registry)
         self.spool_bytes = Gauge("kvwire_spool_bytes", "Bytes of running uploads.", registry=registry)
 
-    @property
-    def in_flight(self) -> int:
-        """Requests being answered now."""
-        return self._in_flight
-
     def begin(self) -> None:
         """A request came in."""
-        self._in_flight += 1
+        self.in_flight += 1
 
     def end(self, method: str, status: int, seconds: float, first_byte_s: float) -> None:
         """Its answer is out, or was broken off."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         method = method if method in self._seconds else "other"
         self._requests[method, status // 100].inc()
         self._seconds[method].observe(seconds)
@@ -120,26 +100,15 @@ class ServerMetrics:
         self.begin()
         self.end("other", status, 0.0, 0.0)
 
-    def totals(self) -> Totals:
-        """Add up what there is by now."""
+    def totals(self) -> dict[str, float]:
+        """Add up what there is by now; see ``_TOTALS``."""
         found: defaultdict[str, float] = defaultdict(float)
-        for metric in self._registry.collect():
-            for sample in metric.samples:
-                found[sample.name] += sample.value
-                if sample.name == "kvwire_http_requests_total":
+        for sample in (sample for metric in self._registry.collect() for sample in metric.samples):
+            if name := _TOTALS.get(sample.name):
+                found[name] += sample.value
+                if name == "requests":
                     found[sample.labels["status"]] += sample.value
-        return Totals(
-            requests=found["kvwire_http_requests_total"],
-            refused=found["4xx"],
-            failed=found["5xx"],
-            first_byte_s=found["kvwire_http_first_byte_seconds_sum"],
-            sent=found["kvwire_http_sent_bytes_total"],
-            received=found["kvwire_http_received_bytes_total"],
-            store_errors=found["kvwire_store_errors_total"],
-            rate_limited=found["kvwire_http_rate_limited_total"],
-            connections=found["kvwire_http_connections"],
-            in_flight=self._in_flight,
-        )
+        return found
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes."""
@@ -152,7 +121,7 @@ class Instant(NamedTuple):
     """What was counted by then; at: seconds of a clock that never jumps."""
 
     at: float
-    totals: Totals
+    totals: dict[str, float]
 
 
 class StatusPage:
@@ -191,13 +160,13 @@ class StatusPage:
             ("since the start", self._first),
         ):
             then, later = before.totals, now.totals
-            served = later.requests - then.requests
-            first_s = (later.first_byte_s - then.first_byte_s) / served if served else 0.0
+            served = later["requests"] - then["requests"]
+            first_s = (later["first_byte_s"] - then["first_byte_s"]) / served if served else 0.0
             rows.append(
                 (
-                    name, f"{served:,.0f}", f"{later.refused - then.refused:,.0f}",
-                    f"{later.failed - then.failed:,.0f}",
-                    in_bytes(later.sent - then.sent), in_bytes(later.received - then.received),
+                    name, f"{served:,.0f}", f"{later['4xx'] - then['4xx']:,.0f}",
+                    f"{later['5xx'] - then['5xx']:,.0f}",
+                    in_bytes(later["sent"] - then["sent"]), in_bytes(later["received"] - then["received"]),
                     f"{first_s * 1000:.3g} ms" if served else "",
                 )
             )  # fmt: skip
@@ -231,15 +200,15 @@ class StatusPage:
 def _summary(now: Instant, before: Instant, late: Instant) -> str:
     seconds = max(now.at - before.at, 1e-9)
     then, later = before.totals, now.totals
-    failed = later.failed - late.totals.failed + later.store_errors - late.totals.store_errors
+    failed = later["5xx"] - late.totals["5xx"] + later["store_errors"] - late.totals["store_errors"]
     shown = facts(
         [
-            ("requests a second", f"{(later.requests - then.requests) / seconds:,.3g}"),
-            ("sent", f"{in_bytes((later.sent - then.sent) / seconds)}/s"),
-            ("received", f"{in_bytes((later.received - then.received) / seconds)}/s"),
-            ("being answered", f"{later.in_flight:,}"),
-            ("connections", f"{later.connections:,.0f}"),
-            ("slowed down, last minute", f"{later.rate_limited - late.totals.rate_limited:,.0f}"),
+            ("requests a second", f"{(later['requests'] - then['requests']) / seconds:,.3g}"),
+            ("sent", f"{in_bytes((later['sent'] - then['sent']) / seconds)}/s"),
+            ("received", f"{in_bytes((later['received'] - then['received']) / seconds)}/s"),
+            ("being answered", f"{later['in_flight']:,.0f}"),
+            ("connections", f"{later['connections']:,.0f}"),
+            ("slowed down, last minute", f"{later['rate_limited'] - late.totals['rate_limited']:,.0f}"),
         ]
     )
     if not failed:
@@ -259,8 +228,8 @@ def _curves(seen: Sequence[Instant]) -> str:
     pairs = [(before, after) for before, after in pairwise(seen) if after.at > before.at]
     spans = [after.at - before.at for before, after in pairs]
     ago = [seen[-1].at - after.at for _, after in pairs]
-    sent = [(b.totals.sent - a.totals.sent) / span for (a, b), span in zip(pairs, spans, strict=True)]
-    asked = [(b.totals.requests - a.totals.requests) / span for (a, b), span in zip(pairs, spans, strict=True)]
+    sent = [(b.totals["sent"] - a.totals["sent"]) / span for (a, b), span in zip(pairs, spans, strict=True)]
+    asked = [(b.totals["requests"] - a.totals["requests"]) / span for (a, b), span in zip(pairs, spans, strict=True)]
     return (
         "<h2>The last two minutes</h2>\n"
         + _curve("Sent", ago, sent, lambda most: f"{in_bytes(most)}/s")

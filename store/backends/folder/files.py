@@ -53,35 +53,12 @@ def open_folder(root: Path, parts: Sequence[str]) -> int:
     return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def open_subfolder(folder: int, name: str) -> int:
-    """Open a folder in an open one, for listing what is in it."""
-    return os.open(name, _LIST_FLAGS, dir_fd=folder)
-
-
 @dataclass(frozen=True)
 class Obstacle:
-    """What lies where something else is needed.
-
-    Attributes:
-        name: The way to it, relative to the root.
-        kind: A link anywhere, a file in a folder's place, or a folder in the file's.
-    """
+    """What lies on the way to a file: a link, a file in a folder's place, or a folder in the file's."""
 
     name: str
     kind: Literal["link", "file", "folder"]
-
-
-def obstacle(root: Path, parts: Sequence[str]) -> Obstacle | None:
-    """Find out why a way cannot be gone, for a message."""
-    path = root
-    for count, part in enumerate(parts, 1):
-        path /= part
-        name = "/".join(parts[:count])
-        if path.is_symlink():
-            return Obstacle(name, "link")
-        if path.is_dir() == (count == len(parts)) and path.exists():
-            return Obstacle(name, "folder" if count == len(parts) else "file")
-    return None
 
 
 @contextlib.contextmanager
@@ -125,10 +102,18 @@ class ObjectFiles:
         return open_file(self._root, key.split("/"), _READ_FLAGS)
 
     def obstacle(self, key: str, error: BaseException | None) -> Obstacle | None:
-        """Find out what is in an object's way."""
+        """Find out what is in an object's way, for a message."""
         if not isinstance(error, OSError) or error.errno not in _BLOCKED:
             return None
-        return obstacle(self._root, key.split("/"))
+        parts, path = key.split("/"), self._root
+        for count, part in enumerate(parts, 1):
+            path /= part
+            name = "/".join(parts[:count])
+            if path.is_symlink():
+                return Obstacle(name, "link")
+            if path.is_dir() == (count == len(parts)) and path.exists():
+                return Obstacle(name, "folder" if count == len(parts) else "file")
+        return None
 
     def put(self, key: str, data: Data) -> None:
         """Write an object; when this returns it survives a power cut."""
@@ -226,7 +211,7 @@ def _walk(folder: int, above: str, prefix: str, after: str) -> Iterator[Listed]:
                 continue
             if name.endswith("/"):
                 if key > after or after.startswith(key):
-                    below = _opened(partial(open_subfolder, folder, name[:-1]), key)
+                    below = _opened(partial(os.open, name[:-1], _LIST_FLAGS, dir_fd=folder), key)
                     if below is not None:
                         yield from _walk(below, key, prefix, after)
             elif key.startswith(prefix) and key > after and (listed := _found(folder, name, key)):

@@ -47,31 +47,26 @@ class FolderStore(Store):
 
     def __init__(self, root: str | os.PathLike[str], *, catalog: Literal["rows", "files"] = "rows") -> None:
         """Keep the folder's absolute path; nothing is opened or made yet."""
-        self._root = Path(root).absolute()
+        self.root = Path(root).absolute()
         self._catalog = catalog
         self._etags: Recent[FileIdentity, str] = Recent(_HASHES)
-        self._files = ObjectFiles(self._root)
-        self._reserve = Reserve(self._root / f"{FILE_NAME}-reserve", self._root / FILE_NAME)
-        self._rows = CatalogRows(self._root, self._reserve)
+        self._files = ObjectFiles(self.root)
+        self._reserve = Reserve(self.root / f"{FILE_NAME}-reserve", self.root / FILE_NAME)
+        self._rows = CatalogRows(self.root, self._reserve)
 
     @property
     def url(self) -> str:
         """``file://`` and the folder."""
-        return self._root.as_uri() + ("" if self._catalog == "rows" else "?catalog=files")
-
-    @property
-    def root(self) -> Path:
-        """The folder."""
-        return self._root
+        return self.root.as_uri() + ("" if self._catalog == "rows" else "?catalog=files")
 
     @property
     def folder(self) -> Path | None:
         """The same: files are renamed within it."""
-        return self._root
+        return self.root
 
     def exists(self) -> bool:
         """Whether the folder is there."""
-        return self._root.is_dir()
+        return self.root.is_dir()
 
     def opens_at_once(self, key: str) -> bool:
         """Whether it is a file, and no row."""
@@ -92,7 +87,7 @@ class FolderStore(Store):
                 return row
             found = self._files.obstacle(key, error.__cause__)
             if found and found.kind == "link":
-                raise NotFoundError(f"{key} cannot be reached: {self._root / found.name} {_LINK}") from error
+                raise NotFoundError(f"{key} cannot be reached: {self.root / found.name} {_LINK}") from error
             raise
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -140,7 +135,7 @@ class FolderStore(Store):
             if found is None:
                 raise
             if found.kind == "link":
-                raise StorageError(f"cannot write {key}: {self._root / found.name} {_LINK}") from error
+                raise StorageError(f"cannot write {key}: {self.root / found.name} {_LINK}") from error
             what = f"the object {found.name} lies" if found.kind == "file" else "objects lie below that name"
             msg = f"cannot write {key} in {self.url}: {what} there: choose another key, or delete what is in the way"
             raise ConflictError(msg) from error

@@ -74,15 +74,7 @@ class HttpStoreSettings:
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer.
-
-    Attributes:
-        status: HTTP status.
-        fields: Headers by any-case name.
-        body: The bytes, whole or up to the limit.
-        cut: There was more than the limit, which was not read.
-        is_repeated: The request had been sent before, and the server may have done it then.
-    """
+    """A whole answer. cut: there was more than the limit. is_repeated: sent before, and perhaps done then."""
 
     status: int
     fields: Mapping[str, str]

@@ -27,13 +27,7 @@ _BEYOND = 10**_MANY_DIGITS
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What to answer with.
-
-    Attributes:
-        status: HTTP status.
-        start: First byte to send.
-        end: The byte after the last to send.
-    """
+    """What to answer with: status, first byte to send, and the byte after the last."""
 
     status: Literal[200, 206, 304, 412, 416]
     start: int = 0

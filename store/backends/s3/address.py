@@ -23,14 +23,7 @@ _MOST_PAGE_KEYS = 1000  # S3's page
 
 @dataclass(frozen=True)
 class S3Address:
-    """Where an S3 store is. Holds nothing secret: credentials come from where boto3 finds them.
-
-    Attributes:
-        prefix: Without slashes at its ends; may be empty.
-        endpoint: None for what the environment says.
-        region: None for what the environment says.
-        profile: None for what the environment says.
-    """
+    """Where an S3 store is; nothing secret. prefix: without slashes at its ends; None: what the environment says."""
 
     bucket: str
     prefix: str = ""
