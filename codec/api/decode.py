@@ -100,7 +100,7 @@ class BlobDecoder:
         profile = None if independent else profile_for(self._header, profile)
         self._request = DecodeRequest(self._header, profile, offset, check, hidden, rounded)
         self._lossy = None if profile is None else kind_of(profile.codec).decoder(self._request)
-        if dtype is not None and not dtype.is_floating_point:
+        if not dtype.is_floating_point:
             raise ArgumentError(f"a cache holds floating-point numbers, it cannot be decoded to {dtype}")
         check_positions(self.info, offset)
         if out is not None:

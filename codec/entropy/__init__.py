@@ -1,1 +1,1 @@
-"""Symbols to bits and back: tables, rANS, range coding, and the numba kernels."""
+"""Entropy coding: tables, rANS, range coding, and the numba kernels."""

@@ -1,4 +1,4 @@
-"""numba kernel that encodes a stream; ``kernels`` says what holds for all of them, ``rans_naive`` has the twin."""
+"""numba kernel that encodes a stream; see ``kernels`` for the rules of all kernels, ``rans_naive`` for the twin."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @register_jitable
 def _put(x: uint32, entry: uint32, reciprocal: uint64, buffer: U16, end: uintp) -> tuple[uint32, uintp]:
-    """A lane's state behind one symbol and where its next word goes.
+    """Encode one symbol of a lane; return its state and the place of its next word.
 
-    A word is stored whether it counts or not. The quotient is exact: the state is below f * 2^20 when it is divided by
-    the frequency f, so x * (floor(2^44 / f) + 1) fits 64 bits and exceeds x * 2^44 / f by less than 2^44 / f.
+    A word is always stored, and overwritten where none was due. The quotient is exact: the state x is below f * 2^20
+    when it is divided by the frequency f, so x * (floor(2^44 / f) + 1) fits 64 bits and exceeds x * 2^44 / f by less
+    than 2^44 / f.
     """
     f = entry & uint32(65535)
     over = (x >> uint32(20)) >= f
@@ -43,10 +44,10 @@ def encode(
     states: U32,
     counts: NDArray[int64],
 ) -> None:
-    """Encode a stream: the words of all lanes, one lane after the other, stand at the beginning of the buffer.
+    """Encode a stream; the words of all lanes, lane after lane, end up at the beginning of the buffer.
 
-    Two lanes run at a time, their states in registers: alone, each symbol would wait for the one before; from memory,
-    for the store. Each pair fills its room from the end, as the first word to read is the last one written.
+    Two lanes run at a time with states in registers: in one lane each symbol would wait for the one before, and in
+    memory for the store. Each lane fills its room from the end, since the last word written is the first to be read.
     """
     tokens, columns, lanes = uintp(symbols.shape[0]), uintp(symbols.shape[1]), uintp(states.shape[0])
     steps, size = (columns + lanes - uintp(1)) // lanes, uintp(room)

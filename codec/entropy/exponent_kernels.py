@@ -1,8 +1,8 @@
-"""numba kernels that take floating-point numbers apart and put them together again, for ``lossless``.
+"""numba kernels that split floating-point numbers into fields and join them, for ``lossless``.
 
-A number is sign | exponent | mantissa. Its symbol is one byte: sign (1 bit, flipped where the column says so), distance
-of its exponent below the column's reference, and the highest mantissa bits. The rest of the mantissa is raw. Naive
-twins stand in the tests. No kernel checks an index: all shapes come from the layers, never from a stream.
+A number is sign | exponent | mantissa. Its symbol is one byte: sign (1 bit, flipped in columns marked so), distance of
+its exponent below the column's reference, and the highest mantissa bits. The other mantissa bits are raw. The tests
+have naive twins. No kernel checks an index: all shapes come from the layers, never from a stream.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     U64: TypeAlias = NDArray[uint64]
 
     Bits: TypeAlias = NDArray[Any]
-    """Numbers as unsigned integers of their own width."""
+    """Numbers as unsigned integers of the same width."""
 
 _MAX_DISTANCE_BITS = 5
-"""31 octaves below a column's largest number hold practically all of them; 2 bits of the byte are left for mantissa."""
+"""31 octaves below a column's largest number cover practically all numbers; the byte has 2 bits left for mantissa."""
 _TILE = 64
-"""Columns whose histograms stay in the nearest cache."""
+"""Columns whose histograms fit the L1 cache."""
 
 
 class Fields(NamedTuple):
-    """Where the parts of a number lie. All are counts of bits.
+    """Bit counts of a number's fields.
 
     Attributes:
-        width: Of the format.
-        exponent: Of the format.
-        mantissa: Of the format.
-        distance: Of the symbol's field that holds the reference less the exponent.
-        spare: Lowest mantissa bits that are zero in every number of the block, hence not stored.
+        width: All bits of a number.
+        exponent: Exponent bits.
+        mantissa: Mantissa bits.
+        distance: Bits of the symbol's field for reference minus exponent.
+        spare: Lowest mantissa bits that are zero in every number of the block and not stored.
     """
 
     width: int
@@ -50,17 +50,17 @@ class Fields(NamedTuple):
 
     @classmethod
     def of(cls, exponent: int, mantissa: int) -> Fields:
-        """Describe a format."""
+        """Describe a floating-point format."""
         return cls(1 + exponent + mantissa, exponent, mantissa, min(_MAX_DISTANCE_BITS, exponent), 0)
 
     @property
     def low(self) -> int:
-        """Mantissa bits that are not in the symbol."""
+        """Number of mantissa bits outside the symbol."""
         return self.mantissa - (7 - self.distance)
 
     @property
     def raw(self) -> int:
-        """Bits of a number that are stored as they are."""
+        """Number of bits stored raw."""
         return self.low - self.spare
 
     @property
@@ -70,15 +70,15 @@ class Fields(NamedTuple):
 
     @property
     def escape(self) -> int:
-        """The distance that stands for all that its field cannot hold; none, where the field holds every exponent."""
+        """The largest distance, which marks an exponent outside the field; a field for every exponent has no escape."""
         return (1 << self.distance) - 1
 
 
 @jit
 def survey(bits: Bits, fields: Fields, references: U16, negatives: U32, union: U64) -> None:
-    """Raise each column's reference to its largest exponent, and count its negative numbers.
+    """Set each column's reference to its largest exponent, count its negative numbers, and OR all bits.
 
-    The exponent of all ones, that of infinity and NaN in most formats, does not count.
+    The exponent of all ones, that of infinity and NaN in most formats, is ignored.
     """
     heads, tokens, dim = bits.shape
     top = (1 << fields.exponent) - 1
@@ -129,7 +129,7 @@ def split(bits: Bits, fields: Fields, references: U16, flips: U8, symbols: U8, c
 
 @jit
 def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, raw: U64, at: int, bits: Bits) -> None:
-    """Undo ``split``; an escape gives some exponent."""
+    """Undo ``split``; escaped numbers get an arbitrary exponent, which the caller replaces."""
     heads, tokens, dim = bits.shape
     high = 7 - fields.distance
     low = fields.mantissa - high

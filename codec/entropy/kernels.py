@@ -1,9 +1,8 @@
-"""numba kernels of the entropy decoder and of symbols; readable twins stand in ``rans_naive`` or ``transform.levels``.
+"""numba kernels of the entropy decoder and of symbols; readable twins are in ``rans_naive`` or ``transform.levels``.
 
-No kernel checks an index, so each must be in range by construction, whatever the stream holds: columns come from
-``SegmentState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most
-2; slots are masked to 12 bits; and reads of words stop at ``limit``. The tests run under ``NUMBA_BOUNDSCHECK=1`` as
-well.
+No kernel checks an index, so every index must be in range by construction, whatever the stream holds: columns come from
+``SegmentState.columns`` and index its own values; classes are clipped to those with a table; contexts are at most 2;
+slots are masked to 12 bits; and reads of words stop at ``limit``. The tests also run under ``NUMBA_BOUNDSCHECK=1``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def decode_lookup(
     words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, begin: int, out: U8
 ) -> None:
-    """Decode base symbols."""
+    """Decode base symbols, all lanes of a step in one vectorised loop."""
     tokens, columns = out.shape
     lanes = states.shape[0]
     for first in range(begin, columns, lanes):
@@ -48,7 +47,7 @@ def decode_lookup(
 
 @register_jitable
 def _next(x: uint32, p: uint32, base: uint32, words: U16, limit: uint32, lookup: U32) -> tuple[uint32, uint32, uint32]:
-    """A lane's state and pointer behind one base symbol, and the symbol."""
+    """Decode one base symbol of a lane; return state, pointer and symbol."""
     entry = lookup[base + (x & uint32(4095))]
     x = ((entry & uint32(4095)) + uint32(1)) * (x >> uint32(12)) + ((entry >> uint32(12)) & uint32(4095))
     word = uint32(words[min(p, limit)])
@@ -58,9 +57,9 @@ def _next(x: uint32, p: uint32, base: uint32, words: U16, limit: uint32, lookup:
 
 @jit
 def decode_quads(words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, out: U8) -> None:
-    """Decode base symbols of few lanes, four at a time: too few for vectors, and enough to fill a core's pipeline.
+    """Decode base symbols of few lanes, four at a time: too few for vectors, enough to fill a core's pipeline.
 
-    States stay in registers; in memory, each symbol would wait until the one before is stored.
+    States stay in registers; in memory, each symbol would wait for the previous store.
     """
     tokens, columns, lanes = uintp(out.shape[0]), uintp(out.shape[1]), uintp(states.shape[0])
     for a in range(uintp(0), lanes, uintp(4)):
@@ -113,7 +112,7 @@ def decode_ternary(
 
 @register_jitable
 def _first_words(counts: U16) -> U32:
-    """Each lane's first word."""
+    """Return the index of each lane's first word."""
     pointers = empty(counts.shape[0], uint32)
     at = uint32(0)
     for lane in range(counts.shape[0]):
@@ -124,7 +123,7 @@ def _first_words(counts: U16) -> U32:
 
 @register_jitable
 def _unfinished(counts: U16, states: U32, pointers: U32) -> uint32:
-    """How many lanes do not end as they began, all their words read."""
+    """Count the lanes that do not end in their first state with all their words read."""
     at, wrong = uint32(0), uint32(0)
     for lane in range(counts.shape[0]):
         at += uint32(counts[lane])
@@ -141,7 +140,7 @@ def decode_base(
     limit, pointers, rows, begin = uint32(words.shape[0] - 1), _first_words(counts), empty(columns, uint32), 0
     for c in range(columns):
         rows[c] = uint32((classes[c] - 1) << 12)
-    if lanes == 4 or lanes == 8:  # noqa: PLR1714, PLR2004 - where it is faster than vectors
+    if lanes == 4 or lanes == 8:  # noqa: PLR1714, PLR2004 - faster than vectors here
         decode_quads(words, limit, states, pointers, rows, lookup, out)
         begin = columns // lanes * lanes
     decode_lookup(words, limit, states, pointers, rows, lookup, begin, out)
@@ -197,7 +196,7 @@ def place(quantised: I32, columns: U32, symbols: U8) -> None:
 def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
     """Split ``fine = 3 * coarse + r``, r in -1, 0, 1.
 
-    The quotient is taken of unsigned numbers, which LLVM turns into a product: fine is below 2^28 in size.
+    The division is unsigned, which LLVM turns into a product; ``|fine|`` is below 2^28.
     """
     for t in range(fine.shape[0]):
         for c in range(fine.shape[1]):
@@ -209,7 +208,7 @@ def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
 
 @jit
 def count_base(values: I32, classes: I32, counts: NDArray[int64]) -> None:
-    """Add each value's byte (128 more, 0 beyond the alphabet) to its class's row; class 0 leaves a column out."""
+    """Count each value's byte (value + 128, 0 beyond the alphabet) in its class's row; class 0 skips a column."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
             if classes[c] > 0:
@@ -219,7 +218,7 @@ def count_base(values: I32, classes: I32, counts: NDArray[int64]) -> None:
 
 @jit
 def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64]) -> None:
-    """Add each refinement symbol to its class's and context's row; class 0 leaves a column out."""
+    """Count each refinement symbol in its class's and context's row; class 0 skips a column."""
     for t in range(below.shape[0]):
         for c in range(below.shape[1]):
             if classes[c] > 0:
@@ -228,7 +227,7 @@ def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64])
 
 @jit
 def count_points(coefficients: F32, values: I32, classes: I32, step: float, counts: NDArray[float64]) -> None:
-    """Count the values of size 1 and 2 and how far below they lay."""
+    """Count the values of size 1 and 2, and sum how far their coefficients lie below them, in steps."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
             size = abs(values[t, c])

@@ -1,8 +1,8 @@
-"""numba kernels from coefficients to a level's symbols; ``kernels`` says what holds for all of them.
+"""numba kernels from coefficients to a level's symbols; see ``kernels`` for the rules of all kernels.
 
-They never hold a whole chunk's quantised values: a row is quantised anew for each level, which costs less than to write
-it and read it again, and only the columns that the level codes are touched. Callers have made sure that all values
-stay below 2^28 in size, see ``survey``.
+They do not store a chunk's quantised values: quantising a row again for each level costs less than writing and reading
+it, and touches only the columns that the level codes. Callers have checked that all values are below 2^28 in size, see
+``survey``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from kvwire.codec.entropy.jit import F32, U8, U16, U32
 
 _TILE = 512
-"""Columns whose sums stay in a core's first cache."""
+"""Columns whose sums fit the L1 cache."""
 
 
 @jit
 def survey(coefficients: F32, sums: F32, peaks: F32, squares: F32, energies: NDArray[float64]) -> None:
-    """Sum up each column, row by row."""
+    """Compute each column's sum and peak of sizes, and its sum of squares in float32 and float64."""
     tokens, columns = coefficients.shape
     for first in range(0, columns, _TILE):
         width = min(_TILE, columns - first)
@@ -46,7 +46,7 @@ def survey(coefficients: F32, sums: F32, peaks: F32, squares: F32, energies: NDA
 
 @register_jitable
 def _sizes_of(classes: NDArray[int64], sizes: F32) -> tuple[F32, F32]:
-    """Sizes of values 1 and 2 of some columns."""
+    """Return the sizes of values 1 and 2 of some columns."""
     ones, twos = empty(classes.shape[0], float32), empty(classes.shape[0], float32)
     for i in range(classes.shape[0]):
         ones[i], twos[i] = sizes[classes[i], 1], sizes[classes[i], 2]
@@ -67,7 +67,7 @@ def enter_level(
     runs: U32,
     found: NDArray[int64],
 ) -> None:
-    """Advance columns to the next level, as ``segment.enter_level`` in numpy, and find which columns it codes."""
+    """Advance columns to the next level as ``segment.enter_level`` does, and list the columns that it codes."""
     open_columns, coded, ranges, inside = 0, 0, 0, False
     for c in range(classes.shape[0]):
         if classes[c] > 0:
@@ -104,7 +104,7 @@ def base_symbols(
     symbols: U8,
     missed: F32,
 ) -> None:
-    """Quantise a first level."""
+    """Quantise a first level to base symbols and sum its squared errors."""
     count = missed.shape[0]
     picked, values, rows = empty(count, float32), empty(count, int32), empty(count, uint32)
     ones, twos = _sizes_of(classes, sizes)
@@ -146,7 +146,7 @@ def refinement_codes(
     codes: U8,
     missed: F32,
 ) -> None:
-    """Quantise a level and the one below, and tell their difference."""
+    """Quantise a level and the one below to refinement codes, and sum the level's squared errors."""
     count = missed.shape[0]
     picked, values = empty(count, float32), empty(count, int32)
     ones, twos = _sizes_of(classes, sizes)

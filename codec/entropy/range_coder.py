@@ -1,10 +1,10 @@
-"""The entropy coder of the CacheGen profile: range coding with one integer table for each channel.
+"""The entropy coder of CacheGen's levels: range coding with one integer table for each channel.
 
-Rows of symbols follow each other in one stream of ``constriction``'s range coder, each row with a table of its own.
-Tables are 16-bit frequencies; constriction works with 24 bits and adds one to whatever it is given, so it is given
-256 times the frequency less one. These add up to 2^24 less the number of symbols, which is the total that constriction
-scales to: it scales by exactly one, in floats that hold all the numbers exactly, and the model is the table, bit for
-bit, wherever it is built. docs/format.md specifies the stream without naming a library.
+Rows of symbols follow each other in one stream of ``constriction``'s range coder, each row with its own table. Tables
+are 16-bit frequencies. constriction works with 24 bits and adds one to each weight, so it gets 256 times the frequency
+minus one. These weights add up to 2^24 minus the number of symbols, the total to which constriction scales: the factor
+is exactly one, float32 holds all the numbers exactly, and the model equals the table bit for bit on every machine.
+docs/format.md specifies the stream without naming a library.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TOTAL = 1 << 16
-"""Every table's frequencies add up to this; a uint16 holds each, since no table has a symbol of frequency 0."""
+"""Sum of a table's frequencies; uint16 holds each, since no frequency is 0."""
 _MODEL_BITS = 24
 """Precision of constriction's tables."""
 
 
 def frequencies_of(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Turn weights into tables."""
+    """Turn weights ``[tables, symbols]`` into frequencies of at least 1."""
     rows, symbols = counts.shape
     share = counts / counts.sum(1, keepdims=True)
     out: NDArray[np.int64] = 1 + np.floor(share * (TOTAL - symbols)).astype(np.int64)
@@ -36,13 +36,13 @@ def frequencies_of(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
     return out.astype(np.uint16)
 
 
-def sound(tables: NDArray[np.uint16]) -> bool:
-    """Check tables."""
+def are_valid(tables: NDArray[np.uint16]) -> bool:
+    """Return whether all frequencies are positive and each table adds up to TOTAL."""
     return bool((tables > 0).all() and (tables.sum(-1, dtype=np.int64) == TOTAL).all())
 
 
 def encode_rows(parts: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint16]]]) -> bytes:
-    """Code parts after each other."""
+    """Encode parts, each symbols ``[rows, count]`` with tables ``[rows, alphabet]``, into one stream."""
     encoder = constriction.stream.queue.RangeEncoder()
     for symbols, tables in parts:
         if symbols.shape[1]:
@@ -52,7 +52,7 @@ def encode_rows(parts: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint16]]]) -
 
 
 def decode_rows(data: bytes, parts: Iterable[tuple[int, NDArray[np.uint16]]]) -> list[NDArray[np.uint8]]:
-    """Read ``encode_rows``."""
+    """Decode parts, each of a symbol count and tables ``[rows, alphabet]``, from a stream."""
     decoder = constriction.stream.queue.RangeDecoder(np.frombuffer(data, "<u4").astype(np.uint32))
     out = []
     try:
@@ -62,7 +62,7 @@ def decode_rows(data: bytes, parts: Iterable[tuple[int, NDArray[np.uint16]]]) ->
                 for row, table in zip(symbols, tables, strict=True):
                     row[:] = decoder.decode(_model(table), count)
             out.append(symbols)
-    except AssertionError as error:  # how constriction reports words that no encoder writes
+    except AssertionError as error:  # constriction's report of words that no encoder writes
         msg = "the words of a segment are not what an encoder writes: it is damaged, fetch it again"
         raise CorruptError(msg) from error
     if not decoder.maybe_exhausted():
@@ -71,6 +71,6 @@ def decode_rows(data: bytes, parts: Iterable[tuple[int, NDArray[np.uint16]]]) ->
 
 
 def _model(table: NDArray[np.uint16]) -> Any:  # noqa: ANN401 - constriction has no types
-    """A table ``[symbols]`` as constriction has it, exactly; see the module's text."""
+    """Return constriction's model of a table ``[symbols]``; see the module's docstring."""
     fine = table.astype(np.int64) * ((1 << _MODEL_BITS) // TOTAL) - 1
     return constriction.stream.model.Categorical(fine.astype(np.float32), perfect=False)

@@ -1,7 +1,7 @@
-"""The entropy coder at speed: private-lane rANS, the same streams as ``rans_naive``, run by the numba kernels.
+"""The fast entropy coder: private-lane rANS in numba kernels, with the same streams as ``rans_naive``.
 
 Two coders share the lane layout. Base symbols (bytes) decode through a lookup table. Refinements have three symbols and
-a context, so two thresholds take the table's place: nothing to look up but four bytes.
+a context, so two thresholds of four bytes together replace the table.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvwire.codec.entropy.tables import Entries, Tables
 
 SYMBOLS_PER_LANE = 8192
-"""A lane costs six bytes of state and length; at this many symbols that is under 1 % even at a tenth of a bit each."""
+"""A lane costs six bytes of state and length: with this many symbols under 1 %, even at a tenth of a bit each."""
 MAX_LANES = 1 << 14
-"""A power of two that a uint16 can count, and more than the largest chunk of the widest model needs."""
+"""A power of two that fits uint16 and exceeds the need of the largest chunk of the widest model."""
 _MAX_WORDS_PER_LANE = 65535
 """A lane's length is a uint16."""
 
@@ -43,13 +43,13 @@ class Lanes:
 
 
 def lanes_for(symbols: int, per_lane: int = SYMBOLS_PER_LANE) -> int:
-    """Choose the number of lanes."""
+    """Choose the number of lanes of a stream, a power of two."""
     wanted = max(1, symbols // per_lane, -(-symbols // _MAX_WORDS_PER_LANE))
     return int(min(MAX_LANES, 1 << (wanted - 1).bit_length()))
 
 
 def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
-    """Encode base symbols, each column with the table of its class."""
+    """Encode base symbols ``[tokens, columns]``, each column with the table of its class."""
     return _encode(symbols, classes, tables.base, tables.base_entries, lanes)
 
 
@@ -61,7 +61,7 @@ def encode_ternary(
 
 
 def encode_refinement(codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
-    """Encode refinement symbols that stand together with their contexts."""
+    """Encode refinement codes, ``3 * context + symbol``."""
     return _encode(codes, classes, tables.ternary, tables.ternary_entries, lanes)
 
 
@@ -72,7 +72,7 @@ def _encode(
     entries: Entries,
     lanes: int,
 ) -> Lanes:
-    """Encode symbols that select, with their column's class, an entry of the tables."""
+    """Encode symbols; a symbol and its column's class select an entry of the tables."""
     tokens, columns = symbols.shape
     room = tokens * -(-columns // lanes) + 1
     buffer, states, counts = np.empty(lanes * room, np.uint16), np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
@@ -86,30 +86,30 @@ def _encode(
 def decode_base(
     lanes: Lanes, classes: NDArray[np.integer], tables: Tables, tokens: int, *, check: bool = True
 ) -> NDArray[np.uint8]:
-    """Decode base symbols."""
-    out, (states, words, wrong) = np.empty((tokens, len(classes)), np.uint8), _opened(lanes)
+    """Decode base symbols, uint8 ``[tokens, columns]``."""
+    out, (states, words, wrong) = np.empty((tokens, len(classes)), np.uint8), _kernel_inputs(lanes)
     kernels.decode_base(words, lanes.counts, states, np.asarray(classes, np.int64), tables.lookup, out, wrong)
-    _closed(wrong, check=check)
+    _check_ends(wrong, check=check)
     return out
 
 
 def decode_ternary(
     lanes: Lanes, contexts: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, *, check: bool = True
 ) -> NDArray[np.uint8]:
-    """Decode refinement symbols."""
-    out, (states, words, wrong) = np.empty(contexts.shape, np.uint8), _opened(lanes)
+    """Decode refinement symbols, uint8 ``[tokens, columns]``."""
+    out, (states, words, wrong) = np.empty(contexts.shape, np.uint8), _kernel_inputs(lanes)
     own = np.asarray(classes, np.int64)
     kernels.decode_refinement(words, lanes.counts, states, own, tables.thresholds, contexts, out, wrong)
-    _closed(wrong, check=check)
+    _check_ends(wrong, check=check)
     return out
 
 
-def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint32]]:
-    """A working copy of the states, the words, of which there must be one to read, and room for what was wrong."""
+def _kernel_inputs(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint32]]:
+    """Return a copy of the states, at least one word, and room for the number of damaged lanes."""
     return lanes.states.copy(), lanes.words if len(lanes.words) else np.zeros(1, np.uint16), np.empty(1, np.uint32)
 
 
-def _closed(wrong: NDArray[np.uint32], *, check: bool) -> None:
+def _check_ends(wrong: NDArray[np.uint32], *, check: bool) -> None:
     if check and wrong[0]:
         msg = "a lane of the entropy coder does not end in the state it began with; fetch the segment again"
         raise CorruptError(msg)

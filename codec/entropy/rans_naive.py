@@ -1,9 +1,9 @@
-"""The entropy coder, written to be read: private-lane rANS over plain Python integers.
+"""The readable entropy coder: private-lane rANS over plain Python integers.
 
-Every lane is a rANS coder of its own (Duda, arXiv 1311.2540; streaming form after Giesen's ryg_rans): a 32-bit state
-kept at or above 2^16, 16-bit words, 12-bit probabilities. Symbols are a matrix ``[tokens, columns]``; lane ``l`` walks
-columns ``l``, ``l + lanes``, ``l + 2 * lanes``, ... in token order. Lanes share nothing, so a vector unit or a GPU
-decodes them in lockstep. ``codec.rans`` is the fast twin.
+Every lane is a separate rANS coder (Duda, arXiv 1311.2540; streaming form after Giesen's ryg_rans): a 32-bit state at
+or above 2^16, 16-bit words, 12-bit probabilities. Symbols are a matrix ``[tokens, columns]``; lane ``l`` walks columns
+``l``, ``l + lanes``, ``l + 2 * lanes``, ... in token order. Lanes share nothing, so a vector unit or a GPU decodes them
+in lockstep. ``entropy.rans`` is the fast twin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STATE_FLOOR = 1 << 16
-"""States live in [2^16, 2^32): one 16-bit word refills a state, never two."""
+"""States are in [2^16, 2^32), so that one 16-bit word always suffices to refill one."""
 _MASK = (1 << PROBABILITY_BITS) - 1
 
 
@@ -53,7 +53,7 @@ def decode_lanes(
     tables: NDArray[np.integer],
     frequencies: NDArray[np.integer],
 ) -> NDArray[np.uint8]:
-    """Decode what ``encode_lanes`` wrote."""
+    """Undo ``encode_lanes``."""
     tokens, columns = tables.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies
     out = np.zeros((tokens, columns), np.uint8)

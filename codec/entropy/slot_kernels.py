@@ -1,4 +1,4 @@
-"""numba kernels that describe a chunk's columns for a GPU; ``kernels`` says what holds for all of them."""
+"""numba kernels that describe a chunk's columns for a GPU; see ``kernels`` for the rules of all kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @jit
 def enter_level(codes: U8, spread: NDArray[int64], shift: int, below: U8, classes: U8) -> None:
-    """Find the classes of all columns at a level."""
+    """Compute the classes of all columns at a level from the class codes of the open ones."""
     at = 0
     for c in range(classes.shape[0]):
         if below[c] > 0:
@@ -32,7 +32,7 @@ def enter_level(codes: U8, spread: NDArray[int64], shift: int, below: U8, classe
 
 @jit
 def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
-    """Pack a coded column for GPU kernels: its slot, class - 1 from bit 23 on, whether it is fresh at bit 29."""
+    """Pack each coded column for GPU kernels: slot, class - 1 from bit 23 on, bit 29 where it enters here."""
     at = 0
     for c in range(classes.shape[0]):
         if classes[c] > 0:
@@ -43,7 +43,7 @@ def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
 
 @jit
 def assign_slots(classes: U8, firsts: NDArray[int64], align: int, slots: U32, group_slots: NDArray[int32]) -> None:
-    """Give the coded columns places, group by group."""
+    """Assign slots to the coded columns, group by group."""
     at = 0
     for group in range(group_slots.shape[0]):
         group_slots[group, 0] = at

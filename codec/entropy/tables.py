@@ -1,8 +1,8 @@
 """Classes of coefficients and the integer frequency tables that they select.
 
-A coefficient's class says how wide its symbols spread: the scale of a Laplacian, in quantiser steps, on a grid of ratio
-3^(1/6). One refinement divides the step by three and so raises every class by exactly six. Tables hold integers only:
-they decode identically on every machine.
+A coefficient's class is the scale of its Laplacian in quantiser steps, on a grid of ratio 3^(1/6). One refinement
+divides the step by three and so raises every class by exactly six. Tables hold only integers and decode identically on
+every machine.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Entries = tuple[NDArray[np.uint32], NDArray[np.uint64]]
-    """For each symbol of each table in turn: its start in the upper 16 bits and its frequency in the lower ones; and
+    """For each symbol of each table: start in the upper 16 bits and frequency in the lower 16; and
     floor(2^44 / frequency) + 1."""
 
 CLASSES = 42
-"""Scales from 0.05 to 91 steps: below, a column is all zeros; above, the alphabet is left through escapes anyway."""
+"""Scales from 0.05 to 91 steps: below, a column is all zeros; above, most values escape anyway."""
 FINEST_SCALE = 0.05
 GRID_PER_LEVEL = 6
 """Classes gained when the step is divided by three."""
 ALPHABET = 256
-"""Base symbols are bytes: value + 128; byte 0 is the escape, whose value travels beside the stream."""
+"""Base symbols are bytes, value + 128; byte 0 is the escape, whose value is stored beside the stream."""
 BIAS = 128
 ESCAPE = 0
 LARGEST = 2**28
-"""Quantised values stay below this at every level, where all arithmetic fits 32 bits."""
+"""Quantised values are below this at every level, so that all arithmetic fits 32 bits."""
 CONTEXTS = 3
-"""A refinement's context: |q| of the level below, capped at 2."""
+"""Contexts of a refinement: |q| of the level below, capped at 2."""
 PROBABILITY_BITS = 12
-"""Frequencies of a table add up to 2^12: small enough for a 16 KiB lookup, and it costs 0.17 % of rate."""
+"""Frequencies of a table add up to 2^12: its lookup takes 16 KiB, and the rounding costs 0.17 % of rate."""
 _TOTAL = 1 << PROBABILITY_BITS
 POINTS = 2
-"""Sizes that have a reconstruction point of their own; larger values stand for themselves."""
+"""Sizes 1 and 2 have fitted reconstruction points; larger values are reconstructed as they are."""
 _TOTAL_POINT = 1 << 16
 _PRIOR_COUNT = 256.0
-"""Symbols that the Laplacian prior is worth against counted ones."""
+"""Weight of the Laplacian prior, in symbols."""
 
 
 def class_of(scale: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Choose the class of a scale."""
+    """Return the class nearest to a scale."""
     safe = np.maximum(np.asarray(scale, np.float64), 1e-30)
     steps: NDArray[np.int64] = np.rint(GRID_PER_LEVEL * np.log(safe / FINEST_SCALE) / np.log(3.0)).astype(np.int64)
     return steps + 1
 
 
 def scale_of(classes: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Undo ``class_of``, up to its rounding."""
+    """Return the scale of a class."""
     return FINEST_SCALE * 3.0 ** ((classes - 1) / GRID_PER_LEVEL)
 
 
 def column_classes(coefficients: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Choose the class at unit step of every column."""
+    """Choose every column's class at unit step."""
     return class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
 
 
@@ -68,7 +68,7 @@ def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 _RECIPROCAL_BITS = 44
-"""Bits of a state, which is below 2^32, and of a frequency."""
+"""Bits of a state (32) plus bits of a frequency (12)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Tables:
     Attributes:
         base: uint16 ``[CLASSES, 256]``, rows add up to 4096, the escape is never 0.
         ternary: uint16 ``[CLASSES, 3, 3]`` = class, context, symbol; rows add up to 4096, no entry is 0.
-        points: uint16 ``[CLASSES, 2]``: how far values of size 1 and 2 lie nearer to zero than they say, in 2^-16
+        points: uint16 ``[CLASSES, 2]``, how much nearer to zero values of size 1 and 2 are reconstructed, in 2^-16
             steps.
     """
 
@@ -87,7 +87,7 @@ class Tables:
     points: NDArray[np.uint16]
 
     def check(self) -> None:
-        """Raise CorruptError where a table cannot be decoded with."""
+        """Raise CorruptError where a table is not usable."""
         shapes = self.base.shape == (CLASSES, ALPHABET) and self.ternary.shape == (CLASSES, CONTEXTS, 3)
         shapes = shapes and self.points.shape == (CLASSES, POINTS) and bool((self.points <= _TOTAL_POINT // 2).all())
         if not (
@@ -111,23 +111,23 @@ class Tables:
 
     @cached_property
     def base_entries(self) -> Entries:
-        """What encodes a base symbol."""
+        """The encoder's entries of base symbols."""
         return _entries(self.base, self.base_starts)
 
     @cached_property
     def ternary_entries(self) -> Entries:
-        """What encodes a refinement symbol."""
+        """The encoder's entries of refinement symbols."""
         return _entries(self.ternary, self.ternary_starts)
 
     @cached_property
     def sizes(self) -> NDArray[np.float32]:
-        """Size in steps of values 0, 1 and 2 of every class, ``[CLASSES + 1, 3]``; row 0 is for no class."""
+        """Size in steps of values 0, 1 and 2 of every class, ``[CLASSES + 1, 3]``; row 0 is for uncoded columns."""
         out = np.tile(np.arange(POINTS + 1, dtype=np.float32), (CLASSES + 1, 1))
         out[1:, 1:] -= self.points.astype(np.float32) / _TOTAL_POINT
         return out
 
     def sizes_of(self, classes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Look up the sizes of some columns."""
+        """Look up the sizes of some columns, ``[3, columns]``."""
         return np.ascontiguousarray(self.sizes[classes].T)
 
     @cached_property
@@ -141,7 +141,7 @@ class Tables:
 
     @cached_property
     def thresholds(self) -> NDArray[np.uint32]:
-        """For each class and context: the low 16 bits say where symbol 1 begins, the high ones where 2 does."""
+        """For each class and context: start of symbol 1 in the low 16 bits, start of symbol 2 in the high ones."""
         frequencies = self.ternary.astype(np.uint32)
         low = frequencies[:, :, 0]
         return (low | (low + frequencies[:, :, 1]) << np.uint32(16)).ravel()
@@ -150,7 +150,7 @@ class Tables:
 def fit_tables(
     base_counts: NDArray[np.number], ternary_counts: NDArray[np.number], excess: NDArray[np.float64] | None = None
 ) -> Tables:
-    """Fit tables to counted symbols, leaning on a Laplacian where counts are few."""
+    """Fit tables to counted symbols with a Laplacian prior."""
     base = np.zeros((CLASSES, ALPHABET), np.uint16)
     ternary = np.zeros((CLASSES, CONTEXTS, 3), np.uint16)
     for row in range(CLASSES):
@@ -159,20 +159,20 @@ def fit_tables(
         weight = base_counts[row] + _PRIOR_COUNT * prior
         allowed = (base_counts[row] > 0) | (prior * _TOTAL >= 0.5)  # noqa: PLR2004 - rounds to at least one slot
         allowed[ESCAPE] = True
-        base[row] = _normalise(weight, allowed)
+        base[row] = normalise(weight, allowed)
         for context in range(CONTEXTS):
             centre = BIAS + 3 * context
             near = np.maximum(prior[centre - 1 : centre + 2], 1e-9)
             near = near / near.sum() * _PRIOR_COUNT
-            ternary[row, context] = _normalise(ternary_counts[row, context] + near, np.ones(3, bool))
+            ternary[row, context] = normalise(ternary_counts[row, context] + near, np.ones(3, bool))
     return Tables(base, ternary, _points(np.zeros((CLASSES, POINTS, 2)) if excess is None else excess))
 
 
 def _points(excess: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Mean excess of each class and size, leaning on a Laplacian's."""
+    """Return the mean excess of each class and size with a Laplacian prior, in 2^-16 steps."""
     scales = FINEST_SCALE * 3.0 ** (np.arange(CLASSES) / GRID_PER_LEVEL)
     rate = np.sqrt(2.0) / scales
-    # Of a density falling like exp(-rate x), the mean over a bin of width 1 lies this far below its middle.
+    # Under a density proportional to exp(-rate x), the mean over a bin of width 1 lies this far below its middle.
     with np.errstate(over="ignore"):
         expected = 0.5 - 1 / rate + 1 / np.expm1(rate)
     mean = (excess[:, :, 1] + _PRIOR_COUNT * expected[:, None]) / (excess[:, :, 0] + _PRIOR_COUNT)
@@ -181,7 +181,7 @@ def _points(excess: NDArray[np.float64]) -> NDArray[np.uint16]:
 
 
 def _laplacian(scale: float) -> NDArray[np.float64]:
-    """Probability of each biased symbol under a Laplacian of mean size ``scale / sqrt 2``; escapes are the tails."""
+    """Return base symbols' probabilities under a Laplacian of mean size ``scale / sqrt 2``; escapes are its tails."""
     rate = float(np.sqrt(2.0)) / scale
     values = np.abs(np.arange(ALPHABET) - BIAS).astype(np.float64)
     probability: NDArray[np.float64] = np.exp(-rate * (values - 0.5)) * (1.0 - np.exp(-rate)) / 2.0
@@ -190,17 +190,17 @@ def _laplacian(scale: float) -> NDArray[np.float64]:
     return probability
 
 
-def _normalise(weight: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArray[np.uint16]:
-    """Frequencies that add up to 4096, at least 1 wherever allowed and 0 elsewhere."""
+def normalise(weight: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArray[np.uint16]:
+    """Scale weights to frequencies that add up to 4096, at least 1 where allowed and 0 elsewhere."""
     ideal = np.where(allowed, weight, 0.0) / weight[allowed].sum() * _TOTAL
     frequencies = np.where(allowed, np.maximum(1, np.floor(ideal)), 0).astype(np.int64)
     excess = int(frequencies.sum()) - _TOTAL
-    while excess > 0:  # many rare symbols were upgraded to 1: take it back where it hurts least, from the largest
+    while excess > 0:  # rare symbols were raised to 1: take the excess from the largest, where it costs least
         largest = int(frequencies.argmax())
         taken = min(excess, int(frequencies[largest]) // 8 + 1)
         frequencies[largest] -= taken
         excess -= taken
-    # What rounding down left over goes, one each, to those that lost most by it.
+    # The rest after rounding down goes to the symbols that lost most, one each.
     frequencies[np.argsort(frequencies - ideal, kind="stable")[: -excess or 0]] += 1
     return frequencies.astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""numba kernels from quantised values to elements; ``kernels`` says what holds for all of them."""
+"""numba kernels from quantised values to elements; see ``kernels`` for the rules of all kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
 
 @jit
 def to_bfloat16(quantised: I32, sizes: F32, limit: int, out: U16) -> None:
-    """Dequantise at step 1 to bfloat16 bits, 0 where a value is beyond the limit; whole numbers up to 256 are exact."""
+    """Dequantise at step 1 to bfloat16 bits, 0 for values beyond the limit; whole numbers up to 256 are exact."""
     columns = out.shape[1]
     row = empty(columns, float32)
     bits = row.view(uint32)
@@ -46,7 +46,7 @@ def to_bfloat16(quantised: I32, sizes: F32, limit: int, out: U16) -> None:
 
 @jit
 def count_values(quantised: I32, limit: int, nonzero: U32, beyond: U32) -> None:
-    """How many values of each column are not zero, and how many are beyond the limit."""
+    """Count each column's values that are not zero, and those beyond the limit."""
     for c in range(nonzero.shape[0]):
         nonzero[c] = beyond[c] = 0
     for t in range(quantised.shape[0]):
@@ -58,9 +58,9 @@ def count_values(quantised: I32, limit: int, nonzero: U32, beyond: U32) -> None:
 
 @jit
 def list_values(quantised: I32, sizes: F32, dense: int, limit: int, ends: I64, tokens: U32, values: F32) -> None:
-    """List, column by column, the values of columns from ``dense`` on, and of those before what is beyond the limit.
+    """List values column by column: all of columns from ``dense`` on, and those beyond the limit before.
 
-    ``ends`` holds where each column's list begins; it then holds where each ends.
+    ``ends`` holds the start of each column's list on entry and its end on return.
     """
     for t in range(quantised.shape[0]):
         for c in range(ends.shape[0]):
@@ -76,7 +76,7 @@ def list_values(quantised: I32, sizes: F32, dense: int, limit: int, ends: I64, t
 
 @jit
 def add_listed(ends: I64, tokens: U32, values: F32, rows: NDArray[Any], expand: bool, begin: int, out: F32) -> None:
-    """Add ``value * rows[column, begin:]`` to each listed value's token."""
+    """Add ``value * rows[column, begin:]`` to the token of each listed value."""
     width = uintp(out.shape[1])
     row = empty(out.shape[1], float32)
     bits = row.view(uint32)
@@ -176,7 +176,7 @@ def take_elements(
     rotary_start: int,
     out: F32,
 ) -> None:
-    """Read one plane, rotate it back and take ``rows[of_token]`` away: what ``place_elements`` undoes."""
+    """Read one plane, rotate it back and subtract ``rows[of_token]``: the inverse of ``place_elements``."""
     heads, tokens, dim = uintp(source.shape[0]), uintp(of_token.shape[0]), uintp(source.shape[2])
     pairs, low = uintp(cosines.shape[1]), uintp(rotary_start)
     high, begin_plane, begin_source = low + pairs, uintp(at), uintp(first)

@@ -1,1 +1,1 @@
-"""Fitting a profile: moments, metrics, predictors and tables from calibration caches."""
+"""Fit a profile: moments, metrics, predictors and tables from calibration caches."""

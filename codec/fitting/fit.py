@@ -1,7 +1,7 @@
-"""Fitting a profile: what the text predicts, the attention-weighted KLT of the rest, and the tables.
+"""Fit a profile: prediction from the text, the attention-weighted KLT of the rest, and the tables.
 
-It degrades with what is known: caches and statistics give prediction and weights, caches alone an unweighted KLT, and
-without caches the identity remains, which ``encode`` derives from each cache by itself.
+Caches and statistics give prediction and weights; caches alone give an unweighted KLT. Without caches, ``encode``
+derives an identity transform from each cache.
 """
 
 from __future__ import annotations
@@ -54,46 +54,46 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache, LayerSpec
 
 GROUP_WIDTH = 4096
-"""Elements for one token in a group: keys and values of neighbouring layers share what is common to them."""
+"""Elements for one token in a group: keys and values of neighbouring layers are correlated."""
 RANK_CUT = 0.15
-"""Coefficients narrower than this many of the finest steps are left out: they are hardly ever coded, and have a fifth
-of a profile's rows."""
+"""Coefficients narrower than this many finest steps are left out: they are hardly ever coded and would take a fifth of
+a profile's rows."""
 CUT_MARGIN = 1.3
-"""Times as many rows as calibration needed of a level are expected to suffice for other texts."""
+"""Other texts are expected to need at most this many times the rows that calibration needed for a level."""
 _SHRINKAGE_TOKENS = 256
-"""The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
+"""Tokens that the isotropic prior of the covariance is worth: short corpora keep every direction."""
 _LARGE = 1024
-"""Rows of a matrix from which on float32 will do for its axes: energies are told to a millionth of the largest."""
+"""Larger matrices use float32 for eigenvectors: energies are then accurate to a millionth of the largest."""
 _COUNTED = 12 << 20
-"""Coefficients that the entropy coder's tables are counted on, a share of every part of the texts."""
+"""Coefficients that the entropy coder's tables are counted on, an equal share of every part of the texts."""
 _TINY = 1e-20
-"""Stands for zero where something is divided by."""
+"""Replaces zero in divisors."""
 _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
 
 
 class MomentKeeper(Protocol):
-    """Keeps what a fit has summed of its caches."""
+    """Stores a fit's sums over caches."""
 
     def recall(self, digest: Callable[[], str]) -> Mapping[str, NDArray[np.generic]] | None:
-        """Look for sums of an earlier fit.
+        """Look up the sums of an earlier fit.
 
         Args:
-            digest: Tells what the sums depend on; asked once.
+            digest: Computes the digest of the fit's inputs; called at most once.
 
         Returns:
-            The arrays that were kept; None where nothing was.
+            The stored arrays; None where there are none.
 
         Raises:
             KvwireError: They are damaged, or of another fit.
         """
 
     def keep(self, arrays: Callable[[], Mapping[str, NDArray[np.generic]]], total: int) -> None:
-        """Take note that one more cache was summed.
+        """Learn that one more cache was summed.
 
         Args:
-            arrays: Gives all sums by now, among them the number of ``caches``.
-            total: How many caches there are.
+            arrays: Returns the current sums, with the number of ``caches`` among them.
+            total: Number of all caches.
         """
 
 
@@ -109,25 +109,24 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     hidden: Sequence[Tensor] | None = None,
     keeper: MomentKeeper | None = None,
 ) -> Profile | None:
-    """Learn a profile from calibration caches of one model (a few thousand tokens will do).
+    """Fit a profile on calibration caches of one model (a few thousand tokens suffice).
 
     Args:
-        caches: Documents' caches, all of one layout.
-        statistics: The engine's metrics and token features; None where nothing is known.
-        group_width: Elements for one token up to which keys and values of neighbouring layers are transformed together.
+        caches: Documents' caches of one layout.
+        statistics: The engine's metrics and token features; None for an unweighted fit without token features.
+        group_width: Most elements for one token in a group of neighbouring layers' keys and values.
         rank_cut: See RANK_CUT; 0 keeps every direction, which costs the finest levels bits: rows of narrow coefficients
             are stored coarsely.
         ladder: The quality levels that the tables are tuned for; None for the default.
-        text: Whether to predict from the tokens, where the statistics know them and caches carry theirs.
-        prefix_layers: Layers of the model whose output predicts the rest; 0 for none. Blobs then need it for decoding.
-        hidden: The hidden states after them, ``[tokens, size]`` for each cache, as ``engine.prefix_states`` computes
-            them.
-        keeper: Keeps what was summed of the caches, so that a fit that was interrupted goes on from there; None: it
-            begins anew.
+        text: Whether to predict from tokens, where statistics have token features and caches have token ids.
+        prefix_layers: Number of the model's first layers whose output predicts the rest; 0 for none. Decoding then
+            needs that output.
+        hidden: That output, ``[tokens, size]`` for each cache, from ``engine.prefix_states``.
+        keeper: Stores the sums over caches, so that an interrupted fit can resume; None to store nothing.
 
     Returns:
-        The profile; None where there are no caches, or all of them hold a single token: ``encode(cache, profile=None)``
-        then uses the identity transform.
+        The profile; None where the caches have no more than one token: ``encode(cache, profile=None)`` then uses the
+        identity transform.
 
     Raises:
         MismatchError: The caches are of different models.
@@ -169,7 +168,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
 
 
 def _with_cuts(profile: Profile, coded: NDArray[np.bool_]) -> tuple[Group, ...]:
-    """Groups that know how many rows each level needs: somewhat more than the calibration's own chunks did."""
+    """Return the groups with the rows that each level needs: CUT_MARGIN times those of the calibration chunks."""
     parts = np.split(coded, profile.first_columns[1:-1], axis=1)
     lasts = [[int(level.nonzero()[0].max(initial=-1)) + 1 for level in part] for part in parts]
     return tuple(
@@ -181,11 +180,11 @@ def _with_cuts(profile: Profile, coded: NDArray[np.bool_]) -> tuple[Group, ...]:
 def _summed(
     caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features, keeper: MomentKeeper | None
 ) -> tuple[FeatureMoments, list[Moments]]:
-    """The moments of features and groups; sums that were kept of the first caches are not summed again."""
+    """Sum the moments of features and groups, starting from stored sums of the first caches."""
     sums = MomentSums(planes, features, trials_of_a_part([cache.tokens for cache in caches]))
     known = keeper.recall(lambda: _fit_digest(caches, planes, features)) if keeper else None
     if known is not None:
-        sums.go_on(known)
+        sums.resume(known)
     for number in range(sums.caches, len(caches)):
         sums.add(caches[number])
         if keeper:
@@ -194,7 +193,7 @@ def _summed(
 
 
 def _fit_digest(caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features) -> str:
-    """Of all that sums depend on: the model, how its planes are grouped, the features and the contexts."""
+    """Return the digest of all inputs of the sums: model, groups of planes, features and texts."""
     what = [caches[0].meta.config_digest(), planes, features.of_hidden, "without first tokens"]
     found = hashlib.sha256(json.dumps(what).encode())
     if features.table is not None:
@@ -218,7 +217,7 @@ def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width
 
 
 def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
-    """Derive a profile from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
+    """Derive a profile from one cache alone: a mean per element, a scale per plane, the identity as basis."""
     groups = tuple(_identity_group(cache, plane) for plane in planes_of(cache.meta.layers))
     draft = Profile("", "", cache.meta.layers, groups, _no_counts())
     return replace(draft, tables=count_tables([TextPredictor(draft, cache.tokens, None)], [cache], ladder))
@@ -227,7 +226,7 @@ def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
 def _identity_group(cache: KVCache, plane: Plane) -> Group:
     elements = gather_planes(cache, (plane,), 0, cache.tokens)
     held = cache.kept[plane[1]] if cache.kept else None
-    if held is not None and held.any():  # what was pruned is zero, and no element's mean
+    if held is not None and held.any():  # pruned entries are zero and would bias the mean
         elements = elements[held.cpu().any(0)]
     mean = elements.mean(0, dtype=torch.float64).float()
     centred = elements - mean
@@ -240,14 +239,14 @@ def _identity_group(cache: KVCache, plane: Plane) -> Group:
 
 
 def _halved(mean: Tensor, scale: float) -> NDArray[np.float32]:
-    """The mean as float16 has it, where that is close against the scatter: it travels in every blob."""
+    """Round a mean to float16 where the error is small against the scatter: every blob carries it."""
     half = mean.half().float()
     close = bool(torch.isfinite(half).all()) and float((half - mean).abs().max()) <= scale / 16
     return (half if close else mean).numpy()
 
 
 def _rms(values: Tensor) -> float:
-    """Root of the mean square, of any float32 without overflow."""
+    """Return the root mean square of any float32 values without overflow."""
     largest = float(values.abs().max())
     return largest * float((values / largest).square().mean().sqrt()) if largest else 0.0
 
@@ -261,7 +260,7 @@ def _no_counts() -> Tables:
 
 
 def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[Plane, ...]]:
-    """Choose the planes that are transformed together: runs of neighbouring layers."""
+    """Group planes of neighbouring layers that are transformed together."""
     runs: list[list[Plane]] = []
     room = 0
     for layer in range(len(layers)):
@@ -287,13 +286,13 @@ def _basis(
     cut: float,
     precision: Precision,
 ) -> Group:
-    """Eigenvectors of the weighted covariance of what prediction leaves, as synthesis rows; see ``Group``."""
+    """Make a group: its synthesis rows are eigenvectors of the prediction residual's weighted covariance."""
     root, inverse = roots(metric)
     weighted = root.left_of(root.left_of(predicted.covariance).T)
     isotropic = weighted.diagonal().mean() * _SHRINKAGE_TOKENS / (tokens + _SHRINKAGE_TOKENS) * 1e-3
     weighted.diagonal().add_(isotropic)
     energies, vectors = _axes(weighted)
-    # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
+    # Only with at least as many tokens as directions can small energies mean empty directions.
     kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
     spread = energies[:kept].clamp(min=0).sqrt()
     diagonals = [torch.diagonal(block, dim1=1, dim2=2).reshape(-1) for block in metric]
@@ -307,34 +306,34 @@ def _basis(
 
 
 def _axes(weighted: Tensor) -> tuple[Tensor, Tensor]:
-    """Energies and directions, the largest first; in float32 where the matrix is so large that float64 takes long."""
+    """Return energies and directions, largest first; large matrices use float32, since float64 takes long."""
     dtype = torch.float32 if len(weighted) > _LARGE else torch.float64
     try:
         energies, vectors = torch.linalg.eigh(weighted.to(dtype))
-    except RuntimeError:  # torch 2.6 asks LAPACK for too little memory in float32
+    except RuntimeError:  # torch 2.6 allocates too little memory for LAPACK in float32
         energies, vectors = torch.linalg.eigh(weighted)
     return energies.double().flip(0), vectors.double().flip(1)
 
 
 def _factor(block: Tensor) -> Factor | None:
-    """What a metric is stored as; None for a diagonal one, which is stored as it is."""
+    """Return a metric's stored factor; None for a diagonal metric, which is stored as it is."""
     return None if torch.equal(torch.diag_embed(torch.diagonal(block, dim1=1, dim2=2)), block) else factor_of(block)
 
 
 def _rounded(block: Tensor, factor: Factor | None) -> Tensor:
-    """The metric that a stored one stands for, so that all of the fit is made for that."""
+    """Return the metric of a stored factor, so that the whole fit uses the rounded metric."""
     return block if factor is None else torch.from_numpy(factor.metric)
 
 
 def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
-    """Count the entropy coder's tables from what the quantiser makes of the calibration caches, all levels together."""
+    """Fit the entropy coder's tables to the quantised calibration caches, all levels together."""
     return _count(texts, caches, ladder)[0]
 
 
 def _count(
     texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder
 ) -> tuple[Tables, NDArray[np.bool_]]:
-    """The tables, and ``[levels, columns]``: which columns any chunk has coded at a level."""
+    """Return the tables, and bool ``[levels, columns]``: whether any chunk codes a column at a level."""
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     points = np.zeros((CLASSES, POINTS, 2))
     coded = np.zeros((len(ladder.steps), texts[0].profile.rank), np.bool_)

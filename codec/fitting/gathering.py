@@ -1,4 +1,4 @@
-"""What an engine shows of its model, summed to ``Statistics``: queries, output projections, gradients."""
+"""Sum an engine's queries, output projections and gradients to ``Statistics``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec.backend import plane_width, planes_of
+from kvwire.codec.backend import planes_of
 from kvwire.codec.fitting.statistics import Statistics
 from kvwire.codec.transform.positions import positions_off, rotate
 from kvwire.errors import ArgumentError
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _DRAWS = 4
 """Positions drawn for each query."""
 _CAP = 0.95
-"""Quantile of a document's tokens: gradients that are larger than that of the token there are scaled down to it."""
+"""Quantile of a document's tokens by gradient energy: larger gradients are scaled down to it."""
 _MATRIX = 2
 _TINY = 1e-300
-"""Stands for zero where something is divided by."""
+"""Replaces zero in divisors."""
 
 
 class StatisticsBuilder:
-    """Gathers what weighs errors in the caches of one model; every part may be missing, and any order will do.
+    """Gathers the statistics of one model; every part is optional, in any order.
 
     Example:
         >>> builder = StatisticsBuilder(engine.meta)
@@ -39,7 +39,7 @@ class StatisticsBuilder:
     """
 
     def __init__(self, meta: CacheMeta) -> None:
-        """Start from nothing.
+        """Start with no data.
 
         Args:
             meta: Layers and rotary regimes of the model's caches.
@@ -54,16 +54,15 @@ class StatisticsBuilder:
         self._draws = torch.Generator().manual_seed(0)
 
     def add_queries(self, layer: int, queries: Tensor, side: Side = "key") -> None:
-        """Add the queries of one document, as attention receives them: normalised, and rotated to positions from 0 on.
+        """Add the queries of one document as attention receives them: normalised, and rotated to positions from 0 on.
 
-        They meet keys at any position before them, so each is turned back by positions drawn at random from those that
-        it sees: what is left is how it weighs an un-rotated key. Queries that do not fit what the layer caches are left
-        out.
+        Queries meet keys at any earlier position. Each is therefore rotated back by random positions that it sees,
+        which gives its weights of an un-rotated key. Queries that do not fit the layer's cache are ignored.
 
         Args:
-            layer: Number of the layer.
-            queries: ``[heads, tokens, dim]`` of any float dtype; heads that share a key head follow each other.
-            side: What they meet; "value" where values carry positions, as with latent attention.
+            layer: Index of the layer.
+            queries: ``[heads, tokens, dim]`` of any float dtype; heads that share a key head are adjacent.
+            side: The side that they meet; "value" where values carry positions, as with latent attention.
         """
         spec = self._meta.layers[layer]
         rotary, dim = spec.rotary(side), spec.key_dim if side == "key" else spec.value_dim
@@ -86,14 +85,14 @@ class StatisticsBuilder:
         return rotate(queries, regime, angles.cos(), -angles.sin(), start)
 
     def set_output(self, layer: int, weight: Tensor) -> None:
-        """Tell a layer's output projection.
+        """Set a layer's output projection.
 
         Args:
-            layer: Number of the layer.
-            weight: W_o ``[hidden, heads * value_dim]``; heads that share a key head follow each other.
+            layer: Index of the layer.
+            weight: W_o ``[hidden, heads * value_dim]``; heads that share a key head are adjacent.
 
         Raises:
-            ArgumentError: It does not fit the layer's values.
+            ArgumentError: The weight does not fit the layer's values.
         """
         spec = self._meta.layers[layer]
         each = spec.kv_heads * spec.value_dim
@@ -105,16 +104,16 @@ class StatisticsBuilder:
         self._outputs[layer] = metric.reshape(spec.kv_heads, -1, *metric.shape[1:]).sum(1)
 
     def add_gradients(self, gradients: KVCache, leave_out: Sequence[int] = ()) -> None:
-        """Add what a cache's tensors have as gradients of the log-probability of tokens drawn from the model.
+        """Add the gradients of a cache's tensors, of the log-probability of tokens drawn from the model.
 
-        A few tokens hold most of the gradients' energy, and what errors do there soon stops to grow with their square.
-        So in ``Statistics.gradients`` larger ones count as that of the 95th percentile of those that have any, and
-        every cache counts alike in each plane: without, one text out of many would decide. How planes compare is lost
-        by that, and told by ``Statistics.fisher``, which has them as they are.
+        A few tokens hold most of the gradients' energy, and the harm of errors there soon grows slower than their
+        square. So ``Statistics.gradients`` caps gradients at the 95th percentile of those that are not zero, and
+        every cache has the same weight in each plane: otherwise one text out of many would dominate. This loses how
+        planes compare, which ``Statistics.fisher`` holds from the gradients without cap.
 
         Args:
-            gradients: In the cache's own shape and at its positions.
-            leave_out: Tokens of the cache that do not count, such as attention sinks: the first of each document.
+            gradients: Gradients in the cache's shape and at its positions.
+            leave_out: Indices of tokens to ignore, such as attention sinks: the first token of each document.
 
         Raises:
             ArgumentError: The cache has no such token.
@@ -127,13 +126,11 @@ class StatisticsBuilder:
         off = positions_off(gradients)
         self._caches += 1
         for plane in planes_of(self._meta.layers):
-            if not plane_width(self._meta.layers, plane):
-                continue
             rows = (off.keys if plane[0] == "key" else off.values)[plane[1]].detach().cpu().double()
             rows = rows[:, counted]
             energies = rows.square().sum((0, 2))
             some = energies[energies > 0]
-            if not len(some):  # the layer does not reach the answer, or a window ends before
+            if not len(some):  # the layer does not affect the answer, or its window ends before
                 continue
             information = rows.mT @ rows / rows.shape[1]
             self._fisher[plane] = self._fisher[plane] + information if plane in self._fisher else information
@@ -143,26 +140,26 @@ class StatisticsBuilder:
             self._gradients[plane] = self._gradients[plane] + alike if plane in self._gradients else alike
 
     def query_metric(self, layer: int, side: Side = "key") -> Tensor | None:
-        """The mean of what ``add_queries`` was given.
+        """Return the mean of E[q q^T] over the queries given to ``add_queries``.
 
         Args:
-            layer: Number of the layer.
-            side: As there.
+            layer: Index of the layer.
+            side: The side that the queries meet.
 
         Returns:
-            float32 ``[kv_heads, dim, dim]``; None where nothing was given.
+            float32 ``[kv_heads, dim, dim]``; None where no queries were given.
         """
         total = self._sums.get((side, layer))
         return None if total is None else total / self._counts[side, layer]
 
     def build(self, token_features: Tensor | None = None) -> Statistics:
-        """All that was gathered.
+        """Return all gathered statistics.
 
         Args:
-            token_features: ``[vocabulary, n]``, which caches are predicted from; None where none are known.
+            token_features: ``[vocabulary, n]``, features to predict caches from; None for none.
 
         Returns:
-            The statistics, None for layers of which nothing is known.
+            The statistics, with None for layers without data.
         """
         layers = range(len(self._meta.layers))
         values = (
@@ -175,5 +172,5 @@ class StatisticsBuilder:
 
 
 def _trace(blocks: Tensor) -> Tensor:
-    """Of all heads."""
+    """Return the trace of all heads' blocks together."""
     return torch.diagonal(blocks, dim1=1, dim2=2).sum()

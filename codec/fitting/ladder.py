@@ -1,4 +1,4 @@
-"""The unit of a profile's coefficients, such that the default levels are as good on this model as they should be."""
+"""Choose the unit of a profile's coefficients so that the default levels reach their target quality on the model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.profile import Profile
 
 COARSEST_KL, FINEST_KL = 0.05, 2e-4
-"""KL divergences that the coarsest and the finest default level have at most: still an answer, and as good as exact.
-Each level has about a sixth of the one below."""
+"""Largest KL divergence in nats of the coarsest level (still an answer) and of the finest (as good as exact). Each
+level has about a sixth of the one below."""
 MARGIN = 9
-"""How many times as narrow coefficients a fit keeps for this as the final profile: two levels."""
+"""A fit keeps coefficients this many times narrower than the final profile: the unit may become two levels finer."""
 _FINER, _COARSER = 2 * GRID_PER_LEVEL, 6 * GRID_PER_LEVEL
-"""Classes that the unit moves at most: what is finer than the fit has rows for would be bytes for nothing."""
+"""Most classes that the unit moves: beyond two levels finer, the fit has no rows."""
 _LEAST_ERROR = 1e-30
 
 
 def errors_of(profile: Profile) -> list[float]:
-    """What the profile notes of errors at the default levels."""
+    """Return the errors of the default levels in the profile's notes; empty where one is missing."""
     noted = [profile.notes.get(ERROR_NOTE + name) for name in Ladder().names]
     return [float(each) for each in noted if each is not None] if None not in noted else []
 
 
 def with_unit(profile: Profile, errors: Sequence[float], rank_cut: float) -> Profile:
-    """Change the unit of a profile's coefficients so that the default levels end where they should.
+    """Change the unit of a profile's coefficients so that the default levels reach their KL divergences.
 
-    The unit moves by whole classes of the entropy coder's tables, so those stay as they are.
+    The unit moves by whole classes of the entropy coder's tables, which stay unchanged.
     """
     if profile.error_to_kl is None or not errors:
         return moved_by(profile, 0, rank_cut)
@@ -52,7 +52,7 @@ def with_unit(profile: Profile, errors: Sequence[float], rank_cut: float) -> Pro
 
 
 def _at(x: np.ndarray, y: np.ndarray, where: float) -> float:
-    """A line through points of ascending x, carried on beyond both ends."""
+    """Interpolate linearly between points of ascending x, and extrapolate beyond both ends."""
     if len(x) == 1:
         return float(y[0] + (where - x[0]) / 2)  # errors grow with the step's square
     index = int(np.clip(np.searchsorted(x, where), 1, len(x) - 1))
@@ -61,7 +61,7 @@ def _at(x: np.ndarray, y: np.ndarray, where: float) -> float:
 
 
 def moved_by(profile: Profile, classes: int, rank_cut: float) -> Profile:
-    """Make coefficients larger by some classes, and so every level finer."""
+    """Scale coefficients up by some classes, which makes every level finer."""
     factor = RATIO ** (classes / GRID_PER_LEVEL)
     seen = profile.notes.get("tokens")
     narrowest = rank_cut * Ladder().steps[-1]
@@ -74,8 +74,8 @@ def moved_by(profile: Profile, classes: int, rank_cut: float) -> Profile:
     for level, name in enumerate(Ladder().names) if known else ():
         at = _at(np.arange(len(known)), np.log(np.maximum(known, _LEAST_ERROR)), level + classes / GRID_PER_LEVEL)
         notes[ERROR_NOTE + name] = factor**2 * math.exp(at)
-    told = profile.error_to_kl
-    curve = None if told is None else (told[0] / factor ** (2 * told[1]), told[1])
+    old = profile.error_to_kl
+    curve = None if old is None else (old[0] / factor ** (2 * old[1]), old[1])
     return replace(profile, groups=groups, error_to_kl=curve, notes=notes)
 
 
@@ -85,7 +85,7 @@ def _moved(group: Group, classes: int, factor: float, narrowest: float) -> Group
         return group
     spread = np.clip(group.spread.astype(np.int64) + classes, -1000, 1000).astype(np.int16)
     wide = np.flatnonzero(scale_of(spread.astype(np.int64)) >= narrowest)
-    rank = int(wide[-1]) + 1 if len(wide) else 1  # a fit on few tokens has not seen most directions, and keeps all
+    rank = int(wide[-1]) + 1 if len(wide) else 1  # ``narrowest`` is 0 for fits on few tokens, which keep all directions
     made = _scaled(stepped, rank, factor)
     scale = np.float32(factor) ** 2
     pairs = zip(made.factors, group.metric, strict=True)
@@ -104,7 +104,7 @@ def _scaled(stepped: SteppedGroup, rank: int, factor: float) -> SteppedGroup:
 
 
 def _cuts(cuts: tuple[int, ...], classes: int, rank: int) -> tuple[int, ...]:
-    """Rows that each level needs, told from what the levels beside it needed."""
+    """Interpolate the rows that each level needs in the new unit from those of the levels."""
     if not cuts:
         return cuts
     known = np.arange(len(cuts), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The metric in which errors of keys and values are measured: attention's own, scaled so that layers compare."""
+"""The metric of errors in keys and values: attention's and the gradients', scaled to compare layers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from kvwire.types import LayerSpec
 
 _METRIC_FLOOR = 0.01
-"""Directions that attention ignores keep this share of the mean weight, so that their errors stay bounded."""
+"""Share of the mean weight added to every direction, so that errors stay bounded where attention's weight is 0."""
 _TINY = 1e-20
-"""Stands for zero where something is divided by."""
+"""Least weight added, for metrics that are zero."""
 _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
 _INFORMATION_EXPONENT = 0.75
-"""Planes count by their Fisher energy to this power: other text spreads what matters more evenly than calibration's."""
+"""A plane's weight is its Fisher energy to this power: on other texts, importance is spread more evenly."""
 _LEAST_INFORMATION = 1e-3
-"""Least weight of a plane, the mean plane's being 1: what calibration texts never need, others may."""
+"""Least weight of a plane, with a mean of 1: other texts may need a plane that calibration texts do not."""
 
 
 def plane_weights(
@@ -39,9 +39,9 @@ def plane_weights(
     planes: Sequence[tuple[Plane, ...]],
     moments: Sequence[Moments],
 ) -> dict[Plane, float]:
-    """How much the planes matter: by the energy that the Fisher information gives them.
+    """Weigh planes by their energy in the Fisher information.
 
-    That is what errors of a given share of a plane cost the answer, if they are small. It counts by a power below 1
+    That energy is the cost to the answer of small errors of a given share of a plane. It enters with a power below 1
     (benchmarks/ablation.md).
     """
     if statistics is None:
@@ -63,11 +63,11 @@ def plane_metrics(
     moments: Moments,
     weights: Mapping[Plane, float],
 ) -> list[Tensor]:
-    """Compute the metric of each plane, scaled so that its weighted energy is its weight for each element.
+    """Compute the metric of each plane, scaled so that an element's mean energy equals the plane's weight.
 
-    It is attention's, or that of gradients; where both are known their mean, each scaled alike. Attention's alone does
-    not know what later layers make of an error, gradients alone follow the few tokens that hold most of them. A plane
-    that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
+    It is attention's metric, the gradients', or the mean of both at equal scale. Attention's alone ignores the effect
+    in later layers; gradients alone follow the few tokens that hold most of their energy. A plane that hardly scatters
+    about its mean is scaled by its mean instead, a plane of zeros by its metric's trace.
     """
     out = []
     for plane, (covariance, mean) in zip(planes, _parts(layers, planes, moments), strict=True):
@@ -79,7 +79,7 @@ def plane_metrics(
 
 
 def _metrics_of(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> list[Tensor]:
-    """The metrics whose mean counts in a plane, one at least."""
+    """Return the metrics to average in a plane, at least one."""
     by_attention = _attention_metric(spec, statistics, plane)
     if statistics is None:
         return [by_attention]
@@ -91,7 +91,7 @@ def _metrics_of(spec: LayerSpec, statistics: Statistics | None, plane: Plane) ->
 
 
 def _of_gradients(spec: LayerSpec, plane: Plane, known: Mapping[Plane, Tensor]) -> Tensor | None:
-    """What gradients say of a plane; None where they say nothing, or zero."""
+    """Return the gradients' metric of a plane; None where it is missing or zero."""
     found = _checked(spec, plane, known.get(plane), "gradients")
     return None if found is None or not float(torch.diagonal(found, dim1=1, dim2=2).sum()) > 0 else found
 
@@ -99,7 +99,7 @@ def _of_gradients(spec: LayerSpec, plane: Plane, known: Mapping[Plane, Tensor]) 
 def _parts(
     layers: tuple[LayerSpec, ...], planes: tuple[Plane, ...], moments: Moments
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Covariance ``[heads, dim, heads, dim]`` and mean ``[heads, dim]`` of each plane of a group."""
+    """Yield covariance ``[heads, dim, heads, dim]`` and mean ``[heads, dim]`` of each plane of a group."""
     start = 0
     for plane in planes:
         spec = layers[plane[1]]
@@ -110,7 +110,7 @@ def _parts(
 
 
 def _energy(block: Tensor, covariance: Tensor, mean: Tensor) -> float:
-    """Of a plane's elements in a metric, above 0."""
+    """Return the energy of a plane's elements in a metric, always above 0."""
     scatter = float(torch.einsum("hde,hdhe->", block, covariance))
     constant = float(torch.einsum("hde,hd,he->", block, mean, mean))
     trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
@@ -118,7 +118,7 @@ def _energy(block: Tensor, covariance: Tensor, mean: Tensor) -> float:
 
 
 def _attention_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
-    """A plane's, float64 ``[heads, dim, dim]``, with a floor; the unit matrix where it is not known."""
+    """Return attention's metric of a plane with a floor, float64 ``[heads, dim, dim]``; the unit matrix by default."""
     side, layer = plane
     dim = spec.key_dim if side == "key" else spec.value_dim
     known = None
@@ -129,7 +129,7 @@ def _attention_metric(spec: LayerSpec, statistics: Statistics | None, plane: Pla
 
 
 def _checked(spec: LayerSpec, plane: Plane, known: Tensor | None, what: str = "statistics") -> Tensor | None:
-    """A plane's metric in float64, if there is any; refuses what does not fit the plane."""
+    """Return a plane's given metric in float64; raises ArgumentError where it does not fit the plane."""
     if known is None:
         return None
     dim = spec.key_dim if plane[0] == "key" else spec.value_dim
@@ -158,13 +158,13 @@ class Blocks:
     blocks: list[Tensor]
 
     def left_of(self, matrix: Tensor) -> Tensor:
-        """Multiply."""
+        """Multiply a matrix by this one from the left."""
         parts = torch.split(matrix, [len(block) for block in self.blocks])
         return torch.cat([block.to(part.dtype) @ part for block, part in zip(self.blocks, parts, strict=True)])
 
 
 def roots(metric: list[Tensor]) -> tuple[Blocks, Blocks]:
-    """Take the square root of a block-diagonal metric."""
+    """Return the square root of a block-diagonal metric and its inverse."""
     direct, inverses = [], []
     for block in metric:
         for matrix in block.double():

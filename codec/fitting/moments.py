@@ -1,6 +1,6 @@
 """First and second moments of calibration caches, summed cache by cache in one pass of bounded memory.
 
-Sums know how many caches they are of, can be taken out as arrays after any of them, and go on from such arrays.
+Sums count their caches, can be exported as arrays after each cache, and can resume from such arrays.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _CHUNK = 1024
 """Tokens gathered at a time."""
 _MATRIX = 2
 _TRIALS = 1024
-"""Tokens that fits are tried on."""
+"""Held-out tokens that fits are validated on."""
 _HASH = 2654435761
 _HASH_SHIFT = 12
-"""Knuth's multiplicative hash: neighbours in the vocabulary fall apart."""
+"""Knuth's multiplicative hash separates neighbours in the vocabulary."""
 
 
 @dataclass(eq=False)
@@ -42,8 +42,8 @@ class Moments:
         mean: ``[width]``.
         covariance: ``[width, width]``.
         cross: ``[features, width]`` = E[f x^T] about the means.
-        apart: What tokens set apart add to ``cross`` times the number of tokens.
-        trials: float32 ``[n, width]``, elements of some tokens set apart.
+        apart: The held-out tokens' part of ``cross`` times the number of tokens.
+        trials: float32 ``[n, width]``, elements of some held-out tokens.
     """
 
     mean: Tensor
@@ -58,11 +58,11 @@ class FeatureMoments:
     """Means and covariances, float64, of the features alone.
 
     Attributes:
-        tokens: How many they are over.
+        tokens: Number of tokens.
         mean: ``[features]``.
         covariance: ``[features, features]``.
-        apart: What tokens set apart add to the covariance times the number of tokens.
-        trials: float32 ``[n, features]`` of some tokens set apart.
+        apart: The held-out tokens' part of the covariance times the number of tokens.
+        trials: float32 ``[n, features]``, features of some held-out tokens.
     """
 
     tokens: int
@@ -73,13 +73,13 @@ class FeatureMoments:
 
 
 class Features:
-    """Features of every token of the calibration caches: the token's own, or those of its hidden states.
+    """Features of every token of the calibration caches: its hidden state where given, else the vocabulary's features.
 
-    hidden: for each cache ``[tokens, size]``; without it, the vocabulary's features serve, where there are any.
+    ``hidden``: ``[tokens, size]`` for each cache; ``table``: the vocabulary's features.
     """
 
     def __init__(self, caches: Sequence[KVCache], table: Tensor | None, hidden: Sequence[Tensor] | None) -> None:
-        """Check that every cache has what is asked of it."""
+        """Check that hidden states or token ids fit the caches."""
         if hidden is not None and list(map(len, hidden)) != [cache.tokens for cache in caches]:
             raise ArgumentError("hidden states must be one [tokens, size] tensor for each calibration cache")
         if hidden is not None and any(states.ndim != _MATRIX for states in hidden):
@@ -96,7 +96,7 @@ class Features:
 
     @property
     def of_hidden(self) -> int:
-        """How many come from hidden states."""
+        """Number of features from hidden states."""
         return 0 if self._hidden is None else self._hidden[0].shape[1]
 
     def at(self, cache: KVCache, number: int, start: int, stop: int) -> Tensor:
@@ -109,10 +109,10 @@ class Features:
 
     @staticmethod
     def set_apart(cache: KVCache, start: int, stop: int) -> Tensor:
-        """Choose the tokens on which a fit to the others is tried: those of a fixed quarter of the vocabulary.
+        """Choose the held-out tokens, bool ``[tokens]``: those of a fixed quarter of the vocabulary.
 
-        Whole entries of the vocabulary, since a token that occurs twice would be known already. Without token ids it is
-        every fourth token.
+        Whole entries of the vocabulary are held out, since a fit that has seen a token knows its other occurrences.
+        Without token ids, about every fourth position is.
         """
         ids = cache.token_ids
         names = torch.arange(start, stop) if ids is None else torch.tensor(ids[start:stop])
@@ -120,24 +120,24 @@ class Features:
 
 
 def spans(tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut a cache into parts that fit in memory."""
+    """Yield the spans of a cache's parts, which bound the memory of a step."""
     for start in range(0, tokens, _CHUNK):
         yield start, min(start + _CHUNK, tokens)
 
 
 def trials_of_a_part(lengths: Sequence[int]) -> int:
-    """Share the trials among the parts of all caches."""
+    """Return the held-out tokens to take from each part of the caches."""
     return -(-_TRIALS // max(1, sum(-(-tokens // _CHUNK) for tokens in lengths)))
 
 
 def tokens_of(cache: KVCache) -> int:
-    """Count what a cache can teach."""
-    left = _left(cache)
+    """Count the tokens of which a cache holds something."""
+    left = _unpruned_tokens(cache)
     return cache.tokens if left is None else int(left.sum())
 
 
-def _left(cache: KVCache) -> Tensor | None:
-    """Tokens of which a pruned cache holds something, bool ``[tokens]``; None where nothing was pruned."""
+def _unpruned_tokens(cache: KVCache) -> Tensor | None:
+    """Return bool ``[tokens]``, of which a pruned cache holds something; None where it holds something of all."""
     pairs = [each for each in zip(cache.meta.layers, cache.kept or (), strict=False) if each[0].kind != "none"]
     if not pairs or any(mask is None for _, mask in pairs):
         return None
@@ -145,26 +145,25 @@ def _left(cache: KVCache) -> Tensor | None:
 
 
 class MomentSums:
-    """Sums of features and of every group's elements, and of their products, cache by cache.
+    """Sums of features, of every group's elements and of their products, cache by cache on the caches' device.
 
-    Products are taken about the first part's mean, which keeps float32 exact enough. On a GPU where the caches lie
-    there.
+    Products are taken about the first part's mean, which keeps float32 accurate enough.
 
     Attributes:
-        caches: How many it is of, the first ones.
+        caches: Number of caches summed so far.
     """
 
     def __init__(self, groups: Sequence[Sequence[Plane]], features: Features, trials: int) -> None:
-        """Begin with nothing."""
+        """Start with empty sums; ``trials``: held-out tokens to take from each part."""
         self.caches = self._tokens = 0
         self._groups, self._features, self._trials = groups, features, trials
         self._sums: dict[str, Tensor] = {}
 
     def add(self, cache: KVCache) -> None:
-        """Add the next cache; of a pruned one, tokens of which something is left."""
-        device, left = cache.keys[0].device, _left(cache)
+        """Add the next cache; of a pruned cache only tokens of which it holds something."""
+        device, left = cache.keys[0].device, _unpruned_tokens(cache)
         for start, stop in spans(cache.tokens):
-            first = int(start == 0 and cache.tokens > 1 and begins_text(cache))  # a sink tells nothing of the others
+            first = int(start == 0 and cache.tokens > 1 and begins_text(cache))  # a sink is unlike other tokens
             rows = slice(first, None) if left is None else left[start:stop].nonzero()[:, 0]
             chosen = self._features.set_apart(cache, start, stop)[rows].to(device)
             if not len(chosen):
@@ -186,7 +185,7 @@ class MomentSums:
         self.caches += 1
 
     def _about(self, name: str, part: Tensor) -> Tensor:
-        """Rows less the mean of the first part ever; their sum is kept."""
+        """Return rows minus the mean of the very first part, and add them to their sum."""
         if f"{name}.shift" not in self._sums:
             self._sums[f"{name}.shift"] = part.mean(0, dtype=torch.float64).float()
         part = part - self._sums[f"{name}.shift"].to(part.device)
@@ -201,31 +200,31 @@ class MomentSums:
         self._sums[name] = self._sums[name].to(value.device) + value if name in self._sums else value
 
     def _try(self, name: str, rows: Tensor) -> None:
-        """Keep this part's share of the trials, evenly from its rows."""
+        """Take this part's share of held-out tokens, evenly from its rows."""
         some = rows[:: max(1, len(rows) // self._trials)][: self._trials].cpu()
         known = self._sums.get(f"{name}.trials", some[:0])
         self._sums[f"{name}.trials"] = torch.cat([known, some])
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """All sums, to go on from later."""
+        """Return all sums, to resume from later."""
         counts = {"caches": np.array(self.caches), "tokens": np.array(self._tokens)}
         return {name: tensor.cpu().numpy() for name, tensor in self._sums.items()} | counts
 
-    def go_on(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take over the sums of the first caches."""
+    def resume(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Start from the sums of the first caches."""
         sums = dict(arrays)
         self.caches, self._tokens = int(sums.pop("caches")), int(sums.pop("tokens"))
         self._sums = {name: torch.from_numpy(np.array(array)) for name, array in sums.items()}
 
     def finish(self) -> tuple[FeatureMoments, list[Moments]]:
-        """Turn sums into moments; at least one token was added."""
+        """Turn sums into moments; needs at least one token."""
         return self._of_features(), [self._of_group(number) for number in range(len(self._groups))]
 
     def _cpu(self, name: str) -> Tensor:
         return self._sums[name].cpu()
 
     def _offset(self, name: str) -> Tensor:
-        """Mean of all tokens about the first part's."""
+        """Return the mean of all tokens relative to the first part's."""
         return self._cpu(f"{name}.sum") / self._tokens
 
     def _of_features(self) -> FeatureMoments:

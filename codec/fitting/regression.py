@@ -1,7 +1,7 @@
-"""The linear prediction of caches from features of their text: ridge regression in reduced rank.
+"""Linear prediction of caches from features of their text: ridge regression of reduced rank.
 
-All groups share one table of token features, so the features are turned and cut to the directions that explain most of
-all groups' weighted energy, and kept in 8 bits.
+All groups share one table of token features: features are projected on the directions that explain most of all groups'
+weighted energy, and stored in 8 bits.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.group import QuantisedMatrix
 
 MAX_TABLE_COLUMNS, LEAST_TABLE_COLUMNS = 512, 128
-"""Columns of the token table at most, and at most where many would take more than ``ROWS_SHARE`` of all rows."""
+"""Most columns of the token table, and the columns that it may have even if they exceed ``ROWS_SHARE``."""
 ROWS_SHARE, FREE_ENTRIES = 1 / 3, 1 << 22
-"""Entries of the token table over those of all groups' rows, beyond so many: large vocabularies get fewer columns."""
+"""The token table may have this share of the entries of all groups' rows, or ``FREE_ENTRIES`` if that is more: large
+vocabularies get fewer columns."""
 TABLE_CUT = 0.001
-"""A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
-left out: what it would take off the residual is less than quantisation leaves there."""
+"""Least energy that a direction of the features must explain for one token, in squared steps of about the middle level:
+less is below the quantisation error."""
 LEAST_GAIN = 0.01
-"""Prediction that is worth less than this, in nepers for each element, is left out altogether."""
+"""Least gain of prediction, in nats per element; below, the profile predicts nothing."""
 _FLOOR = 1e-3
-"""What quantisation leaves of an element at about the finest levels; residuals below are as good as none."""
+"""Energy of an element's quantisation error at about the finest levels; smaller residuals cost no bits."""
 _RIDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridge strengths tried, relative to the features' mean variance."""
 _ATTEMPTS = 16
 _CLIP = 12.0
-"""Table entries beyond this many root mean squares of the calibration text are clipped: rare tokens may be anything."""
+"""Table entries are clipped at this many root mean squares of the calibration text: rare tokens may have any entry."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What is predicted of one group, and what is left.
+    """One group's predictor and its residual.
 
     Attributes:
-        predictor: ``[features, width]``, rounded as it is stored; None where nothing is predicted.
-        mean: float64 ``[width]``, to be added to the predictor's product.
-        covariance: float64 ``[width, width]``, of the residual.
+        predictor: ``[features, width]``, rounded for storage; None without prediction.
+        mean: float64 ``[width]``, added to the predictor's product.
+        covariance: float64 ``[width, width]``, the residual's covariance.
     """
 
     predictor: QuantisedMatrix | None
@@ -64,10 +65,10 @@ class Predictions:
 
     Attributes:
         table: int8 ``[vocabulary, r]``; None without prediction from tokens.
-        basis: float64 ``[features, r + hidden]``, raw features to the table's columns and hidden states as they are.
-        centre: float64 ``[features]``, what the columns have taken off already.
+        basis: float64 ``[features, r + hidden]``, from raw features to the table's columns; hidden states unchanged.
+        centre: float64 ``[features]``, subtracted from features in the table's columns already.
         weights: For each group float64 ``[r + hidden, width]``.
-        excess: How much larger residuals are on text that the fit has not seen.
+        excess: Factor by which residual energies are larger on text outside the fit.
     """
 
     table: NDArray[np.int8] | None
@@ -78,13 +79,13 @@ class Predictions:
 
     @property
     def features(self) -> int:
-        """Features used, 0 where prediction does not pay."""
+        """Number of features used; 0 without prediction."""
         return self.basis.shape[1]
 
     def of_groups(
         self, moments: Sequence[Moments], seen: FeatureMoments, metrics: Sequence[list[Tensor]], precision: Precision
     ) -> Iterator[Prediction]:
-        """Round each group's weights and find the residuals, enlarged by how much the fit has overfitted."""
+        """Round each group's weights and compute the residual's covariance, enlarged by ``excess``."""
         if not self.features:
             yield from (Prediction(None, each.mean, each.covariance) for each in moments)
             return
@@ -101,7 +102,7 @@ class Predictions:
 
 
 def _left(covariance: Tensor, cross: Tensor, reduced: Tensor, weights: Tensor) -> Tensor:
-    """Covariance of elements less their prediction by weights, from their covariance with features and the latter's."""
+    """Compute the residual's covariance from the covariances of elements, of both, and of features (``reduced``)."""
     shared = weights.T @ cross
     return covariance - shared - shared.T + weights.T @ reduced @ weights
 
@@ -116,7 +117,7 @@ def predict(
 ) -> Predictions:
     """Fit all groups' predictions.
 
-    The ridge is chosen by trying fits on a part of the vocabulary that they have not seen.
+    The ridge is chosen by validation on a held-out part of the vocabulary.
     """
     nothing = Predictions(None, torch.zeros(len(seen.mean), 0, dtype=torch.float64), seen.mean, (), 1.0)
     if not len(seen.mean):
@@ -139,7 +140,7 @@ def predict(
 
 
 def _factor(covariance: Tensor, ridge: float) -> Tensor:
-    """Cholesky factor of the covariance plus a ridge, which grows where rounding makes the sum indefinite."""
+    """Return the Cholesky factor of the covariance plus a ridge, which grows until the sum is definite."""
     unit = torch.eye(len(covariance), dtype=torch.float64)
     ridge = max(ridge, 1e-12 * float(covariance.diagonal().mean()))
     for power in range(_ATTEMPTS):
@@ -152,7 +153,7 @@ def _factor(covariance: Tensor, ridge: float) -> Tensor:
 
 
 def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:
-    """Rows ``[n, width]`` times the Cholesky factor of the metric: their squared lengths are weighted energies."""
+    """Multiply rows ``[n, width]`` by the metric's Cholesky factor: squared lengths become weighted energies."""
     parts, start = [], 0
     for block in metric:
         heads, dim, _ = block.shape
@@ -164,16 +165,16 @@ def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:
 
 
 class _Choice(NamedTuple):
-    """Ridge, and what the fit is worth: nepers for each element."""
+    """A ridge and its fit's gain in nats per element."""
 
     ridge: float
     gain: float
 
 
 def _best_choice(seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]]) -> _Choice:
-    """The ridge whose fit to three quarters of the vocabulary serves texts' last quarter best.
+    """Choose the ridge whose fit on three quarters of the vocabulary predicts the tokens of the last quarter best.
 
-    What counts is the logarithm of each element's residual: bits, as far as it stands above what quantisation leaves.
+    The measure is the logarithm of each element's residual energy plus ``_FLOOR``, which is proportional to bits.
     """
     best = _Choice(0.0, 0.0)
     if not len(seen.trials):
@@ -196,14 +197,17 @@ def _best_choice(seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequ
 
 
 def _worth(residuals: Tensor, metric: list[Tensor]) -> float:
-    """Half the logarithm of each weighted element's mean energy, summed: what an ideal coder would pay, in nepers."""
+    """Sum half the logarithm of each weighted element's mean energy: an ideal coder's cost in nats per token."""
     energy = _weighted(residuals, metric).square().mean(0, dtype=torch.float64)
     return 0.5 * float((energy + _FLOOR).log().sum())
 
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """The token table, int8 ``[vocabulary, r]``; ``up`` leads from raw features there, ``down`` their weights."""
+    """The token table ``entries``, int8 ``[vocabulary, r]``; ``up`` maps raw features to it, ``down`` maps back.
+
+    ``count``: number of raw token features.
+    """
 
     count: int
     entries: NDArray[np.int8] | None
@@ -219,7 +223,7 @@ def _columns(
     table: Tensor | None,
     precision: Precision,
 ) -> _Columns:
-    """Directions of the token features in the order of what they explain, up to where that no longer matters."""
+    """Make the token table from the directions of the features that explain most energy, down to TABLE_CUT."""
     if table is None:
         return _Columns(0, None, torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64))
     count = table.shape[1]
@@ -254,7 +258,7 @@ def _sensitivity(
     down: Tensor,
     precision: Precision,
 ) -> Tensor:
-    """What a unit of each column adds to the elements, squared, over what is left there with the quantiser's error."""
+    """Return each table column's squared effect on elements, relative to residual plus quantiser error."""
     total = torch.zeros(len(down), dtype=torch.float64)
     for fit, each, metric in zip(fits, moments, metrics, strict=True):
         left = _left(each.covariance, each.cross, seen.covariance, fit) + _quantised(metric, precision)
@@ -265,7 +269,7 @@ def _sensitivity(
 
 
 def _quantised(metric: list[Tensor], precision: Precision) -> Tensor:
-    """Covariance of the quantiser's error in elements: white in the metric."""
+    """Return the covariance of the quantiser's error in elements, which is white in the metric."""
     heads = (torch.linalg.inv(head.double()) for block in metric for head in block)
     whole: Tensor = torch.block_diag(*heads)  # type: ignore[no-untyped-call]
     return precision.error * whole

@@ -1,7 +1,7 @@
-"""How precisely a profile's matrices are stored: as finely as the quantiser's finest step deserves, and no finer.
+"""Round a profile's matrices as finely as the quantiser's finest step needs.
 
-What a row, a predictor or the table loses by rounding is held to a share of what coding loses or leaves anyway. Rows of
-wide coefficients need many bits, those of narrow ones few.
+The rounding error of rows, predictors and the token table is limited to a share of the error of coding or prediction.
+Rows of wide coefficients need many bits, rows of narrow ones few.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROW_SHARE = 1.0
-"""What rounding the rows may add to the error of the finest step, a coefficient, as a share of the quantiser's own.
-Most of it other coefficients take up, since the encoder solves for the rounded rows."""
+"""Error of rounding a row, as a share of a coefficient's quantiser error at the finest step. Other coefficients absorb
+most of it, since the encoder solves for the rounded rows."""
 TABLE_SHARE = 0.003
-"""What rounding the token table adds to what prediction leaves of an element, as a share of it."""
+"""Error of rounding the token table, as a share of an element's prediction residual."""
 PREDICTOR_SHARE = 0.006
-"""What rounding the predictors adds, likewise."""
+"""Error of rounding the predictors, likewise."""
 _COARSEST = 1.0
-"""Largest step of a matrix row, in root mean squares of its entries: beyond, rows would depend on each other."""
+"""Largest step of a matrix row, in root mean squares of its entries: with larger steps, rows would become dependent."""
 _BLOCK = 64
-"""Columns rounded between two products of matrices."""
+"""Columns rounded between two matrix products."""
 
 
 class Precision(NamedTuple):
-    """How precisely to store.
+    """The precision that a profile needs.
 
     Attributes:
-        step: The finest quantiser step that the profile is for.
+        step: The finest quantiser step.
     """
 
     step: float
 
     @property
     def error(self) -> float:
-        """Mean squared error of the quantiser for each coefficient."""
+        """The quantiser's mean squared error of a coefficient."""
         return self.step**2 / 12
 
 
 def factor_of(block: Tensor) -> Factor:
-    """Round a metric's Cholesky factors to 8 bits, each row by itself."""
+    """Round a metric's Cholesky factors to 8 bits with a step for each row."""
     lower = torch.linalg.cholesky(block.double())
     steps = (lower.abs().amax(2) / SMALL).float()
     entries = (lower / steps[:, :, None]).round().clamp(-SMALL, SMALL)
@@ -57,17 +57,17 @@ def factor_of(block: Tensor) -> Factor:
 
 
 def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precision) -> QuantisedMatrix:
-    """Round synthesis rows, the more coarsely the less their coefficients spread."""
+    """Round synthesis rows, with larger steps for coefficients of smaller spread."""
     columns = (metric * len(metric)).rsqrt().float()
     wanted = math.sqrt(ROW_SHARE) * precision.step / spread.clamp(min=1e-12)
     scaled = rows / columns
-    steps = _believable(wanted, scaled)
+    steps = _row_steps(wanted, scaled)
     entries = (scaled / steps[:, None].double()).round()
     return _stepped(entries, steps, columns)
 
 
-def _believable(wanted: Tensor, scaled: Tensor) -> Tensor:
-    """Steps of rows in units of the columns' steps: none coarser than the row itself, none too fine for its entries."""
+def _row_steps(wanted: Tensor, scaled: Tensor) -> Tensor:
+    """Limit rows' steps, in units of the columns' steps, to the row's root mean square and to entries of 16 bits."""
     root = scaled.square().mean(1).sqrt()
     finest = (scaled.abs().amax(1) / (LARGEST - 1)).clamp(min=1e-30)
     return torch.maximum(torch.minimum(wanted, _COARSEST * root), finest).float()
@@ -79,22 +79,22 @@ def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> QuantisedMatrix:
 
 
 def table_steps(sensitivity: Tensor, width: int) -> Tensor:
-    """Choose the steps of the token table's columns."""
+    """Choose the steps of the token table's columns by their effect on elements."""
     share = TABLE_SHARE * width / max(1, len(sensitivity))
     return (12 * share / sensitivity.clamp(min=1e-30)).sqrt().clamp(max=_COARSEST)
 
 
 def round_predictor(weights: Tensor, energy: Tensor, left: Tensor) -> QuantisedMatrix:
-    """Round a predictor so that what that adds hides in what is left to code."""
+    """Round a predictor so that the error is small against the residual's covariance ``left``."""
     lower, conditional = _factors(left)
     columns = conditional.rsqrt().float()
     wanted = (12 * PREDICTOR_SHARE / (len(weights) * energy.clamp(min=1e-30))).sqrt()
-    steps = _believable(wanted, weights / columns)
+    steps = _row_steps(wanted, weights / columns)
     return _stepped(round_with_feedback(weights, steps.double(), columns.double(), lower), steps, columns)
 
 
 def _factors(left: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit lower L and diagonal D of the inverse L D L^T; the diagonal alone where rounding noise is in the way."""
+    """Return unit lower L and diagonal D of the inverse L D L^T; the diagonal's inverse where Cholesky fails."""
     root, failed = torch.linalg.cholesky_ex(left)
     lower, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(root)) if not int(failed) else (root, failed)
     if int(failed) or int(failed_too):
@@ -104,10 +104,10 @@ def _factors(left: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_with_feedback(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Tensor) -> Tensor:
-    """Round a matrix column by column, the last one first, each taking on what rounding has left of those before.
+    """Round a matrix column by column from the last one, each column compensating the errors of those before.
 
-    With an error e of a row, ``e L D L^T e^T`` is then a twelfth of the squared step for each column, weighted by D.
-    Columns that were rounded in blocks before come in by one product of matrices.
+    For a row's error e, ``e L D L^T e^T`` is then a twelfth of the squared step for each column, weighted by D. One
+    matrix product applies the errors of earlier blocks of columns.
     """
     errors, entries = torch.zeros_like(matrix), torch.zeros_like(matrix)
     for stop in range(matrix.shape[1], 0, -_BLOCK):

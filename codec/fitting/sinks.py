@@ -1,4 +1,4 @@
-"""What a profile learns of attention sinks: the mean of what calibration texts begin with."""
+"""Fit a profile's row of attention sinks: the mean of calibration texts' first tokens."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 SINK_STEP = 0.25
-"""In finest steps: what is left of a sink's error is then less than a tenth of what the finest level leaves."""
+"""Step of sinks, in finest steps: their error is then less than a tenth of the finest level's."""
 
 
 def begins_text(cache: KVCache) -> bool:
-    """Whether nothing stood before a cache's first token, which then is most likely a sink."""
+    """Return whether a cache's first token begins its text: such a token is most likely a sink."""
     return cache.meta.offset == 0 and cache.kept is None
 
 
 def learn_sinks(
     draft: Profile, caches: Sequence[KVCache], hidden: Sequence[Tensor] | None, finest: float
 ) -> tuple[Profile, list[TextPredictor]]:
-    """Add a row of sinks to a draft where calibration texts begin with such."""
+    """Add a sink row to a draft profile if calibration texts begin with sinks; also return the texts' predictors."""
     firsts = {
         number: [gather_planes(cache, group.planes, 0, 1) for group in draft.groups]
-        for number, cache in enumerate(caches)  # contexts are large: one at a time is held
+        for number, cache in enumerate(caches)  # caches are large and loaded one at a time
         if begins_text(cache)
     }
     if firsts:
@@ -53,9 +53,9 @@ def learn_sinks(
 
 
 def _are_sinks(caches: Sequence[KVCache], texts: Sequence[TextPredictor], begun: Sequence[int]) -> bool:
-    """Whether first tokens mostly are nearer to the mean of the others' than to what their own text says.
+    """Return whether most first tokens are nearer to the mean of the others' than to their prediction.
 
-    Of one alone: whether it is the most surprising token of its text. begun: which caches begin a text.
+    A single first token must be the worst predicted token of its text. ``begun``: the caches that begin a text.
     """
     count = len(begun)
     if count == 1:

@@ -1,4 +1,4 @@
-"""What an engine knows about a model that makes some errors in a cache matter more than others."""
+"""Statistics of a model that tell which errors in a cache matter more than others."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What weighs errors in keys and values; None, or nothing, where the engine could not tell.
+    """Weights of errors in keys and values; None, or missing, where the engine has no data.
 
-    ``StatisticsBuilder`` makes it of queries, weights and gradients. Attention's own metric says what errors do to the
-    output of one layer, gradients which of them reach the answer: a fit mixes both. Gradients tell how layers compare.
+    ``StatisticsBuilder`` computes it from queries, weights and gradients. Attention's metric measures an error's effect
+    on the output of its layer, gradients its effect on the answer: a fit averages both. ``fisher`` weighs the planes
+    against each other.
 
     Attributes:
-        query_metric: For each layer float32 ``[kv_heads, key_dim, key_dim]``, the sum over the query heads that share a
-            key head of E[q q^T], q rotated to where an un-rotated key meets it: an error in a key counts by the queries
-            that will meet it.
-        value_metric: For each layer float32 ``[kv_heads, value_dim, value_dim]``, the sum over those heads of W_o^T
-            W_o: an error in a value counts by what the output projection makes of it.
-        token_features: ``[vocabulary, n]`` float, what is known of tokens without their context; None where nothing is,
-            and then caches are not predicted from them.
+        query_metric: For each layer float32 ``[kv_heads, key_dim, key_dim]``, E[q q^T] summed over the query heads that
+            share a key head, with q rotated to its distance from an un-rotated key: it weighs key errors by the queries
+            that meet them.
+        value_metric: For each layer float32 ``[kv_heads, value_dim, value_dim]``, W_o^T W_o summed over those heads: it
+            weighs value errors by their effect through the output projection.
+        token_features: ``[vocabulary, n]`` float, features of tokens without context; None for no prediction from
+            tokens.
         gradients: For each plane, ``("key" or "value", layer)``, float32 ``[kv_heads, dim, dim]``, E[g g^T] over a
-            document's tokens, g the gradient of the log-probability of tokens drawn from the model, by the token's
-            un-rotated keys or its values; in any unit, each plane's own, large ones capped. Planes that are missing, or
-            zero, have attention's metric alone.
-        fisher: The same without a cap, and in one unit for all planes, which it compares. Planes that are missing, or
-            zero, count as average.
+            document's tokens. g is the gradient of the log-probability of tokens drawn from the model with respect to
+            the token's un-rotated keys or its values, with large gradients capped. Each plane has a unit of its own.
+            Missing or zero planes use attention's metric alone.
+        fisher: The same without a cap and in one unit for all planes. Missing or zero planes count as average.
     """
 
     query_metric: tuple[Tensor | None, ...]

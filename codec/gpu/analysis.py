@@ -1,4 +1,4 @@
-"""``transform.analyse`` on a device: elements of a batch of chunks to coefficients, one group at a time."""
+"""``transform.analyse`` on a device: transform a batch of chunks to coefficients, one group at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 _BFLOAT16_SINCE = (8, 0)
-"""Compute capability from which on tensor cores multiply bfloat16."""
+"""Least compute capability whose tensor cores multiply bfloat16."""
 Span = tuple[int, int]
-"""A chunk's first token and the one behind its last."""
+"""Start and stop token of a chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +31,8 @@ class Analysed:
 
     Attributes:
         coefficients: float32 ``[tokens, rank]``.
-        sums: Of each group's elements, not finite where one of them is not.
-        dropped: float64 ``[chunks]``, the weighted energy that the coefficients leave out.
+        sums: Sum of each group's elements, not finite where an element is not.
+        dropped: float64 ``[chunks]``, the energy that the coefficients leave out, in the groups' metric.
     """
 
     coefficients: Tensor
@@ -41,10 +41,10 @@ class Analysed:
 
 
 class Transform:
-    """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
+    """``transform.analyse`` on a device; ``step`` is the finest quantiser step."""
 
     def __init__(self, cache: KVCache, text: TextPredictor, known: DeviceProfile, step: float) -> None:
-        """Put the text's ids on the device."""
+        """Copy the text's token ids to the device."""
         self._cache, self._known, self._step = cache, known, step
         self._profile, self._sinks = text.profile, text.sinks
         self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
@@ -52,7 +52,7 @@ class Transform:
         self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
 
     def analyse(self, spans: Sequence[Span]) -> Analysed:
-        """Transform chunks that follow each other."""
+        """Transform consecutive chunks."""
         start, stop = spans[0][0], spans[-1][1]
         sampled, lengths = self._sampled(spans)
         out = torch.empty(stop - start, self._profile.rank, dtype=torch.float32, device=self._known.device)
@@ -76,16 +76,16 @@ class Transform:
         return Analysed(out, torch.stack(sums), dropped)
 
     def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Tokens of the batch whose energies are weighed, and how many of each chunk."""
+        """Return the tokens sampled for energies, and how many each chunk has."""
         steps = [sampling_step(*span) for span in spans]
         ranges = [range(start, stop, step) for (start, stop), step in zip(spans, steps, strict=True)]
         index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
         return index, [len(tokens) for tokens in ranges]
 
     def _centred(self, group: DeviceGroup, start: int, stop: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A group's elements less what is expected, float32 ``[tokens, width]``, and the sum of the elements.
+        """Return a group's elements minus their prediction, float32 ``[tokens, width]``, and the elements' sum.
 
-        hidden: the head start of these tokens, on the device.
+        ``hidden``: hidden states of these tokens, on the device.
         """
         cache = self._cache
         out = torch.empty(stop - start, group.width, dtype=torch.float32, device=self._known.device)
@@ -106,10 +106,10 @@ class Transform:
         out -= self._expected(group, start, stop, hidden)
         for at in self._sinks:
             if start <= at < stop:
-                out[at - start] = 0.0  # the header has it
+                out[at - start] = 0.0  # the header stores sinks
         for (_, layer), view in zip(group.planes, views, strict=True):
             mask = cache.kept[layer] if cache.kept is not None else None
-            if mask is not None:  # what the cache does not hold is just what is expected: that costs least
+            if mask is not None:  # pruned entries take their predicted value, which costs least to code
                 pruned = ~mask[:, start:stop].to(out.device).T[:, :, None]
                 view.view(stop - start, len(mask), -1).masked_fill_(pruned, 0.0)
         return out, total
@@ -119,7 +119,7 @@ class Transform:
         return spec.key_width if plane[0] == "key" else spec.value_width
 
     def _expected(self, group: DeviceGroup, start: int, stop: int, hidden: Tensor | None) -> Tensor:
-        """``TextPredictor.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
+        """Predict as ``TextPredictor.expected``; the factors are exact in TF32, so only sums round before the end."""
         out = group.mean
         if group.predictor is None:
             return out
@@ -132,7 +132,7 @@ class Transform:
         return out
 
     def _project(self, centred: Tensor, group: DeviceGroup, out: Tensor) -> Tensor:
-        """Write the coefficients; returns which tokens need them anew, in float32."""
+        """Write the coefficients; return bool ``[tokens]``, which tokens must be projected again in float32."""
         halved = self._halved and group.scales is None and group.rank > 0
         if group.scales is not None:
             out.copy_(centred / group.scales)
@@ -145,7 +145,7 @@ class Transform:
         return out.abs().amax(1) > LARGE_STEPS * self._step
 
     def _repeat(self, large: Tensor, parts: Sequence[Tensor], start: int, hidden: Tensor | None) -> None:
-        """Project tokens with large coefficients in float32; large: bool ``[groups, tokens]``, on the host."""
+        """Project tokens with large coefficients in float32; ``large``: bool ``[groups, tokens]`` on the host."""
         for group, part, tokens in zip(self._known.groups, parts, large, strict=True):
             index = tokens.nonzero()[:, 0]
             if len(index):
@@ -156,20 +156,20 @@ class Transform:
 
 
 def _multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 matrices are faster there than those of float32."""
+    """Return whether a device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type != "cuda":
         return fast_bfloat16()
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BFLOAT16_SINCE
 
 
 def _kept_energies(coefficients: Tensor, group: DeviceGroup) -> Tensor:
-    """``kept_energy`` of each token."""
+    """Compute ``kept_energy`` of each token."""
     known = coefficients if group.gram is None else coefficients @ group.gram
     return (known * coefficients).sum(1, dtype=torch.float64)
 
 
 def _energies(centred: Tensor, metric: tuple[Tensor, ...]) -> Tensor:
-    """Squared length of every row of ``[tokens, width]`` in the group's metric, float64."""
+    """Compute each row's squared length in the group's metric, float64 ``[tokens]``."""
     out, at = torch.zeros(len(centred), dtype=torch.float64, device=centred.device), 0
     for block in metric:
         width = len(block) if block.ndim == 1 else block.shape[0] * block.shape[1]

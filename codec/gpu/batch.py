@@ -1,4 +1,4 @@
-"""A batch of chunks on the device, and the memory that it lies in."""
+"""A batch of chunks on the device and its memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PART_ALIGN = 64
 
 
 class Workspace:
-    """Device memory of one batch, kept for the next but one; ``free`` is reached when it may be written to."""
+    """Device memory of one batch, reused by the next but one; ``free`` is reached when it may be overwritten."""
 
     def __init__(self) -> None:
-        """Nothing is allocated before it is asked for."""
+        """Allocate nothing yet."""
         self.free = StreamEvent()
         self._memory: Tensor | None = None
 
     def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
-        """Cut parts off, aligned. More memory is allocated where they do not fit, on the queue that runs."""
+        """Return aligned parts; reallocate on the current queue where the memory is too small."""
         rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
         if self._memory is None or self._memory.numel() < sum(rounded):
             self._memory = None
-            with torch.inference_mode(mode=False):  # what is kept must be writable in any mode
+            with torch.inference_mode(mode=False):  # later writes may run in any mode
                 self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
             for queue in queues:
                 queue.keep(self._memory)
@@ -44,11 +44,11 @@ class UploadedBatch(NamedTuple):
     """A batch on the device.
 
     Attributes:
-        staged: What it was on the host.
+        staged: The batch on the host.
         buffer: The staged bytes.
         values: int16 or int32, ``[tokens, slots]`` for each chunk.
         progress: int32, see ``decode_kernels.decode_streams``.
-        flags: int32 ``[chunks]``, what went wrong with each.
+        flags: int32 ``[chunks]``, 0 or the fault of each, see ``streams``.
         peaks: int32 ``[slots]``, the largest size of each slot's values.
         wide: int32 ``[chunks, groups]``, see ``decode_kernels.last_wide``.
         counts: int32, see ``decode_kernels.count_escapes``.
@@ -64,5 +64,5 @@ class UploadedBatch(NamedTuple):
     counts: Tensor
 
     def part(self, name: str) -> Tensor:
-        """Find a part of the staged bytes."""
+        """Return a part of the staged bytes by name."""
         return self.staged.of(self.buffer, name)

@@ -1,9 +1,9 @@
-"""Decoding on a GPU: segments in the host's memory to tensors in the engine's own layout.
+"""Decode on a GPU: segments in the host's memory become tensors in the engine's layout.
 
 A batch of chunks passes three queues: its bytes are copied, its streams decoded, its elements placed. Two batches are
-under way at a time, so copying, decoding and placing overlap, and none of it waits for the host or for the caller's
-stream. What is wrong with a chunk is found on the GPU, which then leaves the chunk's output alone; ``Pending.wait``
-tells. ``decode.BlobDecoder`` is the readable way to the same.
+in flight at a time, so that copying, decoding and placing overlap without waiting for the host or the caller's stream.
+The GPU detects damaged chunks and leaves their output unchanged; ``Pending.wait`` raises their errors. The decoder on
+the processor, ``kinds.layered.LayeredDecoder``, is the readable version.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 WORKSPACE_SHARE = 0.15
-"""Device memory for chunks under way, as a share of the decoded cache, in two halves. A chunk that does not fit a half
-is decoded by itself, and takes what it needs."""
+"""Device memory for chunks in flight, as a share of the decoded cache, split into two halves. A chunk larger than a
+half is decoded alone and takes what it needs."""
 LAYER_LAUNCHES = 8
-"""Launches that a batch is placed in: after each, some more layers are ready."""
+"""Launches that place a batch: after each, more layers are complete."""
 _PATIENCE = 1 << 22
-"""Polls, of about a microsecond, before a kernel stops waiting for the level below."""
+"""Polls of about a microsecond before a kernel stops waiting for the level below."""
 _HOPPER = 9
 _EXACT = 256
-"""Values up to this are bfloat16 numbers."""
+"""Whole numbers up to this are exact in bfloat16."""
 _OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _WARPS = BLOCK // (64 if torch.version.hip else 32)
-"""One lane a thread."""
+"""One lane per thread."""
 
 
 class DeviceDecoder:
@@ -66,7 +66,7 @@ class DeviceDecoder:
         workspace_bytes: int | None = None,
         finish: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """Put the profile on the device and describe the output."""
+        """Copy the profile to the device and describe the output."""
         self._header, self._text, self._out = header, text, out
         self._offset, self._check, self._finish = offset, check, finish
         tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
@@ -88,19 +88,19 @@ class DeviceDecoder:
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
         self._last_launch = self._launches_of_layers()
         self._start = current_event(self._device)
-        for tensor in (*tensors, *self._used()):
+        for tensor in (*tensors, *self._inputs()):
             for queue in self._queues[1:]:
                 queue.keep(tensor)
 
-    def _used(self) -> Iterator[Tensor]:
-        """What kernels read besides the batches: none of it may be reused while they run, even if it is dropped."""
+    def _inputs(self) -> Iterator[Tensor]:
+        """Yield the tensors that kernels read besides batches; their memory must not be reused while kernels run."""
         loaded, own = self._loaded, (self._tile_table, self._frequencies, self._hidden, self._addition, self._pages)
         shared = (loaded.table, loaded.lookup, loaded.thresholds)
         of_groups = chain.from_iterable((g.rows, g.scales, g.mean, g.predictor) for g in loaded.groups)
         return (tensor for tensor in (*own, *shared, *of_groups) if tensor is not None)
 
     def _describe(self, tensors: list[Tensor]) -> None:
-        """Tiles for groups that the kernel can place, and the list of those that it cannot."""
+        """Lay out tiles for the groups that the kernel can place, and list the groups that it cannot."""
         simple = self._dtype in _OUTPUTS and all(t.stride(-1) == 1 and t.dtype == self._dtype for t in tensors)
         groups = range(len(self._loaded.groups))
         self._tiled = tuple(g for g in groups if simple and self._loaded.groups[g].rows is not None)
@@ -126,7 +126,7 @@ class DeviceDecoder:
         self._tile_table = torch.from_numpy(self._tiles.table).to(self._device)
 
     def _launches_of_layers(self) -> list[int]:
-        """The last launch of ``place`` that writes to each layer; -1 where none does."""
+        """Return the last launch of ``place`` that writes to each layer; -1 where none does."""
         last = [-1] * len(self._header.info.meta.layers)
         for number, plan in enumerate(self._tiles.plans):
             for _, layer in chain.from_iterable(self._loaded.groups[group].planes for group in plan.groups):
@@ -134,9 +134,9 @@ class DeviceDecoder:
         return last
 
     def batches(self, pieces: Sequence[ChunkSegments]) -> Iterator[DeviceBatch]:
-        """Take pieces apart, by several threads, and lay them out, as many together as the workspace allows."""
+        """Parse chunks in several threads and lay out as many together as the workspace holds."""
         chosen: list[ParsedChunk] = []
-        alone = self._addition is not None  # what a head start adds is made chunk by chunk
+        alone = self._addition is not None  # its buffer holds the hidden states' prediction of one chunk
         parsing = map_ahead(self._parse, pieces)
         while True:
             try:
@@ -165,11 +165,11 @@ class DeviceDecoder:
         )
 
     def decode(self, pieces: Sequence[ChunkSegments]) -> Pending:
-        """Queue pieces; a GPU works on after this returns."""
+        """Queue chunks; a GPU goes on working after this returns."""
         return self.load(self.batches(pieces))
 
     def load(self, batches: Iterable[DeviceBatch]) -> Pending:
-        """Queue pieces that are staged already, or will be while others are under way."""
+        """Queue batches; an iterator may stage them while earlier ones are decoded."""
         with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
             layers = [self._start for _ in self._header.info.meta.layers]
@@ -178,14 +178,14 @@ class DeviceDecoder:
                     chunks = [parsed.piece.chunk for parsed in staged.pieces]
                     flags.append((self._queue(staged, layers), chunks))
             except BaseException:
-                for queue in self._queues:  # nothing may run on behind the caller's back
+                for queue in self._queues:  # no work may go on after the error
                     queue.record().wait()
-                Pending(self._start, layers, flags).wait()  # a chunk before it may be damaged as well
+                Pending(self._start, layers, flags).wait()  # an earlier chunk may be damaged as well
                 raise
             return Pending(self._placing.record(), layers, flags)
 
     def _queue(self, staged: DeviceBatch, layers: list[StreamEvent]) -> Tensor:
-        """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
+        """Queue a batch; return its flags, which are on the host once the placing queue is done."""
         self._turn = (self._turn + 1) % len(self._spaces) if _bytes(staged.pieces) <= self._room else 0
         space = self._spaces[self._turn]
         batch = self.upload(staged, space)
@@ -206,7 +206,7 @@ class DeviceDecoder:
         return flags
 
     def upload(self, staged: DeviceBatch, space: Workspace) -> UploadedBatch:
-        """Queue the copy of a batch's bytes, once its workspace is free."""
+        """Queue the copy of a batch's bytes for when its workspace is free."""
         for queue in self._queues:
             queue.after(space.free)
         longest = max(piece.tokens for piece in staged.pieces)
@@ -220,7 +220,7 @@ class DeviceDecoder:
         return UploadedBatch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
     def entropy(self, batch: UploadedBatch) -> None:
-        """Launch the decoding of a batch's streams on the current queue."""
+        """Launch the entropy decoding of a batch on the current queue."""
         staged = batch.staged
         for zeroed in (batch.progress, batch.flags, batch.peaks):
             zeroed.zero_()
@@ -261,19 +261,19 @@ class DeviceDecoder:
         self._complete(layers, -1)
         for number, plan in enumerate(self._tiles.plans):
             if self._addition is not None:
-                self._add_head_start(batch, plan.groups[0])
+                self._predict_from_hidden(batch, plan.groups[0])
             self._launch(batch, plan, angles)
             self._complete(layers, number)
 
     def _complete(self, layers: list[StreamEvent] | None, number: int) -> None:
-        """Mark the layers that nothing writes to after a launch, -1 for what comes before the first."""
+        """Record an event for the layers that a launch completes; -1 stands for the work before the first launch."""
         if layers is not None and number in self._last_launch:
             mark = self._placing.record()
             for layer, last in enumerate(self._last_launch):
                 layers[layer] = mark if last == number else layers[layer]
 
-    def _add_head_start(self, batch: UploadedBatch, index: int) -> None:
-        """What hidden states say of a group, for the chunk of the batch."""
+    def _predict_from_hidden(self, batch: UploadedBatch, index: int) -> None:
+        """Compute the hidden states' prediction of a group for the batch's only chunk."""
         (piece,) = batch.staged.pieces
         hidden, predictor = cast("Tensor", self._hidden), cast("Tensor", self._loaded.groups[index].predictor)
         part = hidden[piece.start : piece.start + piece.tokens]
@@ -303,7 +303,7 @@ class DeviceDecoder:
         )  # fmt: skip
 
     def _angles(self, batch: UploadedBatch) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[tokens, pairs of all regimes]`` of a batch; empty where positions stay off."""
+        """Compute cosines and sines ``[tokens, pairs of all regimes]`` of a batch; empty where positions stay off."""
         if self._offset is None or not self._frequencies.numel():
             nothing = torch.empty(0, device=self._device)
             return nothing, nothing
@@ -313,14 +313,14 @@ class DeviceDecoder:
 
 
 def _tile_shape(device: torch.device) -> tuple[int, int]:
-    """Tokens of a tile and coefficients taken at a time: what fits the registers, by the compiler's report."""
+    """Return tokens of a tile and coefficients taken at a time; they fit the registers by the compiler's report."""
     if interpreted():
         return 16, 32
     return 128, 64 if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _HOPPER else 32
 
 
 def _bytes(pieces: Sequence[ParsedChunk]) -> int:
-    """What pieces take on the device while they are decoded together."""
+    """Return the device memory in bytes that chunks take when they are decoded together."""
     size = 4 if any(piece.wide for piece in pieces) else 2
     streams = sum(len(data) for piece in pieces for data in piece.piece.segments)
     lists = sum(4 * len(piece.escapes) + 32 * piece.width for piece in pieces)

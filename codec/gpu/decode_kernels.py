@@ -1,12 +1,12 @@
-"""Triton kernels that decode streams into values: the readable twins stand in ``rans_naive`` and ``transform.levels``.
+"""Triton kernels that decode streams into values; readable twins are in ``rans_naive`` and ``transform.levels``.
 
-Streams are those of numba's kernels, symbol for symbol. One thread walks one lane. All levels of all chunks of a batch
-are one launch: programs take tickets, level by level, and a refinement waits until the level below of its chunk is
-done. Programs with smaller tickets run already, so one always makes progress; a wait that lasts impossibly long
+They read the same streams as numba's kernels, symbol for symbol. One thread walks one lane. All levels of all chunks of
+a batch are one launch: programs take tickets, level by level, and a refinement waits until the level below of its chunk
+is done. Programs with smaller tickets already run, so one always makes progress; a wait that lasts impossibly long
 gives up and is reported.
 
-No kernel checks an index: descriptors are made by ``staging``, which has checked the segments. Slots of tables are
-masked, reads of words stop at the stream's last one, and columns index only the chunk's own values.
+No kernel checks an index: ``staging`` makes the descriptors and has checked the segments. Slots of tables are masked,
+reads of words stop at the stream's last one, and columns index only the chunk's own values.
 """
 
 # ruff: noqa: ANN001, ANN202, PLR0913, PLR0915, PLR0917, PLR2004
@@ -20,14 +20,14 @@ import triton.language as tl
 from kvwire.codec.gpu import streams as queues
 
 STREAM_FIELDS = tl.constexpr(15)
-"""Of a stream, int64: first word, last word, states, lane starts, lanes, columns, entries, values, slots, tokens,
-whether it holds base symbols, blocks of the level below to wait for, chunk, first slot, escapes of the chunk."""
+"""Fields of a stream, int64: first word, last word, states, lane starts, lanes, columns, entries, values, slots,
+tokens, whether it holds base symbols, blocks of the level below to await, chunk, first slot, escapes of the chunk."""
 CHUNK_FIELDS = tl.constexpr(6)
-"""Of a chunk, int64: values, slots of a token, tokens, first slot, first output token, first token of the batch."""
+"""Fields of a chunk, int64: values, slots of a token, tokens, first slot, first token in output and in batch."""
 ESCAPE_FIELDS = tl.constexpr(9)
-"""Of a chunk's escapes, int64: values, slots, tokens, columns, entries, first escape, escapes, chunk, first slot."""
+"""Fields of an escape list, int64: values, slots, tokens, columns, entries, first escape, count, chunk, first slot."""
 CLASS_SHIFT = tl.constexpr(23)
-"""A column's entry, uint32: its place among the chunk's coded columns, then class - 1, then whether it is fresh."""
+"""A column's entry, uint32: slot from bit 0, class - 1 from bit 23, and bit 29 where it enters at this level."""
 FRESH_SHIFT = tl.constexpr(29)
 DAMAGED = tl.constexpr(queues.DAMAGED)
 STALLED = tl.constexpr(queues.STALLED)
@@ -36,7 +36,7 @@ MISCOUNTED = tl.constexpr(queues.MISCOUNTED)
 
 @triton.jit
 def _word(x, symbol_end, words, p, last, inside):
-    """Refill a state that fell below 2^16 with the lane's next word, which is read in any case: its latency hides."""
+    """Refill a state that fell below 2^16 with the lane's next word; always reading the word hides its latency."""
     word = tl.load(words + tl.minimum(p, last)).to(tl.uint32)
     refill = symbol_end < 65536
     after = tl.where(refill, (symbol_end << 16) | word, symbol_end)
@@ -45,7 +45,7 @@ def _word(x, symbol_end, words, p, last, inside):
 
 @triton.jit
 def _base_step(x, p, row, lookup, words, last, inside):
-    """One base symbol of every lane: state, pointer, value."""
+    """Decode one base symbol of every lane; return states, pointers, values."""
     entry = tl.load(lookup + (row + (x & 4095)))
     after = ((entry & 4095) + 1) * (x >> 12) + ((entry >> 12) & 4095)
     x, p = _word(x, after, words, p, last, inside)
@@ -54,7 +54,7 @@ def _base_step(x, p, row, lookup, words, last, inside):
 
 @triton.jit
 def _ternary_step(x, p, q, zero, one, more, words, last, inside):
-    """One refinement of every lane: state, pointer, value; thresholds by context."""
+    """Decode one refinement of every lane by its context's thresholds; return states, pointers, values."""
     both = tl.where(q == 0, zero, tl.where((q == 1) | (q == -1), one, more))
     low, high = both & 65535, both >> 16
     slot = x & 4095
@@ -104,7 +104,7 @@ def decode_streams(
     peak_at = peaks + tl.load(described + 13)
     escapes = tl.load(described + 14).to(tl.int32)
 
-    # Polls are relaxed, since acquiring empties the multiprocessor's first cache; one acquires at the end.
+    # Polls are relaxed, since each acquire empties the multiprocessor's L1 cache; one acquire follows at the end.
     below = progress + 1 + tl.maximum(stream - 1, 0)
     done = needed
     if is_base == 0:
@@ -149,7 +149,7 @@ def decode_streams(
             one = tl.load(thresholds + row + 1)
             more = tl.load(thresholds + row + 2)
             peak = tl.zeros([BLOCK], tl.int32)
-            # Four at a time, so that their loads are under way together.
+            # Four tokens at a time, so that their loads overlap.
             for t in range(0, tokens, 4):
                 at = values_at + (t * slots + slot)
                 left = tokens - t + tl.zeros([BLOCK], tl.int32)
@@ -177,7 +177,7 @@ def decode_streams(
     flag = tl.maximum(flag, tl.where(unlisted, MISCOUNTED, 0))
     if CHECK:
         wrong = live & ((x != 65536) | (p != end))
-        # With the constant on the left, Triton 3.7's interpreter takes the product for a constant.
+        # The constant stays on the right: on the left, Triton 3.7's interpreter takes the product for a constant.
         flag = tl.maximum(flag, tl.max(wrong.to(tl.int32), axis=0) * DAMAGED)
     tl.atomic_max(flags + chunk, flag, sem="relaxed")
     tl.debug_barrier()
@@ -186,7 +186,7 @@ def decode_streams(
 
 @triton.jit
 def _escaped(row, entry_at, first, columns, BLOCK: tl.constexpr):
-    """Slots of some columns of a token, and 1 where the base symbol was an escape, which no other value is like."""
+    """Return slots of some columns of a token, and 1 where the base symbol is an escape: only escapes are -128."""
     column = first + tl.arange(0, BLOCK)
     inside = column < columns
     slot = (tl.load(entry_at + column, mask=inside, other=0) & 0x7FFFFF).to(tl.int32)
@@ -196,7 +196,7 @@ def _escaped(row, entry_at, first, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):
-    """Count the escapes in a row of base symbols; a program takes one token of one chunk that has some."""
+    """Count the escapes in a row of base symbols; a program takes one token of one chunk with escapes."""
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)
     slots, tokens = tl.load(described + 1).to(tl.int32), tl.load(described + 2).to(tl.int32)
@@ -223,7 +223,7 @@ def place_escapes(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Put a row's escaped values where the stream has escapes; they are listed token by token, column by column."""
+    """Write a row's escaped values where the stream has escapes; the list goes token by token, column by column."""
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)
     slots, tokens = tl.load(described + 1).to(tl.int32), tl.load(described + 2).to(tl.int32)

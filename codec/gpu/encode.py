@@ -1,11 +1,12 @@
-"""``encode`` on the device of the cache: what ``codec.encode`` does on the processor, for many chunks at a time.
+"""Encode layered levels on the cache's device, many chunks at a time.
 
-Elements, coefficients and symbols stay on the device. The host learns numbers per chunk and level, two bytes a column
-for the class lists, the escapes and the words, and packs the segments. From equal quantised values the bytes are those
-of the processor. Coefficients differ in their last bits, as sums run in another order, and so may a rare value, by one.
+Elements, coefficients and symbols stay on the device. The host receives a few numbers per chunk and level, two bytes
+per column for the class lists, the escapes and the words, and packs the segments. Equal quantised values give the
+same bytes as on the processor. Coefficients differ in their last bits, since sums run in another order, so a rare value
+may differ by one.
 
 The host waits for the device up to six times a batch: for tokens whose coefficients are too large for bfloat16, for
-errors and checks, for the class lists, for escapes if there are any, for the lengths of the lanes, and for the words.
+errors and checks, for the class lists, for escapes if there are any, for the lanes' lengths, and for the words.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ if TYPE_CHECKING:
 
 
 _LANE_BLOCK = 64
-"""Lanes of a program, one for each thread: two warps of 32 threads, or one of 64."""
+"""Lanes of a program, one per thread: two warps of 32 threads, or one of 64."""
 _WORD_BLOCK = 128
 COLUMN_BLOCK = 128
 ROW_BLOCK = 4
 _ROWS = 1024
-"""Tokens quantised at a time: what float32 takes stays small against the batch."""
+"""Tokens quantised at a time: their float32 copy stays small compared with the batch."""
 WORKING_BYTES = 1 << 30
-"""Device memory for the working set of a batch of chunks, beside the cache and the profile: enough lanes to keep a GPU
-busy. A single chunk that needs more still gets it."""
+"""Bytes of device memory for a batch's working set, besides cache and profile: enough lanes to keep a GPU busy.
+A single chunk may take more."""
 WORKING_SHARE = 0.15
-"""The same as a share of the cache's own bytes, where that is more."""
+"""The same as a share of the cache's bytes, where that is more."""
 
 
 def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> list[list[tuple[bytes, int]]]:
-    """Code a batch. Escapes become 0 in ``batch.symbols``."""
+    """Encode a batch into segments and symbol counts ``[chunk][level]``; escapes become 0 in ``batch.symbols``."""
     chunks, levels, columns = batch.classes.shape
     rows = _rows(batch.classes)
-    escapes = _escape(batch, rows[:, 0].contiguous(), known)
+    escapes = _mark_escapes(batch, rows[:, 0].contiguous(), known)
     counts = torch.cat([(rows >= 0).sum(2).flatten(), escapes.sum(1)]).cpu().numpy()  # the host waits
     entry, codes = torch.stack([batch.entry, batch.codes]).cpu().numpy()
-    listed = _escaped(batch, counts[chunks * levels :])
-    described = _described(batch, counts[: chunks * levels])
+    listed = _escaped_values(batch, counts[chunks * levels :])
+    described = _stream_table(batch, counts[: chunks * levels])
     coded = (rows >= 0).flatten().nonzero()[:, 0]
     of_column = (coded % max(1, columns)).int()
     lanes = encode_streams(batch.symbols, levels * columns, described, of_column, rows.flatten()[coded], known.packed)
@@ -84,15 +85,15 @@ def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> lis
 
 
 def _rows(classes: Tensor) -> Tensor:
-    """Where each column's table begins in ``DeviceProfile.packed``, int32; -1 where it is not coded."""
+    """Return the start of each column's table in ``DeviceProfile.packed``, int32; -1 where it is not coded."""
     base = torch.arange(classes.shape[1], device=classes.device)[:, None] == 0
     row = classes.int() - 1
     row = torch.where(base, ALPHABET * row, CLASSES * ALPHABET + RATIO * CONTEXTS * row)
     return torch.where(classes > 0, row, -1)
 
 
-def _escape(batch: Batch, rows: Tensor, known: DeviceProfile) -> Tensor:
-    """Turn base symbols without a slot into escapes; int32 ``[chunks, columns]``, number of escapes."""
+def _mark_escapes(batch: Batch, rows: Tensor, known: DeviceProfile) -> Tensor:
+    """Turn base symbols without a slot into escapes; return the number of escapes, int32 ``[chunks, columns]``."""
     chunks, levels, columns = batch.classes.shape
     escapes = torch.empty(chunks, columns, dtype=torch.int32, device=known.device)
     ends = torch.tensor(batch.bounds, device=known.device)
@@ -103,8 +104,8 @@ def _escape(batch: Batch, rows: Tensor, known: DeviceProfile) -> Tensor:
     return escapes
 
 
-def _escaped(batch: Batch, counts: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-    """Escaped values of each chunk at level 0, token by token, column by column."""
+def _escaped_values(batch: Batch, counts: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    """Return each chunk's escaped values at level 0, token by token, column by column."""
     listed = np.zeros(0, "<i4")
     if counts.any():
         index = (batch.symbols[:, 0] == 0).flatten().nonzero()[:, 0]  # the host waits
@@ -115,21 +116,19 @@ def _escaped(batch: Batch, counts: NDArray[np.int64]) -> list[NDArray[np.int32]]
     return np.split(listed, np.cumsum(counts)[:-1])
 
 
-def _described(batch: Batch, coded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A batch's streams, level by level of chunk after chunk, as ``encode_streams`` takes them.
-
-    coded: number of coded columns of each.
-    """
+def _stream_table(batch: Batch, coded: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Describe the streams of all chunks and levels for ``encode_streams``, given each one's number of columns."""
     _, levels, columns = batch.classes.shape
     tokens = np.repeat(np.diff(batch.bounds), levels)
     lanes = np.array([lanes_for(int(symbols)) for symbols in tokens * coded], np.int64)
     first = np.repeat(batch.bounds[:-1], levels) * levels + np.tile(np.arange(levels), len(batch.bounds) - 1)
     room = lanes * tokens * -(-coded // lanes)
-    return np.stack([first * columns, tokens, _before(coded), coded, lanes, _before(lanes), _before(room)], axis=1)
+    starts = _exclusive_sums(coded), _exclusive_sums(lanes), _exclusive_sums(room)
+    return np.stack([first * columns, tokens, starts[0], coded, lanes, *starts[1:]], axis=1)
 
 
-def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sum of all counts before each one."""
+def _exclusive_sums(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of all counts before each one."""
     out: NDArray[np.int64] = np.cumsum(counts) - counts
     return out
 
@@ -137,7 +136,7 @@ def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def encode_streams(
     symbols: Tensor, stride: int, described: NDArray[np.int64], columns: Tensor, rows: Tensor, packed: Tensor
 ) -> list[Lanes]:
-    """Run the entropy coder over many streams at once, see ``encode_kernels.encode_lanes``."""
+    """Entropy-code many streams at once, see ``encode_kernels.encode_lanes``."""
     _, tokens, _, coded, of_stream, _, _ = described.T
     lanes, room = int(of_stream.sum()), int((of_stream * tokens * -(-coded // of_stream)).sum())
     device = symbols.device
@@ -154,7 +153,7 @@ def encode_streams(
     )  # fmt: skip
     targets = counts.cumsum(0) - counts
     host_states, host_counts = torch.stack([states, counts]).cpu().numpy()  # the host waits
-    totals = np.add.reduceat(host_counts.astype(np.int64), _before(of_stream))
+    totals = np.add.reduceat(host_counts.astype(np.int64), _exclusive_sums(of_stream))
     out = torch.empty(int(totals.sum()), dtype=torch.int16, device=device)
     kernels.gather_words[(lanes,)](words, begins, counts, targets, out, BLOCK=_WORD_BLOCK)
     of_lanes = np.cumsum(of_stream)[:-1]
@@ -168,7 +167,7 @@ def encode_streams(
 
 
 def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """Quantise as ``transform.levels.quantise`` does, without its check."""
+    """Quantise as ``transform.levels.quantise`` does, unchecked; return values and the largest size in steps."""
     out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
     sizes = [torch.zeros((), dtype=torch.float32, device=coefficients.device)]
     for part, target in zip(torch.split(coefficients, _ROWS), torch.split(out, _ROWS), strict=True):
@@ -180,7 +179,7 @@ def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
 
 
 def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Measure every column of every chunk."""
+    """Return each column's class at unit step and sum of squares, ``[chunks, columns]``."""
     chunks, columns = len(bounds) - 1, coefficients.shape[1]
     ends = torch.tensor(bounds, device=coefficients.device)
     magnitudes, squares = torch.empty(2, chunks, columns, dtype=torch.float32, device=coefficients.device)
@@ -193,15 +192,15 @@ def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Chunks that follow each other, quantised, with all that their segments say, on the device.
+    """Consecutive quantised chunks and the contents of their segments, on the device.
 
     Attributes:
         bounds: Chunk i has rows ``bounds[i]`` to ``bounds[i + 1]``.
         values: int32 ``[tokens, columns]`` of the last level.
         symbols: uint8 ``[tokens, levels, columns]``, see ``encode_kernels.split``.
         classes: uint8 ``[chunks, levels, columns]``, 0 while a column is not coded.
-        entry: uint8 ``[chunks, columns]``, the level at which a column enters (one beyond the last: never).
-        codes: uint8 ``[chunks, columns]``, its byte in the class list there.
+        entry: uint8 ``[chunks, columns]``, the level at which a column enters; the number of levels for never.
+        codes: uint8 ``[chunks, columns]``, the column's byte in the class list of that level.
     """
 
     bounds: tuple[int, ...]
@@ -215,7 +214,7 @@ class Batch:
 def split_values(
     values: Tensor, unit: Tensor, bounds: tuple[int, ...], shifts: tuple[int, ...], known: DeviceProfile
 ) -> Batch:
-    """Split quantised values into levels and decide where columns enter and in which class."""
+    """Split quantised values into levels; choose the level and class at which each column enters."""
     (tokens, columns), chunks, levels = values.shape, len(bounds) - 1, len(shifts)
     symbols = torch.empty(tokens, levels, columns, dtype=torch.uint8, device=values.device)
     size = torch.empty(chunks, columns, dtype=torch.int32, device=values.device)
@@ -240,7 +239,7 @@ def split_values(
 
 
 def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: DeviceProfile) -> Tensor:
-    """Measure every chunk decoded at every level."""
+    """Sum the squared errors of every chunk at every level, float64 ``[chunks, levels]``."""
     chunks, levels, columns = batch.classes.shape
     missed = torch.empty(batch.classes.shape, dtype=torch.float32, device=coefficients.device)
     ends = torch.tensor(batch.bounds, device=coefficients.device)
@@ -264,17 +263,17 @@ def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...],
 
 
 def coarser(values: Tensor) -> Tensor:
-    """Go one level down."""
+    """Round values to the next coarser level."""
     return torch.div(values + 1, RATIO, rounding_mode="floor")
 
 
 def block_of(usual: int, count: int) -> int:
-    """Choose the elements of a program; the interpreter takes as long for many as for few, so there one does all."""
+    """Choose the elements of a program; all in the interpreter, whose time depends on programs, not on elements."""
     return 1 << max(0, count - 1).bit_length() if interpreted() else usual
 
 
 class DeviceEncoder:
-    """Codes the chunks of one cache on its device, in layered levels."""
+    """Encodes the chunks of one cache on its device, in layered levels."""
 
     def __init__(
         self,
@@ -284,7 +283,7 @@ class DeviceEncoder:
         device: torch.device,
         working_bytes: int | None = None,
     ) -> None:
-        """Put the profile on the device, unless it is there already."""
+        """Copy the profile to the device unless it is there already."""
         self._device = device
         self._cache, self._text, self._ladder = cache, text, ladder
         self._known = on_device(text.profile, self._device)
@@ -293,7 +292,7 @@ class DeviceEncoder:
         self._transform = Transform(cache, text, self._known, self._ladder.steps[-1])
 
     def encode(self, spans: Sequence[Span], threads: int | None) -> list[list[EncodedSegment]]:
-        """Code chunks that follow each other."""
+        """Encode consecutive chunks."""
         current: AbstractContextManager[Any] = nullcontext()
         if self._device.type == "cuda":
             current = torch.cuda.device(self._device)
@@ -301,10 +300,10 @@ class DeviceEncoder:
             return [coded for batch in self._batches(spans) for coded in self._encode_batch(batch, threads)]
 
     def _batches(self, spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
-        """As many chunks at a time as the working set has room for, at least one."""
+        """Split the spans into batches that fit the working set, at least one chunk each."""
         profile, levels = self._text.profile, len(self._ladder.steps)
-        # A coefficient has itself and its value, then a symbol and room for a word at each level; four copies of a
-        # group's elements come and go. A column of a chunk has its place, class and table at each level.
+        # Bytes. Each coefficient: float32, int32 value, and a symbol and a 16-bit word for each level. Each element of
+        # the widest group: four float32 copies. Each column of a chunk: its place, class and table at each level.
         a_token = profile.rank * (8 + 3 * levels) + 16 * max(group.width for group in profile.groups)
         a_chunk = (40 * levels + 80) * profile.rank
         longest = max(stop - start for start, stop in spans)
@@ -338,9 +337,10 @@ class DeviceEncoder:
         ]
 
     def _check(self, spans: Sequence[Span], coefficients: Tensor, found: NDArray[np.float64]) -> None:
-        """Where numbers look wrong, let the processor find and name what is wrong with them.
+        """Repeat the processor's checks where numbers look wrong: they name the fault and raise.
 
-        found: the largest size in steps, and a sum of each group's elements, which alone may overflow.
+        ``found``: the largest size in steps, then each group's sum of elements, which may also overflow when all are
+        finite.
         """
         if not np.isfinite(found[1:]).all():
             for (start, stop), group in itertools.product(spans, self._text.profile.groups):

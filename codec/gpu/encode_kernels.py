@@ -1,11 +1,11 @@
-"""Triton kernels that encode. Their readable twins stand in ``transform.levels`` and ``rans_naive``.
+"""Triton kernels that encode; readable twins are in ``transform.levels`` and ``rans_naive``.
 
-Quantised values are split into symbols of one byte for every level, ``[tokens, levels, columns]``: level 0 has the base
-symbols, the others three times the context plus the refinement. So one kernel codes both: a byte and its column's row
-lead to the entry in one array of starts and frequencies.
+Quantised values are split into a one-byte symbol for every level, ``[tokens, levels, columns]``: the base symbol at
+level 0, three times the context plus the refinement at later ones. One kernel codes both: a byte and its column's row
+select the entry in one array of starts and frequencies.
 
-No kernel checks an index. Columns and rows are what ``device_encode`` made of the values themselves, symbols are below
-256 at level 0 and below 9 above it, and every lane has room for one word a symbol.
+No kernel checks an index. ``gpu.encode`` computes columns and rows from the values, symbols are below 256 at level 0
+and below 9 above it, and every lane has room for one word per symbol.
 """
 # ruff: noqa: ANN001, ANN202, PLR0913, PLR0917, PLR2004
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 STREAM_FIELDS = tl.constexpr(7)
-"""Of a stream, int64: first symbol, tokens, first entry of its columns, columns, lanes, first lane, first word."""
+"""Fields of a stream, int64: first symbol, tokens, first of its entries, columns, lanes, first lane, first word."""
 
 
 @triton.jit
 def _third(q):
-    """The nearest multiple of three, over three. Sums are positive, where all integer divisions agree."""
+    """Divide by three and round to nearest. The dividend is made positive, where all integer divisions agree."""
     return (q + 805306369) // 3 - 268435456
 
 
@@ -69,7 +69,7 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
 
 @triton.jit
 def escape(symbols, bounds, rows, packed, escapes, columns, levels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace base symbols that their table has no slot for by 0, and count the zeros of each column."""
+    """Replace base symbols without a slot in their table by 0, and count the zeros of each column."""
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_chunk = chunk.to(tl.int64) * columns + column
@@ -102,7 +102,7 @@ def squared_errors(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum squared differences of a block of columns of one chunk from what they decode to at one level."""
+    """Sum the squared errors of a block of columns of one chunk decoded at one level."""
     chunk, level = tl.program_id(0), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -143,7 +143,7 @@ def encode_lanes(
     lanes,
     BLOCK: tl.constexpr,
 ):
-    """Run the lanes of all streams, a thread each, from their last symbol to their first."""
+    """Encode the lanes of all streams, one thread each, from the last symbol to the first."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < lanes
     described = streams + tl.load(stream_of + index, mask=exists, other=0).to(tl.int64) * STREAM_FIELDS
@@ -172,7 +172,7 @@ def encode_lanes(
         for done in range(longest):
             live, both = walking & (done < tokens), following
             place -= stride
-            # The next symbol's entry is on its way while this one's quotient is computed.
+            # The next symbol's entry loads while this one's quotient is computed.
             more = walking & (done + 1 < tokens)
             symbol = tl.load(place, mask=more, other=0).to(tl.int32)
             following = tl.load(packed + (row + symbol), mask=more, other=1).to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""A profile on a GPU: what decoding and encoding need of it there, copied when it is first asked for."""
+"""A profile's arrays on a device, copied on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvwire.codec.profile.group import analysis_of, weighted
+from kvwire.codec.profile.group import solve, weighted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.profile import Profile
 
 FEATURE_ALIGN = 16
-"""Token features are padded with zeros to multiples of so many: 16-byte loads."""
+"""Token features are padded with zeros to a multiple of this, for 16-byte loads."""
 _LOADED: WeakKeyDictionary[Profile, dict[torch.device, DeviceProfile]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 class DeviceGroup:
-    """A group's matrices. planes, width, rank: as of the group."""
+    """A group's matrices on a device; ``planes``, ``width`` and ``rank`` as in the group."""
 
     def __init__(self, group: Group, features: int, extra: int, device: torch.device) -> None:
-        """Copy a group to a device."""
+        """Take a group; ``extra`` is the padding of ``features``."""
         self.planes, self.width, self.rank = group.planes, group.width, group.rank
         self._group, self._features, self._extra, self._device = group, features, extra, device
 
     @cached_property
     def mean(self) -> Tensor:
-        """float32 ``[width]``."""
+        """Means, float32 ``[width]``."""
         return torch.from_numpy(self._group.mean).to(self._device)
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """Synthesis, bfloat16 ``[rank, width]``; None for the identity."""
+        """Synthesis rows, bfloat16 ``[rank, width]``; None for the identity."""
         rows = self._group.rows
         return None if rows is None else rows.contiguous().to(self._device)
 
     @cached_property
     def scales(self) -> Tensor | None:
-        """The identity's float32 ``[width]``; None otherwise."""
+        """Scales of the identity, float32 ``[width]``; None otherwise."""
         scale = self._group.row_scale
         return None if scale is None else torch.from_numpy(scale).to(self._device)
 
     @cached_property
     def predictor(self) -> Tensor | None:
-        """bfloat16 ``[features, width]``; None where the text says nothing."""
+        """Predictor, bfloat16 ``[features, width]`` with padding; None where the group has none."""
         predictor = self._group.predictor
         if predictor is None:
             return None
@@ -62,11 +62,11 @@ class DeviceGroup:
 
     @cached_property
     def analysis(self) -> Tensor:
-        """``Group.analysis``, computed here; the identity has none."""
+        """``Group.analysis``, computed on the device; the identity has none."""
         if self._device.type == "cpu":
             return cast("Tensor", self._group.analysis)
-        made = analysis_of(cast("Tensor", self.rows).float(), self.metric)
-        torch.cuda.synchronize(self._device)  # other threads will read it from their own streams
+        made, _ = solve(cast("Tensor", self.rows).float(), self.metric)
+        torch.cuda.synchronize(self._device)  # other threads read it from their own streams
         return made
 
     @cached_property
@@ -79,7 +79,7 @@ class DeviceGroup:
 
     @cached_property
     def gram(self) -> Tensor | None:
-        """``Group.gram``, computed here; None for the identity."""
+        """``Group.gram``, computed on the device; None for the identity."""
         if self.rows is None:
             return None
         synthesis = self.rows.float()
@@ -90,15 +90,15 @@ class DeviceGroup:
 
     @cached_property
     def metric(self) -> tuple[Tensor, ...]:
-        """As of the group."""
+        """``Group.metric``."""
         return tuple(torch.from_numpy(block).to(self._device) for block in self._group.metric)
 
 
 class DeviceProfile:
-    """A profile's arrays. features: numbers of the table for a token, with those that align it."""
+    """A profile's arrays on a device; ``features`` counts a token's numbers in the table with padding."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
-        """Keep the profile; nothing is copied yet."""
+        """Take the profile; nothing is copied yet."""
         extra = -profile.token_features % FEATURE_ALIGN
         self.device = device
         self.features = profile.token_features + extra
@@ -134,12 +134,12 @@ class DeviceProfile:
 
     @cached_property
     def spread(self) -> Tensor:
-        """int64, of all groups' coefficients."""
+        """Classes at unit step, int64 ``[rank]``, of all groups' coefficients."""
         return torch.from_numpy(self._spread).to(self.device)
 
     @property
     def bytes(self) -> int:
-        """Device memory that it takes by now."""
+        """Bytes of device memory used so far."""
         kept: list[object] = [*vars(self).values(), *(each for group in self.groups for each in vars(group).values())]
         flat = [item for each in kept for item in (each if isinstance(each, tuple) else (each,))]
         on_device = [item for item in flat if isinstance(item, torch.Tensor) and item.device == self.device]
@@ -147,7 +147,7 @@ class DeviceProfile:
 
 
 def packed_tables(tables: Tables) -> NDArray[np.int32]:
-    """Pack frequencies as the encoder's kernel reads them.
+    """Pack starts and frequencies for the encoder's kernel.
 
     Base symbols of all classes come first, then for each class three contexts of three refinements.
     """
@@ -157,7 +157,7 @@ def packed_tables(tables: Tables) -> NDArray[np.int32]:
 
 
 def on_device(profile: Profile, device: torch.device) -> DeviceProfile:
-    """Find a profile's arrays on a device; they stay there as long as the profile does."""
+    """Return a profile's arrays on a device; they stay there as long as the profile lives."""
     with _LOCK:
         loaded = _LOADED.setdefault(profile, {})
         if device not in loaded:

@@ -1,9 +1,9 @@
 """The Triton kernel from values to the engine's tensors; its readable twin is ``reconstruct_reference``.
 
-No kernel checks an index: descriptors are made by ``staging`` and ``tiles``.
+No kernel checks an index: ``staging`` and ``tiles`` make the descriptors.
 
 bfloat16 is rounded by integer arithmetic on the bits, because Triton's interpreter truncates; there, products take
-float32 operands, whose values are the same.
+float32 operands of the same values.
 """
 # ruff: noqa: ANN001, ANN202, C901, PLR0912, PLR0913, PLR0915, PLR0917, PLR2004
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -16,14 +16,14 @@ import triton.language as tl
 from kvwire.codec.gpu.decode_kernels import CHUNK_FIELDS
 
 TILE_FIELDS = tl.constexpr(18)
-"""Of a tile, int64: rows, predictor, mean (addresses), width, group, token features, first column of a and of b, pairs
-of a and of b, output strides of a token and of a page, first output element of a and of b, first of its cosines (-1:
-not rotated), cosines of a token, addition of the head start (address or 0), output (address)."""
+"""Fields of a tile, int64: rows, predictor, mean (addresses), width, group, token features, first column of a and of b,
+pairs of a and of b, output strides of a token and of a page, first output element of a and of b, index of its first
+cosine (-1: not rotated), cosines of a token, prediction from hidden states (address or 0), output (address)."""
 
 
 @triton.jit
 def _rounded(x, INTERPRET: tl.constexpr):
-    """To bfloat16, ties to even; when interpreting, the same number as float32."""
+    """Round to bfloat16, ties to even; in the interpreter, return the same number as float32."""
     if INTERPRET:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & 0xFFFF0000
@@ -33,7 +33,7 @@ def _rounded(x, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _operand(x, INTERPRET: tl.constexpr):
-    """A stored bfloat16 or int8 matrix as the dot takes it."""
+    """Convert a stored bfloat16 or int8 matrix to the dtype of the dot's operands."""
     if INTERPRET:
         return x.to(tl.float32)
     return x.to(tl.bfloat16)
@@ -41,10 +41,9 @@ def _operand(x, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _sizes(values_at, size_at, rows, slots, inside, k, stop):
-    """Dequantised values at step 1, float32 ``[tokens, slots]``.
+    """Dequantise values at step 1, float32 ``[tokens, slots]``.
 
-    Whole runs of 16 are read; behind ``stop``, in what aligns the next group, they are any finite numbers, which meet
-    rows of zeros.
+    Runs of 16 slots are read; past ``stop`` the padding holds arbitrary finite numbers, which meet rows of zeros.
     """
     padded = tl.multiple_of((stop + 15) // 16 * 16, 16)
     within = k < padded
@@ -86,10 +85,10 @@ def place(
     DEPTH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Write elements of one tile of a plane for one block of tokens: expected plus transformed, rotated.
+    """Write one tile of a plane for one block of tokens: prediction plus inverse transform, rotated.
 
-    A tile is up to PAIRS pairs of dimensions of one KV head, (a + STRIDE * j, b + STRIDE * j): what rotates together,
-    or simply two halves of what does not rotate.
+    A tile is up to PAIRS pairs of dimensions of one KV head, (a + STRIDE * j, b + STRIDE * j), which rotate together
+    or are two halves of dimensions that do not rotate.
     """
     block = tl.program_id(0)
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * TILE_FIELDS
@@ -116,7 +115,7 @@ def place(
     in_a, in_b = j < pairs_a, j < pairs_b
     of_a, of_b = a + STRIDE * j, b + STRIDE * j
 
-    # What the text says.
+    # The prediction from the text.
     mean = tl.load(tile + 2).to(tl.pointer_type(tl.float32))
     mean_a = tl.load(mean + of_a, mask=in_a, other=0.0)
     mean_b = tl.load(mean + of_b, mask=in_b, other=0.0)
@@ -146,7 +145,7 @@ def place(
         sum_a += tl.load(more + (at + of_a[None, :]), mask=inside[:, None] & in_a[None, :], other=0.0)
         sum_b += tl.load(more + (at + of_b[None, :]), mask=inside[:, None] & in_b[None, :], other=0.0)
 
-    # What was coded, on top of it; everything in units of a step, so that one sum does.
+    # Plus the coded difference. All is in units of a step, so that one accumulator suffices.
     step = tl.load(steps + chunk)
     got_a = sum_a * (1.0 / step)
     got_b = sum_b * (1.0 / step)
@@ -179,7 +178,7 @@ def place(
         got_a = tl.dot(high, to_a, got_a, input_precision="ieee")
         got_b = tl.dot(high, to_b, got_b, input_precision="ieee")
     if not PRECISE:
-        # Those that follow are narrow; a block that holds some of both is taken from its first narrow one on.
+        # The remaining slots are narrow, exact in one bfloat16; the first block masks the wide slots before them.
         for first in range(split // 16 * 16, slot1, DEPTH):
             k = first + tl.arange(0, DEPTH)
             within = (k >= split) & (k < slot1)
@@ -192,7 +191,7 @@ def place(
     left = got_a * step
     right = got_b * step
 
-    # Positions on.
+    # Rotate to the positions.
     turn = tl.load(tile + 14)
     if turn >= 0:
         at = (said_at + rows)[:, None] * tl.load(tile + 15) + (turn + j)[None, :]
@@ -203,8 +202,8 @@ def place(
         right = right * cos + left * sin
         left = rotated
 
-    # Where they belong.
-    token = (tl.load(described + 4) + rows).to(tl.int64)  # counted in the output
+    # Store.
+    token = (tl.load(described + 4) + rows).to(tl.int64)  # index in the output
     if PAGE > 0:
         page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
         at = page * tl.load(tile + 11) + (token % PAGE) * tl.load(tile + 10)

@@ -1,7 +1,7 @@
-"""The inverse transform on any device by plain tensor operations.
+"""The inverse transform on any device in plain tensor operations.
 
-The readable twin of ``reconstruct_kernels.place``, and the way for what that does not write: profiles without a basis,
-and outputs in float8 or float64. It asks the device which chunks are damaged, and so waits for it.
+It is the readable twin of ``reconstruct_kernels.place`` and serves where that cannot: profiles without a basis, and
+outputs in float8 or float64. It waits for the device to learn which chunks are damaged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reconstruct_reference(
     meta: CacheMeta,
     angles: tuple[Tensor, Tensor],
 ) -> None:
-    """Write a group's elements of every sound chunk of a batch."""
+    """Write a group's elements of a batch's undamaged chunks."""
     begin = first_token = 0
     flags = batch.flags.tolist()
     for piece, flag in zip(batch.staged.pieces, flags, strict=True):
@@ -66,7 +66,7 @@ def _elements(
     loaded: DeviceProfile,
     span: slice,
 ) -> Tensor:
-    """float32 ``[tokens, width]``, not rotated."""
+    """Return a group's elements of a chunk, float32 ``[tokens, width]``, not rotated."""
     group = loaded.groups[index]
     begin, stop = piece.group_slots[index].tolist()
     first = sum(each.width for each in batch.staged.pieces[: batch.staged.pieces.index(piece)])
@@ -97,7 +97,7 @@ def _elements(
 def _scatter_to_pages(
     elements: Tensor, planes: tuple[Plane, ...], out: PagedKVCache, meta: CacheMeta, piece: ParsedChunk, cos_sin: CosSin
 ) -> None:
-    """By way of a contiguous copy of the group's planes of the chunk."""
+    """Write a group's planes of a chunk into pages by way of a contiguous copy."""
     nothing = elements.new_empty(0)
     sides = {side: [nothing] * len(meta.layers) for side in SIDES}
     for side, layer in planes:

@@ -1,6 +1,6 @@
-"""Segments to one buffer that a GPU can decode from: checked, taken apart, laid out, described.
+"""Check segments and lay them out in one buffer, from which a GPU decodes.
 
-The host reads headers and class lists; it never touches a symbol. Everything that kernels index with is made here.
+The host reads headers and class lists but no symbols. All indices that kernels use are computed here.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.profile import Profile
 
 BLOCK = 64
-"""Lanes of one program: two warps, so that few lanes still spread over many multiprocessors."""
+"""Lanes of one program: two warps, so that few lanes still use many multiprocessors."""
 MOST_SLOTS = 1 << 23
+"""Slots of a token that a column's entry can index."""
 _MOST_VALUES = (1 << 31) - 1
-"""What a column's entry, and 32 bits, can count."""
+"""Values of a chunk: their indices are int32."""
 SLOT_ALIGN = 16
-"""A group's values begin at multiples of this many elements: 16-byte loads."""
+"""Elements: a group's values begin at multiples of this, for 16-byte loads."""
 _PART_ALIGN = 64
 _LONGEST_LANE = 1 << 17
-"""Twice the symbols of the longest lane that an encoder writes."""
+"""Symbols: twice the longest lane that kvwire's encoder writes."""
 _FREE_ESCAPES, _MOST_UNPACKED = 1 << 16, 256
-"""Bytes of escapes that are unpacked whatever they are packed in, and beyond that for each packed byte."""
+"""Bytes of escapes that are always unpacked, and above that the most bytes for each packed byte."""
 NARROW_LEVELS = 6
 """Base symbols without escapes, refined five times, stay within int16."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParsedChunk:
-    """A piece taken apart.
+    """A parsed chunk; a slot is the place of a coded column among a token's values.
 
     Attributes:
-        piece: Its segments.
-        start: First token.
-        tokens: How many.
-        parts: Of each level.
+        piece: The chunk's segments.
+        start: Index of its first token.
+        tokens: Number of tokens.
+        parts: The parts of each level's segment.
         classes: uint8 ``[levels, columns]``, each column's class at each level.
-        slots: uint32 ``[columns]``, its place among the values of a token.
-        entries: Of each level, see ``decode_kernels.CLASS_SHIFT``.
+        slots: uint32 ``[columns]``, each column's slot.
+        entries: uint32 of each level's coded columns, see ``decode_kernels.CLASS_SHIFT``.
         group_slots: int32 ``[groups, 2]``, where each group's slots begin and end.
         rows: int32 ``[slots]``, rows of the group's basis.
-        sizes: float32 ``[slots, 2]``, of values 1 and 2.
-        escapes: int32, of the base symbols, token by token.
+        sizes: float32 ``[slots, 2]``, sizes of values 1 and 2.
+        escapes: int32, escaped base values, token by token.
     """
 
     piece: ChunkSegments
@@ -74,24 +75,24 @@ class ParsedChunk:
 
     @property
     def width(self) -> int:
-        """Slots of a token."""
+        """Number of slots of a token."""
         return len(self.rows)
 
     @property
     def values(self) -> int:
-        """Elements of its values, ``[tokens, width]``."""
+        """Number of values, ``tokens * width``."""
         return self.tokens * self.width
 
     @property
     def wide(self) -> bool:
-        """Whether values may leave int16."""
+        """Whether values may exceed int16."""
         return len(self.escapes) > 0 or len(self.parts) > NARROW_LEVELS
 
 
 def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
-    """Tell whether a GPU decodes a piece soon and in little memory; what other encoders write may need a processor.
+    """Return whether a GPU decodes a chunk fast and in little memory; chunks of other encoders may not be fit for it.
 
-    A thread walks a lane from end to end, and escapes are unpacked before the stream has shown that it has so many.
+    One thread decodes a whole lane, and escapes are unpacked before the stream shows how many it has.
     """
     for data, count in zip(piece.segments, symbols, strict=True):
         lanes = lanes_of(data)
@@ -102,7 +103,7 @@ def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
 
 
 def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check: bool) -> ParsedChunk:
-    """Take a piece's segments apart."""
+    """Parse a chunk's segments."""
     start, stop = header.info.chunk_span(piece.chunk)
     tokens, columns = stop - start, profile.rank
     classes = np.zeros((len(piece.segments), columns), np.uint8)
@@ -135,7 +136,7 @@ def described(
     escapes: NDArray[np.int32],
     profile: Profile,
 ) -> ParsedChunk:
-    """Describe all columns that are coded, and where their values go."""
+    """Assign slots to a chunk's coded columns and describe them."""
     finest, firsts = classes[-1], profile.first_columns
     slots = np.zeros(len(finest), np.uint32)
     group_slots = np.zeros((len(profile.groups), 2), np.int32)
@@ -154,7 +155,7 @@ def described(
 
 
 def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
-    """As many as the list claims, at most ``most``; that the stream has as many escapes is the GPU's to count."""
+    """Unpack the escapes that the list claims, ``most`` at most; the GPU checks their number against the stream."""
     claimed = _claimed(packed)
     if claimed % 4 or claimed // 4 > most:
         raise CorruptError("the segment's escape list decompresses to another length than it should; fetch it again")
@@ -162,7 +163,7 @@ def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
 
 
 def _claimed(packed: bytes) -> int:
-    """Bytes that an escape list says it unpacks to."""
+    """Return the bytes that an escape list claims to unpack to."""
     try:
         return zstandard.get_frame_parameters(packed).content_size if packed else 0
     except zstandard.ZstdError as error:
@@ -171,20 +172,20 @@ def _claimed(packed: bytes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DeviceBatch:
-    """Pieces in one buffer on the host, ready to be copied and decoded.
+    """Chunks in one buffer on the host, ready to be copied and decoded.
 
     Attributes:
-        pieces: In order.
+        pieces: The chunks in order.
         buffer: uint8, pinned where a GPU will read it.
         parts: Offset, length in bytes and dtype of each part, by name.
-        items: Work items.
-        base_items: Those of level 0, which come first.
-        streams: How many.
-        values: Elements of all values together.
-        slots: Of all pieces.
+        items: Number of work items.
+        base_items: Number of work items of level 0, which come first.
+        streams: Number of streams.
+        values: Number of values of all chunks.
+        slots: Number of slots of all chunks.
         wide: Whether values are int32, else int16.
-        blocks: Of the inverse transform.
-        escaping: Chunks with escapes.
+        blocks: Number of token blocks of the inverse transform.
+        escaping: Number of chunks with escapes.
     """
 
     pieces: tuple[ParsedChunk, ...]
@@ -200,7 +201,7 @@ class DeviceBatch:
     escaping: int
 
     def of(self, buffer: Tensor, name: str) -> Tensor:
-        """Find a part."""
+        """Return a part of a buffer laid out like this one."""
         at, length, dtype = self.parts[name]
         return buffer[at : at + length].view(dtype)
 
@@ -208,7 +209,10 @@ class DeviceBatch:
 def stage(
     parsed: Sequence[ParsedChunk], header: Header, *, rows: int, origin: int = 0, pinned: bool = False
 ) -> DeviceBatch:
-    """Lay pieces out."""
+    """Lay chunks out in one buffer.
+
+    ``rows``: tokens of a block of the inverse transform; ``origin``: index of the first token in the output.
+    """
     table = _Tables()
     for index, piece in enumerate(parsed):
         table.add(index, piece, header.levels[piece.piece.level].step, rows, origin)
@@ -242,7 +246,7 @@ def stage(
 
 
 class _Tables:
-    """The descriptors of a batch while it grows; fields are those of ``decode_kernels``'s STREAM_FIELDS and its kin."""
+    """Builds a batch's descriptors; ``decode_kernels`` describes their fields, see STREAM_FIELDS there."""
 
     def __init__(self) -> None:
         self.streams: list[list[int]] = []
@@ -289,7 +293,7 @@ class _Tables:
         starts = np.zeros(lanes + 1, np.uint32)
         np.cumsum(part.counts, dtype=np.uint32, out=starts[1:])
         needed = -(-len(piece.parts[level - 1].states) // BLOCK) if level else 0
-        words = part.words if len(part.words) else np.zeros(1, np.uint16)  # there must be one to read
+        words = part.words if len(part.words) else np.zeros(1, np.uint16)  # kernels always read one
         self.streams.append(
             [
                 self._at16, len(words) - 1, self._at32, self._at32 + lanes, lanes, len(entries), self._at_entry,
@@ -313,7 +317,7 @@ class _Tables:
         self._items[level] += [(stream, block) for block in range(-(-lanes // BLOCK))]
 
     def arrays(self, header: Header) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
-        """Every part of the buffer by name."""
+        """Return dtype and arrays of every part of the buffer by name."""
         where = np.concatenate(self._ids)
         ids = header.info.token_ids
         token_ids = np.zeros(len(where), np.int32) if ids is None else np.asarray(ids, np.int32)[where]

@@ -1,4 +1,4 @@
-"""Streams of a GPU, or nothing where Triton's kernels run in its interpreter: there, everything happens in order."""
+"""GPU streams and events; they do nothing in Triton's interpreter, where everything runs in order."""
 
 from __future__ import annotations
 
@@ -16,62 +16,62 @@ if TYPE_CHECKING:
 
 
 class StreamEvent:
-    """A point in a queue, as ``torch.cuda.Event``: reached once everything queued before it is done."""
+    """A point in a stream, as ``torch.cuda.Event``: reached once everything queued before it is done."""
 
     def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
-        """Keep the event.
+        """Wrap a CUDA event.
 
         Args:
             event: None where there is nothing to wait for.
-            device: Of the event.
+            device: Device of the event.
         """
         self._event, self._device = event, device
 
     def wait(self) -> None:
-        """Block until it is reached."""
+        """Block until the event is reached."""
         if self._event is not None:
             self._event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let a stream go on only once it is reached; the caller does not wait.
+        """Make a stream wait for the event; the caller does not wait.
 
         Args:
-            stream: None for the device's current one.
+            stream: None for the device's current stream.
         """
         if self._event is not None:
             (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
 
 
 class Queue:
-    """A stream of a device."""
+    """A stream of a GPU; without effect on the processor."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open a stream; on the processor there is none."""
+        """Open a stream."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def run(self) -> AbstractContextManager[object]:
-        """Enter the queue."""
+        """Return a context in which work is queued on this stream."""
         if self._stream is None:
             return nullcontext()
         return cast("AbstractContextManager[object]", torch.cuda.stream(self._stream))
 
     def record(self) -> StreamEvent:
-        """Record this point."""
+        """Record an event after the work queued so far."""
         return StreamEvent() if self._stream is None else StreamEvent(self._stream.record_event(), self._device)
 
     def after(self, event: StreamEvent) -> None:
-        """Let what follows wait for an event of another queue."""
+        """Make later work wait for an event of another queue."""
         event.hold(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
-        """Tell the allocator that this queue uses a tensor that was allocated for another."""
+        """Tell the allocator that this queue uses a tensor allocated on another."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
 def current_event(device: torch.device) -> StreamEvent:
-    """Record this point of the caller's own stream."""
+    """Record an event on the caller's current stream."""
     return (
         StreamEvent(torch.cuda.current_stream(device).record_event(), device)
         if device.type == "cuda"
@@ -80,32 +80,37 @@ def current_event(device: torch.device) -> StreamEvent:
 
 
 MISCOUNTED, DAMAGED, STALLED = 1, 2, 3
-"""What kernels say of a chunk, the worst counting: escapes and their list differ in number; a lane did not end as it
-began; the level below never came."""
+"""Kernels' flags of a chunk, the worst one counts: the number of escapes differs from their list's; a lane does not end
+in the state it began with; the level below never came."""
 
 
 class Pending:
-    """Chunks whose decoding is under way.
+    """Chunks that are being decoded.
 
     Attributes:
-        done: Reached when all are there.
-        layers: Likewise for each layer of the cache; those of the first come first.
+        done: Reached when all chunks are decoded.
+        layers: Reached when all chunks are decoded in a layer, for each layer of the cache; first layers come first.
     """
 
     def __init__(self, done: StreamEvent, layers: list[StreamEvent], flags: list[tuple[Tensor, list[int]]]) -> None:
-        """Keep what to wait for.
+        """Take the events and flags to wait for.
 
         Args:
-            done: Reached when all are there.
-            layers: Likewise for each layer of the cache.
-            flags: int32 on the host, complete once done is reached, and the chunks that they are of.
+            done: As the attribute.
+            layers: As the attribute.
+            flags: int32 ``[chunks]`` on the host, complete once ``done`` is reached, with the chunks' indices.
         """
         self.done = done
         self.layers = layers
         self._flags = flags
 
     def wait(self) -> None:
-        """Block until all is there; raises what went wrong with a chunk, whose output was then left alone."""
+        """Block until all chunks are decoded.
+
+        Raises:
+            CorruptError: A chunk is damaged; its output is unchanged.
+            KvwireError: A kernel gave up waiting for a level.
+        """
         self.done.wait()
         for flags, chunks in self._flags:
             for flag, chunk in zip(flags.tolist(), chunks, strict=True):

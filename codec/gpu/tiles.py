@@ -1,6 +1,7 @@
-"""Where a group's elements go: tiles of pairs of dimensions, which the last kernel of a GPU's decoding writes.
+"""Tiles of pairs of dimensions, which the last kernel of a GPU's decoding writes.
 
-What rotates together is a pair; dimensions that do not rotate are taken as two halves, so that one kernel serves both.
+A pair is two dimensions that rotate together. Dimensions that do not rotate are paired as two halves, so that one
+kernel serves both.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 MOST_PAIRS = 64
 """Pairs of a tile: both halves of a head of 128."""
 LEAST_PAIRS = 16
-"""The narrowest product that tensor cores take."""
+"""The narrowest product of tensor cores."""
 _ALIGN = 8
-"""Elements that columns and outputs must be multiples of for 16-byte accesses."""
+"""Columns and outputs must be multiples of this many elements for 16-byte accesses."""
 _MOST_TILES = 65535
-"""A launch's second dimension."""
+"""CUDA's limit of a launch's second dimension."""
 _ALIGNED_FIELDS = [3, 6, 7, 8, 9, 10, 11, 12, 13]
 _ADDRESSES = [0, 1, 17]
 
@@ -39,9 +40,9 @@ class Plan(NamedTuple):
 
     Attributes:
         first: Index of its first tile.
-        tiles: How many.
-        stride: Between the dimensions of a pair's side.
-        groups: Whose tiles they are.
+        tiles: Number of tiles.
+        stride: Distance between neighbouring pairs' dimensions.
+        groups: Indices of the tiles' groups.
     """
 
     first: int
@@ -52,12 +53,12 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Every tile of an output, and launches.
+    """The tiles of an output and their launches.
 
     Attributes:
         table: int64 ``[tiles, fields]`` on the host, see ``reconstruct_kernels.TILE_FIELDS``.
         plans: The launches.
-        pairs: Of the widest tile, a power of two.
+        pairs: Pairs of the widest tile, rounded up to a power of two.
         aligned: Whether all rows and outputs allow 16-byte accesses.
     """
 
@@ -68,7 +69,7 @@ class Tiles:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of dimensions ``(a + stride * j, b + stride * j)`` of a head; angle: first cosine of them, or -1."""
+    """Pairs of dimensions ``(a + stride * j, b + stride * j)`` of a head; ``angle``: first cosine's index, or -1."""
 
     a: int
     b: int
@@ -79,7 +80,7 @@ class _Pairs(NamedTuple):
 
 
 def angle_columns(ropes: Sequence[RopeRegime]) -> list[int]:
-    """Find where each regime's angles begin in a token's row of them."""
+    """Return where each regime's angles begin in a token's row of angles, and the row's length."""
     return [int(at) for at in np.cumsum([0, *(regime.rotary_dim // 2 for regime in ropes)])]
 
 
@@ -93,7 +94,7 @@ def tiles_of(
     launches: int,
     addition: int = 0,
 ) -> Tiles:
-    """Lay out the tiles of some groups, first layers first."""
+    """Lay out the tiles of some groups in about ``launches`` launches, first layers first."""
     order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.groups[index].planes))
     size = max(1, -(-len(order) // launches))
     rows: list[list[int]] = []
@@ -117,7 +118,7 @@ def tiles_of(
 def _rows_of(
     index: int, loaded: DeviceProfile, out: KVCache | PagedKVCache, meta: CacheMeta, *, rotated: bool, addition: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Stride and row of the table of every tile of a group."""
+    """Yield stride and table row of every tile of a group."""
     group = loaded.groups[index]
     rows, predictor = _address(group.rows), _address(group.predictor)
     features = 0 if group.predictor is None else loaded.features
@@ -148,7 +149,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def strides_of(out: KVCache | PagedKVCache, plane: Plane) -> tuple[Tensor, int, int, int]:
-    """Find a plane's tensor."""
+    """Return a plane's tensor and its strides of a head, a token and a page (0 where it has no pages)."""
     target = (out.keys if plane[0] == "key" else out.values)[plane[1]]
     if isinstance(out, PagedKVCache):
         return target, target.stride(2), target.stride(1), target.stride(0)
@@ -156,7 +157,7 @@ def strides_of(out: KVCache | PagedKVCache, plane: Plane) -> tuple[Tensor, int, 
 
 
 def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, rotated: bool) -> Iterator[_Pairs]:
-    """A head's dimensions in pairs."""
+    """Yield a head's dimensions in pairs."""
     rotary = meta.layers[plane[1]].rotary(plane[0]) if rotated else None
     if rotary is None:
         yield from _halves(0, dim)
@@ -172,7 +173,7 @@ def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, rotated: bool) -> Iter
 
 
 def _halves(start: int, stop: int) -> Iterator[_Pairs]:
-    """Dimensions that do not rotate."""
+    """Yield dimensions that do not rotate, paired as two halves."""
     if start < stop:
         half = (stop - start + 1) // 2
         yield _Pairs(start, start + half, half, stop - start - half, 1, -1)

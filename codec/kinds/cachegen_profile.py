@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvwire.codec.backend import Side, plane_width, planes_of
-from kvwire.codec.entropy.range_coder import sound
+from kvwire.codec.entropy.range_coder import are_valid
 from kvwire.codec.format.arrays import pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS, MAX_LEVELS
 from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
@@ -214,5 +214,5 @@ def _check(profile: CacheGenProfile) -> None:
     if not 1 <= levels <= MAX_LEVELS or shapes != wanted:
         raise CorruptError("the CacheGen profile's arrays do not fit its layers and levels; fetch it again")
     bins = np.array([profile.bins(level) for level in range(levels)])
-    if not (np.isfinite(bins) & (bins > 0)).all() or not (sound(profile.anchors) and sound(profile.deltas)):
+    if not (np.isfinite(bins) & (bins > 0)).all() or not (are_valid(profile.anchors) and are_valid(profile.deltas)):
         raise CorruptError("the CacheGen profile's bins or frequencies are impossible; fetch it again")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.codec.entropy import exponent_kernels
-from kvwire.codec.entropy.tables import ALPHABET, _normalise
+from kvwire.codec.entropy.tables import ALPHABET, normalise
 from kvwire.codec.kinds.lossless_grid import FLIP, MAX_CLASSES, ClassTables, escaped_in
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def cluster(symbols: list[NDArray[np.uint8]]) -> tuple[list[NDArray[np.int64]], 
             own[first : first + _BATCH] = (counts @ costs.T).argmin(axis=1)
             sums += _sums(counts, own[first : first + _BATCH], wanted)
     used = sums.any(axis=1)
-    tables = ClassTables.of(np.stack([_normalise(row, row > 0) for row in sums[used]]))
+    tables = ClassTables.of(np.stack([normalise(row, row > 0) for row in sums[used]]))
     return [(np.cumsum(used) - 1)[own] for own in chosen], tables
 
 

@@ -1,1 +1,1 @@
-"""What is known of a document's cache before anything is decoded."""
+"""Predict a document's cache before anything is decoded."""

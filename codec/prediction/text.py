@@ -1,9 +1,9 @@
-"""What a document's text says of its cache, before anything is decoded.
+"""Predict a document's cache from its text.
 
-The profile's table holds a few numbers for each token of the vocabulary, a group's predictor turns them into expected
-keys and values of every layer. A profile with a head start adds the hidden states after the model's first layers, which
-the engine computes anew. Encoder and decoder take the same expectation away and put it back; only what differs from it
-is coded.
+The profile's table holds a few numbers for each token of the vocabulary; a group's predictor turns them into expected
+keys and values of every layer. A profile with prefix layers adds the hidden states after the model's first layers,
+which the engine recomputes. The encoder subtracts the prediction and the decoder adds it back; only the difference is
+coded.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.profile import Profile
 
 _SLOT_BYTES, _NUMBER_BYTES = 4, 2
-"""What ``Expectations`` keep for a token, and for each of its numbers."""
+"""Bytes that ``Expectations`` take for a token, and for each of its expected elements."""
 _TOKENS = 32
-"""Whose rows are computed in one step: some milliseconds."""
+"""Tokens whose rows are computed in one step: some milliseconds."""
 
 
 class TextPredictor:
-    """What a blob's encoder and decoder know of a document besides its cache, checked against the profile.
+    """A document's inputs to the prediction, checked against the profile.
 
     Attributes:
-        profile: That predicts.
+        profile: The profile that predicts.
         token_ids: int64 ``[tokens]``; None where the profile needs none.
-        hidden: float32 ``[tokens, hidden_size]``, what the engine's prefix layers made of the text; None where the
-            profile has none.
-        sinks: Places of attention sinks, which encoders leave out of the segments.
+        hidden: float32 ``[tokens, hidden_size]`` after the prefix layers; None where the profile has none.
+        sinks: Token indices of attention sinks, which encoders leave out of the segments.
     """
 
     sinks: tuple[int, ...] = ()
@@ -46,15 +45,15 @@ class TextPredictor:
     def __init__(
         self, profile: Profile, tokens: int, token_ids: tuple[int, ...] | None, hidden: Tensor | None = None
     ) -> None:
-        """Check what the profile needs."""
+        """Check the inputs that the profile needs."""
         self.profile = profile
         self.token_ids = None if profile.table is None else _known_ids(profile.table, tokens, token_ids)
         self.hidden = _known_hidden(profile, tokens, hidden)
 
     def expected(self, group: int, start: int, stop: int) -> tuple[Tensor, NDArray[np.uint32]]:
-        """Predict a group's elements.
+        """Predict a group's elements: rows ``[n, width]`` and each token's row index.
 
-        Rows are bfloat16 numbers, so that encoder and decoder agree even where products are summed in another order.
+        Rows are rounded to bfloat16, so that encoder and decoder agree even if they sum products in another order.
         """
         tokens = stop - start
         chosen = self.profile.groups[group]
@@ -70,19 +69,19 @@ class TextPredictor:
         return rows[torch.from_numpy(index.astype(np.int64))].float() + addition, np.arange(tokens, dtype=np.uint32)
 
     def _of_tokens(self, group: int, token_ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint32]]:
-        """Rows as they are kept, or, where there is no room for all of them, copied together."""
+        """Return the cached rows without a copy, or copies where the cache has no room for all of them."""
         expectations = self.profile.expectations[group]
-        kept = expectations.kept(token_ids)
-        if kept is not None:
-            return kept
+        cached = expectations.cached(token_ids)
+        if cached is not None:
+            return cached
         unique, inverse = np.unique(token_ids, return_inverse=True)
         return expectations.rows(unique), inverse.astype(np.uint32)
 
 
 def expect_all(profile: Profile) -> Iterator[None]:
-    """Compute what every token of the vocabulary lets expect, some at a time, so that no document waits for it.
+    """Compute the expected rows of the whole vocabulary in steps, so that no document waits for them.
 
-    Where there is no room to keep all of it, nothing is computed: which tokens are frequent, documents must show.
+    If they do not all fit the cache, nothing is computed: only documents show which tokens are frequent.
     """
     if profile.table is None:
         return
@@ -92,11 +91,11 @@ def expect_all(profile: Profile) -> Iterator[None]:
 
 
 def expect(profile: Profile, token_ids: Sequence[int] | NDArray[np.int64]) -> Iterator[None]:
-    """Compute what a text's tokens let expect, as far as there is room to keep it, so that decoding need not."""
+    """Compute the expected rows of a text's tokens in steps while the cache has room, ahead of decoding."""
     if profile.table is None:
         return
     ids, first_at = np.unique(np.asarray(token_ids, np.int64), return_index=True)
-    ids = ids[np.argsort(first_at)]  # what stands first is decoded first
+    ids = ids[np.argsort(first_at)]  # first tokens are decoded first
     ids = ids[(ids >= 0) & (ids < len(profile.table))]
     for first in range(0, len(ids), _TOKENS):
         for expectations in profile.expectations:

@@ -1,7 +1,7 @@
-"""Planes that a profile transforms together: their mean, their synthesis rows and the metric of their errors.
+"""Groups of planes that a profile transforms together: mean, synthesis rows and metric of errors.
 
-Rows, predictor and metric are whole numbers times a step for each row and one for each column, where a fit rounded them
-to such: so profiles store them.
+A fit rounds rows and predictor to whole numbers times a step per row and a step per column, and metrics to rounded
+Cholesky factors; profiles store them so.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 
 LARGEST = 32767
-"""Largest entry."""
+"""Largest entry: int16."""
 SMALL = 127
 """Entries up to this fit one byte."""
 FIRM = 1e-2
-"""Of the rows' Cholesky factor, smallest over largest diagonal from which on float32 solves as well as it can store."""
+"""Least ratio of smallest to largest diagonal entry in the Cholesky factor of the rows' Gram matrix at which a float32
+solution is as accurate as float32 storage."""
 MOST_PIECES = 14
-"""Pieces of a group's rows: a file has at most 16 sections."""
+"""Most pieces of a group's rows: a file has at most 16 sections."""
 ROWS_BYTES = 64 << 20
-"""Memory of a profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
+"""Bytes that a profile's cached expected rows may take; they pay because most tokens of a text are frequent ones."""
 _BLOCK = 128
-"""Rows computed at a time: what float64 takes stays small against a chunk."""
+"""Rows computed at a time: their float64 copies stay small compared with a chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class QuantisedMatrix:
     column_steps: NDArray[np.float32]
 
     def values(self) -> torch.Tensor:
-        """The matrix as the codec uses it."""
+        """Multiply out to bfloat16 ``[rows, columns]``."""
         out = torch.from_numpy(self.entries).float()
         out *= torch.from_numpy(self.row_steps)[:, None]
         out *= torch.from_numpy(self.column_steps)
@@ -67,13 +68,13 @@ def wide_rows(entries: NDArray[np.int16]) -> int:
 
 
 def pieces(cuts: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
-    """Cut a group's rows into pieces: one for each level, and one for what no level needs, as far as there are rows."""
+    """Cut a group's rows into non-empty pieces: one for each level's additional rows, and one for the rest."""
     ends = [cut for cut in itertools.accumulate(cuts[: MOST_PIECES - 1], max) if cut < rank]
     return list(itertools.pairwise([0, *ends, rank]))
 
 
 def zigzag(entries: NDArray[np.int16]) -> NDArray[np.uint16]:
-    """Zigzag: number integers 0, -1, 1, -2, 2, ..., so that the upper bytes of small ones are 0."""
+    """Number the integers 0, -1, 1, -2, 2, ..., so that small ones have upper bytes of 0."""
     return ((entries << 1) ^ (entries >> 15)).view(np.uint16)
 
 
@@ -84,7 +85,7 @@ def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """The metric of one plane by its Cholesky factors: entry times step of its row, below and on each diagonal.
+    """A plane's metric as lower Cholesky factors, one for each head: entries times the step of their row.
 
     Attributes:
         entries: int8 ``[heads, dim * (dim + 1) / 2]``, row by row.
@@ -96,7 +97,7 @@ class Factor:
 
     @cached_property
     def metric(self) -> NDArray[np.float32]:
-        """Multiplied out: float32 ``[heads, dim, dim]``, symmetric and never indefinite."""
+        """The metric, float32 ``[heads, dim, dim]``, symmetric and positive semidefinite."""
         heads, dim = self.steps.shape
         if self.entries.shape != (heads, dim * (dim + 1) // 2):
             msg = "a metric's factor in the profile has another shape than its steps; fetch the profile again"
@@ -104,7 +105,7 @@ class Factor:
         out, (rows, columns) = np.empty((heads, dim, dim), np.float32), np.tril_indices(dim)
         for head in range(heads):
             lower = np.zeros((dim, dim), np.float32)
-            with np.errstate(over="ignore", invalid="ignore"):  # readers check what comes out
+            with np.errstate(over="ignore", invalid="ignore"):  # readers check the result
                 lower[rows, columns] = self.entries[head] * self.steps[head, rows]
                 out[head] = np.tril(lower @ lower.T)
             out[head] += np.tril(out[head], -1).T
@@ -113,12 +114,12 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class SteppedGroup:
-    """What a group's matrices were rounded to; the group has the same as numbers.
+    """A group's rounded matrices as they are stored; the group holds their values.
 
     Attributes:
-        rows: Of the synthesis.
-        predictor: None where the text says nothing.
-        factors: Of each plane's metric; None for a diagonal one.
+        rows: The synthesis rows.
+        predictor: The predictor; None where the group has none.
+        factors: The factors of each plane's metric; None for a diagonal metric.
     """
 
     rows: QuantisedMatrix
@@ -126,17 +127,17 @@ class SteppedGroup:
     factors: tuple[Factor | None, ...]
 
 
-def _nothing() -> NDArray[np.float32]:
+def _empty() -> NDArray[np.float32]:
     return np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What encoding solves of a group, and for which rows and metric.
+    """Matrices that encoding computes from a group's rows and metric.
 
     Attributes:
-        rows: The group's.
-        metric: The group's.
+        rows: The group's rows.
+        metric: The group's metric.
         analysis: See ``Group.analysis``.
         gram: See ``Group.gram``.
     """
@@ -147,7 +148,7 @@ class Solution:
     gram: torch.Tensor
 
     def is_of(self, rows: torch.Tensor, metric: tuple[NDArray[np.float32], ...]) -> bool:
-        """Whether these are the same memory."""
+        """Return whether rows and metric are the same memory as these."""
         return rows.data_ptr() == self.rows.data_ptr() and rows.shape == self.rows.shape and metric is self.metric
 
 
@@ -156,21 +157,21 @@ class Group:
     """Planes (keys or values of some layers) that are transformed together.
 
     Attributes:
-        planes: Each one's elements follow each other, KV head by KV head; width is their sum.
+        planes: The planes in the order of their elements, each KV head by KV head; width is their sum.
         mean: float32 ``[width]``.
         spread: int16 ``[rank]``, each coefficient's class at step 1.
-        rows: Synthesis, bfloat16 ``[rank, width]``: products with quantised values are exact in float32. None for the
-            identity.
+        rows: Synthesis rows, bfloat16 ``[rank, width]``: products with quantised values are exact in float32. None for
+            the identity.
         row_scale: float32 ``[width]`` of the identity; None for a basis.
-        metric: The attention metric of each plane, symmetric blocks ``[heads, dim, dim]`` or a diagonal ``[width of the
-            plane]``; the encoder's only.
-        predictor: bfloat16 ``[features, width]``, what the text says of the elements; None where it says nothing.
-        stepped: What rows, predictor and metric were rounded to, for the file; None where they were not.
-        solved: What encoding solved of rows and metric, kept where a group is replaced by one with other notes.
-        cuts: How many rows, the first ones, suffice for each level of most texts, coarsest first; at most ``rank``. So
-            a file has the rows in pieces, and who reads coarse levels fetches the first ones.
+        metric: The metric of each plane's errors, symmetric blocks ``[heads, dim, dim]`` or a diagonal ``[width of the
+            plane]``; only encoders use it.
+        predictor: bfloat16 ``[features, width]``, from features of the text to elements; None without prediction.
+        stepped: The rounded matrices for the file; None where rows, predictor and metric are not rounded.
+        solved: Cache of the ``Solution``, shared with copies of the group.
+        cuts: Number of first rows that suffice for each level of most texts, coarsest first, at most ``rank``. Files
+            store the rows in pieces cut there, and readers of coarse levels fetch only the first ones.
         sink: float32 ``[width]``, the mean of attention sinks, un-rotated; empty where none is known.
-        sink_steps: float32 ``[width]``, in which blobs count what a sink differs by; empty likewise.
+        sink_steps: float32 ``[width]``, steps of the stored difference of a sink from ``sink``; empty likewise.
     """
 
     planes: tuple[Plane, ...]
@@ -182,65 +183,65 @@ class Group:
     predictor: torch.Tensor | None = None
     stepped: SteppedGroup | None = None
     cuts: tuple[int, ...] = ()
-    sink: NDArray[np.float32] = field(default_factory=_nothing)
-    sink_steps: NDArray[np.float32] = field(default_factory=_nothing)
+    sink: NDArray[np.float32] = field(default_factory=_empty)
+    sink_steps: NDArray[np.float32] = field(default_factory=_empty)
     solved: dict[str, Solution] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
-        """Coefficients for one token."""
+        """Number of coefficients for one token."""
         return len(self.spread)
 
     @property
     def width(self) -> int:
-        """Elements for one token."""
+        """Number of elements for one token."""
         return len(self.mean)
 
     @property
     def is_identity(self) -> bool:
-        """Whether coefficients are elements, scaled, and there are no rows."""
+        """Whether coefficients are scaled elements, without rows."""
         return self.row_scale is not None
 
     @property
     def scales(self) -> NDArray[np.float32]:
-        """The identity's scale for each element."""
+        """The scale of each element; only for the identity."""
         return cast("NDArray[np.float32]", self.row_scale)
 
     @property
     def loaded_rows(self) -> int:
-        """The rows that can be had without fetching any."""
+        """Number of rows that are available without fetching."""
         return self.rank
 
     def first_rows(self, count: int) -> torch.Tensor:
-        """The synthesis of the first coefficients; needs a basis."""
+        """Return the first synthesis rows, bfloat16 ``[count, width]``; not for the identity."""
         return cast("torch.Tensor", self.rows)[:count]
 
     def first_synthesis(self, count: int) -> torch.Tensor:
-        """The same in float32."""
+        """Return the first synthesis rows in float32; not for the identity."""
         return cast("torch.Tensor", self.synthesis)[:count]
 
     @cached_property
     def synthesis(self) -> torch.Tensor | None:
-        """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
+        """The synthesis rows in float32 ``[rank, width]``; None for the identity."""
         return None if self.rows is None else self.rows.float()
 
     @property
     def analysis(self) -> torch.Tensor | None:
-        """float32 ``[width, rank]``, elements to the coefficients whose synthesis lies nearest in the metric.
+        """float32 ``[width, rank]``, from elements to the coefficients whose synthesis is nearest in the metric.
 
-        The basis was orthonormal in the metric before its rows were rounded. What rounding added matters in directions
-        that attention hardly weighs, so the coefficients solve the normal equations of the rows as stored.
+        The rows were orthonormal in the metric before rounding. Rounding errors are large in directions that the metric
+        hardly weighs, so the coefficients solve the normal equations of the stored rows. None for the identity.
         """
         return None if self.synthesis is None else self._solution.analysis
 
     @property
     def gram(self) -> torch.Tensor:
-        """float32 ``[rank, rank]``, products of the rows in the metric: their rounding took them off orthonormal."""
-        return self._solution.gram  # the identity has none
+        """float32 ``[rank, rank]``, the rows' Gram matrix in the metric, no longer the unit matrix after rounding."""
+        return self._solution.gram  # not for the identity
 
     @property
     def _solution(self) -> Solution:
-        """Solved once for these rows and this metric: a group that only knows other cuts keeps it."""
+        """The solution for these rows and this metric, computed once for all copies of the group."""
         known, rows = self.solved.get("solution"), cast("torch.Tensor", self.rows)
         if known is None or not known.is_of(rows, self.metric):
             found = solve(cast("torch.Tensor", self.synthesis), tuple(map(torch.from_numpy, self.metric)))
@@ -249,9 +250,9 @@ class Group:
 
     @cached_property
     def metric_runs(self) -> tuple[torch.Tensor, ...]:
-        """``metric``, with neighbours of one shape joined: one product for many planes costs half of one for each.
+        """``metric`` with neighbours of equal shape joined: one product for several planes costs half as much.
 
-        Blocks ``[heads of all, dim, dim]`` or a diagonal ``[width of all]``.
+        Blocks are ``[heads of all, dim, dim]`` or a diagonal ``[width of all]``.
         """
         parts = map(torch.from_numpy, self.metric)
         return tuple(torch.cat(list(run)) for _, run in itertools.groupby(parts, key=lambda part: part.shape[1:]))
@@ -259,19 +260,14 @@ class Group:
     @cached_property
     def halved_analysis(self) -> torch.Tensor:
         """``analysis`` in bfloat16."""
-        return cast("torch.Tensor", self.analysis).bfloat16()  # the identity has none
-
-
-def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Compute ``Group.analysis`` on the device of its input."""
-    return solve(synthesis, metric)[0]
+        return cast("torch.Tensor", self.analysis).bfloat16()  # not for the identity
 
 
 def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``Group.analysis`` and ``Group.gram`` on the device of their input.
+    """Compute ``Group.analysis`` and ``Group.gram`` on the device of the input.
 
-    Rows that a fit rounded stay nearly orthonormal: float32 then loses no more than storing the result does, in half
-    the time. Others take float64.
+    Rows rounded by a fit stay nearly orthonormal: float32 then loses no more than storing the result and takes half the
+    time. Others take float64.
     """
     dual = weighted(synthesis, metric)
     gram = synthesis @ dual
@@ -292,7 +288,7 @@ def solve_precisely(synthesis: torch.Tensor, dual: torch.Tensor) -> torch.Tensor
 
 
 def weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Multiply rows by the metric."""
+    """Multiply rows by the metric, ``[width, rank]``."""
     out = synthesis.new_empty(synthesis.shape[::-1])
     start = 0
     for block in metric:
@@ -306,43 +302,43 @@ def weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch
 
 
 class Expectations:
-    """Expected elements of one group by token, computed on first use and kept while there is room.
+    """Expected elements of one group by token, computed on first use and cached while there is room.
 
-    Several threads may ask at a time. The lock guards the slots alone. Rows are computed outside it, so two threads may
-    compute the same row, and then get the same numbers. A row that has a slot never changes.
+    Several threads may use it. The lock guards only the slots. Rows are computed outside it, so two threads may compute
+    the same row, with equal results. A row with a slot never changes.
     """
 
     def __init__(self, group: Group, table: NDArray[np.int8], room_bytes: int) -> None:
-        """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups."""
+        """Allocate at most the room: a small file may claim a large vocabulary for many groups."""
         self._table = table
         self._mean = torch.from_numpy(group.mean).double()
-        predictor = cast("Tensor", group.predictor)  # a group without one expects its mean
+        predictor = cast("Tensor", group.predictor)  # groups without one are not looked up
         self._predictor = predictor[: table.shape[1]].double()
         slots = len(table) if 4 * len(table) < room_bytes else 0
         capacity = min(slots, (room_bytes - 4 * slots) // (2 * group.width))
-        self._kept = torch.empty(capacity, group.width, dtype=torch.bfloat16)
+        self._cached_rows = torch.empty(capacity, group.width, dtype=torch.bfloat16)
         self._slots = np.full(slots, -1, np.int32)
         self._used = 0
         self._lock = lock_of_process()
 
     def rows(self, token_ids: NDArray[np.int64]) -> Tensor:
-        """Look up or compute the rows of some tokens."""
+        """Look up or compute the rows of some tokens, float32 ``[tokens, width]``."""
         if not len(self._slots):
             return self._compute(token_ids).float()
         with self._lock:
             slots = self._slots[token_ids]
         missing = token_ids[slots < 0]
         if not len(missing):
-            return self._kept[torch.from_numpy(slots)].float()
+            return self._cached_rows[torch.from_numpy(slots)].float()
         computed = self._compute(missing)
-        self._keep(missing, computed)
-        out = torch.empty(len(token_ids), self._kept.shape[1])
+        self._store(missing, computed)
+        out = torch.empty(len(token_ids), self._cached_rows.shape[1])
         out[torch.from_numpy(slots < 0)] = computed.float()
-        out[torch.from_numpy(slots >= 0)] = self._kept[torch.from_numpy(slots[slots >= 0])].float()
+        out[torch.from_numpy(slots >= 0)] = self._cached_rows[torch.from_numpy(slots[slots >= 0])].float()
         return out
 
-    def kept(self, token_ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint32]] | None:
-        """Show the rows of some tokens where they are kept: nothing is copied."""
+    def cached(self, token_ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.uint32]] | None:
+        """Return the cached rows without a copy, and each token's index; None where not all tokens fit the cache."""
         if not len(self._slots):
             return None
         with self._lock:
@@ -351,26 +347,26 @@ class Expectations:
             self.rows(np.unique(token_ids[slots < 0]))
             with self._lock:
                 slots = self._slots[token_ids]
-        return None if slots.min(initial=0) < 0 else (self._kept, slots.astype(np.uint32))
+        return None if slots.min(initial=0) < 0 else (self._cached_rows, slots.astype(np.uint32))
 
     def missing(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tell which rows there is still room to compute and keep."""
+        """Return the tokens without a cached row for which there is still room."""
         if not len(self._slots):
             return token_ids[:0]
         with self._lock:
-            return token_ids[self._slots[token_ids] < 0][: len(self._kept) - self._used]
+            return token_ids[self._slots[token_ids] < 0][: len(self._cached_rows) - self._used]
 
-    def _keep(self, token_ids: NDArray[np.int64], computed: Tensor) -> None:
-        """Give rows a slot while there is room, but for those that another thread has kept by now."""
+    def _store(self, token_ids: NDArray[np.int64], computed: Tensor) -> None:
+        """Cache rows while there is room, except those that another thread has cached meanwhile."""
         with self._lock:
-            fresh = np.flatnonzero(self._slots[token_ids] < 0)[: len(self._kept) - self._used]
+            fresh = np.flatnonzero(self._slots[token_ids] < 0)[: len(self._cached_rows) - self._used]
             stop = self._used + len(fresh)
-            self._kept[self._used : stop] = computed[torch.from_numpy(fresh)]
+            self._cached_rows[self._used : stop] = computed[torch.from_numpy(fresh)]
             self._slots[token_ids[fresh]] = np.arange(self._used, stop)
             self._used = stop
 
     def _compute(self, token_ids: NDArray[np.int64]) -> Tensor:
-        """In float64 and rounded once, so that a token's row does not depend on those computed with it."""
+        """Compute rows in float64 and round once, so that a token's row does not depend on the others computed."""
         out = torch.empty(len(token_ids), len(self._mean), dtype=torch.bfloat16)
         for start in range(0, len(token_ids), _BLOCK):
             features = torch.from_numpy(self._table[token_ids[start : start + _BLOCK]]).double()

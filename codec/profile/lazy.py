@@ -1,7 +1,7 @@
-"""Profiles of which only the first sections are read: the rest is fetched when something needs it.
+"""Lazy profiles: the first sections are read at once, the others on demand.
 
-A reader of coarse levels needs a group's first rows alone, and no metric. Whatever asks for more gets more, so a lazy
-profile does everything that a whole one does.
+A reader of coarse levels needs only a group's first rows, and no metric. All other access fetches what is missing, so a
+lazy profile can do everything that a whole one can.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvwire.types import LayerSpec
 
     Fetch = Callable[[Sequence[Section]], list[bytes]]
-    """Reads sections that follow each other, and compares each with its digest."""
+    """Reads consecutive sections and compares each with its digest."""
 
 _MATRIX = 2
 _PIECE = re.compile(r"g([0-9]+)\.rows([0-9]+)(_wide)?")
@@ -51,22 +51,22 @@ _BAD = (KeyError, TypeError, ValueError, OverflowError)
 
 
 def open_profile(outline: bytes, digest: str, fetch: Fetch, level: int = 0) -> Profile:
-    """Open a stored profile that has sections and read what the first levels need.
+    """Open a stored profile that has sections and read the sections of the first levels.
 
     Args:
-        outline: What stands before the first section, already compared with its digest; see ``Profile.outline``.
-        digest: The profile's.
-        fetch: Reads sections; may be called later, from any thread.
-        level: Up to which level to read now.
+        outline: The bytes before the first section, already compared with their digest; see ``Profile.outline``.
+        digest: The profile's digest.
+        fetch: Reads sections; may be called later from any thread.
+        level: The last level whose rows are read now.
 
     Returns:
         The profile.
 
     Raises:
-        CorruptError: What was read is no profile.
+        CorruptError: The bytes are no profile.
         TruncatedError: The outline ends too early.
         FormatVersionError: A later version wrote it.
-        KvwireError: Whatever ``fetch`` raises.
+        KvwireError: ``fetch`` failed.
     """
     sections = Sections(describe(MAGIC, outline, "profile"), fetch)
     if not sections.have_all_rows:
@@ -84,7 +84,7 @@ def open_profile(outline: bytes, digest: str, fetch: Fetch, level: int = 0) -> P
 
 
 def _checked(data: bytes, digest: str) -> bytes:
-    """A whole file, compared with its digest: an outline alone proves no more than its name does."""
+    """Return a whole file after comparing it with its digest, which the outline's own digest does not replace."""
     if hashlib.sha256(data).hexdigest() != digest:
         msg = f"what was read as profile {digest[:12]} has another digest; copy it again from where it is whole"
         raise CorruptError(msg)
@@ -92,13 +92,13 @@ def _checked(data: bytes, digest: str) -> bytes:
 
 
 def loaded_part(profile: Profile) -> Profile:
-    """Take what is here of a profile, by the same name: for trial runs, which are to fetch nothing.
+    """Return the loaded part of a profile with the same digest, for trial runs that must not fetch.
 
     Args:
-        profile: Any.
+        profile: Any profile.
 
     Returns:
-        The profile; of a lazy one the rows that were read, with the unit matrix as metric.
+        The profile itself; for a lazy profile a copy of the rows read so far, with the unit matrix as metric.
     """
     if not isinstance(profile, LazyProfile):
         return profile
@@ -120,41 +120,41 @@ class LazyProfile(Profile):
 
     @cached_property
     def data(self) -> bytes:
-        """The file, fetched whole; what ``replace`` made of a lazy profile is packed anew."""
+        """The whole file, fetched; a copy made by ``replace`` is packed again."""
         whole: bytes = self._file() if "_file" in self.__dict__ else super().data
         return whole
 
 
 class Sections:
-    """The sections of one file, and how far their rows were read.
+    """The sections of one file, of which the first ones have been read.
 
     Attributes:
-        head: The file's.
-        groups: Those whose rows they hold, in order; each adds itself.
+        head: The file's JSON fields.
+        groups: The groups whose rows the sections hold, in order; each adds itself.
     """
 
-    def __init__(self, told: Description, fetch: Fetch) -> None:
-        """Read nothing yet."""
-        self._told, self._fetch, self.head = told, fetch, told.head
+    def __init__(self, file: Description, fetch: Fetch) -> None:
+        """Take the description; nothing is read yet."""
+        self._file, self._fetch, self.head = file, fetch, file.head
         self._lock = reentrant_lock_of_process()
         self._taken = 0
         self.groups: list[LazyGroup] = []
 
     @property
     def pieces(self) -> int:
-        """Sections with rows; the last section has none."""
-        return len(self._told.sections) - 1
+        """Number of sections with rows: all but the last."""
+        return len(self._file.sections) - 1
 
     @property
     def have_all_rows(self) -> bool:
-        """Whether the rows of all groups lie in pieces, as they do in files of ``fit_profile``'s profiles."""
-        names = {row[0] for row in self._told.listed}
+        """Whether all groups have rows in pieces, as in files of ``fit_profile``'s profiles."""
+        names = {row[0] for row in self._file.listed}
         return self.pieces > 0 and all(f"{name.partition('.')[0]}.rows_steps" in names for name in names if "." in name)
 
     def ends_of(self, index: int) -> list[int]:
-        """Tell where a group's pieces end, by the shapes of their arrays alone."""
+        """Return where a group's pieces end, by the shapes of their arrays."""
         counts = [0] * self.pieces
-        for name, _, shape, _ in self._told.listed:
+        for name, _, shape, _ in self._file.listed:
             piece = _PIECE.fullmatch(name)
             if piece and int(piece[1]) == index:
                 if len(shape) != _MATRIX or int(piece[2]) >= self.pieces:
@@ -163,13 +163,13 @@ class Sections:
         return list(itertools.accumulate(counts))
 
     def read(self, numbers: range) -> list[Arrays]:
-        """Fetch some sections that follow each other."""
-        sections = self._told.sections[numbers.start : numbers.stop]
+        """Fetch consecutive sections."""
+        sections = self._file.sections[numbers.start : numbers.stop]
         parts = zip(sections, self._fetch(sections), strict=True)
-        return [read_listed(each.listed, memoryview(data), "profile", packed=self._told.packed) for each, data in parts]
+        return [read_listed(each.listed, memoryview(data), "profile", packed=self._file.packed) for each, data in parts]
 
     def take(self, arrays: Arrays) -> None:
-        """Give the groups the rows of the next section."""
+        """Pass the next section's rows to the groups."""
         try:
             made = [group.made(self._taken, own_arrays(index, arrays)) for index, group in enumerate(self.groups)]
         except _BAD as error:
@@ -179,15 +179,15 @@ class Sections:
         self._taken += 1
 
     def need(self, group: LazyGroup, count: int) -> None:
-        """Fetch what a group's first rows lie in; several threads may ask for the same."""
+        """Fetch the sections up to a group's first ``count`` rows; several threads may call it."""
         while group.ready < count:
             with self._lock:
                 if group.ready < count:
                     self.take(self.read(range(self._taken, self._taken + 1))[0])
 
     @cached_property
-    def of_encoders(self) -> Arrays:
-        """The last section."""
+    def encoder_arrays(self) -> Arrays:
+        """Arrays of the last section, which only encoders need."""
         return self.read(range(self.pieces, self.pieces + 1))[0]
 
     def all(self) -> Arrays:
@@ -196,14 +196,14 @@ class Sections:
 
     def bytes(self) -> bytes:
         """Fetch all sections as they are stored."""
-        return b"".join(self._fetch(self._told.sections)) if self._told.sections else b""
+        return b"".join(self._fetch(self._file.sections)) if self._file.sections else b""
 
 
 class LazyGroup(Group):
-    """A group whose rows come in pieces, and whose metric is fetched by those who need it.
+    """A group whose rows are fetched in pieces and whose metric is fetched on first use.
 
     Attributes:
-        ready: How many of its rows are here.
+        ready: Number of rows that have been read.
     """
 
     ready: int
@@ -224,24 +224,24 @@ class LazyGroup(Group):
         *,
         layers: tuple[LayerSpec, ...],
     ) -> None:
-        """Read what does not lie in pieces."""
+        """Read the arrays of the first section, apart from rows."""
         own, planes = own_arrays(index, first), planes_of_json(raw)
-        told, ends = predictor_of(own), sections.ends_of(index)
+        predictor, ends = predictor_of(own), sections.ends_of(index)
         mean, spread = typed(own["mean"], "f2", "f4").astype(np.float32), typed(own["spread"], "i2")
-        self.__dict__.update(  # the class is frozen, and has its rows and its metric as properties
+        self.__dict__.update(  # the class is frozen, and rows and metric are properties
             planes=planes, mean=mean, spread=spread, row_scale=None, cuts=tuple(ends[:-1]), solved={},
-            predictor=None if told is None else told.values(), ready=0, _ends=ends, _sections=sections, _raw=raw,
-            _index=index, _layers=layers, _columns=steps_of(own["rows_columns"], 1),
+            predictor=None if predictor is None else predictor.values(), ready=0, _ends=ends, _sections=sections,
+            _raw=raw, _index=index, _layers=layers, _columns=steps_of(own["rows_columns"], 1),
             _steps=steps_of(own["rows_steps"], 1), **dict(zip(("sink", "sink_steps"), sink_of(own), strict=True)),
         )  # fmt: skip
         sections.groups.append(self)
 
     def has_sound_steps(self) -> bool:
-        """Whether rows and steps are as many as the classes, and as wide as the mean."""
+        """Return whether numbers of rows and steps equal the number of classes, and widths that of the mean."""
         return self._ends[-1] == self.rank == len(self._steps) and len(self._columns) == self.width
 
     def made(self, piece: int, own: Arrays) -> Tensor:
-        """Make the rows of a piece."""
+        """Multiply out and check the rows of a piece."""
         first, last = self._ends[piece - 1] if piece else 0, self._ends[piece]
         if first == last:
             return torch.empty(0, self.width, dtype=torch.bfloat16)
@@ -254,28 +254,28 @@ class LazyGroup(Group):
         return rows
 
     def take(self, piece: int, rows: Tensor) -> None:
-        """Take in the rows of a piece; again, where that was interrupted before."""
+        """Store the rows of a piece; may repeat an interrupted call."""
         end = self._ends[piece]
         self._buffer[end - len(rows) : end] = rows
         self.__dict__["ready"] = end
 
     @cached_property
     def _buffer(self) -> Tensor:
-        """Of all rows; what is not written yet takes no memory."""
+        """Room for all rows; unwritten pages take no memory."""
         return torch.empty(self.rank, self.width, dtype=torch.bfloat16)
 
     @property
     def loaded_rows(self) -> int:
-        """Those that were fetched."""
+        """Number of rows that have been read."""
         return self.ready
 
     def first_rows(self, count: int) -> Tensor:
-        """As of every group; fetches what is missing."""
+        """Return the first rows; fetches missing ones."""
         self._sections.need(self, count)
         return self._buffer[:count]
 
     def first_synthesis(self, count: int) -> Tensor:
-        """As of every group; fetches what is missing."""
+        """Return the first rows in float32; fetches missing ones."""
         self._sections.need(self, count)
         known: Tensor | None = self.__dict__.get("_widened")
         if known is None or len(known) < count:
@@ -294,9 +294,9 @@ class LazyGroup(Group):
 
     @cached_property
     def metric(self) -> tuple[NDArray[np.float32], ...]:
-        """The metric of each plane."""
+        """The metric of each plane, fetched on first use."""
         try:
-            _, found = metric_of(self.planes, own_arrays(self._index, self._sections.of_encoders), self._layers)
+            _, found = metric_of(self.planes, own_arrays(self._index, self._sections.encoder_arrays), self._layers)
         except _BAD as error:
             raise _damaged(error) from error
         if not has_sound_metric(self.planes, found, self._layers):
@@ -306,14 +306,14 @@ class LazyGroup(Group):
 
     @property
     def stepped(self) -> SteppedGroup | None:
-        """What the matrices were rounded to, for a file."""
+        """The rounded matrices for a file; fetches the whole profile."""
         try:
             return group_of(self._index, self._raw, self._sections.all(), layers=self._layers).stepped
         except _BAD as error:
             raise _damaged(error) from error
 
     def loaded_part(self) -> Group:
-        """The rows that are here, with the unit matrix as metric."""
+        """Return a group of the rows read so far, with the unit matrix as metric."""
         widths = np.split(np.ones(self.width, np.float32), np.cumsum(self._widths())[:-1])
         return Group(
             self.planes, self.mean, self.spread[: self.ready], self._buffer[: self.ready], None, tuple(widths),

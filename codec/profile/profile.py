@@ -1,8 +1,8 @@
-"""The profile: what is learnt per model and shared by every blob of a corpus.
+"""The profile of a model, shared by every blob of a corpus.
 
-A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that turns coefficients
-into (un-rotated) keys or values, the attention metric that the encoder needs to go the other way, and how wide each
-coefficient usually spreads. It also holds the entropy coder's tables. It is content-addressed: blobs name its digest.
+For each group of planes it holds the mean of the keys or values, a synthesis matrix from coefficients to un-rotated
+keys or values, the metric that encoders need for the inverse, and the usual spread of each coefficient. It also holds
+the entropy coder's tables. It is content-addressed: blobs name its digest.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 MAGIC = CODECS[CODEC_LAYERED].profile_magic
 ERROR_NOTE = "error_"
-"""What names of notes begin with that tell a level's error."""
+"""Prefix of the notes that hold a level's error."""
 MAX_FEATURES = 1 << 16
-"""Features of a token: embedding widths end far below."""
+"""Most features of a token, far above embedding widths."""
 _MATRIX = 2
 _UNSOUND = "a group or the token table of the profile has arrays of the wrong shape or range; fetch it again"
 _METRIC = re.compile(r"g[0-9]+\.metric[0-9]+(_steps)?")
@@ -53,7 +53,7 @@ _STEPS = re.compile(r"g[0-9]+\.rows_steps")
 
 
 class MakeGroup(Protocol):
-    """Makes a group of its number and its description."""
+    """Makes a group from its index and description."""
 
     def __call__(self, index: int, raw: Any, *, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON
         """See ``group_of``."""
@@ -64,16 +64,16 @@ class Profile:
     """Groups, tables and the layout that they fit.
 
     Attributes:
-        model_id: The model that it was fitted on; empty for a profile derived from one cache alone.
+        model_id: The model that the profile was fitted on; empty where it was derived from a single cache.
         model_revision: The model's revision; empty likewise.
-        layers: The layout that it fits.
-        groups: Planes that are transformed together; every plane is in one of them.
-        tables: The entropy coder's.
-        notes: What the fit says of itself.
-        table: int8 ``[vocabulary, r]``, what each token says of its keys and values; None without prediction from
-            tokens. A group's predictor has r rows for it first, then those of the hidden state.
-        prefix_layers: Layers whose output predicts the rest; 0 for none.
-        hidden_size: Width of that output; 0 without.
+        layers: The layout that the profile fits.
+        groups: Planes that are transformed together; every plane is in one group.
+        tables: The entropy coder's tables.
+        notes: Notes of the fit.
+        table: int8 ``[vocabulary, r]``, features of each token; None without prediction from tokens. A group's
+            predictor has r rows for them first, then rows for the hidden state.
+        prefix_layers: Number of the model's first layers whose output predicts the rest; 0 for none.
+        hidden_size: Width of that output; 0 for none.
         error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
     """
 
@@ -95,7 +95,7 @@ class Profile:
 
     @property
     def token_features(self) -> int:
-        """Features that the table has for a token."""
+        """Number of the table's features for a token."""
         return 0 if self.table is None else self.table.shape[1]
 
     @property
@@ -105,28 +105,28 @@ class Profile:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether it knows of attention sinks."""
+        """Whether the profile has a row of attention sinks."""
         return all(group.sink.size for group in self.groups)
 
     @property
     def rank(self) -> int:
-        """Coefficients for one token, all groups together."""
+        """Number of coefficients for one token in all groups."""
         return sum(group.rank for group in self.groups)
 
     @cached_property
     def spread(self) -> NDArray[np.int64]:
-        """Class at unit step of every coefficient, groups in order."""
+        """Class at unit step of every coefficient, group by group."""
         return np.concatenate([group.spread for group in self.groups]).astype(np.int64)
 
     @cached_property
     def first_columns(self) -> NDArray[np.int64]:
-        """Index of each group's first coefficient, and behind the last group's last one."""
+        """Index of each group's first coefficient, and the total number."""
         return np.cumsum([0, *(group.rank for group in self.groups)])
 
     @cached_property
     def expectations(self) -> tuple[Expectations, ...]:
-        """What the table says of each group's elements; needs a table."""
-        table = cast("NDArray[np.int8]", self.table)  # without one, means are expected
+        """Each group's expected elements by token; needs a table."""
+        table = cast("NDArray[np.int8]", self.table)  # profiles without one are not asked
         total = sum(group.width for group in self.groups)
         return tuple(Expectations(group, table, ROWS_BYTES * group.width // total) for group in self.groups)
 
@@ -134,7 +134,7 @@ class Profile:
         """Compare with the layout of a cache.
 
         Args:
-            meta: Of the cache.
+            meta: The layout of the cache.
 
         Raises:
             MismatchError: The cache is of another model or of another shape.
@@ -143,7 +143,7 @@ class Profile:
 
     @cached_property
     def data(self) -> bytes:
-        """The profile as stored: see docs/format.md."""
+        """The profile as stored, see docs/format.md."""
         arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary, "points": self.tables.points}
         packed = False
         for index, group in enumerate(self.groups):
@@ -166,9 +166,9 @@ class Profile:
 
     @cached_property
     def outline(self) -> tuple[int, str] | None:
-        """Length and SHA-256 of what stands before the first section: it names these. None: there are no sections."""
-        told = describe(MAGIC, self.data, "profile")
-        return (told.start, hashlib.sha256(self.data[: told.start]).hexdigest()) if told.sections else None
+        """Length and SHA-256 of the bytes before the first section, which describe all sections; None without any."""
+        file = describe(MAGIC, self.data, "profile")
+        return (file.start, hashlib.sha256(self.data[: file.start]).hexdigest()) if file.sections else None
 
     @cached_property
     def digest(self) -> str:
@@ -180,7 +180,7 @@ class Profile:
         """Read a stored profile.
 
         Args:
-            data: The file.
+            data: The file's bytes.
 
         Returns:
             The profile.
@@ -194,12 +194,14 @@ class Profile:
         profile = cls.of_arrays(head, arrays, partial(group_of, arrays=arrays))
         if not all(_sound(group, profile) for group in profile.groups):
             raise CorruptError(_UNSOUND)
-        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        profile.__dict__["data"] = bytes(
+            data
+        )  # fills the cached property: the digest must be of the bytes that were read
         return profile
 
     @classmethod
     def of_arrays(cls, head: dict[str, Any], arrays: Arrays, make_group: MakeGroup) -> Self:
-        """Make a profile of what its file holds; all but its groups' own arrays is checked."""
+        """Make a profile from its file's contents, checked except for the groups' arrays."""
         try:
             layers = layers_from_json(head["layers"])
             groups = tuple(make_group(index, raw, layers=layers) for index, raw in enumerate(head["groups"]))
@@ -223,7 +225,7 @@ class Profile:
 
 
 def _sections(arrays: Arrays) -> list[list[str]]:
-    """Names of each section's arrays: what all readers need, each further piece of rows, what only encoders need."""
+    """Assign arrays to sections: first those of all readers, then one per further piece of rows, last the encoders'."""
     numbers = {name: _section_of(name) for name in arrays}
     last = 1 + max(number for number in numbers.values() if number is not None)
     sections: list[list[str]] = [[] for _ in range(last + 1)]
@@ -233,7 +235,7 @@ def _sections(arrays: Arrays) -> list[list[str]]:
 
 
 def _section_of(name: str) -> int | None:
-    """The section of an array; None for the last one."""
+    """Return an array's section; None for the last one."""
     if _METRIC.fullmatch(name):
         return None
     piece = _PIECE.fullmatch(name)
@@ -241,7 +243,7 @@ def _section_of(name: str) -> int | None:
 
 
 def _table(arrays: Arrays) -> NDArray[np.int8]:
-    """By token; where matrices are whole numbers and steps, it is stored by feature: each spreads in its own way."""
+    """Return the table by token; files with rounded matrices store it by feature, which compresses better."""
     table: NDArray[np.int8] = typed(arrays["table"], "i1")
     return np.ascontiguousarray(table.T) if any(map(_STEPS.fullmatch, arrays)) else table
 
@@ -253,7 +255,7 @@ def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
 
 
 def _check_planes(profile: Profile) -> None:
-    """Every plane in exactly one group, sinks in all groups or none, and a table that is one."""
+    """Check that every plane is in exactly one group, sinks in all groups or none, and the table a matrix."""
     count = len(profile.layers)
     planes = [plane for group in profile.groups for plane in group.planes]
     if any(not 0 <= layer < count for _, layer in planes) or sorted(planes) != sorted(planes_of(profile.layers)):
@@ -280,7 +282,7 @@ def _sound(group: Group, profile: Profile) -> bool:
 def has_sound_metric(
     planes: tuple[Plane, ...], metric: tuple[NDArray[np.float32], ...], layers: tuple[LayerSpec, ...]
 ) -> bool:
-    """Compare a metric with the layout."""
+    """Return whether a metric is finite and fits the layout."""
     shapes = [(plane_width(layers, plane), layers[plane[1]].kv_heads) for plane in planes]
     return len(metric) == len(planes) and all(
         block.shape in ((width,), (heads, width // heads, width // heads)) and bool(np.isfinite(block).all())
@@ -289,7 +291,7 @@ def has_sound_metric(
 
 
 def has_sound_sink(group: Group) -> bool:
-    """Compare a group's row of sinks with its width."""
+    """Return whether a group's sink row is empty, or finite and as wide as the group."""
     sink, steps = group.sink, group.sink_steps
     if sink.shape == steps.shape == (0,):
         return True
@@ -298,7 +300,7 @@ def has_sound_sink(group: Group) -> bool:
 
 
 def has_sound_outline(group: Group, profile: Profile) -> bool:
-    """Compare a group with the layout, but for its rows and its metric."""
+    """Return whether a group fits the layout, apart from its rows and metric."""
     width = sum(plane_width(profile.layers, plane) for plane in group.planes)
     features = profile.token_features + profile.hidden_size
     if group.spread.ndim != 1 or group.mean.shape != (width,) or group.rank > group.width:
@@ -307,5 +309,5 @@ def has_sound_outline(group: Group, profile: Profile) -> bool:
         return False
     if not np.isfinite(group.mean).all() or (group.predictor is not None) != (features > 0):
         return False
-    told = group.predictor
-    return told is None or (told.shape == (features, width) and bool(torch.isfinite(told).all()))
+    predictor = group.predictor
+    return predictor is None or (predictor.shape == (features, width) and bool(torch.isfinite(predictor).all()))

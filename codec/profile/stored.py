@@ -1,4 +1,4 @@
-"""Groups of a profile as arrays of its file, and back; see docs/format.md, section 3.2."""
+"""Convert a profile's groups to the arrays of its file and back; see docs/format.md, section 3.2."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from kvwire.types import LayerSpec
 
 _STEEPEST_ROW = 120
-"""Powers of two that a row may be scaled by: within bfloat16's range."""
+"""Largest power of two that scales a row, within bfloat16's range."""
 _MATRIX = 2
 LARGEST_HEAD = 4096
-"""Numbers of a head whose metric is multiplied out; those that exist have some hundreds."""
+"""Most elements of a head whose metric is multiplied out; real heads have some hundreds."""
 
 
 def arrays_of(group: Group) -> Arrays:
-    """Name a group's arrays."""
+    """Return a group's arrays by name."""
     small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
     half = group.mean.astype(np.float16) if small else None
     exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
@@ -58,7 +58,7 @@ def arrays_of(group: Group) -> Arrays:
 
 
 def is_stepped(group: Group) -> bool:
-    """Compare a group's matrices with what they were rounded to."""
+    """Return whether a group's matrices equal its rounded ones."""
     known = group.stepped
     if known is None or group.rows is None or (known.predictor is None) != (group.predictor is None):
         return False
@@ -90,14 +90,14 @@ def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
 
 
 def _by_width(name: str, entries: NDArray[np.int16]) -> Arrays:
-    """Rows with large entries, which come first, in two bytes an entry, the others in one."""
+    """Return the first rows, up to the last with large entries, in two bytes an entry and the others in one."""
     wide = wide_rows(entries)
     named: Arrays = {name: entries[wide:].astype(np.int8)}
     return named | ({f"{name}_wide": zigzag(entries[:wide])} if wide else {})
 
 
 def _stored_rows(rows: torch.Tensor) -> Arrays:
-    """Rows as bfloat16, or as int8 times a power of two each, where they are just that."""
+    """Return rows as int8 with a power of two per row where that is exact, else as bfloat16."""
     exponent = torch.frexp(rows.float().abs().amax(1))[1] - 7
     scaled = torch.ldexp(rows.float(), -exponent[:, None])
     eighth = scaled.round().clamp(-127, 127)
@@ -107,7 +107,7 @@ def _stored_rows(rows: torch.Tensor) -> Arrays:
 
 
 def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
-    """View a tensor's bits."""
+    """View a bfloat16 tensor's bits."""
     bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
     return bits
 
@@ -122,7 +122,7 @@ def group_of(index: int, raw: Any, arrays: Arrays, *, layers: tuple[LayerSpec, .
 
 
 def own_arrays(index: int, arrays: Arrays) -> Arrays:
-    """Choose a group's arrays."""
+    """Return a group's arrays under their names without prefix."""
     prefix = f"g{index}."
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
@@ -154,12 +154,12 @@ def _stepped_group(
         raise ValueError("matrices of another shape than the mean and the spread")
     factors, metric = metric_of(planes, own, layers)
     known = SteppedGroup(rows, predictor, factors)
-    told = None if predictor is None else predictor.values()
-    return Group(planes, mean, spread, rows.values(), None, metric, told, known, tuple(ends[:-1]), *sink_of(own))
+    values = None if predictor is None else predictor.values()
+    return Group(planes, mean, spread, rows.values(), None, metric, values, known, tuple(ends[:-1]), *sink_of(own))
 
 
 def sink_of(own: Arrays) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Read the row of attention sinks, and its steps."""
+    """Read the row of attention sinks and its steps; both empty where there is none."""
     if "sink" not in own and "sink_steps" not in own:
         return np.empty(0, np.float32), np.empty(0, np.float32)
     sink, steps = typed(own["sink"], "f4"), typed(own["sink_steps"], "f4")
@@ -171,7 +171,7 @@ def sink_of(own: Arrays) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 def metric_of(
     planes: tuple[Plane, ...], own: Arrays, layers: tuple[LayerSpec, ...]
 ) -> tuple[tuple[Factor | None, ...], tuple[NDArray[np.float32], ...]]:
-    """Read the metric of a group whose matrices are whole numbers and steps."""
+    """Read the metric of a group with rounded matrices, as factors and multiplied out."""
     factors: list[Factor | None] = []
     metric: list[NDArray[np.float32]] = []
     for number, plane in enumerate(planes):
@@ -183,12 +183,12 @@ def metric_of(
 
 
 def predictor_of(own: Arrays) -> QuantisedMatrix | None:
-    """Read the predictor of a group whose matrices are whole numbers and steps."""
+    """Read the predictor of a group with rounded matrices; None where it has none."""
     return _stepped("predictor", own) if "predictor" in own else None
 
 
 def _rows_in_pieces(own: Arrays) -> tuple[QuantisedMatrix, list[int]]:
-    """All rows, and where their pieces end. Files without sections have them in one piece, without a number."""
+    """Read all rows and the ends of their pieces; files without sections have one piece without a number."""
     if "rows" in own:
         return _stepped("rows", own), []
     parts = [entries_of(f"rows{number}", own) for number in range(count_pieces(own))]
@@ -199,7 +199,7 @@ def _rows_in_pieces(own: Arrays) -> tuple[QuantisedMatrix, list[int]]:
 
 
 def count_pieces(names: Collection[str]) -> int:
-    """Count the pieces that a group's rows lie in."""
+    """Count the pieces of a group's rows."""
     return next(number for number in range(MOST_PIECES + 1) if f"rows{number}" not in names)
 
 
@@ -219,7 +219,7 @@ def _stepped(name: str, own: Arrays) -> QuantisedMatrix:
 
 
 def entries_of(name: str, own: Arrays) -> NDArray[np.int16]:
-    """Read the entries of some rows."""
+    """Read a matrix's entries, wide rows first."""
     entries: NDArray[np.int16] = typed(own[name], "i1").astype(np.int16)
     if (wide := own.get(f"{name}_wide")) is None:
         return entries
@@ -235,10 +235,10 @@ def _with_steps(name: str, entries: NDArray[np.int16], own: Arrays) -> Quantised
 
 
 def steps_of(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
-    """Read the steps of a matrix."""
+    """Read steps; raises ValueError unless they are finite and positive."""
     steps: NDArray[np.float32] = typed(array, "f4")
     if steps.ndim != ndim or not bool((np.isfinite(steps) & (steps > 0)).all()):
-        raise ValueError("steps that are none")
+        raise ValueError("steps that are not finite and positive")
     return steps
 
 

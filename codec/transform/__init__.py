@@ -1,1 +1,1 @@
-"""Caches to quantised coefficients and back."""
+"""Transform caches to quantised coefficients and back."""

@@ -1,7 +1,7 @@
-"""Caches to coefficients and back, group by group.
+"""Transform caches to coefficients and back, group by group.
 
-The transform is an attention-weighted Karhunen-Loeve transform (KVTC, arXiv 2511.01815, without the weights): in the
-metric that attention puts on errors, coefficients are uncorrelated and all deserve the same step.
+The transform is an attention-weighted Karhunen-Loeve transform (KVTC, arXiv 2511.01815, is the unweighted one): in
+attention's metric of errors, coefficients are uncorrelated and the same quantiser step is right for all.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ if TYPE_CHECKING:
 
 
 HALVED_STEP = 0.02
-"""Quantiser step from which on what bfloat16 rounds off the elements adds little to the quantiser's own error: three
-per cent at the default ladder's finest level."""
+"""Least quantiser step at which rounding elements to bfloat16 adds little to the quantiser's error: 3 % at the default
+ladder's finest level."""
 LARGE_STEPS = 1024
-"""Coefficients beyond this many steps are worth float32."""
-
-
+"""Coefficients of more steps than this are computed in float32."""
 MANY_TOKENS = 64
+"""Chunks of at least this many tokens, except the first, sample their energies."""
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Collect tokens of some layers, positions taken off."""
+    """Collect tokens of one side of some layers with positions off, float32 ``[tokens, width]``."""
     return gather_planes(cache, tuple((side, layer) for layer in layers), start, stop)
 
 
 def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> Tensor:
-    """Collect tokens of any planes, in their order, positions taken off."""
+    """Collect tokens of planes in the given order with positions off, float32 ``[tokens, width]``."""
     parts = []
     cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
     for side, layer in planes:
@@ -70,11 +69,11 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
 def centre_planes(
     cache: KVCache, planes: Sequence[Plane], start: int, stop: int, expected: tuple[Tensor, NDArray[np.uint32]]
 ) -> Tensor:
-    """Gather tokens as ``gather_planes`` does and subtract the prediction, in one pass where the kernel can read."""
+    """Gather tokens as ``gather_planes`` and subtract the prediction, in one pass where the kernel can read them."""
     rows, of_token = expected
     sources = [(cache.keys if side == "key" else cache.values)[layer].detach() for side, layer in planes]
     if all(map(plain, sources)):
-        out = _taken(cache, planes, sources, start, expected)
+        out = _centre_with_kernel(cache, planes, sources, start, expected)
         if math.isfinite(float(out.sum())):
             return out
     out = gather_planes(cache, planes, start, stop)
@@ -82,7 +81,7 @@ def centre_planes(
     return out
 
 
-def _taken(
+def _centre_with_kernel(
     cache: KVCache,
     planes: Sequence[Plane],
     sources: list[Tensor],
@@ -111,29 +110,32 @@ def _taken(
 
 
 def bits_of(tensor: Tensor) -> tuple[NDArray[Any], bool]:
-    """Show a tensor to the kernels."""
+    """View a tensor for the kernels: its numbers or bfloat16 bits, and whether they are bits."""
     halved = tensor.dtype == torch.bfloat16
     return (tensor.view(torch.uint16) if halved else tensor).numpy(), halved
 
 
 def plain(tensor: Tensor) -> bool:
-    """Ask whether the kernels can read and write a tensor."""
+    """Return whether the kernels can read and write a tensor."""
     return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.stride(-1) == 1
 
 
 def analyse(
     cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0, *, weighs: bool = True
 ) -> tuple[NDArray[np.float32], float]:
-    """Transform tokens to coefficients."""
+    """Transform tokens to coefficients ``[tokens, rank]``; also return the energy that they leave out.
+
+    ``step``: the finest quantiser step; ``weighs``: whether to measure that energy.
+    """
     parts, dropped = [], 0.0
     sampled = slice(None, None, sampling_step(start, stop))
     halved = step >= HALVED_STEP and fast_bfloat16()
     for index, group in enumerate(text.profile.groups):
         centred = centre_planes(cache, group.planes, start, stop, text.expected(index, start, stop))
         if text.sinks:
-            centred[[at - start for at in text.sinks if start <= at < stop]] = 0.0  # the header has them
+            centred[[at - start for at in text.sinks if start <= at < stop]] = 0.0  # the header stores them
         if cache.kept is not None:
-            _forget_pruned(centred, cache, group.planes, start, stop)
+            _zero_pruned(centred, cache, group.planes, start, stop)
         coefficients = _project(centred, group, step if halved else None)
         parts.append(coefficients.numpy())
         if weighs and group.metric and group.rank < group.width:
@@ -143,18 +145,18 @@ def analyse(
 
 
 def sampling_step(start: int, stop: int) -> int:
-    """Choose the tokens whose energies are weighed."""
+    """Return the distance between tokens whose energies are measured; all tokens of the first chunk are."""
     return 8 if start and stop - start >= MANY_TOKENS else 1
 
 
 def fast_bfloat16() -> bool:
-    """Ask the processor."""
+    """Return whether the processor multiplies bfloat16 natively."""
     known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return any(bool(ask()) for ask in known if ask is not None)
 
 
-def _forget_pruned(centred: Tensor, cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> None:
-    """Let entries that the cache does not hold be just what is expected: that costs least."""
+def _zero_pruned(centred: Tensor, cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> None:
+    """Set pruned entries to their prediction, which costs least to code."""
     at = 0
     for side, layer in planes:
         spec, mask = cache.meta.layers[layer], cache.kept[layer] if cache.kept else None
@@ -166,10 +168,10 @@ def _forget_pruned(centred: Tensor, cache: KVCache, planes: Sequence[Plane], sta
 
 
 def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor:
-    """Coefficients ``[tokens, rank]`` of a group's elements ``[tokens, width]``, the expectation taken off.
+    """Compute coefficients ``[tokens, rank]`` of a group's centred elements ``[tokens, width]``.
 
-    halved_step: None for float32. Else products run in bfloat16, but for tokens with a coefficient so large, against
-    this step, that eight bits of it would not do: the first tokens of a text often are such.
+    ``halved_step``: None for float32. Else products run in bfloat16, except for tokens with a coefficient so many steps
+    large that eight bits do not suffice, as the first tokens of a text often have.
     """
     analysis = group.analysis
     if analysis is None:
@@ -184,15 +186,15 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
 
 
 def energy_of(coefficients: NDArray[np.floating]) -> float:
-    """Sum the squares of coefficients: the metric makes them orthonormal."""
+    """Sum the squares of coefficients: the energy in the metric, where the basis is orthonormal."""
     return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
 
 
 def kept_energy(coefficients: Tensor, group: Group) -> float:
-    """Sum up the squared lengths, in a group's metric, of what coefficients stand for.
+    """Sum the squared lengths, in a group's metric, of the elements that coefficients stand for.
 
-    That is not quite the sum of their squares: the rows are no longer orthonormal. What is left out is a ten-thousandth
-    of the whole, and would be lost in the difference.
+    Rounded rows are not quite orthonormal, so this differs from the sum of squares, by more than the energy left out,
+    a ten-thousandth of the whole.
     """
     if group.is_identity:
         return energy_of(coefficients.numpy())
@@ -200,7 +202,7 @@ def kept_energy(coefficients: Tensor, group: Group) -> float:
 
 
 def metric_energy(centred: Tensor, group: Group) -> float:
-    """Sum up the squared lengths of some tokens in a group's metric."""
+    """Sum the squared lengths of some tokens in a group's metric."""
     total, start = 0.0, 0
     for metric in group.metric_runs:
         width = len(metric) if metric.ndim == 1 else metric.shape[0] * metric.shape[1]
@@ -216,9 +218,9 @@ def metric_energy(centred: Tensor, group: Group) -> float:
 
 
 def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArray[np.uint32]) -> Tensor:
-    """Transform the first coefficients of a group back, all others being zero, and add what is expected.
+    """Transform a group's first coefficients back, with all others zero, and add the prediction.
 
-    Only the coefficients given cost anything: the product runs over those rows of the synthesis matrix.
+    The product runs only over the synthesis rows of the given coefficients.
     """
     out = rows[torch.from_numpy(of_token.astype(np.int64))].float()
     given = coefficients.shape[1]
@@ -236,7 +238,7 @@ def scatter_planes(
     start: int,
     cos_sin: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
-    """Write planes' elements into a cache."""
+    """Write planes' elements ``[tokens, width]`` into a cache, rotated by ``cos_sin`` where it is not empty."""
     tokens, at = len(elements), 0
     for side, layer in planes:
         spec = meta.layers[layer]

@@ -1,7 +1,7 @@
-"""A chunk's coefficients to the segments of all levels, each level straight from the coefficients.
+"""Encode a chunk's coefficients into the segments of all levels, each level straight from the coefficients.
 
-Values of a level are those of the finest level, rounded from level to level. A column's largest coefficient tells from
-which level on it is coded, so what no level codes is never quantised. ``chunk_levels_naive`` is the readable twin.
+A level's values are the finest level's, rounded from level to level. A column's largest coefficient determines its
+first coded level, so columns that no level codes are never quantised. ``chunk_levels_naive`` is the readable twin.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RATIO = 3
 MAX_STEP = 2.0**40
-"""Coarsest step of a ladder, and one over the finest: far beyond what normalised coefficients can use."""
+"""Largest step of a ladder; the smallest is one over it. Normalised coefficients need nothing near either."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class Ladder:
     """The quality levels of a blob, coarsest first.
 
     Attributes:
-        step: Quantiser step of level 0, in the profile's unit: of ``fit_profile`` the mean energy is then 1 for each
-            element, of calibrated profiles what the default levels want. Level k has step ``step / 3^k``.
-        names: One for each level.
+        step: Quantiser step of level 0, in the profile's unit: the unit of ``fit_profile`` gives each element a mean
+            energy of 1, calibration adapts it to the default levels. Level k has step ``step / 3^k``.
+        names: The name of each level.
     """
 
     step: float = 3.6
     names: tuple[str, ...] = ("coarse", "standard", "fine", "finer", "finest")
 
     def __post_init__(self) -> None:
-        """Refuse ladders without levels, with too many, or with an impossible step."""
+        """Check the number of levels and the step."""
         if not 1 <= len(self.names) <= MAX_LEVELS or not 1 / MAX_STEP <= self.step <= MAX_STEP:
             msg = f"a ladder needs 1 to {MAX_LEVELS} level names and a step within 2^-40 to 2^40, got {self}"
             raise ArgumentError(msg)
 
     @property
     def steps(self) -> tuple[float, ...]:
-        """Step of each level."""
+        """The step of each level."""
         return tuple(self.step / RATIO**level for level in range(len(self.names)))
 
     @property
@@ -67,7 +67,7 @@ class Ladder:
 
 
 def ladder_for(levels: Ladder | int | None) -> Ladder:
-    """Read ``encode``'s ``levels``."""
+    """Return the ladder that ``encode``'s ``levels`` means."""
     if isinstance(levels, Ladder):
         return levels
     default = Ladder()
@@ -89,14 +89,14 @@ def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32
 
 
 def check_largest(steps: float) -> None:
-    """Refuse what cannot be quantised."""
+    """Raise CacheValueError for a size in steps that cannot be quantised, or NaN."""
     if not steps < LARGEST:
         msg = "the cache holds values too large to quantise; check the model's dtype and the profile it was fitted with"
         raise CacheValueError(msg)
 
 
 def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """Split quantised values into levels."""
+    """Split quantised values into each level's values and refinement symbols."""
     values: list[NDArray[np.int32]] = [finest]
     symbols: list[NDArray[np.uint8]] = []
     for _ in range(levels - 1):
@@ -110,7 +110,7 @@ def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[n
 def split_levels_naive(
     finest: NDArray[np.int32], levels: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """Split as ``split_levels`` does: its readable twin."""
+    """Split as ``split_levels``, which is its fast twin."""
     values = [finest]
     for _ in range(levels - 1):
         values.insert(0, np.rint(values[0] / RATIO).astype(np.int32))
@@ -121,12 +121,12 @@ def split_levels_naive(
     return values, symbols
 
 
-class _Coded(NamedTuple):
+class _CodedColumns(NamedTuple):
     """The columns that a level codes.
 
     Attributes:
-        columns: uint32, ascending.
-        classes: int64, of each.
+        columns: uint32 ``[n]``, ascending indices.
+        classes: int64 ``[n]``.
         runs: uint32 ``[runs, 2]``, the same columns as ranges.
     """
 
@@ -136,16 +136,16 @@ class _Coded(NamedTuple):
 
 
 class ChunkLevels:
-    """Codes one chunk, coarsest level first.
+    """Encodes one chunk, coarsest level first.
 
     Attributes:
-        energy: Squared length of the coefficients.
+        energy: Sum of the coefficients' squares.
     """
 
     def __init__(
         self, coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
     ) -> None:
-        """Look at every column once."""
+        """Measure every column and find the first level that codes it."""
         tokens, columns = coefficients.shape
         sums, peaks, self._squares = np.zeros((3, columns), np.float32)
         energies = np.zeros(columns, np.float64)
@@ -154,13 +154,13 @@ class ChunkLevels:
         self._coefficients, self._ladder, self._inverse = coefficients, ladder, 1.0 / ladder.steps[-1]
         with np.errstate(over="ignore", invalid="ignore"):
             peaks *= np.float32(self._inverse)
-            check_largest(float(peaks.max(initial=0.0)) + 0.0 * float(sums.sum()))
+            check_largest(float(peaks.max(initial=0.0)) + 0.0 * float(sums.sum()))  # peaks skip NaN, sums do not
         self._unit = class_of(sums / np.float32(tokens) * np.sqrt(2))
         self._enters = _first_levels(np.rint(peaks), len(ladder.steps))
         self._spread, self._tables, self._classes = spread, tables, np.zeros(columns, np.int64)
 
     def encode(self, level: int) -> CodedLevel:
-        """Write the next level."""
+        """Encode a level; levels must be encoded in order."""
         listed, coded = self._enter(level)
         missed = np.zeros(len(coded.columns), np.float32)
         symbols = np.empty((len(self._coefficients), len(coded.columns)), np.uint8)
@@ -169,8 +169,8 @@ class ChunkLevels:
         every[coded.columns] = missed
         return pack_segment(listed, escapes, stream), symbols.size, float(every.sum(dtype=np.float64))
 
-    def _enter(self, level: int) -> tuple[bytes, _Coded]:
-        """The class list of the next level, and the columns that are coded at it."""
+    def _enter(self, level: int) -> tuple[bytes, _CodedColumns]:
+        """Return the class list of the next level and the columns that it codes."""
         every = len(self._classes)
         listed, columns, runs = np.empty(every, np.uint8), np.empty(every, np.uint32), np.empty((every, 2), np.uint32)
         own, found = np.empty(every, np.int64), np.empty(3, np.int64)
@@ -179,12 +179,12 @@ class ChunkLevels:
             self._classes, listed, columns, own, runs, found,
         )  # fmt: skip
         open_columns, coded, ranges = found.tolist()
-        return listed[:open_columns].tobytes(), _Coded(columns[:coded], own[:coded], runs[:ranges])
+        return listed[:open_columns].tobytes(), _CodedColumns(columns[:coded], own[:coded], runs[:ranges])
 
     def _begin(
-        self, level: int, coded: _Coded, symbols: NDArray[np.uint8], missed: NDArray[np.float32]
+        self, level: int, coded: _CodedColumns, symbols: NDArray[np.uint8], missed: NDArray[np.float32]
     ) -> tuple[Lanes, bytes]:
-        """The first level's stream and escapes."""
+        """Encode the first level's stream and escapes."""
         ladder, tables, classes = self._ladder, self._tables, coded.classes
         descents = len(ladder.steps) - 1 - level
         level_kernels.base_symbols(
@@ -198,9 +198,9 @@ class ChunkLevels:
         return stream, escaped.astype("<i4").tobytes()
 
     def _refine(
-        self, level: int, coded: _Coded, codes: NDArray[np.uint8], missed: NDArray[np.float32]
+        self, level: int, coded: _CodedColumns, codes: NDArray[np.uint8], missed: NDArray[np.float32]
     ) -> tuple[Lanes, bytes]:
-        """A later level's stream; it has no escapes."""
+        """Encode a later level's stream, which has no escapes."""
         ladder, tables, classes = self._ladder, self._tables, coded.classes
         descents = len(ladder.steps) - 1 - level
         level_kernels.refinement_codes(
@@ -211,9 +211,9 @@ class ChunkLevels:
 
 
 def _first_levels(peaks: NDArray[np.float32], levels: int) -> NDArray[np.int64]:
-    """The level from which on a column with such a largest value is coded; the number of levels for never."""
+    """Return the first level that codes a column, given its largest value; the number of levels for never."""
     least, found = 1, np.zeros(len(peaks), np.int64)
-    for _ in range(levels):  # from the finest down: what is the least value that a level does not round to zero?
+    for _ in range(levels):  # from the finest level down; ``least`` is the least value not rounded to zero
         found += peaks < least
         least = RATIO * least - 1
     return found
@@ -222,7 +222,7 @@ def _first_levels(peaks: NDArray[np.float32], levels: int) -> NDArray[np.int64]:
 def chunk_levels_naive(
     coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
 ) -> list[CodedLevel]:
-    """Code a chunk as ``ChunkLevels`` does, level after level of all values: its readable twin."""
+    """Encode a chunk as ``ChunkLevels`` does, but level by level from all values; its readable twin."""
     values, refinements = split_levels_naive(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
     unit = column_classes(coefficients)
     state = SegmentState(len(coefficients), spread, tables)
@@ -237,7 +237,7 @@ def chunk_levels_naive(
 def squared_error(
     coefficients: NDArray[np.float32], values: NDArray[np.int32], sizes: NDArray[np.float32], step: float
 ) -> float:
-    """Sum the squares of what quantised values miss."""
+    """Sum the squared errors of quantised values."""
     size = abs(values).astype(np.float32)
     for small in (1, 2):
         size = np.where(abs(values) == small, sizes[small], size)

@@ -1,7 +1,7 @@
-"""Positions off and on: rotary embeddings taken out of a cache and put back elsewhere.
+"""Take rotary positions off a cache and put them on elsewhere.
 
-Rotations keep the length of every pair, so a scale that the model multiplied into cos and sin (yarn, longrope) stays
-where it is and needs no care. All trigonometry runs in float32 whatever the dtype of the keys.
+Rotations keep the length of every pair, so a scale that the model multiplied into cos and sin (yarn, longrope) is
+unaffected. All trigonometry runs in float32 for any dtype of the keys.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Compute what rotates position 0 to ``start``, ``start + 1``, and so on.
+    """Compute the rotations from position 0 to ``start``, ``start + 1``, and so on.
 
     Args:
         regime: How the model rotates.
         start: First position; may be negative.
-        tokens: How many.
-        device: Where the result lies.
+        tokens: Number of positions.
+        device: Device of the result.
 
     Returns:
         Cosines and sines, float32 ``[tokens, rotary_dim / 2]`` each.
 
     Raises:
-        RopeRegimeError: The regime uses other frequencies at a position.
+        RopeRegimeError: The regime changes its frequencies at a position.
     """
     last = max(abs(start), abs(start + tokens - 1)) if tokens else 0
     if regime.max_positions is not None and last >= regime.max_positions:
@@ -57,7 +57,7 @@ def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor, start: in
         start: First dimension of the rotary part; the others pass through.
 
     Returns:
-        float32, a new tensor.
+        A new float32 tensor.
     """
     out = keys.to(torch.float32, copy=True)
     width = regime.rotary_dim
@@ -94,9 +94,9 @@ def shift_keys(keys: Tensor, rope: RopeRegime, offset: int, start: int = 0) -> T
 
 
 def within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to a float dtype; what is beyond its range becomes its largest number.
+    """Convert to a float dtype; values beyond its range are clamped.
 
-    Rotation lengthens an element by up to 1.42 and so may leave a narrow range, where float8_e4m3fn knows but NaN.
+    Rotation enlarges an element by up to a factor of 1.42, and float8_e4m3fn turns larger values into NaN.
     """
     if tensor.dtype == dtype:
         return tensor
@@ -111,29 +111,29 @@ def positions_off(cache: KVCache) -> KVCache:
         cache: Positions on or off.
 
     Returns:
-        A cache whose keys, and values that carry positions, are float32; what carries none stays as it is.
+        A cache whose tensors with positions are float32; the others are unchanged.
 
     Raises:
-        RopeRegimeError: A position is out of reach.
+        RopeRegimeError: A position is outside the regime's range.
     """
     if cache.meta.positions == "off":
         return cache
-    return _turned(cache, cache.meta.offset, sign=-1.0, dtype=torch.float32, meta=replace(cache.meta, positions="off"))
+    return _rotated(cache, cache.meta.offset, sign=-1.0, dtype=torch.float32, meta=replace(cache.meta, positions="off"))
 
 
 def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
-    """Put a cache at positions ``offset``, ``offset + 1``, and so on; one that has positions is moved.
+    """Put a cache, or move it, to positions ``offset``, ``offset + 1``, and so on.
 
     Args:
         cache: Positions on or off.
         offset: First position.
 
     Returns:
-        A cache in the dtype of what carries no positions: the values' dtype, but for multi-head latent attention.
-        Float32 where all tensors carry positions.
+        A cache in the dtype of its tensors without positions: the values, or the keys with latent attention.
+        float32 where all tensors carry positions.
 
     Raises:
-        RopeRegimeError: A position is out of reach.
+        RopeRegimeError: A position is outside the regime's range.
     """
     off = positions_off(cache)
     sides: tuple[tuple[Side, list[Tensor]], ...] = (("value", off.values), ("key", off.keys))
@@ -144,51 +144,51 @@ def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
         if tensor.numel() and spec.rotary(side) is None
     )
     meta = replace(off.meta, positions="on", offset=offset)
-    return _turned(off, offset, sign=1.0, dtype=next(still, torch.float32), meta=meta)
+    return _rotated(off, offset, sign=1.0, dtype=next(still, torch.float32), meta=meta)
 
 
 def rows_off(rows: KVCache, positions: Tensor) -> KVCache:
-    """Take the positions off tokens that do not follow each other.
+    """Take the positions off tokens at arbitrary positions.
 
     Args:
-        rows: Positions on, but for ``meta.offset``, which says nothing of them.
-        positions: int64 ``[tokens]``, where each stands, from 0.
+        rows: Positions on; ``meta.offset`` is ignored.
+        positions: int64 ``[tokens]``, the position of each, from 0.
 
     Returns:
-        As ``positions_off`` gives it, offset 0.
+        As from ``positions_off``, with offset 0.
 
     Raises:
-        RopeRegimeError: A position is out of reach.
+        RopeRegimeError: A position is outside the regime's range.
     """
     meta = replace(rows.meta, positions="off", offset=0)
-    return _turned(rows, positions, sign=-1.0, dtype=torch.float32, meta=meta)
+    return _rotated(rows, positions, sign=-1.0, dtype=torch.float32, meta=meta)
 
 
 def rows_on(rows: KVCache, positions: Tensor) -> KVCache:
-    """Put tokens at positions that do not follow each other.
+    """Put tokens at arbitrary positions.
 
     Args:
         rows: Positions off.
-        positions: int64 ``[tokens]``, where each is to stand, from 0.
+        positions: int64 ``[tokens]``, the position of each, from 0.
 
     Returns:
-        Positions on, but for ``meta.offset``; what carries them is float32.
+        Positions on, with ``meta.offset`` 0; tensors with positions are float32.
 
     Raises:
-        RopeRegimeError: A position is out of reach.
+        RopeRegimeError: A position is outside the regime's range.
     """
     meta = replace(rows.meta, positions="on", offset=0)
-    return _turned(rows, positions, sign=1.0, dtype=torch.float32, meta=meta)
+    return _rotated(rows, positions, sign=1.0, dtype=torch.float32, meta=meta)
 
 
-def _turned(cache: KVCache, at: int | Tensor, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
-    """at: position of the first token, where they follow each other, or the position of each."""
+def _rotated(cache: KVCache, at: int | Tensor, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
+    """Rotate a cache; ``at``: position of the first of consecutive tokens, or the position of each token."""
     turns: dict[tuple[RopeRegime, torch.device], tuple[Tensor, Tensor]] = {}
 
     def turn_of(regime: RopeRegime, device: torch.device) -> tuple[Tensor, Tensor]:
         if isinstance(at, int):
             return rotation(regime, at, cache.tokens, device)
-        if (regime, device) not in turns:  # of all layers that share it
+        if (regime, device) not in turns:  # shared by layers
             cos, sin = rotation(regime, 0, int(at.max()) + 1, device)
             turns[regime, device] = cos[at.to(device)], sin[at.to(device)]
         return turns[regime, device]

@@ -1,9 +1,9 @@
-"""From quantised values to the engine's tensors: the inverse transform and, in one pass, all that follows it.
+"""From quantised values to the engine's tensors: the inverse transform, then prediction and rotation in one pass.
 
-The transform sorts columns by how much they carry: the first are multiplied as a matrix; of the later ones, mostly
-zeros, each value adds its row. On a CPU that multiplies bfloat16 numbers, the matrix product runs in them where the
-output has that precision, or where callers accept it and the step is far coarser: whole numbers up to 256 and the rows
-as stored are bfloat16 numbers, so only the sum is rounded, before the expectation is added.
+The transform sorts columns by energy. The first columns are multiplied as a matrix; the later ones are mostly zeros,
+so each of their values adds its row. On a CPU that multiplies bfloat16, the matrix product runs in bfloat16 where the
+output has that precision, or where callers accept it and the step is far coarser. Whole numbers up to 256 and the
+stored rows are exact in bfloat16, so only the sum is rounded, before the prediction is added.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta, KVCache
 
 _EXACT = 256
-"""Whole numbers up to this are bfloat16 numbers."""
+"""Whole numbers up to this are exact in bfloat16."""
 _STRIP = 1024
-"""Elements of a token that are made at a time, at least: more take memory, fewer take time."""
+"""Least elements of a token computed at a time: more take memory, fewer take time."""
 _MULTIPLE = 64
-"""Columns of a product in bfloat16 come in multiples: oneDNN compiles and keeps a kernel for each shape it meets."""
+"""Columns of a matrix product are a multiple of this: oneDNN compiles and keeps a kernel for each shape."""
 
 _LISTED_COST = 6
-"""Adding one value's row takes as long as this many values of a matrix product take: 4 in float32, 8 in bfloat16."""
+"""Cost of adding one value's row, in values of a matrix product: between 4 in float32 and 8 in bfloat16."""
 _SHORT_SUMS = 3072
-"""Elements of a token: narrower groups, of models with few, take so little time that they are summed in float32."""
+"""Elements of a token: groups up to this width, of small models, are fast enough with sums in float32."""
 _NO_LIMIT = 2**31 - 1
 
 CosSin = dict[int, tuple["Tensor", "Tensor"]]
 """For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
 
 
-def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decoded, what was expected, where it goes
+def place_group(  # noqa: PLR0913, PLR0917 - joins decoded values, prediction and output
     state: SegmentState,
     group: Group,
     columns: slice,
@@ -59,10 +59,10 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
 ) -> None:
     """Write a group's keys and values of one chunk into a cache.
 
-    rounded: sums may have bfloat16's precision where the step is coarse, whatever the output.
+    ``rounded``: sums may have bfloat16's precision where the step is coarse, for any dtype of the output.
     """
     coded = state.classes[columns].nonzero()[0]
-    last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
+    last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT sorts columns: later ones are zero
     columns = slice(columns.start, columns.start + last)
     targets = [(out.keys if side == "key" else out.values)[layer] for side, layer in group.planes]
     if group.is_identity or not all(map(plain, targets)):
@@ -85,7 +85,7 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
 
 
 def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
-    """Dequantise coefficients."""
+    """Dequantise coefficients, float32 ``[tokens, columns]``."""
     values = state.values[:, columns]
     out = torch.empty(values.shape, dtype=torch.float32)
     value_kernels.dequantise(values, state.tables.sizes_of(state.classes[columns]), step, out.numpy())
@@ -93,7 +93,7 @@ def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
 
 
 def _strips(widths: list[int]) -> Iterator[slice]:
-    """Planes that are multiplied together: a product of a few planes stays in a core's own cache."""
+    """Yield runs of planes that are multiplied together: the product of a few planes fits a core's own cache."""
     begin, total = 0, 0
     for index, width in enumerate(widths):
         total += width
@@ -103,7 +103,7 @@ def _strips(widths: list[int]) -> Iterator[slice]:
 
 
 class _Listed(NamedTuple):
-    """Single values, column by column: where each column's end, their tokens, and the values."""
+    """Single values, column by column: the end of each column's list, their tokens, the values, and synthesis rows."""
 
     ends: NDArray[np.int64]
     tokens: NDArray[np.uint32]
@@ -112,7 +112,7 @@ class _Listed(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """What is multiplied, ``values @ rows``, and single values whose rows are added in float32."""
+    """Factors of the product ``values @ rows``, and single values whose rows are added in float32."""
 
     values: Tensor
     rows: Tensor
@@ -120,9 +120,9 @@ class _Factors(NamedTuple):
 
 
 def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> _Factors:
-    """Values ``[tokens, n]`` and synthesis rows ``[n, width]``, whose product is the elements in units of a step.
+    """Return factors ``[tokens, n]`` and ``[n, width]`` whose product is the elements in units of a step.
 
-    halved: in bfloat16; values that are no bfloat16 numbers are listed.
+    ``halved``: the factors are bfloat16; values that are not exact in bfloat16 are listed.
     """
     count = columns.stop - columns.start
     rows = group.first_rows(count)
@@ -131,7 +131,7 @@ def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool)
     nonzero, beyond = np.empty(count, np.uint32), np.empty(count, np.uint32)
     value_kernels.count_values(values, limit, nonzero, beyond)
     dense = _dense(nonzero, len(values))
-    wide = min(-(-dense // _MULTIPLE) * _MULTIPLE, group.loaded_rows)  # beyond the last coded, values are zero
+    wide = min(-(-dense // _MULTIPLE) * _MULTIPLE, group.loaded_rows)  # columns past the last coded one are zero
     first_values = state.values[:, columns.start : columns.start + wide]
     first_sizes = state.tables.sizes_of(state.classes[columns.start : columns.start + wide])
     if halved:
@@ -150,14 +150,14 @@ def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool)
 
 
 def _dense(nonzero: NDArray[np.uint32], tokens: int) -> int:
-    """How many first columns are multiplied as a matrix, so that matrix and list take the least time."""
+    """Choose how many first columns are multiplied as a matrix so that matrix and list take the least time."""
     steps = np.minimum(np.arange(0, len(nonzero) + _MULTIPLE, _MULTIPLE), len(nonzero))
     after = np.append(np.cumsum(nonzero[::-1], dtype=np.int64)[::-1], 0)
     return int(steps[np.argmin(steps * tokens + _LISTED_COST * after[steps])])
 
 
 def _product(factors: _Factors, strip: slice) -> Tensor:
-    """The elements of some columns ``[tokens, strip]``; bfloat16 where all factors are."""
+    """Compute the elements of some columns ``[tokens, strip]``; bfloat16 where all factors are."""
     product = factors.values @ factors.rows[:, strip]
     if factors.listed is None:
         return product

@@ -1,9 +1,9 @@
-"""Attention sinks: tokens that take much of the attention, and whose keys and values hardly depend on the token.
+"""Attention sinks: tokens that receive much attention and whose keys and values hardly depend on the token.
 
-The first token of a text is one in most models. A few huge entries of its hidden state, the same whatever the token is,
-decide its keys and values in all but the first layers. They are small, and an error in them weighs more than in any
-other token. So a profile holds one row for all sinks, and a blob lists which of its tokens are sinks and what each of
-them differs by from that row, more finely than the finest level does: they are not coded otherwise.
+The first token of a text is one in most models. A few huge entries of its hidden state, the same for every token,
+determine its keys and values in all but the first layers. They are small, and an error in them costs more than in any
+other token. So a profile holds one row for all sinks, and a blob's header lists its sinks and their differences from
+that row, more finely than the finest level. Segments do not code sinks.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 NEARER = 0.25
-"""A token is a sink where its squared distance to the row of sinks is below this share of that to its text's."""
+"""A token is a sink where its squared distance to the sink row is below this share of that to its text's prediction."""
 _LARGEST = 32767
 _LEAST = 1e-30
 _ROOM_BYTES = 1 << 20
-"""That the sinks of a document take in its header at most: every reader fetches it."""
+"""Most bytes of a document's sinks in its header, which every reader fetches."""
 _COMPARED = 1024
-"""Tokens that are compared in all groups, at most."""
+"""Most tokens that are compared in all groups."""
 _SPAN = 1024
-"""Tokens looked at in one step."""
+"""Tokens compared in one step."""
 
 
 def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
-    """Find the tokens that the profile's row of sinks is nearer to than what their text predicts.
+    """Find the attention sinks: tokens nearer to the profile's sink row than to the prediction from their text.
 
-    All tokens are compared in the middle group, and in the others those that pass there.
+    All tokens are compared in the middle group, and those that pass in all groups. Returns frames by token index.
     """
     groups = text.profile.groups
     if not text.profile.has_sinks or cache.kept is not None:
@@ -66,7 +66,7 @@ def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
 
 
 def frame_of_beginning(first: KVCache, profile: Profile) -> bytes:
-    """What is stored of a token that begins a prompt; nothing where the model has no sinks."""
+    """Return the frame of a token that begins a prompt; empty where the profile has no sinks."""
     from kvwire.codec.prediction.text import TextPredictor
 
     if not profile.has_sinks:
@@ -77,14 +77,14 @@ def frame_of_beginning(first: KVCache, profile: Profile) -> bytes:
 
 
 def compare(cache: KVCache, text: TextPredictor, at: int) -> tuple[float, NDArray[np.float32]]:
-    """Compare a token with the profile's row of sinks."""
+    """Return a token's squared distance to the sink row over that to its prediction, and its difference in steps."""
     parts = [_distances(cache, text, group, at, at + 1) for group in range(len(text.profile.groups))]
     to_text, to_sink = (sum(float(part[which][0]) for part in parts) for which in (0, 1))
     return to_sink / max(to_text, _LEAST), np.concatenate([part[2][0] for part in parts])
 
 
 def surprise(cache: KVCache, text: TextPredictor) -> NDArray[np.float32]:
-    """Measure how far all tokens are from what their text predicts, in the unit of ``compare``."""
+    """Return all tokens' squared distances to their predictions, in the unit of ``compare``."""
     spans = [(start, min(start + _SPAN, cache.tokens)) for start in range(0, cache.tokens, _SPAN)]
     groups = range(len(text.profile.groups))
     return np.concatenate([sum(_distances(cache, text, group, *span)[0] for group in groups) for span in spans])
@@ -93,7 +93,7 @@ def surprise(cache: KVCache, text: TextPredictor) -> NDArray[np.float32]:
 def _distances(
     cache: KVCache, text: TextPredictor, group: int, start: int, stop: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Squared distances to what the text says and to the row of sinks, in its steps, and the steps to that row."""
+    """Return squared distances to the prediction and to the sink row, in its steps, and the differences to that row."""
     chosen = text.profile.groups[group]
     elements = gather_planes(cache, chosen.planes, start, stop)
     rows, index = text.expected(group, start, stop)
@@ -104,19 +104,19 @@ def _distances(
 
 
 def pack_sink(steps: NDArray[np.int16]) -> bytes:
-    """Store what a sink differs by."""
+    """Compress a sink's difference in steps."""
     raw = zigzag(steps).astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
     return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
 
 
 def unpack_sink(frame: bytes, width: int) -> NDArray[np.int16]:
-    """Read what ``pack_sink`` stored."""
+    """Undo ``pack_sink``."""
     raw = decompress(frame, 2 * width, "blob's attention sink")
     return unzigzag(np.frombuffer(raw, np.uint8).reshape(2, width).T.copy().view("<u2")[:, 0].astype(np.uint16))
 
 
 def sink_rows(profile: Profile, frame: bytes) -> list[torch.Tensor]:
-    """Turn a stored sink back into elements."""
+    """Decode a stored sink to float32 ``[1, width]`` for each group."""
     groups = profile.groups
     steps = unpack_sink(frame, sum(group.width for group in groups))
     parts = np.split(steps, np.cumsum([group.width for group in groups])[:-1])

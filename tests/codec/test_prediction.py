@@ -298,7 +298,7 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden, 
     for number, cache in enumerate(caches):
         if number == interrupted:  # what was summed goes on elsewhere
             kept, sums = sums.arrays(), MomentSums([planes], features, moments.trials_of_a_part([100, 1, 74]))
-            sums.go_on(kept)
+            sums.resume(kept)
         sums.add(cache)
     seen, (got,) = sums.finish()
     spans = [(cache, min(1, cache.tokens - 1), cache.tokens) for cache in caches]

@@ -110,7 +110,7 @@ def test_many_groups_and_a_large_vocabulary_from_a_short_file(monkeypatch):
     assert len(data) < 20_000
     small = Profile.from_bytes(data)
     monkeypatch.setattr(profile_module, "ROWS_BYTES", 64 << 20)
-    kept = sum(each._kept.nbytes + each._slots.nbytes for each in small.expectations)
+    kept = sum(each._cached_rows.nbytes + each._slots.nbytes for each in small.expectations)
     assert kept <= 64 << 20
     tensors = list(make_cache(9, layers=layers, ropes=()).keys)
     cache = KVCache.from_tensors(tensors, tensors, CacheMeta(layers=layers), range(9))
