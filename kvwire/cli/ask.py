@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from kvwire.cli.options import (
 )
 from kvwire.cli.printing import print_answer
 from kvwire.cli.say import leave, stages
-from kvwire.errors import ArgumentError, DeadlineError, NotFoundError
+from kvwire.errors import ArgumentError, DeadlineError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from kvwire.codec import Backend
@@ -75,6 +75,9 @@ class AskOptions:
     more_docs: tuple[str, ...] = argument(nargs=-1)
     question: str = option("What the model continues after the documents, or behind the prompt.", default="")
     deadline: float | None = option("Seconds to the first token.", type=click.FloatRange(min=0, min_open=True))
+    soon: tuple[str, ...] = option(
+        "Document of a later question, fetched into --cache once this one is answered; repeatable.", multiple=True
+    )
     link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
     exact: bool = flag(
         "Caches bit for bit as the model computes them: lossless levels (encode --lossless), or the texts computed."
@@ -163,14 +166,15 @@ def ask(options: AskOptions) -> None:
     """Answer a question over documents of a store (--docs A B C), a prompt (--prompt), or a session's next turn."""
     _check_prompt(options)
     names, deadline = [*options.docs, *options.more_docs], options.deadline
-    with stages(is_told=options.verbose or sys.stderr.isatty()):
-        names, answer = _answer(names, options.place, options)
     error = None
-    if deadline is not None and answer.timing.ttft_s > deadline:
-        error = DeadlineError(
-            f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
-        )
-    print_answer(names, answer, as_json=options.as_json, error=error)
+    with ExitStack() as stack:
+        with stages(is_told=options.verbose or sys.stderr.isatty()):
+            names, answer = _answer(names, options.place, options, stack)
+        if deadline is not None and answer.timing.ttft_s > deadline:
+            error = DeadlineError(
+                f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
+            )
+        print_answer(names, answer, as_json=options.as_json, error=error)
     if error:
         leave(error)
 
@@ -236,8 +240,15 @@ def _chat(options: AskOptions) -> Chat | None:
     return Chat(system=options.system, before=options.before)
 
 
-def _answer(names: list[str], place: StoreOptions, options: AskOptions) -> tuple[list[str], Answer]:
-    """The answer, and names of what stands in the prompt, in its order."""
+def _fetch_ahead(corpus: Corpus, options: AskOptions) -> None:
+    """Fetch documents of later questions, once this one is answered."""
+    sys.stdout.flush()
+    if not corpus.prefetch(options.soon, options.ceiling).wait():
+        raise StorageError("not all documents of --soon came: the store failed, or the cache is too small for them")
+
+
+def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: ExitStack) -> tuple[list[str], Answer]:
+    """The answer, and names of what stands in the prompt, in its order; what the stack has to do comes after it."""
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
     from kvwire.runtime.text_files import read_texts, token_ids
@@ -249,24 +260,26 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions) -> tuple
     texts = read_texts([options.texts]) if options.texts else {}
     if options.arguments and not options.schema:
         raise ArgumentError("--argument fills a slot of a schema: give --schema")
-    with closing(place.open()) as opened:
-        corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options.uses))
-        others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
-        emulated = parse_link(options.link) if options.link else None
-        schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
-        wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
-        known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
-        with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
-            if not names:
-                return _answer_prompt(loader, engine, options, chat)
-            question: str | list[int] = options.question
-            if chat is None:
-                question = engine.tokenize(options.question, place="last", trust="frame")
-            asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
-            answer = asking(
-                question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
-            )
-            return (list(schema.names) if schema else names), answer
+    opened = stack.enter_context(closing(place.open()))
+    corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options.uses))
+    if options.soon:
+        stack.callback(_fetch_ahead, corpus, options)
+    others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
+    emulated = parse_link(options.link) if options.link else None
+    schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
+    wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
+    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
+    with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
+        if not names:
+            return _answer_prompt(loader, engine, options, chat)
+        question: str | list[int] = options.question
+        if chat is None:
+            question = engine.tokenize(options.question, place="last", trust="frame")
+        asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
+        answer = asking(
+            question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
+        )
+        return (list(schema.names) if schema else names), answer
 
 
 def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: AskOptions) -> SchemaPrompt:
@@ -298,6 +311,8 @@ def _check_prompt(options: AskOptions) -> None:
         raise ArgumentError(f"a question is over --docs, a --prompt or a --session: give one of them, got {got}")
     if not options.question and not options.prompt:
         raise ArgumentError("there is no question: give --question")
+    if options.soon and not options.place.cache:
+        raise ArgumentError("--soon fetches documents into the local cache: give --cache, too")
     unused: dict[str, object]
     if options.docs:
         unused = {"--save": options.save}

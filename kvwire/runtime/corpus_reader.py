@@ -14,6 +14,7 @@ from kvwire.runtime.link_report import LinkReport
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     import torch
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift
     from kvwire.runtime.edit_report import EditReport
+    from kvwire.runtime.prefetch import Prefetch
     from kvwire.store import Catalog, CatalogEntry, DonorIndex, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
@@ -133,12 +135,17 @@ class CorpusReader:
             decoder.decode_chunk(chunk, segments, index)
         return decoder.cache.slice(first, info.tokens) if first else decoder.cache
 
-    def prefetch(self, documents: Sequence[str], level: int | str | None = None) -> None:
-        """Fetch documents in the background into the store's cache.
+    def prefetch(self, documents: Sequence[str], level: int | str | None = None) -> Prefetch:
+        """Fetch documents that will be read soon into the store's cache.
+
+        Headers are read at once, chunks in the background while nobody reads through the cache, and nothing is decoded.
 
         Args:
             documents: Their names.
             level: The finest level that will be read: index, name, or None for the finest that is not lossless.
+
+        Returns:
+            Waits for the fetches, or cancels them.
 
         Raises:
             ArgumentError: The store has no cache, or there is no such level.
@@ -148,13 +155,15 @@ class CorpusReader:
         if not hasattr(store, "prefetch"):
             msg = "what is fetched ahead needs a cache to lie in: open the store with one (open_tiers, --cache)"
             raise ArgumentError(msg)
+        from kvwire.runtime.prefetch import Prefetch  # few programs need it
+
+        hints: list[Future[bool]] = []
         for entry in map(self.find, documents):
             if entry.is_text:
                 continue
             keys = self.catalog.blobs.of(entry)
             if len(keys) > 1 or self.catalog.blobs.is_sealed:  # a header has the offsets of one plain blob
-                for key in keys:
-                    store.prefetch(key)
+                hints += [store.prefetch(key) for key in keys]
                 continue
             info = self.read_header(entry)
             index = level_index(info, level)
@@ -164,8 +173,8 @@ class CorpusReader:
                 if merged and merged[-1][1] == start:
                     start = merged.pop()[0]
                 merged.append((start, end))
-            for start, end in merged:
-                store.prefetch(entry.blob_key, start, end)
+            hints += [store.prefetch(entry.blob_key, start, end) for start, end in merged]
+        return Prefetch(hints)
 
     def profile(
         self, digest: str | None = None, *, outline: tuple[int, str] | None = None, level: int | None = None

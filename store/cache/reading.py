@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent import futures
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -237,15 +238,21 @@ class Prefetcher:
         self._settings = settings
         self._worker = Worker("kvwire-prefetch", settings.prefetch_threads)
         self._closed = False
+        self._hints: set[futures.Future[bool]] = set()
         self._counters = PrefetchCounters()
 
-    def hint(self, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> None:
-        """Queue a range; dropped where too many wait already."""
+    def hint(self, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> futures.Future[bool]:
+        """Queue a range; dropped where too many wait already. See ``TieredStore.prefetch``."""
+        told = futures.Future[bool]()
         if self._worker.queued >= self._settings.prefetch_hints:
             self._counters.dropped += 1
-            return
+            told.set_result(False)
+            return told
         self._counters.taken += 1
-        self._worker.submit(partial(self._walk, name, origin, start, end))
+        self._hints.add(told)
+        told.add_done_callback(self._hints.discard)
+        self._worker.submit(partial(self._walk, told, name, origin, start, end))
+        return told
 
     def counted(self) -> PrefetchCounters:
         """The counters."""
@@ -259,17 +266,23 @@ class Prefetcher:
         """Drop the hints."""
         self._closed = True
         self._worker.close(self._settings.close_s)
+        for told in [*self._hints]:
+            told.cancel()
 
-    def _walk(self, name: bytes, origin: BlockingOrigin, start: int, end: int | None) -> None:
+    def _walk(
+        self, told: futures.Future[bool], name: bytes, origin: BlockingOrigin, start: int, end: int | None
+    ) -> None:
         position: int | None = start
         try:
-            while position is not None and not self._closed:
+            while position is not None and not self._closed and not told.cancelled():
                 if not self._cache.wait_for_quiet(_PATIENCE_S):
                     self._counters.dropped += 1
-                    return
+                    break
                 position = self._next(name, origin, position, end)
         except KvwireError:
-            return  # the reader of these bytes gets the error
+            pass  # the reader of these bytes gets the error
+        with suppress(futures.InvalidStateError):  # it was cancelled
+            told.set_result(position is None)
 
     def _next(self, name: bytes, origin: BlockingOrigin, position: int, end: int | None) -> int | None:
         """See to the next piece; returns where it ends, None at the end of all."""

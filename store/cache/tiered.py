@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import threading
+from concurrent.futures import Future
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -153,17 +154,23 @@ class TieredStore(Store):
         """What the remote lists."""
         return self._remote.scan(prefix, after)
 
-    def prefetch(self, key: str, start: int = 0, end: int | None = None) -> None:
+    def prefetch(self, key: str, start: int = 0, end: int | None = None) -> Future[bool]:
         """Hint that content will be read soon. It is fetched in the background, while no reader fetches anything.
 
         Args:
             key: The object; a hint of what is no content does nothing.
             start: First byte.
             end: The byte after the last; None: to the object's end.
+
+        Returns:
+            Whether all of it came, once that is known; cancel it to drop the hint.
         """
         clamp_range(start, end, 0)
         if (name := self.name(key)) is not None:
-            self._prefetcher.hint(name, BlockingOrigin(self._remote, key), start, end)
+            return self._prefetcher.hint(name, BlockingOrigin(self._remote, key), start, end)
+        nothing = Future[bool]()
+        nothing.set_result(False)
+        return nothing
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
         """Forget cached bytes of a range, because they were found wrong; the next read asks the remote."""
