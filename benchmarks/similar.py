@@ -32,8 +32,7 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import Catalog, DonorIndex, MemoryStore
 from kvwire.store.base import Listed
-from kvwire.store.donors.index import MOST_OF_FEATURE
-from kvwire.store.donors.sketch import SCHEME, sketch
+from kvwire.store.donors import MOST_OF_FEATURE, SCHEME, sketch
 from kvwire.store.index_records import feature_digest
 from kvwire.store.records import CatalogEntry
 from kvwire.store.testing import CountingStore

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.last_uses import LastUses
     from kvwire.store.catalog.uses import UseCounts, UseFile
     from kvwire.store.crypto.keyring import Keyring
-    from kvwire.store.donors.index import DONORS, Donor, DonorIndex
+    from kvwire.store.donors import DONORS, Donor, DonorIndex
     from kvwire.store.http_clients import Addressed, HttpAddress, range_header, range_told
     from kvwire.store.index_records import PrefixEntry
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
@@ -140,7 +140,7 @@ __getattr__ = lazy(
         "kvwire.store.records": ("CatalogEntry", "ModelRecord"),
         "kvwire.store.index_records": ("PrefixEntry",),
         "kvwire.store.crypto.keyring": ("Keyring",),
-        "kvwire.store.donors.index": ("DONORS", "Donor", "DonorIndex"),
+        "kvwire.store.donors": ("DONORS", "Donor", "DonorIndex"),
         "kvwire.store.http_clients": ("Addressed", "HttpAddress", "range_header", "range_told"),
         "kvwire.store.key_kinds": ("KeyKind", "ObjectRef", "content_digest", "kind_of"),
         "kvwire.store.keys": (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError
@@ -188,9 +189,11 @@ def find_kind(key: str) -> tuple[KeyKind, str] | None:
     return None
 
 
+_space = lru_cache(64)(KeySpace)  # a listing's entries are of one
+
+
 def _space_of(key: str) -> KeySpace:
-    _, tenant, config, _ = key.split("/", 3)
-    return KeySpace(tenant, config)
+    return _space(*key.split("/", 3)[1:3])
 
 
 # What rows name.
@@ -218,7 +221,7 @@ def read_entry(key: str, data: bytes, **told: str) -> CatalogEntry:
     """Parse an entry, which has the fields that are told, and never leads into another tenant's blobs."""
     entry = CatalogEntry.from_json(data)
     leads_away = not entry.is_text and entry.blob_key != _space_of(key).blob(entry.sha256)
-    if leads_away or any(getattr(entry, name) != value for name, value in told.items()):
+    if leads_away or (told and told != {name: getattr(entry, name) for name in told}):
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
     return entry

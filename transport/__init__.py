@@ -6,7 +6,6 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.store.backends.http.store import HttpStore, HttpStoreSettings
-    from kvwire.transport.emulation.links import EmulatedLink, LinkSettings, RateSchedule, parse_link
     from kvwire.transport.errors import (
         BusyError,
         RejectedError,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from kvwire.transport.fetch.metering import LinkMeter, LinkSample
     from kvwire.transport.fetch.ranges import Range, WantedRange, coalesce, split
     from kvwire.transport.fetch.types import FetchCounts, FetchedSegment, FetchSettings
+    from kvwire.transport.links import EmulatedLink, LinkSettings, RateSchedule, parse_link
     from kvwire.transport.server.access import AccessSettings
     from kvwire.transport.server.application import ObjectServer
     from kvwire.transport.server.credentials import SigningKeys, new_token, sign_url
@@ -89,7 +89,7 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.store.backends.http.store": ("HttpStore", "HttpStoreSettings"),
-        "kvwire.transport.emulation.links": ("EmulatedLink", "LinkSettings", "RateSchedule", "parse_link"),
+        "kvwire.transport.links": ("EmulatedLink", "LinkSettings", "RateSchedule", "parse_link"),
         "kvwire.transport.errors": (
             "BusyError",
             "RejectedError",

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvwire._forks import in_child
-from kvwire.store.files.files import sync_folder
+from kvwire.store.files.files import make_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,14 +107,8 @@ class LockedFolder:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(mode=_MODE, exist_ok=True)
-        sync_folder(path.parent)
+    """Make a private folder; flushed, since pending writes rely on it."""
+    make_folders(folder, _MODE)
 
 
 def lock_folder(root: Path) -> LockedFolder:

@@ -133,6 +133,18 @@ def sync_folder(folder: str | Path, within: int | None = None) -> None:
         os.close(descriptor)
 
 
+def make_folders(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder where there is none, and those above it, and flush them."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another writer was faster; a file there fails what comes next
+            path.mkdir(mode=mode)
+        sync_folder(path.parent)
+
+
 class FileReader:
     """Reads ranges of an open file; safe from several threads, as each read names its own offset."""
 

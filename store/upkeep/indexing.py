@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.donors.index import DONORS, DonorIndex
+from kvwire.store.donors import DONORS, DonorIndex
 from kvwire.store.prefix.index import PrefixIndex, opening_of
 from kvwire.store.upkeep.walk import added
 

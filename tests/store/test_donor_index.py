@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
 from kvwire.store import Catalog, DonorIndex, Keyring, collect, index_documents, verify_store
-from kvwire.store.donors.index import MOST_OF_FEATURE
-from kvwire.store.donors.sketch import _MIX, _MULTIPLIER, FEATURES, SCHEME, SHINGLE, WINDOW, sketch
+from kvwire.store.donors import _MIX, _MULTIPLIER, FEATURES, MOST_OF_FEATURE, SCHEME, SHINGLE, WINDOW, sketch
 from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.records import pack_record
 from kvwire.store.testing import CountingStore

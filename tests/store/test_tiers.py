@@ -15,7 +15,6 @@ from hypothesis.stateful import rule
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open_tiers
 from kvwire.store.cache import extents
-from kvwire.store.cache.cache import Fetch, Wait
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
 from kvwire.store.testing.conformance import together
 
@@ -58,24 +57,6 @@ def filled(blobs=1, size=1000):
     for key, data in pairs:
         remote.put(key, data)
     return remote, pairs
-
-
-def test_ranges_that_were_read_are_kept_and_gaps_are_fetched_later():
-    remote, [(key, data)] = filled()
-    remote = Ranges(remote)
-    with closing(open_tiers(remote, memory_bytes=MIB)) as tiers:
-        assert tiers.get(key, 100, 200) == data[100:200]
-        assert tiers.get(key, 400, 500) == data[400:500]
-        assert tiers.get(key, 150, 450) == data[150:450]
-        assert tiers.get(key) == data
-        assert tiers.get(key, 0, 5000) == data
-        assert sorted((start, end) for _, start, end in remote.read) == [
-            (0, 100),
-            (100, 200),
-            (200, 400),
-            (400, 500),
-            (500, 1000),
-        ]
 
 
 def test_what_is_cached_is_read_while_the_remote_is_down_and_after_others_deleted_it():
@@ -335,25 +316,6 @@ def test_memory_stays_within_the_budget_while_many_read_more_than_fits(tmp_path)
         assert files == tiers.counters().disk.held_bytes > 0
 
 
-@pytest.mark.parametrize("remote_fails", [1, 2])
-def test_a_failed_leader_leaves_its_place_to_one_who_waits_and_two_failures_are_shared(remote_fails):
-    memory, [(key, data)] = filled()
-    faulty = FaultyStore(
-        memory, lambda number, method, _: StoreFault.ERROR if method == "get" and number < remote_fails else None
-    )
-    remote = Ranges(faulty)
-    remote.gate.clear()
-    with closing(open_tiers(remote)) as tiers, ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(tiers.get, key) for _ in range(20)]
-        assert remote.entered.acquire(timeout=30)
-        until(lambda: tiers.counters().remote.waits == 19)
-        remote.gate.set()
-        failed = [one for one in asked if isinstance(one.exception(30), StorageError)]
-        assert all(one.result() == data for one in asked if one not in failed)
-        assert len(failed) == 1 if remote_fails == 1 else 2 <= len(failed) <= 20
-        assert tiers.get(key) == data
-
-
 def test_what_is_not_there_is_told_to_all_at_once():
     remote = Ranges(MemoryStore())
     remote.gate.clear()
@@ -400,31 +362,6 @@ def test_a_reader_stops_waiting_for_a_leader_from_which_nothing_comes():
         assert asked[1].result(30) == data
         asked[0].result(30)
         assert tiers.get(key) == data
-
-
-def test_bytes_that_were_on_their_way_while_the_object_was_deleted_are_not_kept():
-    memory, [(key, data)] = filled()
-    remote = Ranges(memory)
-    with closing(open_tiers(remote)) as tiers:
-        name = tiers.name(key)
-        step = tiers.cache.step(name, 0, 1000, "leader")
-        assert isinstance(step, Fetch)
-        assert isinstance(tiers.cache.step(name, 500, 1000, "waiter"), Wait)
-        tiers.delete(key)
-        step.flight.feed(data)
-        tiers.cache.complete(step.flight, 1000)
-        with pytest.raises(NotFoundError):
-            tiers.get(key)
-
-
-def test_a_remote_that_gives_more_than_asked_is_an_error():
-    class Generous(StoreWrapper):
-        def get(self, key, start=0, end=None):
-            return self.inner.get(key, start, end) + b"more"
-
-    memory, [(key, _)] = filled()
-    with closing(open_tiers(Generous(memory))) as tiers, pytest.raises(StorageError):
-        tiers.get(key, 0, 10)
 
 
 def test_what_is_prefetched_is_there_when_it_is_read_and_hints_for_what_is_not_there_harm_nobody():

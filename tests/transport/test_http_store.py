@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
-from kvwire.store import Catalog, MemoryStore, Store, open_object
+from kvwire.store import MemoryStore, Store
 from kvwire.store.testing.samples import blob
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings, serve
 
@@ -34,18 +34,6 @@ async def store(behind):
 
 def run(call, *args):
     return asyncio.to_thread(call, *args)
-
-
-async def test_it_reads_what_lies_behind(store: Store):
-    assert await run(store.get, "a/k") == DATA
-    assert await run(store.get, "empty") == b""
-    for start, end in [(0, 10), (5, 6), (100, None), (5000, 9999), (5120, None), (9999, 10_000), (7, 7), (0, 0)]:
-        assert await run(store.get, "a/k", start, end) == DATA[start:end]
-    assert await run(store.get, "empty", 0, 10) == b""
-    stat = await run(store.stat, "a/k")
-    assert stat.size == len(DATA)
-    reader = await run(open_object, store, "a/k")
-    assert await run(reader.read, 3, 9) == DATA[3:9]
 
 
 async def test_what_it_cannot_do(store: Store):
@@ -107,25 +95,6 @@ def test_tokens_that_are_no_header_are_refused(token):
     with pytest.raises(ArgumentError) as caught:
         HttpStore("http://h", token=token)
     assert token not in str(caught.value)
-
-
-async def test_a_catalog_works_over_it(behind, store):
-    config = "c" * 64
-    writer = Catalog(behind)
-    entry = writer.put_blob(config, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
-    digest = writer.profiles.put(config, b"profile")
-    writer.profiles.set_current(config, digest)
-    catalog = Catalog(store)
-    assert await run(catalog.by_document, config, "d") == entry
-    assert await run(catalog.by_tokens, config, "1" * 64) == entry
-    assert await run(catalog.by_document, config, "e") is None
-    assert await run(catalog.profiles.current, config) == digest
-    assert await run(catalog.profiles.get, config, digest) == b"profile"
-
-
-async def test_threads_share_it(store):
-    results = await asyncio.gather(*(run(store.get, "a/k", n, n + 50) for n in range(100)))
-    assert results == [DATA[n : n + 50] for n in range(100)]
 
 
 async def test_the_token(behind):

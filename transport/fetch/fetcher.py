@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from kvwire.store import Data
-    from kvwire.transport.emulation.links import EmulatedLink
     from kvwire.transport.errors import SegmentError
     from kvwire.transport.fetch.metering import Transfer
+    from kvwire.transport.links import EmulatedLink
     from kvwire.transport.sources.base import ByteSource
     from kvwire.types import BlobInfo, SegmentInfo
 

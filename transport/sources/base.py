@@ -19,7 +19,7 @@ from kvwire.transport.errors import StalledError
 
 if TYPE_CHECKING:
     from kvwire.store import ObjectReader, Store
-    from kvwire.transport.emulation.links import EmulatedLink
+    from kvwire.transport.links import EmulatedLink
 
 Sink: TypeAlias = Callable[[Data], None]
 """Takes the next bytes of a range; they are not changed afterwards."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import ssl
     from types import SimpleNamespace
 
-    from kvwire.transport.emulation.links import EmulatedLink
+    from kvwire.transport.links import EmulatedLink
     from kvwire.transport.sources.base import Sink
 
 Addresses: TypeAlias = Callable[[bool], HttpAddress]

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.store.base import Listed
-from kvwire.store.files.files import TEMPORARY, reading, replace_file, sync_folder
+from kvwire.store.files.files import TEMPORARY, make_folders, reading, replace_file, sync_folder
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -170,14 +170,7 @@ class ObjectFiles:
 
     def make_root(self) -> None:
         """Make the root where there is none, and the folders above it; they are flushed."""
-        folder, missing = self._root, []
-        while not folder.exists():
-            missing.append(folder)
-            folder = folder.parent
-        for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another writer was faster; a file there fails the write
-                path.mkdir()
-            sync_folder(path.parent)
+        make_folders(self._root)
 
 
 def _unlinked(folder: int, name: str) -> bool:

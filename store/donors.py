@@ -1,7 +1,10 @@
-"""The index itself: entries of texts' features are written, and documents that share many with a prompt are found.
+"""Texts much like a prompt: an index from features of texts to documents whose rows may serve it.
 
 Each entry is an object of its own, below its feature: a look-up lists features, and writers need no lock. Entries are
 not trusted: the texts that they lead to are compared with the prompt, token by token, by whoever uses them.
+
+A text's features are its sketch: hashes of all runs of 8 tokens (shingles), of each 16 in a row the least (winnowing,
+Schleimer et al., SIGMOD 2003), of these the 64 least (a bottom-k sketch). Any 23 equal tokens share a winnowed hash.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.donors.sketch import SCHEME, sketch
 from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.listing import read_ahead
 from kvwire.store.prefix.index import MOST_INFOS, MOST_TOKENS, prefix_info
@@ -22,6 +26,8 @@ from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvwire.store.base import Listed
     from kvwire.store.catalog.catalog import Catalog
@@ -37,6 +43,12 @@ FEATURES_READ, _AT_A_TIME = 16, 8
 MOST_CANDIDATES, _MOST_OF_MANY = 6, 4
 """Texts that are read, after 8 and after 16 features: 24 requests at most, an entry and a text for each."""
 _LEAST_SHARED = 2  # features; one may be a phrase that everybody uses, but short texts have few
+SHINGLE = 8
+WINDOW = 16
+FEATURES = 64
+SCHEME = f"sketch-{FEATURES}"
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no token is lost
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
 
@@ -205,3 +217,25 @@ class DonorIndex:
             doomed += [one.key for one in oldest[: max(0, len(others) + 1 - MOST_OF_FEATURE)]]
         if doomed:
             self._catalog.store.delete_many(doomed)
+
+
+def sketch(token_ids: Sequence[int]) -> list[int]:
+    """At most 64 features of 64 bits, ascending; none where the text has fewer than 8 tokens."""
+    words = _mixed(np.asarray(token_ids, np.int64).astype(np.uint64))
+    count = len(words) - SHINGLE + 1
+    if count < 1:
+        return []
+    hashes = np.zeros(count, np.uint64)
+    for step in range(SHINGLE):
+        hashes = hashes * np.uint64(_MULTIPLIER) + words[step : step + count]
+    hashes = _mixed(hashes)
+    windows = np.lib.stride_tricks.sliding_window_view(hashes, min(WINDOW, count))
+    return [int(each) for each in np.unique(windows.min(1))[:FEATURES]]
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Every bit depends on every bit: the finalizer of splitmix64."""
+    words = words + np.uint64(_MULTIPLIER)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX[0])
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_MIX[1])
+    return words ^ (words >> np.uint64(31))

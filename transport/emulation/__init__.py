@@ -1,1 +1,0 @@
-"""Slow links in front of fast ones."""
