@@ -165,8 +165,8 @@ def _stored_meta(cache: KVCache, *, lossless: bool) -> CacheMeta:
 def trial_blob(cache: KVCache, profile: AnyProfile | None = None, *, hidden: Tensor | None = None) -> bytes:
     """Make a blob of one chunk that decodes as slowly as a real one, for timing and warm-up.
 
-    With a layered profile the coefficients are random with the profile's scales. This skips the systems that only
-    encoders solve, which takes seconds for a large model. With another profile, or none, the cache is encoded.
+    With a layered profile the coefficients are random with the profile's scales: solving for real ones takes seconds
+    for a large model. With another profile, or none, the cache is encoded.
 
     Args:
         cache: A cache of the model; its layout, length and token ids are used.

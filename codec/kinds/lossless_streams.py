@@ -89,7 +89,7 @@ def encode_lossless(cache: KVCache, start: int, stop: int) -> tuple[bytes, int]:
 def decode_lossless(
     data: bytes, tokens: int, layers: tuple[LayerSpec, ...], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Decode a segment into keys and values of each layer, with one extra byte of memory per number."""
+    """Decode a segment into keys and values of each layer; takes one more byte of memory per number."""
     fields, shapes = _fields(dtype), block_shapes(layers)
     if _numbers(tokens, shapes):
         blocks = _decode(data, Grid.plain(fields, shapes, tokens), dtype)
@@ -134,7 +134,6 @@ def _numbers(tokens: int, shapes: list[tuple[int, int]]) -> int:
 
 
 def _bits(tensor: torch.Tensor, fields: Fields) -> Bits:
-    """Return a tensor's numbers as unsigned integers of the same width, contiguous, on the CPU."""
     signed = tensor.detach().cpu().contiguous().view(_SIGNED[fields.width])
     return signed.numpy().view(f"u{fields.width // 8}")
 
@@ -152,7 +151,7 @@ def _pack(lists: tuple[bytes, ...], streams: list[Lanes | None], classes: int) -
 
 
 def _planes(array: NDArray[Any]) -> bytes:
-    """Return all lowest bytes, then the next ones, and so on: small numbers leave planes of zeros."""
+    """Return all lowest bytes, then the next ones, and so on: small numbers give planes of zeros."""
     return array.ravel().view(np.uint8).reshape(array.size, array.itemsize).T.tobytes()
 
 
