@@ -94,7 +94,7 @@ def decode_lossless(
     if _numbers(tokens, shapes):
         blocks = _decode(data, Grid.plain(fields, shapes, tokens), dtype)
     elif data:
-        raise_damaged("of no numbers holds bytes")
+        raise_damaged("without numbers holds bytes")
     else:
         blocks = (torch.empty((heads, tokens, dim), dtype=dtype) for heads, dim in shapes)
     return [_empty_layer(spec, dtype) if spec.kind == "none" else (next(blocks), next(blocks)) for spec in layers]
@@ -165,7 +165,9 @@ def _decode(data: bytes, plain: Grid, dtype: torch.dtype) -> Iterator[torch.Tens
     parts = _Parts(data)
     grid, fields = parts.grid(plain), plain.fields
     columns = sum(heads * dim for heads, dim in plain.shapes)
-    classes, flips = parts.classes(columns)  # checked first: it pays for memory by columns
+    classes, flips = parts.classes(
+        columns
+    )  # first: its length proves the number of columns, by which memory is allocated
     references = parts.exponents("reference", columns, fields)
     tables = parts.tables()
     symbols = [parts.symbols(s, classes[grid.stream_of == s], tables, rows) for s, rows in enumerate(grid.rows)]
@@ -225,7 +227,7 @@ class _Parts:
         raw = np.frombuffer(self._list("class", columns), np.uint8)
         classes = (raw % FLIP).astype(np.int64)
         if classes.max() >= self._classes:
-            raise_damaged("names a class that it has no table for")
+            raise_damaged("names a class with no table")
         return classes, raw // np.uint8(FLIP)
 
     def grid(self, plain: Grid) -> Grid:
@@ -233,18 +235,18 @@ class _Parts:
         raw = np.frombuffer(self._list("block", len(plain.shapes)), np.uint8)
         grid = replace(plain, shared=raw >= _SHARED, spares=(raw % _SHARED).astype(np.int64))
         if grid.spares.max() > grid.fields.low:
-            raise_damaged("spares more bits than there are")
+            raise_damaged("spares more bits than its numbers have")
         tokens = len(plain.codes) if grid.shared.any() else 0
         codes = _unplanes(self._list("row", 4 * tokens), "<u4").astype(np.int64)
         if (codes > np.cumsum(codes == 0)).any():
-            raise_damaged("refers to rows that do not come before")
+            raise_damaged("refers to later rows")
         return replace(grid, codes=codes) if tokens else grid
 
     def exponents(self, name: str, count: int, fields: Fields) -> NDArray[np.uint16]:
         """Read a list of exponents: the columns' references or the escapes."""
         exponents: NDArray[np.uint16] = _unplanes(self._list(name, 2 * count), "<u2")
         if count and exponents.max() > fields.top:
-            raise_damaged("has an exponent that its dtype has not")
+            raise_damaged("has an exponent beyond its dtype's")
         return exponents
 
     def symbols(self, stream: int, classes: NDArray[np.int64], tables: ClassTables, rows: int) -> NDArray[np.uint8]:

@@ -110,7 +110,7 @@ def loaded_part(profile: Profile) -> Profile:
 
 
 def _damaged(problem: object) -> CorruptError:
-    return CorruptError(f"the profile's sections contradict what it says of them ({problem}); fetch it again")
+    return CorruptError(f"the profile's sections contradict its description ({problem}); fetch it again")
 
 
 class LazyProfile(Profile):
