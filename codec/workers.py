@@ -35,7 +35,7 @@ def cores() -> int:
 
 @lru_cache(maxsize=1)
 def _controller() -> ThreadpoolController:
-    """Return the process's thread pools; cached, since finding them reads all its memory maps."""
+    """Return the process's thread pools; finding them reads all memory maps."""
     return ThreadpoolController()
 
 

@@ -163,8 +163,8 @@ class BlobDecoder:
     def submit(self, chunks: Sequence[tuple[int, Sequence[bytes], int | None]]) -> Pending:
         """Decode chunks; the processor has finished on return, a GPU goes on working.
 
-        The GPU first waits for the work that the caller's stream held when the decoder was made; no later work may
-        read the tokens that the chunks overwrite.
+        The GPU first waits for the work that the caller's stream held when the decoder was made; work queued later
+        must not still read the tokens that the chunks overwrite.
 
         Args:
             chunks: Each chunk with its segments and level, as for ``decode_chunk``.

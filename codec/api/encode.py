@@ -96,7 +96,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     if beginning is not None and (
         beginning.tokens != 1 or beginning.meta.offset or not neutral_prefix or prefix is not None or cache.kept
     ):
-        msg = "a beginning is one token at position 0, of a whole document behind a neutral prefix that is not pruned"
+        msg = "beginning must be one token at position 0, and the cache unpruned, whole and behind a neutral prefix"
         raise ArgumentError(msg)
     if context_level is not None and not 0 <= context_level < MAX_LEVELS:
         msg = f"context_level is the number of a level, 0 to {MAX_LEVELS - 1}, or None; got {context_level}"
@@ -165,8 +165,8 @@ def _stored_meta(cache: KVCache, *, lossless: bool) -> CacheMeta:
 def trial_blob(cache: KVCache, profile: AnyProfile | None = None, *, hidden: Tensor | None = None) -> bytes:
     """Make a blob of one chunk that decodes as slowly as a real one, for timing and warm-up.
 
-    With a layered profile the coefficients are random with the profile's scales. This skips the systems that only
-    encoders solve, which takes seconds for a large model. With another profile, or none, the cache is encoded.
+    With a layered profile the coefficients are random with the profile's scales: solving for real ones takes seconds
+    for a large model. With another profile, or none, the cache is encoded.
 
     Args:
         cache: A cache of the model; its layout, length and token ids are used.

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 def _put(x: uint32, entry: uint32, reciprocal: uint64, buffer: U16, end: uintp) -> tuple[uint32, uintp]:
     """Encode one symbol of a lane; return its state and the place of its next word.
 
-    A word is always stored, and overwritten where none was due. The quotient is exact: the state x is below f * 2^20
-    when it is divided by the frequency f, so x * (floor(2^44 / f) + 1) fits 64 bits and exceeds x * 2^44 / f by less
-    than 2^44 / f.
+    A word is always stored, and overwritten where none was due. The quotient is exact: x is below f * 2^20, so
+    x * (floor(2^44 / f) + 1) fits 64 bits and exceeds x * 2^44 / f by less than 2^44 / f.
     """
     f = entry & uint32(65535)
     over = (x >> uint32(20)) >= f
@@ -44,10 +43,10 @@ def encode(
     states: U32,
     counts: NDArray[int64],
 ) -> None:
-    """Encode a stream; the words of all lanes, lane after lane, end up at the beginning of the buffer.
+    """Encode a stream; all words, lane after lane, end up at the beginning of the buffer.
 
     Two lanes run at a time with states in registers: in one lane each symbol would wait for the one before, and in
-    memory for the store. Each lane fills its room from the end, since the last word written is the first to be read.
+    memory for the store. Lanes fill their room from the end, since the last word written is read first.
     """
     tokens, columns, lanes = uintp(symbols.shape[0]), uintp(symbols.shape[1]), uintp(states.shape[0])
     steps, size = (columns + lanes - uintp(1)) // lanes, uintp(room)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def decode_lookup(
     words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, begin: int, out: U8
 ) -> None:
-    """Decode base symbols, all lanes of a step in one vectorised loop."""
+    """Decode base symbols in a vectorised loop over lanes."""
     tokens, columns = out.shape
     lanes = states.shape[0]
     for first in range(begin, columns, lanes):
@@ -123,7 +123,7 @@ def _first_words(counts: U16) -> U32:
 
 @register_jitable
 def _unfinished(counts: U16, states: U32, pointers: U32) -> uint32:
-    """Count the lanes that do not end in their first state with all their words read."""
+    """Count the lanes that do not end in the first state with all words read."""
     at, wrong = uint32(0), uint32(0)
     for lane in range(counts.shape[0]):
         at += uint32(counts[lane])
@@ -208,7 +208,7 @@ def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
 
 @jit
 def count_base(values: I32, classes: I32, counts: NDArray[int64]) -> None:
-    """Count each value's byte (value + 128, 0 beyond the alphabet) in its class's row; class 0 skips a column."""
+    """Count each value's base symbol in its class's row; class 0 skips a column."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
             if classes[c] > 0:
@@ -227,7 +227,7 @@ def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64])
 
 @jit
 def count_points(coefficients: F32, values: I32, classes: I32, step: float, counts: NDArray[float64]) -> None:
-    """Count the values of size 1 and 2, and sum how far their coefficients lie below them, in steps."""
+    """Count values of size 1 and 2, and sum how far their coefficients lie below, in steps."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):
             size = abs(values[t, c])

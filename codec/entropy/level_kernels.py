@@ -1,8 +1,7 @@
 """numba kernels from coefficients to a level's symbols; see ``kernels`` for the rules of all kernels.
 
-They do not store a chunk's quantised values: quantising a row again for each level costs less than writing and reading
-it, and touches only the columns that the level codes. Callers have checked that all values are below 2^28 in size, see
-``survey``.
+They quantise a row again for each level: this costs less than storing it and touches only the columns that the level
+codes. Callers have checked with ``survey`` that all values are below 2^28 in size.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def survey(coefficients: F32, sums: F32, peaks: F32, squares: F32, energies: NDA
 
 @register_jitable
 def _sizes_of(classes: NDArray[int64], sizes: F32) -> tuple[F32, F32]:
-    """Return the sizes of values 1 and 2 of some columns."""
     ones, twos = empty(classes.shape[0], float32), empty(classes.shape[0], float32)
     for i in range(classes.shape[0]):
         ones[i], twos[i] = sizes[classes[i], 1], sizes[classes[i], 2]

@@ -1,10 +1,9 @@
 """The entropy coder of CacheGen's levels: range coding with one integer table for each channel.
 
-Rows of symbols follow each other in one stream of ``constriction``'s range coder, each row with its own table. Tables
-are 16-bit frequencies. constriction works with 24 bits and adds one to each weight, so it gets 256 times the frequency
-minus one. These weights add up to 2^24 minus the number of symbols, the total to which constriction scales: the factor
-is exactly one, float32 holds all the numbers exactly, and the model equals the table bit for bit on every machine.
-docs/format.md specifies the stream without naming a library.
+Rows of symbols share one stream of ``constriction``'s range coder, each row with its own table of 16-bit frequencies.
+constriction works with 24 bits and adds one to each weight, so it gets 256 times the frequency minus one. These weights
+add up to 2^24 minus the number of symbols, the total to which constriction scales: the factor is exactly one, float32
+holds all numbers exactly, and the model equals the table bit for bit on every machine.
 """
 
 from __future__ import annotations
@@ -71,6 +70,5 @@ def decode_rows(data: bytes, parts: Iterable[tuple[int, NDArray[np.uint16]]]) ->
 
 
 def _model(table: NDArray[np.uint16]) -> Any:  # noqa: ANN401 - constriction has no types
-    """Return constriction's model of a table ``[symbols]``; see the module's docstring."""
     fine = table.astype(np.int64) * ((1 << _MODEL_BITS) // TOTAL) - 1
     return constriction.stream.model.Categorical(fine.astype(np.float32), perfect=False)

@@ -34,7 +34,7 @@ from kvwire.codec.fitting.regression import predict
 from kvwire.codec.fitting.rounding import Precision, factor_of, round_rows
 from kvwire.codec.fitting.sinks import learn_sinks
 from kvwire.codec.prediction.text import TextPredictor
-from kvwire.codec.profile.group import Group, SteppedGroup
+from kvwire.codec.profile.group import Group, RoundedMatrices
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, gather_planes
 from kvwire.codec.transform.levels import Ladder, quantise, split_levels
@@ -76,25 +76,10 @@ class MomentKeeper(Protocol):
     """Stores a fit's sums over caches."""
 
     def recall(self, digest: Callable[[], str]) -> Mapping[str, NDArray[np.generic]] | None:
-        """Look up the sums of an earlier fit.
-
-        Args:
-            digest: Computes the digest of the fit's inputs; called at most once.
-
-        Returns:
-            The stored arrays; None where there are none.
-
-        Raises:
-            KvwireError: They are damaged, or of another fit.
-        """
+        """Return stored sums or None; raises KvwireError where they are damaged or of another ``digest()``."""
 
     def keep(self, arrays: Callable[[], Mapping[str, NDArray[np.generic]]], total: int) -> None:
-        """Learn that one more cache was summed.
-
-        Args:
-            arrays: Returns the current sums, with the number of ``caches`` among them.
-            total: Number of all caches.
-        """
+        """Offer the sums after one more of ``total`` caches; they include the number of ``caches`` summed."""
 
 
 def fit_profile(  # noqa: PLR0913 - settings, each with its default
@@ -168,7 +153,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
 
 
 def _with_cuts(profile: Profile, coded: NDArray[np.bool_]) -> tuple[Group, ...]:
-    """Return the groups with the rows that each level needs: CUT_MARGIN times those of the calibration chunks."""
+    """Set each group's cuts to CUT_MARGIN times the rows that calibration chunks needed."""
     parts = np.split(coded, profile.first_columns[1:-1], axis=1)
     lasts = [[int(level.nonzero()[0].max(initial=-1)) + 1 for level in part] for part in parts]
     return tuple(
@@ -180,7 +165,7 @@ def _with_cuts(profile: Profile, coded: NDArray[np.bool_]) -> tuple[Group, ...]:
 def _summed(
     caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features, keeper: MomentKeeper | None
 ) -> tuple[FeatureMoments, list[Moments]]:
-    """Sum the moments of features and groups, starting from stored sums of the first caches."""
+    """Sum the moments, starting from stored sums of the first caches."""
     sums = MomentSums(planes, features, trials_of_a_part([cache.tokens for cache in caches]))
     known = keeper.recall(lambda: _fit_digest(caches, planes, features)) if keeper else None
     if known is not None:
@@ -193,7 +178,7 @@ def _summed(
 
 
 def _fit_digest(caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features) -> str:
-    """Return the digest of all inputs of the sums: model, groups of planes, features and texts."""
+    """Digest all inputs of the sums: model, groups of planes, features and texts."""
     what = [caches[0].meta.config_digest(), planes, features.of_hidden, "without first tokens"]
     found = hashlib.sha256(json.dumps(what).encode())
     if features.table is not None:
@@ -239,7 +224,7 @@ def _identity_group(cache: KVCache, plane: Plane) -> Group:
 
 
 def _halved(mean: Tensor, scale: float) -> NDArray[np.float32]:
-    """Round a mean to float16 where the error is small against the scatter: every blob carries it."""
+    """Round a mean to float16 where that is harmless against the scatter: every blob carries it."""
     half = mean.half().float()
     close = bool(torch.isfinite(half).all()) and float((half - mean).abs().max()) <= scale / 16
     return (half if close else mean).numpy()
@@ -299,10 +284,10 @@ def _basis(
     rows = round_rows(inverse.left_of(vectors[:, :kept]).T, spread, torch.cat(diagonals).double(), precision)
     pairs = zip(metric, diagonals, factors, strict=True)
     blocks = tuple((diagonal if factor is None else block).numpy() for block, diagonal, factor in pairs)
-    stepped = SteppedGroup(rows, predicted.predictor, factors)
+    rounded = RoundedMatrices(rows, predicted.predictor, factors)
     mean, classes = predicted.mean.float().numpy(), _as_spread(class_of(spread.numpy()))
     predictor = None if predicted.predictor is None else predicted.predictor.values()
-    return Group(planes, mean, classes, rows.values(), None, blocks, predictor, stepped)
+    return Group(planes, mean, classes, rows.values(), None, blocks, predictor, rounded)
 
 
 def _axes(weighted: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,9 +107,9 @@ class StatisticsBuilder:
         """Add the gradients of a cache's tensors, of the log-probability of tokens drawn from the model.
 
         A few tokens hold most of the gradients' energy, and the harm of errors there soon grows slower than their
-        square. So ``Statistics.gradients`` caps gradients at the 95th percentile of those that are not zero, and
-        every cache has the same weight in each plane: otherwise one text out of many would dominate. This loses how
-        planes compare, which ``Statistics.fisher`` holds from the gradients without cap.
+        square. So ``Statistics.gradients`` caps gradients at the 95th percentile of those above 0 and gives every
+        cache the same weight in each plane: otherwise one text would dominate. ``Statistics.fisher``, without cap,
+        compares planes.
 
         Args:
             gradients: Gradients in the cache's shape and at its positions.

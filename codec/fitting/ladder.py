@@ -16,7 +16,7 @@ from kvwire.codec.transform.levels import RATIO, Ladder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.codec.profile.group import Group, SteppedGroup
+    from kvwire.codec.profile.group import Group, RoundedMatrices
     from kvwire.codec.profile.profile import Profile
 
 COARSEST_KL, FINEST_KL = 0.05, 2e-4
@@ -80,27 +80,27 @@ def moved_by(profile: Profile, classes: int, rank_cut: float) -> Profile:
 
 
 def _moved(group: Group, classes: int, factor: float, narrowest: float) -> Group:
-    stepped = group.stepped
-    if stepped is None or group.rows is None:
+    rounded = group.rounded
+    if rounded is None or group.rows is None:
         return group
     spread = np.clip(group.spread.astype(np.int64) + classes, -1000, 1000).astype(np.int16)
     wide = np.flatnonzero(scale_of(spread.astype(np.int64)) >= narrowest)
     rank = int(wide[-1]) + 1 if len(wide) else 1  # ``narrowest`` is 0 for fits on few tokens, which keep all directions
-    made = _scaled(stepped, rank, factor)
+    made = _scaled(rounded, rank, factor)
     scale = np.float32(factor) ** 2
     pairs = zip(made.factors, group.metric, strict=True)
     metric = tuple(block * scale if known is None else known.metric for known, block in pairs)
     return replace(
-        group, spread=spread[:rank], rows=made.rows.values(), metric=metric, stepped=made,
+        group, spread=spread[:rank], rows=made.rows.values(), metric=metric, rounded=made,
         cuts=_cuts(group.cuts, classes, rank), solved={}, sink_steps=group.sink_steps / np.float32(factor),
     )  # fmt: skip
 
 
-def _scaled(stepped: SteppedGroup, rank: int, factor: float) -> SteppedGroup:
-    rows, scale = stepped.rows, np.float32(factor)
-    factors = tuple(None if one is None else Factor(one.entries, one.steps * scale) for one in stepped.factors)
+def _scaled(rounded: RoundedMatrices, rank: int, factor: float) -> RoundedMatrices:
+    rows, scale = rounded.rows, np.float32(factor)
+    factors = tuple(None if one is None else Factor(one.entries, one.steps * scale) for one in rounded.factors)
     made = QuantisedMatrix(rows.entries[:rank], rows.row_steps[:rank] / scale, rows.column_steps)
-    return replace(stepped, rows=made, factors=factors)
+    return replace(rounded, rows=made, factors=factors)
 
 
 def _cuts(cuts: tuple[int, ...], classes: int, rank: int) -> tuple[int, ...]:

@@ -65,9 +65,9 @@ def plane_metrics(
 ) -> list[Tensor]:
     """Compute the metric of each plane, scaled so that an element's mean energy equals the plane's weight.
 
-    It is attention's metric, the gradients', or the mean of both at equal scale. Attention's alone ignores the effect
-    in later layers; gradients alone follow the few tokens that hold most of their energy. A plane that hardly scatters
-    about its mean is scaled by its mean instead, a plane of zeros by its metric's trace.
+    It is attention's metric, the gradients', or the mean of both at equal scale. Attention's alone ignores later
+    layers; gradients alone follow the few tokens that hold most of their energy. A plane that hardly scatters is
+    scaled by its mean instead, a plane of zeros by its metric's trace.
     """
     out = []
     for plane, (covariance, mean) in zip(planes, _parts(layers, planes, moments), strict=True):
@@ -91,7 +91,7 @@ def _metrics_of(spec: LayerSpec, statistics: Statistics | None, plane: Plane) ->
 
 
 def _of_gradients(spec: LayerSpec, plane: Plane, known: Mapping[Plane, Tensor]) -> Tensor | None:
-    """Return the gradients' metric of a plane; None where it is missing or zero."""
+    """Return a plane's gradients; None where they are missing or zero."""
     found = _checked(spec, plane, known.get(plane), "gradients")
     return None if found is None or not float(torch.diagonal(found, dim1=1, dim2=2).sum()) > 0 else found
 

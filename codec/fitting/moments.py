@@ -108,7 +108,7 @@ class Features:
         return torch.empty(stop - start, 0)
 
     @staticmethod
-    def set_apart(cache: KVCache, start: int, stop: int) -> Tensor:
+    def held_out(cache: KVCache, start: int, stop: int) -> Tensor:
         """Choose the held-out tokens, bool ``[tokens]``: those of a fixed quarter of the vocabulary.
 
         Whole entries of the vocabulary are held out, since a fit that has seen a token knows its other occurrences.
@@ -137,7 +137,7 @@ def tokens_of(cache: KVCache) -> int:
 
 
 def _unpruned_tokens(cache: KVCache) -> Tensor | None:
-    """Return bool ``[tokens]``, of which a pruned cache holds something; None where it holds something of all."""
+    """Return bool ``[tokens]``, the tokens of which a pruned cache holds something; None for all."""
     pairs = [each for each in zip(cache.meta.layers, cache.kept or (), strict=False) if each[0].kind != "none"]
     if not pairs or any(mask is None for _, mask in pairs):
         return None
@@ -165,7 +165,7 @@ class MomentSums:
         for start, stop in spans(cache.tokens):
             first = int(start == 0 and cache.tokens > 1 and begins_text(cache))  # a sink is unlike other tokens
             rows = slice(first, None) if left is None else left[start:stop].nonzero()[:, 0]
-            chosen = self._features.set_apart(cache, start, stop)[rows].to(device)
+            chosen = self._features.held_out(cache, start, stop)[rows].to(device)
             if not len(chosen):
                 continue
             known = self._about("f", self._features.at(cache, self.caches, start, stop)[rows].to(device))

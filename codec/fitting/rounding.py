@@ -63,7 +63,7 @@ def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precisio
     scaled = rows / columns
     steps = _row_steps(wanted, scaled)
     entries = (scaled / steps[:, None].double()).round()
-    return _stepped(entries, steps, columns)
+    return _quantised_matrix(entries, steps, columns)
 
 
 def _row_steps(wanted: Tensor, scaled: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _row_steps(wanted: Tensor, scaled: Tensor) -> Tensor:
     return torch.maximum(torch.minimum(wanted, _COARSEST * root), finest).float()
 
 
-def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> QuantisedMatrix:
+def _quantised_matrix(entries: Tensor, rows: Tensor, columns: Tensor) -> QuantisedMatrix:
     whole = entries.clamp(-LARGEST, LARGEST).to(torch.int16).contiguous()
     return QuantisedMatrix(whole.numpy(), rows.numpy(), columns.numpy())
 
@@ -90,7 +90,7 @@ def round_predictor(weights: Tensor, energy: Tensor, left: Tensor) -> QuantisedM
     columns = conditional.rsqrt().float()
     wanted = (12 * PREDICTOR_SHARE / (len(weights) * energy.clamp(min=1e-30))).sqrt()
     steps = _row_steps(wanted, weights / columns)
-    return _stepped(round_with_feedback(weights, steps.double(), columns.double(), lower), steps, columns)
+    return _quantised_matrix(round_with_feedback(weights, steps.double(), columns.double(), lower), steps, columns)
 
 
 def _factors(left: Tensor) -> tuple[Tensor, Tensor]:

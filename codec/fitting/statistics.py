@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 class Statistics:
     """Weights of errors in keys and values; None, or missing, where the engine has no data.
 
-    ``StatisticsBuilder`` computes it from queries, weights and gradients. Attention's metric measures an error's effect
-    on the output of its layer, gradients its effect on the answer: a fit averages both. ``fisher`` weighs the planes
-    against each other.
+    ``StatisticsBuilder`` computes it. Attention's metric measures an error's effect on the output of its layer,
+    gradients its effect on the answer: a fit averages both. ``fisher`` weighs planes against each other.
 
     Attributes:
         query_metric: For each layer float32 ``[kv_heads, key_dim, key_dim]``, E[q q^T] summed over the query heads that
-            share a key head, with q rotated to its distance from an un-rotated key: it weighs key errors by the queries
-            that meet them.
+            share a key head, with q rotated by its distance to the key: it weighs key errors by the queries that meet
+            them.
         value_metric: For each layer float32 ``[kv_heads, value_dim, value_dim]``, W_o^T W_o summed over those heads: it
             weighs value errors by their effect through the output projection.
         token_features: ``[vocabulary, n]`` float, features of tokens without context; None for no prediction from

@@ -128,7 +128,7 @@ def _section_entry(parts: list[bytes]) -> list[Any]:
 
 
 def _in_planes(array: NDArray[np.generic]) -> bytes:
-    """Return the lowest byte of every element, then the next byte of every element, and so on."""
+    """Return the lowest byte of every element, then the next bytes, and so on."""
     return np.ascontiguousarray(array.reshape(-1, 1).view(np.uint8).T).tobytes()
 
 
@@ -138,7 +138,7 @@ def _off_planes(raw: bytes, size: int) -> bytes:
 
 
 def _packed(array: NDArray[np.generic]) -> bytes:
-    """Return a large array's frame, or the raw array where the frame is no shorter or so short that readers refuse."""
+    """Return a large array's frame, or the array where the frame is no shorter or readers would refuse it."""
     frame = zstandard.ZstdCompressor(compression_params=_LITERALS).compress(_in_planes(array))
     return frame if len(frame) < array.nbytes <= MOST_PACKED * len(frame) else array.tobytes()
 

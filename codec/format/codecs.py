@@ -28,16 +28,16 @@ DEFAULT_METHOD = "kvwire"
 
 @dataclass(frozen=True)
 class SegmentCodec:
-    """A row of the registry: the facts about a level kind that parsing a header needs.
+    """A row of the registry: what parsing a header needs to know of a level kind.
 
     Attributes:
         number: The codec number in levels and in the segment index.
-        module: Dotted name of the module whose ``KIND`` is the ``kinds.base.LevelKind``.
-        method: Name of the method in ``BlobInfo.method`` and on the command line.
-        refines: Whether a level refines the levels below it; otherwise it decodes alone, without step or shift.
+        module: Dotted name of the module with the kind's ``KIND``.
+        method: The name in ``BlobInfo.method`` and on the command line.
+        refines: Whether a level refines those below; otherwise it decodes alone, without step or shift.
         lossless: Whether a level holds the stored numbers bit for bit, without a profile. Lossless levels come last.
-        error_of: Meaning of the measured error, in words; empty where there is none.
-        profile_magic: First bytes of the kind's stored profiles; empty where it has none.
+        error_of: Meaning of the measured error; empty for none.
+        profile_magic: First bytes of the kind's stored profiles; empty for none.
     """
 
     number: int

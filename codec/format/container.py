@@ -154,7 +154,6 @@ def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None
 
 
 def _context(metadata: dict[str, Any]) -> int | None:
-    """Read the coarsest level of the tokens that rows were computed over."""
     level = metadata.get("context_level")
     if level is not None and (type(level) is not int or not 0 <= level < MAX_LEVELS):
         raise CorruptError(f"the blob claims rows computed over level {level!r}; fetch it again")
@@ -162,7 +161,6 @@ def _context(metadata: dict[str, Any]) -> int | None:
 
 
 def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
-    """Read how far tokens move behind other documents; None where not measured."""
     try:
         return deviation_from_json(metadata.get("deviation"), tokens)
     except (TypeError, ValueError) as error:
@@ -181,12 +179,10 @@ def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str)
 
 
 def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
-    """Read the token ids that the document was computed behind."""
     return _flagged(lambda: neutral_from_json(metadata.get("neutral_prefix")), fields, NEUTRAL, "a neutral prefix")
 
 
 def _opening(metadata: dict[str, Any]) -> int:
-    """Read how many tokens of the neutral prefix the tokenizer puts before any text."""
     opening, neutral = metadata.get("opening", 0), metadata.get("neutral_prefix") or ()
     if type(opening) is not int or not 0 <= opening <= len(neutral):
         msg = f"the blob claims {opening!r} opening tokens in a neutral prefix of {len(neutral)}; fetch it again"
@@ -204,12 +200,11 @@ def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...
 
 
 def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
-    """Read the name of the tokens before a part of a document."""
     return _flagged(lambda: prefix_from_json(metadata.get("prefix")), fields, PART, "what it is a part of")
 
 
 def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
-    """Read token index and stored bytes of each attention sink; pruned caches have none."""
+    """Read token index and stored bytes of each attention sink."""
     sinks = _flagged(lambda: sinks_from_json(metadata.get("sinks"), fields.tokens), fields, SINKS, "attention sinks")
     if sinks and metadata.get("kept_bytes"):
         msg = "the blob has attention sinks, and entries that were pruned, which no writer does; fetch it again"
@@ -218,12 +213,12 @@ def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
 
 
 def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
-    """Read the size in bytes of the first token's frame for documents that begin a prompt; 0 for none."""
+    """Read the bytes of the first token's frame for documents that begin a prompt; 0 for none."""
     size = metadata.get("beginning", 0)
     if type(size) is not int or size < 0 or bool(size) != bool(fields.flags & BEGINNING):
         raise CorruptError("the blob's flags and its metadata disagree on how it begins a prompt; fetch it again")
     if size and (metadata.get("kept_bytes") or metadata.get("prefix") or not metadata.get("neutral_prefix")):
-        msg = "the blob begins a prompt in another way, and is pruned, a part, or behind nothing; fetch it again"
+        msg = "the blob has a beginning, and is pruned, a part, or without neutral prefix; fetch it again"
         raise CorruptError(msg)
     return size
 
@@ -329,7 +324,7 @@ def _check_chunks(fields: _Prologue, levels: tuple[Level, ...], elements_of_toke
 def _segments(
     index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]
 ) -> tuple[tuple[SegmentInfo, ...], ...]:
-    """Read the index; segments must follow each other without gap or overlap up to the blob's end."""
+    """Read the index; segments must fill the payload without gap or overlap."""
     rows, expected = [], fields.header_bytes
     for chunk, row in enumerate(index.tolist()):
         present = [entry for entry in row if entry[0] != MISSING]

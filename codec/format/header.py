@@ -46,7 +46,7 @@ MISSING = 0xFFFF_FFFF_FFFF_FFFF
 """Offset of a segment that is not in the blob."""
 MAX_STEP = 2.0**64
 MAX_SHIFT = 1024
-"""Steps above this or below ``1 / MAX_STEP``, and larger shifts, leave the range of float32 or of the classes."""
+"""Steps beyond MAX_STEP or its inverse, and larger shifts, leave the range of float32 or of the classes."""
 PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
 """Magic, major, minor, incompatible flags, compatible flags, header bytes, file bytes, CRC-32 of the header, metadata
 stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
@@ -217,7 +217,7 @@ class Header:
 
 
 def header_names(blob: bytes) -> Iterator[str]:
-    """Yield every string in a blob's metadata, such as names of model, revision and levels."""
+    """Yield every string in a blob's metadata."""
     if not blob.startswith(MAGIC) or len(blob) < PROLOGUE.size:
         return
     fields = PROLOGUE.unpack_from(blob)

@@ -67,7 +67,6 @@ def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
 
 
 def _shared_settings(info: BlobInfo) -> tuple[object, ...]:
-    """Return the settings that must be equal in all parts of a document."""
     names = [level.name for level in info.levels]
     behind = (info.prefix_layers, info.neutral_prefix, info.opening, info.soft_tokens)
     return replace(info.meta, token_digest=""), info.profile_digest, names, behind
@@ -93,7 +92,6 @@ def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
 
 
 def _sinks(infos: Sequence[BlobInfo]) -> tuple[int, ...]:
-    """Return the attention sinks of all parts by token index in the document."""
     starts = itertools.accumulate((info.tokens for info in infos), initial=0)
     return tuple(start + at for start, info in zip(starts, infos, strict=False) for at in info.sinks)
 

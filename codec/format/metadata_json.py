@@ -204,7 +204,6 @@ def sinks_from_json(raw: Any, tokens: int) -> dict[int, int]:  # noqa: ANN401 - 
 
 
 def _is_sink(raw: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether the JSON is a token index and a size above 0."""
     pair = isinstance(raw, list) and len(raw) == _PAIR and all(type(number) is int for number in raw)
     return pair and raw[0] >= 0 and 0 < raw[1] < 1 << 32
 

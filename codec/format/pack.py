@@ -68,28 +68,17 @@ class EncodedSegment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A blob's contents, the input of ``pack_blob``.
+    """A blob's contents, the input of ``pack_blob``; see also ``encode``, ``LevelEncoder`` and ``BlobInfo``.
 
     Attributes:
-        meta: The cache's meta.
         token_ids: None where they are not known.
-        tokens: Number of the document's tokens.
         chunk_tokens: Tokens of every chunk but the last.
-        levels: The levels in the blob's order.
         profile_digest: SHA-256 of the profile; empty where it is inside or none is needed.
         profile_bytes: The profile inside; empty for none.
         segments: ``[chunk][level]``.
-        prefix_layers: The profile's prefix layers.
-        error_to_kl: The profile's ``(a, b)`` of ``KL = a * error^b``.
         kept: Masks of a pruned cache; None where nothing was pruned.
-        deviation: How far tokens move behind other documents; None where not measured.
-        neutral_prefix: Token ids that the document was computed behind.
-        soft_tokens: Names the soft tokens among the token ids.
-        prefix: The document's tokens before these; None where there are none.
         sinks: Stored bytes of each attention sink by token index, ascending.
-        opening: Number of tokens at the start of ``neutral_prefix`` that the tokenizer puts before any text.
         beginning: Stored bytes of the first token for a document that begins a prompt; empty for none.
-        context_level: See ``BlobInfo``.
     """
 
     meta: CacheMeta
@@ -162,7 +151,7 @@ def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
 
 
 def _optional_fields(draft: Draft) -> dict[str, Any]:
-    """Return the metadata that few documents have; left out elsewhere, so older blobs stay the same bytes."""
+    """Return metadata that few documents have; blobs without it keep their bytes."""
     fields: dict[str, Any] = {}
     record = draft.deviation
     if record is not None and len(record.codes) != -(-draft.tokens // record.block):
@@ -185,7 +174,6 @@ def _optional_fields(draft: Draft) -> dict[str, Any]:
 
 
 def _neutral_fields(draft: Draft) -> dict[str, Any]:
-    """Return the metadata of the neutral prefix and the tokenizer's opening tokens in it."""
     fields: dict[str, Any] = {}
     if len(draft.neutral_prefix) > MAX_NEUTRAL:
         raise ArgumentError(f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}")

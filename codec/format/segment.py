@@ -57,7 +57,6 @@ class SegmentState:
     """The shared state of encoder and decoder after some levels of a chunk.
 
     Attributes:
-        tokens: Tokens of the chunk.
         spread: int64 ``[columns]``, class of each column at unit step, from the profile.
         tables: The entropy coder's tables.
         classes: int64 ``[columns]``, class of each column at the latest level; 0 while it is not coded.
@@ -149,10 +148,7 @@ _own = threading.local()
 
 
 def _compressed(data: bytes) -> bytes:
-    """Return a zstd frame; empty input stays empty.
-
-    Each thread reuses its compressor: making one takes longer than using it.
-    """
+    """Return a zstd frame, or nothing for nothing; making a compressor takes longer than using it."""
     if not data:
         return b""
     if not hasattr(_own, "compressor"):
@@ -232,7 +228,6 @@ def escapes_in(data: bytes) -> bytes:
 
 
 def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
-    """Return class codes, packed escapes and the stream of a segment."""
     parts = split_segment(data, open_columns)
     stream = Lanes(parts.states.astype(np.uint32), parts.counts.astype(np.uint16), parts.words.astype(np.uint16))
     return parts.classes, parts.escapes, stream

@@ -1,1 +1,1 @@
-"""Everything that runs on a GPU: Triton kernels and what prepares their work."""
+"""GPU code: Triton kernels and the preparation of their inputs."""

@@ -1,9 +1,8 @@
 """Decode on a GPU: segments in the host's memory become tensors in the engine's layout.
 
 A batch of chunks passes three queues: its bytes are copied, its streams decoded, its elements placed. Two batches are
-in flight at a time, so that copying, decoding and placing overlap without waiting for the host or the caller's stream.
-The GPU detects damaged chunks and leaves their output unchanged; ``Pending.wait`` raises their errors. The decoder on
-the processor, ``kinds.layered.LayeredDecoder``, is the readable version.
+in flight, so that copying, decoding and placing overlap without waiting for the host or the caller's stream. The GPU
+detects damaged chunks and leaves their output unchanged; ``Pending.wait`` raises their errors.
 """
 
 from __future__ import annotations
@@ -266,7 +265,7 @@ class DeviceDecoder:
             self._complete(layers, number)
 
     def _complete(self, layers: list[StreamEvent] | None, number: int) -> None:
-        """Record an event for the layers that a launch completes; -1 stands for the work before the first launch."""
+        """Record an event for the layers that a launch completes; -1 is the work before the first launch."""
         if layers is not None and number in self._last_launch:
             mark = self._placing.record()
             for layer, last in enumerate(self._last_launch):
@@ -313,14 +312,14 @@ class DeviceDecoder:
 
 
 def _tile_shape(device: torch.device) -> tuple[int, int]:
-    """Return tokens of a tile and coefficients taken at a time; they fit the registers by the compiler's report."""
+    """Return tokens and depth of a tile that fit the registers, by the compiler's report."""
     if interpreted():
         return 16, 32
     return 128, 64 if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _HOPPER else 32
 
 
 def _bytes(pieces: Sequence[ParsedChunk]) -> int:
-    """Return the device memory in bytes that chunks take when they are decoded together."""
+    """Count the device bytes of chunks that are decoded together."""
     size = 4 if any(piece.wide for piece in pieces) else 2
     streams = sum(len(data) for piece in pieces for data in piece.piece.segments)
     lists = sum(4 * len(piece.escapes) + 32 * piece.width for piece in pieces)

@@ -186,7 +186,7 @@ def decode_streams(
 
 @triton.jit
 def _escaped(row, entry_at, first, columns, BLOCK: tl.constexpr):
-    """Return slots of some columns of a token, and 1 where the base symbol is an escape: only escapes are -128."""
+    """Return slots of a token's columns, and 1 where the base symbol is an escape: only escapes are -128."""
     column = first + tl.arange(0, BLOCK)
     inside = column < columns
     slot = (tl.load(entry_at + column, mask=inside, other=0) & 0x7FFFFF).to(tl.int32)

@@ -1,12 +1,10 @@
 """Encode layered levels on the cache's device, many chunks at a time.
 
-Elements, coefficients and symbols stay on the device. The host receives a few numbers per chunk and level, two bytes
-per column for the class lists, the escapes and the words, and packs the segments. Equal quantised values give the
-same bytes as on the processor. Coefficients differ in their last bits, since sums run in another order, so a rare value
-may differ by one.
+The host receives sizes, class lists, escapes and words and packs the segments; all else stays on the device. Equal
+quantised values give the same bytes as on the processor. Sums run in another order, so a rare value may differ by one.
 
 The host waits for the device up to six times a batch: for tokens whose coefficients are too large for bfloat16, for
-errors and checks, for the class lists, for escapes if there are any, for the lanes' lengths, and for the words.
+errors and checks, for class lists, for escapes if there are any, for the lanes' lengths, and for the words.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def _rows(classes: Tensor) -> Tensor:
 
 
 def _mark_escapes(batch: Batch, rows: Tensor, known: DeviceProfile) -> Tensor:
-    """Turn base symbols without a slot into escapes; return the number of escapes, int32 ``[chunks, columns]``."""
+    """Turn base symbols without a slot into escapes and count them, int32 ``[chunks, columns]``."""
     chunks, levels, columns = batch.classes.shape
     escapes = torch.empty(chunks, columns, dtype=torch.int32, device=known.device)
     ends = torch.tensor(batch.bounds, device=known.device)
@@ -117,7 +115,7 @@ def _escaped_values(batch: Batch, counts: NDArray[np.int64]) -> list[NDArray[np.
 
 
 def _stream_table(batch: Batch, coded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Describe the streams of all chunks and levels for ``encode_streams``, given each one's number of columns."""
+    """Describe all streams for ``encode_streams``, given each one's number of columns."""
     _, levels, columns = batch.classes.shape
     tokens = np.repeat(np.diff(batch.bounds), levels)
     lanes = np.array([lanes_for(int(symbols)) for symbols in tokens * coded], np.int64)
@@ -268,7 +266,7 @@ def coarser(values: Tensor) -> Tensor:
 
 
 def block_of(usual: int, count: int) -> int:
-    """Choose the elements of a program; all in the interpreter, whose time depends on programs, not on elements."""
+    """Choose the elements of a program; all in the interpreter, whose time depends on programs alone."""
     return 1 << max(0, count - 1).bit_length() if interpreted() else usual
 
 
@@ -337,10 +335,9 @@ class DeviceEncoder:
         ]
 
     def _check(self, spans: Sequence[Span], coefficients: Tensor, found: NDArray[np.float64]) -> None:
-        """Repeat the processor's checks where numbers look wrong: they name the fault and raise.
+        """Repeat the processor's checks, which name the fault, where numbers look wrong.
 
-        ``found``: the largest size in steps, then each group's sum of elements, which may also overflow when all are
-        finite.
+        ``found``: the largest size in steps, then each group's sum of elements, which may overflow.
         """
         if not np.isfinite(found[1:]).all():
             for (start, stop), group in itertools.product(spans, self._text.profile.groups):

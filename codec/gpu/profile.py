@@ -95,7 +95,7 @@ class DeviceGroup:
 
 
 class DeviceProfile:
-    """A profile's arrays on a device; ``features`` counts a token's numbers in the table with padding."""
+    """A profile's arrays on a device; ``features`` includes padding."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
         """Take the profile; nothing is copied yet."""

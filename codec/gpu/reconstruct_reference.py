@@ -97,7 +97,6 @@ def _elements(
 def _scatter_to_pages(
     elements: Tensor, planes: tuple[Plane, ...], out: PagedKVCache, meta: CacheMeta, piece: ParsedChunk, cos_sin: CosSin
 ) -> None:
-    """Write a group's planes of a chunk into pages by way of a contiguous copy."""
     nothing = elements.new_empty(0)
     sides = {side: [nothing] * len(meta.layers) for side in SIDES}
     for side, layer in planes:

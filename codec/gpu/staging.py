@@ -50,7 +50,6 @@ class ParsedChunk:
     Attributes:
         piece: The chunk's segments.
         start: Index of its first token.
-        tokens: Number of tokens.
         parts: The parts of each level's segment.
         classes: uint8 ``[levels, columns]``, each column's class at each level.
         slots: uint32 ``[columns]``, each column's slot.
@@ -80,7 +79,7 @@ class ParsedChunk:
 
     @property
     def values(self) -> int:
-        """Number of values, ``tokens * width``."""
+        """Number of values."""
         return self.tokens * self.width
 
     @property
@@ -90,9 +89,9 @@ class ParsedChunk:
 
 
 def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
-    """Return whether a GPU decodes a chunk fast and in little memory; chunks of other encoders may not be fit for it.
+    """Return whether a GPU decodes a chunk fast and in little memory: always for kvwire's encoders.
 
-    One thread decodes a whole lane, and escapes are unpacked before the stream shows how many it has.
+    One thread decodes a lane, and escapes are unpacked before the GPU counts the stream's.
     """
     for data, count in zip(piece.segments, symbols, strict=True):
         lanes = lanes_of(data)
@@ -155,7 +154,7 @@ def described(
 
 
 def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
-    """Unpack the escapes that the list claims, ``most`` at most; the GPU checks their number against the stream."""
+    """Unpack the escapes that the list claims, at most ``most``; the GPU compares their number with the stream."""
     claimed = _claimed(packed)
     if claimed % 4 or claimed // 4 > most:
         raise CorruptError("the segment's escape list decompresses to another length than it should; fetch it again")
@@ -172,20 +171,16 @@ def _claimed(packed: bytes) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DeviceBatch:
-    """Chunks in one buffer on the host, ready to be copied and decoded.
+    """Chunks in one buffer on the host, ready to be copied and decoded; numbers are totals of all chunks.
 
     Attributes:
-        pieces: The chunks in order.
         buffer: uint8, pinned where a GPU will read it.
         parts: Offset, length in bytes and dtype of each part, by name.
-        items: Number of work items.
-        base_items: Number of work items of level 0, which come first.
-        streams: Number of streams.
-        values: Number of values of all chunks.
-        slots: Number of slots of all chunks.
+        items: Work items.
+        base_items: Work items of level 0, which come first.
         wide: Whether values are int32, else int16.
-        blocks: Number of token blocks of the inverse transform.
-        escaping: Number of chunks with escapes.
+        blocks: Token blocks of the inverse transform.
+        escaping: Chunks with escapes.
     """
 
     pieces: tuple[ParsedChunk, ...]

@@ -80,8 +80,8 @@ def current_event(device: torch.device) -> StreamEvent:
 
 
 MISCOUNTED, DAMAGED, STALLED = 1, 2, 3
-"""Kernels' flags of a chunk, the worst one counts: the number of escapes differs from their list's; a lane does not end
-in the state it began with; the level below never came."""
+"""Flags of a chunk, the worst one wins: escapes and their list differ in number; a lane does not end in the state it
+began with; the level below never came."""
 
 
 class Pending:
@@ -89,7 +89,7 @@ class Pending:
 
     Attributes:
         done: Reached when all chunks are decoded.
-        layers: Reached when all chunks are decoded in a layer, for each layer of the cache; first layers come first.
+        layers: For each layer of the cache, reached when all chunks are decoded in it; first layers come first.
     """
 
     def __init__(self, done: StreamEvent, layers: list[StreamEvent], flags: list[tuple[Tensor, list[int]]]) -> None:

@@ -80,7 +80,7 @@ class _Pairs(NamedTuple):
 
 
 def angle_columns(ropes: Sequence[RopeRegime]) -> list[int]:
-    """Return where each regime's angles begin in a token's row of angles, and the row's length."""
+    """Return where each regime's angles begin in a token's row, and the row's length."""
     return [int(at) for at in np.cumsum([0, *(regime.rotary_dim // 2 for regime in ropes)])]
 
 

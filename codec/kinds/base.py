@@ -33,12 +33,12 @@ class LevelEncoder(ABC):
 
     Attributes:
         levels: The levels of every chunk, coarsest first.
-        profile_digest: SHA-256 of the profile that readers need; empty where they need none or the blob carries it.
+        profile_digest: SHA-256 of the profile that readers need besides the blob; empty for none.
         profile_bytes: The profile to put inside the blob; empty for none.
         prefix_layers: The profile's prefix layers.
         sinks: Stored bytes of each attention sink by token index, ascending.
         beginning: Stored bytes of the first token for a document that begins a prompt; empty for none.
-        error_to_kl: ``(a, b)`` of the profile's ``KL = a * error^b``; None where not measured.
+        error_to_kl: The profile's ``(a, b)`` of ``KL = a * error^b``, or None.
     """
 
     levels: tuple[Level, ...] = ()
@@ -165,7 +165,7 @@ class LevelKind(ABC):
         raise CorruptError(f"the blob carries a profile inside, which {self.title}'s levels never do; fetch it again")
 
     def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:  # noqa: B027 - most kinds have no bounds
-        """Compare a blob with the profile that it names or carries; their layouts fit each other.
+        """Compare a blob with the profile that it names or carries, whose layout is checked already.
 
         Args:
             info: What the blob says about itself.

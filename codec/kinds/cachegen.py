@@ -37,7 +37,7 @@ class CacheGenEncoder(LevelEncoder):
         self._cache, self._profile = request.cache, profile
 
     def encode(self, start: int, stop: int) -> list[EncodedSegment]:
-        """Encode each level; errors are of elements with keys un-rotated, relative to their variance in the chunk."""
+        """Encode each level; errors, of un-rotated keys and values, are relative to the chunk's variance."""
         out = []
         blocks = [gather(self._cache, b.side, (b.layer,), start, stop) for b in self._profile.blocks]
         energy = sum(float((block - block.mean(0)).square().sum()) for block in blocks)
@@ -53,7 +53,7 @@ class CacheGenDecoder(LevelDecoder):
     """Decodes chunks on the processor."""
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Take the profile and prepare the positions."""
+        """Take profile and positions."""
         self._info, self._profile = request.header.info, cast("CacheGenProfile", request.profile)
         self._cos_sin = positions_for(self._info, request.offset)
 
@@ -74,11 +74,11 @@ class CacheGenKind(LevelKind):
     needs_profile: ClassVar[bool] = True
 
     def encoder(self, request: EncodeRequest) -> LevelEncoder:
-        """Return the encoder, which runs on the processor."""
+        """Encode on the processor."""
         return CacheGenEncoder(request)
 
     def decoder(self, request: DecodeRequest) -> LevelDecoder:
-        """Return the decoder, which runs on the processor."""
+        """Decode on the processor."""
         return CacheGenDecoder(request)
 
     def read_profile(self, data: bytes) -> CacheGenProfile:

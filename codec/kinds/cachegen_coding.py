@@ -4,12 +4,11 @@ Tokens form groups of ten. A group's first token, the anchor, is quantised to 8 
 token of a layer's keys or values. The other nine are deltas against the decoded anchor, so that errors do not add.
 Their bins are 0.5, 1 and 1.5 in the first, middle and last third of the layers. Anchors and deltas are
 arithmetic-coded with a distribution for each layer, side and channel, profiled offline. A level is a factor on all
-bins. Levels are coded independently: none refines another.
+bins; none refines another.
 
 The paper leaves three points open. A bin's unit here is the root mean square of the deltas of that layer's keys or
-values over all channels, profiled against decoded anchors: a bin then means the same in every layer and model. Values
-beyond the profiled alphabet are escaped without loss. Keys are coded with positions off, so that a decoded chunk fits
-any position, as with kvwire's own transform; the paper codes keys as the engine stores them.
+values, so that a bin means the same in every layer and model. Values beyond the profiled alphabet are escaped without
+loss. Keys are coded with positions off, so that a decoded chunk fits any position; the paper codes stored keys.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _PIECE = 1000
 _LEAST_UNIT = 2.0**-100
 """Smaller than any cache's numbers, and large enough that all levels' bins are float32 numbers above 0."""
 _SHARED_COUNTS = 64.0
-"""Symbols added to each channel's counts from its block's distribution, since one channel sees few symbols."""
+"""Counts that each channel borrows from its block's distribution, since one channel sees few symbols."""
 
 
 def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
@@ -92,7 +91,6 @@ def quantise_deltas(deltas: NDArray[np.float64], width: np.float32) -> NDArray[n
 
 
 def _delta_symbols(values: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Return the symbols of quantised deltas; larger ones become the escape."""
     return np.where(np.abs(values) <= DELTA_LIMIT, values + DELTA_LIMIT + 1, ESCAPE).astype(np.uint8)
 
 
@@ -168,7 +166,7 @@ def _anchor_values(symbols: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 
 def _with_escapes(parts: list[NDArray[np.uint8]], packed: bytes) -> Iterator[NDArray[np.int32]]:
-    """Yield each block's quantised deltas ``[deltas, width]`` from symbols ``[width, deltas]`` and escapes."""
+    """Yield each block's quantised deltas ``[deltas, width]`` from its symbols ``[width, deltas]``."""
     counts = [int(np.count_nonzero(symbols == ESCAPE)) for symbols in parts]
     raw = decompress(packed, 4 * sum(counts), "segment's escape list") if packed else b""
     escapes = np.frombuffer(raw, "<i4")
@@ -181,7 +179,6 @@ def _with_escapes(parts: list[NDArray[np.uint8]], packed: bytes) -> Iterator[NDA
 
 
 def _restored(anchors: NDArray[np.float32], values: NDArray[np.int32], width: np.float32, tokens: int) -> Tensor:
-    """Return elements float32 ``[tokens, width]`` from decoded anchors and quantised deltas."""
     others = _others(tokens)
     out = np.repeat(anchors, GROUP_TOKENS, axis=0)[:tokens]
     with np.errstate(over="ignore"):
@@ -265,7 +262,7 @@ def _counts(symbols: NDArray[np.integer], alphabet: int) -> NDArray[np.int64]:
 
 
 def _anchor_tables(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Fit anchors' frequencies; counts spread to near symbols, since anchors are few and their alphabet is wide."""
+    """Fit anchors' frequencies; counts spread to near symbols, since anchors are few and their symbols many."""
     symbol = np.arange(counts.shape[1])
     return frequencies_of(counts @ (1 / (1 + np.square(symbol[:, None] - symbol, dtype=np.float64))))
 

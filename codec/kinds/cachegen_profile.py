@@ -60,7 +60,7 @@ class CacheGenProfile:
 
     Attributes:
         model_id: The model.
-        model_revision: The model's revision; empty where it is not known.
+        model_revision: The model's revision, or empty.
         layers: The model's layers.
         levels: Name and factor of each level.
         units: float32 ``[blocks]``, the unit of the bins.
@@ -207,7 +207,7 @@ def _level(name: object, factor: object) -> tuple[str, float]:
 
 
 def _check(profile: CacheGenProfile) -> None:
-    """Check that the arrays' shapes fit layers and levels, all bins are positive and all frequencies valid."""
+    """Check shapes, bins and frequencies."""
     levels, blocks, channels = len(profile.levels), len(profile.blocks), profile.channels
     shapes = (profile.units.shape, profile.anchors.shape, profile.deltas.shape)
     wanted = ((blocks,), (channels, 2 * ANCHOR_LIMIT + 1), (levels, channels, 2 * DELTA_LIMIT + 2))

@@ -83,7 +83,6 @@ class LayeredEncoder(LevelEncoder):
         return segments
 
     def _coefficients(self, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
-        """Return coefficients and dropped energy as ``analyse`` does."""
         return analyse(self._cache, self._text, start, stop, self._ladder.steps[-1])
 
 
@@ -178,7 +177,7 @@ class LayeredDecoder(LevelDecoder):
         return self.device is not None
 
     def suits_device(self, piece: ChunkSegments) -> bool:
-        """Return whether a GPU can decode the chunk: always for kvwire's encoders, perhaps not for others."""
+        """Return whether a GPU can decode the chunk, see ``suits_gpu``."""
         symbols = [segment.raw for segment in self._info.reads(piece.chunk, piece.level)]
         return self.device is not None and suits_gpu(piece, symbols)
 
@@ -194,12 +193,12 @@ class LayeredKind(LevelKind):
     title: ClassVar[str] = "kvwire"
 
     def encoder(self, request: EncodeRequest) -> LevelEncoder:
-        """Return the encoder; it runs on the cache's device where the request says so and gives a profile."""
+        """Encode on the processor, or on the cache's device if the request says so and gives a profile."""
         on_device = request.on_device and request.profile is not None
         return (_DeviceLayeredEncoder if on_device else LayeredEncoder)(request)
 
     def decoder(self, request: DecodeRequest) -> LevelDecoder:
-        """Return the decoder; it runs on the processor until ``use_device`` is called."""
+        """Decode on the processor until ``use_device`` is called."""
         return LayeredDecoder(request)
 
     def read_profile(self, data: bytes) -> Profile:
@@ -207,7 +206,7 @@ class LayeredKind(LevelKind):
         return Profile.from_bytes(data)
 
     def read_profile_inside(self, data: bytes) -> Profile:
-        """Read the profile inside a blob; never raises TruncatedError, since more bytes would not lengthen it."""
+        """Read the profile inside a blob; TruncatedError would ask for more bytes in vain."""
         try:
             return Profile.from_bytes(data)
         except TruncatedError as error:
@@ -222,7 +221,10 @@ class LayeredKind(LevelKind):
         if (info.sinks or info.can_begin) and not cast("Profile", profile).has_sinks:
             raise CorruptError("the blob has attention sinks and its profile knows of none; encode the document anew")
         if tokens * rank > MAX_CHUNK_SYMBOLS:
-            msg = f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
+            msg = (
+                f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed; "
+                "fetch the blob's header again"
+            )
             raise CorruptError(msg)
 
     def check_settings(self, settings: CodingSettings) -> None:

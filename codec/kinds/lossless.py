@@ -45,12 +45,12 @@ class LosslessDecoder(LevelDecoder):
     """Decodes chunks on the processor."""
 
     def __init__(self, request: DecodeRequest) -> None:
-        """Compare positions later with the offset at which the cache was stored."""
+        """Take layout and positions."""
         self._info, self._stood, self._offset = request.header.info, request.header.offset, request.offset
         self._cos_sin = positions_for(self._info, self._offset)
 
     def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
-        """Write the stored numbers; rotate them where the output's offset differs from the stored one."""
+        """Write the stored numbers, rotated if the output's offset differs from the stored one."""
         start, stop = self._info.chunk_span(piece.chunk)
         layers = self._info.meta.layers
         dtype = _DTYPES.get(self._info.meta.dtype)
@@ -91,11 +91,11 @@ class LosslessKind(LevelKind):
     title: ClassVar[str] = "lossless"
 
     def encoder(self, request: EncodeRequest) -> LevelEncoder:
-        """Return the encoder, which runs on the processor."""
+        """Encode on the processor."""
         return LosslessEncoder(request)
 
     def decoder(self, request: DecodeRequest) -> LevelDecoder:
-        """Return the decoder, which runs on the processor."""
+        """Decode on the processor."""
         return LosslessDecoder(request)
 
 

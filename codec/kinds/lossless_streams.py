@@ -89,12 +89,12 @@ def encode_lossless(cache: KVCache, start: int, stop: int) -> tuple[bytes, int]:
 def decode_lossless(
     data: bytes, tokens: int, layers: tuple[LayerSpec, ...], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Decode a segment into keys and values of each layer, with one extra byte of memory per number."""
+    """Decode a segment into keys and values of each layer; takes one more byte of memory per number."""
     fields, shapes = _fields(dtype), block_shapes(layers)
     if _numbers(tokens, shapes):
         blocks = _decode(data, Grid.plain(fields, shapes, tokens), dtype)
     elif data:
-        raise_damaged("of no numbers holds bytes")
+        raise_damaged("without numbers holds bytes")
     else:
         blocks = (torch.empty((heads, tokens, dim), dtype=dtype) for heads, dim in shapes)
     return [_empty_layer(spec, dtype) if spec.kind == "none" else (next(blocks), next(blocks)) for spec in layers]
@@ -134,7 +134,6 @@ def _numbers(tokens: int, shapes: list[tuple[int, int]]) -> int:
 
 
 def _bits(tensor: torch.Tensor, fields: Fields) -> Bits:
-    """Return a tensor's numbers as unsigned integers of the same width, contiguous, on the CPU."""
     signed = tensor.detach().cpu().contiguous().view(_SIGNED[fields.width])
     return signed.numpy().view(f"u{fields.width // 8}")
 
@@ -152,7 +151,7 @@ def _pack(lists: tuple[bytes, ...], streams: list[Lanes | None], classes: int) -
 
 
 def _planes(array: NDArray[Any]) -> bytes:
-    """Return all lowest bytes, then the next ones, and so on: small numbers leave planes of zeros."""
+    """Return all lowest bytes, then the next ones, and so on: small numbers give planes of zeros."""
     return array.ravel().view(np.uint8).reshape(array.size, array.itemsize).T.tobytes()
 
 
@@ -166,7 +165,9 @@ def _decode(data: bytes, plain: Grid, dtype: torch.dtype) -> Iterator[torch.Tens
     parts = _Parts(data)
     grid, fields = parts.grid(plain), plain.fields
     columns = sum(heads * dim for heads, dim in plain.shapes)
-    classes, flips = parts.classes(columns)  # checked first: it pays for memory by columns
+    classes, flips = parts.classes(
+        columns
+    )  # first: its length proves the number of columns, by which memory is allocated
     references = parts.exponents("reference", columns, fields)
     tables = parts.tables()
     symbols = [parts.symbols(s, classes[grid.stream_of == s], tables, rows) for s, rows in enumerate(grid.rows)]
@@ -226,7 +227,7 @@ class _Parts:
         raw = np.frombuffer(self._list("class", columns), np.uint8)
         classes = (raw % FLIP).astype(np.int64)
         if classes.max() >= self._classes:
-            raise_damaged("names a class that it has no table for")
+            raise_damaged("names a class with no table")
         return classes, raw // np.uint8(FLIP)
 
     def grid(self, plain: Grid) -> Grid:
@@ -234,18 +235,18 @@ class _Parts:
         raw = np.frombuffer(self._list("block", len(plain.shapes)), np.uint8)
         grid = replace(plain, shared=raw >= _SHARED, spares=(raw % _SHARED).astype(np.int64))
         if grid.spares.max() > grid.fields.low:
-            raise_damaged("spares more bits than there are")
+            raise_damaged("spares more bits than its numbers have")
         tokens = len(plain.codes) if grid.shared.any() else 0
         codes = _unplanes(self._list("row", 4 * tokens), "<u4").astype(np.int64)
         if (codes > np.cumsum(codes == 0)).any():
-            raise_damaged("refers to rows that do not come before")
+            raise_damaged("refers to later rows")
         return replace(grid, codes=codes) if tokens else grid
 
     def exponents(self, name: str, count: int, fields: Fields) -> NDArray[np.uint16]:
         """Read a list of exponents: the columns' references or the escapes."""
         exponents: NDArray[np.uint16] = _unplanes(self._list(name, 2 * count), "<u2")
         if count and exponents.max() > fields.top:
-            raise_damaged("has an exponent that its dtype has not")
+            raise_damaged("has an exponent beyond its dtype's")
         return exponents
 
     def symbols(self, stream: int, classes: NDArray[np.int64], tables: ClassTables, rows: int) -> NDArray[np.uint8]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NUMBERS_PER_CLASS = 1 << 15
 """A table costs about 80 bytes; for fewer numbers than this another table saves less."""
 _BATCH = 1024
-"""Most columns that classes are fitted on, and columns whose histograms are in memory at a time."""
+"""Columns that classes are fitted on, and columns whose histograms are in memory at a time."""
 _ROUNDS = 4
 _UNSEEN = 0.02
 """Count of a symbol that a class has not seen: expensive, but possible."""

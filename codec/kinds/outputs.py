@@ -172,7 +172,7 @@ class SinkPlacer:
             self._sinks[at] = made
 
     def place(self, start: int, stop: int) -> bool:
-        """Write the sinks of a token span, on a GPU in the current stream; return whether there were any."""
+        """Write the sinks of a token span; return whether there were any."""
         chosen = [at for at in self._sinks if start <= at < stop]
         for at in chosen:
             for layer, spec in enumerate(self._out.meta.layers):

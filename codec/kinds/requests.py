@@ -81,49 +81,23 @@ class CodingSettings(Protocol):
 
 
 class Calibration(Protocol):
-    """Texts to fit a profile on; each method computes its result when called."""
+    """Texts to fit a profile on; results are computed on each call."""
 
     @property
     def keeper(self) -> MomentKeeper | None:
         """Stores the caches' sums for later fits; None where they are not stored."""
 
     def caches(self) -> list[KVCache]:
-        """Compute the texts' caches.
-
-        Returns:
-            One cache for each text.
-        """
+        """Compute the cache of each text."""
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
-        """Gather the statistics of attention.
-
-        Args:
-            tokens: Whether to gather the vocabulary's statistics, too.
-
-        Returns:
-            The statistics of all texts together; None where the engine has none.
-        """
+        """Gather statistics, with token features if ``tokens``; None where the engine has none."""
 
     def prefix_states(self, layers: int) -> list[Tensor]:
-        """Compute hidden states after the model's first layers.
-
-        Args:
-            layers: The number of layers.
-
-        Returns:
-            float32 ``[tokens, hidden_size]`` for each text.
-        """
+        """Compute float32 ``[tokens, hidden_size]`` of each text after the model's first ``layers``."""
 
     def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
-        """Measure the KL divergence that the levels' errors cause.
-
-        Args:
-            profile: The profile to encode the texts with.
-            ladder: Levels to measure at; None for the kind's own.
-
-        Returns:
-            The profile with its ``error_to_kl``.
-        """
+        """Measure the KL divergence of the levels' errors (None: the kind's levels) and add ``error_to_kl``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +107,10 @@ class EncodeRequest:
     Attributes:
         cache: The document's cache, at least one token.
         profile: A profile of the kind, or None.
-        levels: A ladder, a number of levels from 1 on, or None for all of the kind's levels.
+        levels: A ladder, a number of levels above 0, or None for all levels.
         chunk_tokens: Tokens of the longest chunk.
         hidden: float32 ``[tokens, hidden_size]`` after the prefix layers, or None.
-        on_device: Whether to run Triton's kernels on the cache's device if the kind has any.
+        on_device: Whether to run Triton's kernels on the cache's device.
         beginning: Cache of the first token computed with nothing before it, or None.
     """
 

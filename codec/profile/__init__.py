@@ -1,1 +1,1 @@
-"""What is learnt per model and shared by every blob of a corpus."""
+"""The profile of a model, shared by every blob of a corpus."""

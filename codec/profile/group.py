@@ -28,13 +28,13 @@ LARGEST = 32767
 """Largest entry: int16."""
 SMALL = 127
 """Entries up to this fit one byte."""
-FIRM = 1e-2
-"""Least ratio of smallest to largest diagonal entry in the Cholesky factor of the rows' Gram matrix at which a float32
-solution is as accurate as float32 storage."""
+MIN_DIAGONAL_RATIO = 1e-2
+"""Least ratio of diagonal entries in the Cholesky factor of the rows' Gram matrix at which float32 solves as accurately
+as it stores."""
 MOST_PIECES = 14
 """Most pieces of a group's rows: a file has at most 16 sections."""
 ROWS_BYTES = 64 << 20
-"""Bytes that a profile's cached expected rows may take; they pay because most tokens of a text are frequent ones."""
+"""Bytes for a profile's cached expected rows: most tokens of a text are frequent ones."""
 _BLOCK = 128
 """Rows computed at a time: their float64 copies stay small compared with a chunk."""
 
@@ -113,7 +113,7 @@ class Factor:
 
 
 @dataclass(frozen=True, eq=False)
-class SteppedGroup:
+class RoundedMatrices:
     """A group's rounded matrices as they are stored; the group holds their values.
 
     Attributes:
@@ -166,7 +166,7 @@ class Group:
         metric: The metric of each plane's errors, symmetric blocks ``[heads, dim, dim]`` or a diagonal ``[width of the
             plane]``; only encoders use it.
         predictor: bfloat16 ``[features, width]``, from features of the text to elements; None without prediction.
-        stepped: The rounded matrices for the file; None where rows, predictor and metric are not rounded.
+        rounded: The rounded matrices for the file; None where rows, predictor and metric are not rounded.
         solved: Cache of the ``Solution``, shared with copies of the group.
         cuts: Number of first rows that suffice for each level of most texts, coarsest first, at most ``rank``. Files
             store the rows in pieces cut there, and readers of coarse levels fetch only the first ones.
@@ -181,7 +181,7 @@ class Group:
     row_scale: NDArray[np.float32] | None = None
     metric: tuple[NDArray[np.float32], ...] = ()
     predictor: torch.Tensor | None = None
-    stepped: SteppedGroup | None = None
+    rounded: RoundedMatrices | None = None
     cuts: tuple[int, ...] = ()
     sink: NDArray[np.float32] = field(default_factory=_empty)
     sink_steps: NDArray[np.float32] = field(default_factory=_empty)
@@ -273,7 +273,7 @@ def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[to
     gram = synthesis @ dual
     factor, failed_at = torch.linalg.cholesky_ex(gram)
     diagonal = factor.diagonal()
-    if int(failed_at) or (len(gram) and bool(diagonal.amin() < FIRM * diagonal.amax())):
+    if int(failed_at) or (len(gram) and bool(diagonal.amin() < MIN_DIAGONAL_RATIO * diagonal.amax())):
         return solve_precisely(synthesis, dual), gram
     return torch.cholesky_solve(dual.T, factor).T.contiguous(), gram
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.format.arrays import Arrays, Description, Section
-    from kvwire.codec.profile.group import SteppedGroup
+    from kvwire.codec.profile.group import RoundedMatrices
     from kvwire.types import LayerSpec
 
     Fetch = Callable[[Sequence[Section]], list[bytes]]
@@ -84,7 +84,7 @@ def open_profile(outline: bytes, digest: str, fetch: Fetch, level: int = 0) -> P
 
 
 def _checked(data: bytes, digest: str) -> bytes:
-    """Return a whole file after comparing it with its digest, which the outline's own digest does not replace."""
+    """Compare a whole file with its digest, which the outline's digest does not replace."""
     if hashlib.sha256(data).hexdigest() != digest:
         msg = f"what was read as profile {digest[:12]} has another digest; copy it again from where it is whole"
         raise CorruptError(msg)
@@ -110,7 +110,7 @@ def loaded_part(profile: Profile) -> Profile:
 
 
 def _damaged(problem: object) -> CorruptError:
-    return CorruptError(f"the profile's sections contradict what it says of them ({problem}); fetch it again")
+    return CorruptError(f"the profile's sections contradict its description ({problem}); fetch it again")
 
 
 class LazyProfile(Profile):
@@ -171,7 +171,9 @@ class Sections:
     def take(self, arrays: Arrays) -> None:
         """Pass the next section's rows to the groups."""
         try:
-            made = [group.made(self._taken, own_arrays(index, arrays)) for index, group in enumerate(self.groups)]
+            made = [
+                group.rows_of_piece(self._taken, own_arrays(index, arrays)) for index, group in enumerate(self.groups)
+            ]
         except _BAD as error:
             raise _damaged(error) from error
         for group, rows in zip(self.groups, made, strict=True):
@@ -237,10 +239,10 @@ class LazyGroup(Group):
         sections.groups.append(self)
 
     def has_sound_steps(self) -> bool:
-        """Return whether numbers of rows and steps equal the number of classes, and widths that of the mean."""
+        """Return whether rows and steps are as many as the classes, and as wide as the mean."""
         return self._ends[-1] == self.rank == len(self._steps) and len(self._columns) == self.width
 
-    def made(self, piece: int, own: Arrays) -> Tensor:
+    def rows_of_piece(self, piece: int, own: Arrays) -> Tensor:
         """Multiply out and check the rows of a piece."""
         first, last = self._ends[piece - 1] if piece else 0, self._ends[piece]
         if first == last:
@@ -305,10 +307,10 @@ class LazyGroup(Group):
         return found
 
     @property
-    def stepped(self) -> SteppedGroup | None:
+    def rounded(self) -> RoundedMatrices | None:
         """The rounded matrices for a file; fetches the whole profile."""
         try:
-            return group_of(self._index, self._raw, self._sections.all(), layers=self._layers).stepped
+            return group_of(self._index, self._raw, self._sections.all(), layers=self._layers).rounded
         except _BAD as error:
             raise _damaged(error) from error
 

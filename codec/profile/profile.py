@@ -225,7 +225,7 @@ class Profile:
 
 
 def _sections(arrays: Arrays) -> list[list[str]]:
-    """Assign arrays to sections: first those of all readers, then one per further piece of rows, last the encoders'."""
+    """Assign arrays to sections: those of all readers, one for each further piece of rows, those of encoders."""
     numbers = {name: _section_of(name) for name in arrays}
     last = 1 + max(number for number in numbers.values() if number is not None)
     sections: list[list[str]] = [[] for _ in range(last + 1)]

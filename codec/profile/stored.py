@@ -14,7 +14,7 @@ from kvwire.codec.profile.group import (
     Factor,
     Group,
     QuantisedMatrix,
-    SteppedGroup,
+    RoundedMatrices,
     pieces,
     unzigzag,
     wide_rows,
@@ -49,17 +49,17 @@ def arrays_of(group: Group) -> Arrays:
         named["row_scale"] = group.row_scale
     if group.rows is None:
         return named
-    if is_stepped(group) and group.stepped is not None:
-        return named | _stepped_arrays(group, group.stepped)
+    if is_rounded(group) and group.rounded is not None:
+        return named | _rounded_arrays(group, group.rounded)
     named |= _stored_rows(group.rows)
     if group.predictor is not None:
         named["predictor"] = bits_of(group.predictor)
     return named | {f"metric{number}": block for number, block in enumerate(group.metric)}
 
 
-def is_stepped(group: Group) -> bool:
+def is_rounded(group: Group) -> bool:
     """Return whether a group's matrices equal its rounded ones."""
-    known = group.stepped
+    known = group.rounded
     if known is None or group.rows is None or (known.predictor is None) != (group.predictor is None):
         return False
     if group.predictor is not None and known.predictor is not None:
@@ -74,7 +74,7 @@ def is_stepped(group: Group) -> bool:
     return alike and torch.equal(known.rows.values(), group.rows)
 
 
-def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
+def _rounded_arrays(group: Group, known: RoundedMatrices) -> Arrays:
     rows = known.rows
     named: Arrays = {"rows_steps": rows.row_steps, "rows_columns": rows.column_steps}
     for number, (first, last) in enumerate(pieces(group.cuts, group.rank)):
@@ -90,7 +90,7 @@ def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
 
 
 def _by_width(name: str, entries: NDArray[np.int16]) -> Arrays:
-    """Return the first rows, up to the last with large entries, in two bytes an entry and the others in one."""
+    """Store rows up to the last with large entries in two bytes per entry, the others in one."""
     wide = wide_rows(entries)
     named: Arrays = {name: entries[wide:].astype(np.int8)}
     return named | ({f"{name}_wide": zigzag(entries[:wide])} if wide else {})
@@ -135,13 +135,13 @@ def _group(index: int, planes: tuple[Plane, ...], own: Arrays, layers: tuple[Lay
     if identity:
         return Group(planes, mean, spread, None, typed(own["row_scale"], "f4"), (), None, None, (), *sink_of(own))
     if "rows_steps" in own:
-        return _stepped_group(planes, mean, spread, own, layers)
+        return _rounded_group(planes, mean, spread, own, layers)
     metric = tuple(typed(own[f"metric{number}"], "f4") for number in range(len(planes)))
     predictor = _bfloat16(own["predictor"]) if "predictor" in own else None
     return Group(planes, mean, spread, _rows(own), None, metric, predictor, None, (), *sink_of(own))
 
 
-def _stepped_group(
+def _rounded_group(
     planes: tuple[Plane, ...],
     mean: NDArray[np.float32],
     spread: NDArray[np.int16],
@@ -153,7 +153,7 @@ def _stepped_group(
     if rows.entries.shape != (spread.size, mean.size) or (predictor and predictor.entries.shape[1] != mean.size):
         raise ValueError("matrices of another shape than the mean and the spread")
     factors, metric = metric_of(planes, own, layers)
-    known = SteppedGroup(rows, predictor, factors)
+    known = RoundedMatrices(rows, predictor, factors)
     values = None if predictor is None else predictor.values()
     return Group(planes, mean, spread, rows.values(), None, metric, values, known, tuple(ends[:-1]), *sink_of(own))
 
@@ -184,13 +184,13 @@ def metric_of(
 
 def predictor_of(own: Arrays) -> QuantisedMatrix | None:
     """Read the predictor of a group with rounded matrices; None where it has none."""
-    return _stepped("predictor", own) if "predictor" in own else None
+    return _quantised_matrix("predictor", own) if "predictor" in own else None
 
 
 def _rows_in_pieces(own: Arrays) -> tuple[QuantisedMatrix, list[int]]:
     """Read all rows and the ends of their pieces; files without sections have one piece without a number."""
     if "rows" in own:
-        return _stepped("rows", own), []
+        return _quantised_matrix("rows", own), []
     parts = [entries_of(f"rows{number}", own) for number in range(count_pieces(own))]
     if not parts:
         raise KeyError("rows0")
@@ -214,7 +214,7 @@ def _factor(
     return Factor(entries, steps)
 
 
-def _stepped(name: str, own: Arrays) -> QuantisedMatrix:
+def _quantised_matrix(name: str, own: Arrays) -> QuantisedMatrix:
     return _with_steps(name, entries_of(name, own), own)
 
 

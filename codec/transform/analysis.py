@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.entropy import value_kernels
-from kvwire.codec.transform.positions import rotate, rotation, within
+from kvwire.codec.transform.positions import clamp_to, rotate, rotation
 from kvwire.errors import CacheValueError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _centre_with_kernel(
 
 
 def bits_of(tensor: Tensor) -> tuple[NDArray[Any], bool]:
-    """View a tensor for the kernels: its numbers or bfloat16 bits, and whether they are bits."""
+    """View a tensor as numpy, bfloat16 as uint16 bits; also return whether it is bits."""
     halved = tensor.dtype == torch.bfloat16
     return (tensor.view(torch.uint16) if halved else tensor).numpy(), halved
 
@@ -145,7 +145,7 @@ def analyse(
 
 
 def sampling_step(start: int, stop: int) -> int:
-    """Return the distance between tokens whose energies are measured; all tokens of the first chunk are."""
+    """Return the distance between tokens whose energies are measured."""
     return 8 if start and stop - start >= MANY_TOKENS else 1
 
 
@@ -170,8 +170,8 @@ def _zero_pruned(centred: Tensor, cache: KVCache, planes: Sequence[Plane], start
 def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor:
     """Compute coefficients ``[tokens, rank]`` of a group's centred elements ``[tokens, width]``.
 
-    ``halved_step``: None for float32. Else products run in bfloat16, except for tokens with a coefficient so many steps
-    large that eight bits do not suffice, as the first tokens of a text often have.
+    ``halved_step``: None for float32; else products run in bfloat16, except for tokens with coefficients of more than
+    LARGE_STEPS, such as the first of a text.
     """
     analysis = group.analysis
     if analysis is None:
@@ -193,8 +193,7 @@ def energy_of(coefficients: NDArray[np.floating]) -> float:
 def kept_energy(coefficients: Tensor, group: Group) -> float:
     """Sum the squared lengths, in a group's metric, of the elements that coefficients stand for.
 
-    Rounded rows are not quite orthonormal, so this differs from the sum of squares, by more than the energy left out,
-    a ten-thousandth of the whole.
+    The sum of squares is too inexact: rounded rows are not quite orthonormal, and the energy left out is tiny.
     """
     if group.is_identity:
         return energy_of(coefficients.numpy())
@@ -250,4 +249,4 @@ def scatter_planes(
             index, first = rotary
             part = rotate(part, meta.ropes[index], *cos_sin[index], first)
         target = (out.keys if side == "key" else out.values)[layer]
-        target[:, start : start + tokens] = within(part, target.dtype)
+        target[:, start : start + tokens] = clamp_to(part, target.dtype)

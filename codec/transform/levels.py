@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RATIO = 3
 MAX_STEP = 2.0**40
-"""Largest step of a ladder; the smallest is one over it. Normalised coefficients need nothing near either."""
+"""Largest step of a ladder, and one over the smallest: far beyond any need."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Ladder:
     """The quality levels of a blob, coarsest first.
 
     Attributes:
-        step: Quantiser step of level 0, in the profile's unit: the unit of ``fit_profile`` gives each element a mean
-            energy of 1, calibration adapts it to the default levels. Level k has step ``step / 3^k``.
+        step: Quantiser step of level 0 in the profile's unit, in which ``fit_profile`` gives elements a mean energy
+            of 1; calibration adapts the unit to the default levels. Level k has step ``step / 3^k``.
         names: The name of each level.
     """
 

@@ -90,10 +90,10 @@ def shift_keys(keys: Tensor, rope: RopeRegime, offset: int, start: int = 0) -> T
         RopeRegimeError: The move would cross the window at which the regime rescales.
     """
     cos, sin = rotation(rope, offset, 1, keys.device)
-    return within(rotate(keys, rope, cos, sin, start), keys.dtype)
+    return clamp_to(rotate(keys, rope, cos, sin, start), keys.dtype)
 
 
-def within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def clamp_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to a float dtype; values beyond its range are clamped.
 
     Rotation enlarges an element by up to a factor of 1.42, and float8_e4m3fn turns larger values into NaN.
@@ -200,7 +200,7 @@ def _rotated(cache: KVCache, at: int | Tensor, *, sign: float, dtype: torch.dtyp
             if rotary is not None and tensor.numel():
                 regime = cache.meta.ropes[rotary[0]]
                 cos, sin = turn_of(regime, tensor.device)
-                tensor = within(rotate(tensor, regime, cos, sign * sin, rotary[1]), dtype)  # noqa: PLW2901
+                tensor = clamp_to(rotate(tensor, regime, cos, sign * sin, rotary[1]), dtype)  # noqa: PLW2901
             out.append(tensor)
         return out
 

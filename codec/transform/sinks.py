@@ -93,7 +93,7 @@ def surprise(cache: KVCache, text: TextPredictor) -> NDArray[np.float32]:
 def _distances(
     cache: KVCache, text: TextPredictor, group: int, start: int, stop: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return squared distances to the prediction and to the sink row, in its steps, and the differences to that row."""
+    """Return squared distances to the prediction and to the sink row, and the differences to that row, in its steps."""
     chosen = text.profile.groups[group]
     elements = gather_planes(cache, chosen.planes, start, stop)
     rows, index = text.expected(group, start, stop)

@@ -125,7 +125,7 @@ def make_tiny(tokens: int, seed: int) -> KVCache:
 
 def stored_plainly(profile: Profile) -> Profile:
     """The same numbers, but stored as they are: bfloat16 matrices, float32 metrics, the table by token."""
-    return replace(profile, groups=tuple(replace(group, stepped=None) for group in profile.groups))
+    return replace(profile, groups=tuple(replace(group, rounded=None) for group in profile.groups))
 
 
 def in_8_bits(profile: Profile) -> Profile:
@@ -136,7 +136,7 @@ def in_8_bits(profile: Profile) -> Profile:
         return ((rows.float() / step).round().clamp(-127, 127) * step).bfloat16()
 
     groups = profile.groups
-    return replace(profile, groups=tuple(replace(g, rows=rounded(g.rows), stepped=None) for g in groups))
+    return replace(profile, groups=tuple(replace(g, rows=rounded(g.rows), rounded=None) for g in groups))
 
 
 DEEP = (LayerSpec(1, 2, 2), *(LayerSpec(1, 8, 8, rope=0) for _ in range(7)))

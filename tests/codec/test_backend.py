@@ -18,7 +18,7 @@ from .synthetic import make_cache
 
 @pytest.fixture(autouse=True)
 def _says_it_again():
-    backend._say_once.cache_clear()
+    backend._warn_once.cache_clear()
 
 
 def test_the_processor_is_numbas_unless_triton_is_forced():

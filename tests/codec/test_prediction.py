@@ -59,7 +59,7 @@ def test_expectations_are_those_of_the_naive_twin_whatever_the_room(monkeypatch,
         text = TextPredictor(profile, 90, cache.token_ids)
         for start, stop in ((0, 40), (40, 90), (10, 11), (0, 90)):
             assert_expected(text, start, stop)
-    kept = sum(each._kept.nbytes + each._slots.nbytes for each in profile.expectations)
+    kept = sum(each._cached_rows.nbytes + each._slots.nbytes for each in profile.expectations)
     assert kept <= room
 
 
@@ -91,7 +91,7 @@ def test_no_more_is_expected_than_there_is_room_for(monkeypatch, split_profile):
     profile = replace(split_profile)
     list(expect(profile, range(VOCABULARY)))
     assert any(0 < len(each) < VOCABULARY for each in tokens_with_rows(profile))
-    assert all(each._used == len(each._kept) or not len(each._slots) for each in profile.expectations)
+    assert all(each._used == len(each._cached_rows) or not len(each._slots) for each in profile.expectations)
     assert not list(expect(profile, range(VOCABULARY)))
     assert not list(expect(profile, [-1, VOCABULARY]))
 
@@ -138,29 +138,29 @@ def test_threads_compute_at_the_same_time(monkeypatch, split_profile):
 def test_kept_rows_are_those_that_would_be_copied_together(split_profile):
     ids = np.array([7, 3, 7, 50, 3])
     expectations = replace(split_profile).expectations[0]
-    rows, of_token = expectations.kept(ids)
-    assert rows.data_ptr() == expectations.kept(ids[:1])[0].data_ptr()
+    rows, of_token = expectations.cached(ids)
+    assert rows.data_ptr() == expectations.cached(ids[:1])[0].data_ptr()
     assert torch.equal(rows[torch.from_numpy(of_token.astype(np.int64))].float(), expectations.rows(ids))
 
 
 def test_rows_without_a_place_are_not_shown(split_profile):
     group, table = split_profile.groups[0], split_profile.table
     one = Expectations(group, table, 4 * len(table) + 2 * group.width)
-    assert one.kept(np.array([7, 3])) is None
-    (first,) = (token for token in (7, 3) if one.kept(np.array([token])) is not None)
-    rows, of_token = one.kept(np.array([first, first]))
+    assert one.cached(np.array([7, 3])) is None
+    (first,) = (token for token in (7, 3) if one.cached(np.array([token])) is not None)
+    rows, of_token = one.cached(np.array([first, first]))
     assert torch.equal(
         rows[torch.from_numpy(of_token.astype(np.int64))].float(), one.rows(np.array([first])).repeat(2, 1)
     )
-    assert Expectations(group, table, 0).kept(np.array([7])) is None
+    assert Expectations(group, table, 0).cached(np.array([7])) is None
 
 
 def assert_slots(expectations, most):
     """Every kept row has one token, every token one row at most, and that row is the token's."""
     tokens = np.flatnonzero(expectations._slots >= 0)
     assert sorted(expectations._slots[tokens]) == list(range(expectations._used))
-    assert len(tokens) == expectations._used <= min(most, len(expectations._kept))
-    rows = expectations._kept[torch.from_numpy(expectations._slots[tokens])]
+    assert len(tokens) == expectations._used <= min(most, len(expectations._cached_rows))
+    rows = expectations._cached_rows[torch.from_numpy(expectations._slots[tokens])]
     assert torch.equal(rows, expectations._compute(tokens))
 
 
@@ -304,7 +304,7 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden, 
     spans = [(cache, min(1, cache.tokens - 1), cache.tokens) for cache in caches]
     x = torch.cat([gather_planes(cache, planes, *span) for cache, *span in spans]).double()
     f = torch.cat([features.at(cache, n, *span) for n, (cache, *span) in enumerate(spans)]).double()
-    apart = torch.cat([features.set_apart(cache, *span) for cache, *span in spans])
+    apart = torch.cat([features.held_out(cache, *span) for cache, *span in spans])
     near = {"rtol": 1e-5, "atol": 1e-5}
     f0, x0 = f - f.mean(0), x - x.mean(0)
     torch.testing.assert_close(seen.mean, f.mean(0), **near)

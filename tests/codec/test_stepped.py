@@ -80,8 +80,8 @@ def test_a_matrix_that_was_replaced_is_stored_as_it_is(packed_profile):
     other = replace(packed_profile, groups=(replace(group, rows=2 * group.rows), *packed_profile.groups[1:]))
     again = Profile.from_bytes(other.data)
     assert torch.equal(again.groups[0].rows, 2 * group.rows)
-    assert again.groups[0].stepped is None
-    assert again.groups[1].stepped is not None
+    assert again.groups[0].rounded is None
+    assert again.groups[1].rounded is not None
     assert np.array_equal(again.table, packed_profile.table)
 
 
