@@ -217,7 +217,7 @@ class Controller:
 
     def _progressed(self, event: ev.TransferProgress, now: float) -> None:
         guessed = self.estimates.bandwidth.is_guess
-        self._state.link.progress(event.bytes, event.started, event.ended, event.chunk)
+        self._state.link.progress(event.bytes, event.started, event.ended)
         for load in self.loads.values() if guessed else ():
             if load.table.counts[PLANNED]:
                 load.is_stale = True  # the first bytes tell more than what the plan rests on

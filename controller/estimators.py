@@ -7,7 +7,6 @@ average, with tiny samples kept back (dash.js, Shaka, hls.js), and a lower bound
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
 from math import exp, exp2, inf, log
@@ -21,10 +20,7 @@ _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
 _LONG_S = 5.0
-_MOST_INTERVALS = 1024  # of busy time
 _SHARE = 0.25  # of times at which less comes than plans rely on
-_TELLING_BYTES = 3000  # two packets
-_MOST_HOLDS = 6
 _JUMP = 1.5  # factor off the estimate that is taken for more than noise where samples repeat it
 _FALL_SAMPLES = 2
 _RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
@@ -68,9 +64,7 @@ class BandwidthSettings:
         prior_error: Expected relative error of a prior of which nothing is known.
         min_bytes: A sample is kept back until it holds so many bytes.
         min_busy_s: And until it lasts so many busy seconds.
-        max_hold_s: Busy seconds after which it counts whatever its bytes, so that a dead link shows; up to six times
-            that where too few bytes came, and were due, to tell a slow link from a dead one.
-        memory_s: Seconds of past transfers against which overlap is checked.
+        max_hold_s: Busy seconds after which it counts whatever its bytes, so that a dead link shows.
     """
 
     fast: Memory = Memory(0.15, 4e6, 1.5)
@@ -80,13 +74,12 @@ class BandwidthSettings:
     min_bytes: int = 16_000
     min_busy_s: float = 0.001
     max_hold_s: float = 0.05
-    memory_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse settings under which no estimate would follow anything."""
-        positive = min(self.min_busy_s, self.max_hold_s, self.memory_s) > 0
+        positive = min(self.min_busy_s, self.max_hold_s) > 0
         if not (positive and self.min_bytes >= 0 and 0 <= self.prior_error < inf):
-            msg = "min_busy_s, max_hold_s and memory_s must be above 0, min_bytes and prior_error at least 0"
+            msg = "min_busy_s and max_hold_s must be above 0, min_bytes and prior_error at least 0"
             raise ArgumentError(msg)
 
 
@@ -107,51 +100,6 @@ class _Average:
     @property
     def value(self) -> float:
         return self._size / self._seconds if self._seconds > 0 else 0.0
-
-
-class BusyTime:
-    """Seconds that transfers cover together; amortised O(1) for intervals that come about in order."""
-
-    def __init__(self, memory_s: float) -> None:
-        """Start without transfers."""
-        self._memory_s = memory_s
-        # Disjoint intervals in order.
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-
-    def claim(self, started: float, ended: float) -> float:
-        """Mark an interval as busy."""
-        last = self._ends[-1] if self._ends else -inf
-        if started <= last and self._starts[-1] <= started:  # the usual case
-            if ended <= last:
-                return 0.0
-            self._ends[-1] = ended
-            return ended - last
-        if started > last:  # after a pause
-            self._starts.append(started)
-            self._ends.append(ended)
-            self._forget()
-            return ended - started
-        first = bisect_left(self._ends, started)
-        stop = bisect_right(self._starts, ended, first)
-        covered = sum(
-            min(high, ended) - max(low, started)
-            for low, high in zip(self._starts[first:stop], self._ends[first:stop], strict=True)
-        )
-        if first < stop:
-            low, high = min(started, self._starts[first]), max(ended, self._ends[stop - 1])
-        else:
-            low, high = started, ended
-        self._starts[first:stop], self._ends[first:stop] = [low], [high]
-        self._forget()
-        return max(0.0, ended - started - covered)
-
-    def _forget(self) -> None:
-        """Drop what is old, many at a time, so that dropping costs nothing on average."""
-        if len(self._ends) > _MOST_INTERVALS:
-            old = bisect_left(self._ends, self._ends[-1] - self._memory_s)
-            old = max(old, _MOST_INTERVALS // 2)
-            del self._starts[:old], self._ends[:old]
 
 
 class BandwidthEstimator:
@@ -182,7 +130,7 @@ class BandwidthEstimator:
         self._prior_share = 1.0
         self._fast, self._slow = _Average(self._settings.fast), _Average(self._settings.slow)
         self._long = _Average(Memory(_LONG_S))
-        self._busy = BusyTime(self._settings.memory_s)
+        self._busy_until = -inf
         self._held_bytes = 0
         self._held_s = 0.0
         self._samples = 0
@@ -198,18 +146,13 @@ class BandwidthEstimator:
             msg = f"a transfer needs at least 0 bytes and must not end before it starts, got {size}, {started}..{ended}"
             raise ArgumentError(msg)
         self._held_bytes += size
-        self._held_s += self._busy.claim(started, ended)
+        # Reports come about in the order of their ends.
+        self._held_s += max(0.0, ended - max(started, self._busy_until))
+        self._busy_until = max(self._busy_until, ended)
         large = self._held_bytes >= self._settings.min_bytes
-        if self._held_s >= self._settings.min_busy_s if large else self._is_silent:
+        if self._held_s >= (self._settings.min_busy_s if large else self._settings.max_hold_s):
             self._take(self._held_bytes, self._held_s)
             self._held_bytes, self._held_s = 0, 0.0
-
-    @property
-    def _is_silent(self) -> bool:
-        """Whether so little came for so long that it counts: between two packets of a slow link there is silence."""
-        size, seconds, settings = self._held_bytes, self._held_s, self._settings
-        telling = max(size, seconds * self.value) >= _TELLING_BYTES or seconds >= _MOST_HOLDS * settings.max_hold_s
-        return telling and seconds >= settings.max_hold_s
 
     def _take(self, size: int, seconds: float) -> None:
         shed = 0.0

@@ -71,13 +71,11 @@ class TransferProgress:
         started: The first byte's arrival, or the end of this request's last report; never the sending of the request.
             Report several times within the settings' ``stall_s``, and what has come before every ``Tick``.
         ended: When the last of them had come.
-        chunk: Whose bytes; None: nobody knows.
     """
 
     bytes: int
     started: float
     ended: float
-    chunk: ChunkId | None = None
 
 
 @dataclass(frozen=True)

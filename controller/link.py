@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -43,7 +42,7 @@ class Link:
         self._estimates, self._settings = estimates, settings
         self.fetches: dict[ChunkId, InflightFetch] = {}
         self._left = 0  # bytes of all of them
-        self._loose = 0  # bytes that came without a chunk's name
+        self._loose = 0  # bytes that came of them
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
         self.stalled = False
@@ -127,41 +126,29 @@ class Link:
         if not (self.fetches and self._flowing) and now - seconds >= self._paused_at:
             self._estimates.ttfb.add(seconds)
 
-    def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
+    def progress(self, size: int, started: float, ended: float) -> None:
         """Take in bytes that came."""
         if not isfinite(size):
             raise ArgumentError(f"a transfer needs a finite number of bytes, got {size}")
         self._estimates.bandwidth.add(size, started, ended)
-        if not size:
-            return
-        self._alive(ended)
-        if chunk is None:
+        if size:
+            self._alive(ended)
             self._loose += size
-        elif fetch := self.fetches.get(chunk):
-            taken = min(size, fetch.left)
-            fetch.left -= taken
-            self._left -= taken
 
-    def left(self, now: float) -> list[tuple[InflightFetch, int]]:
-        """Open fetches with what is left of each; bytes without a name are shared by requests that can be answered."""
-        size = self._loose
-        if not size:
-            return [(each, each.left) for each in self.fetches.values()]
-        ttfb_s = self.ttfb_s
-        begun = [each for each in self.fetches.values() if now - each.asked >= ttfb_s] or [*self.fetches.values()]
-        taken: dict[ChunkId, int] = {}
-        sharing = sorted(((each.left, number) for number, each in enumerate(begun)), key=itemgetter(0))
-        for at, (left, number) in enumerate(sharing):
-            part = min(left, size // (len(sharing) - at))
-            taken[begun[number].chunk] = part
+    def left(self) -> list[tuple[InflightFetch, int]]:
+        """Open fetches with what is left of each, were they answered in the order of the requests."""
+        size, found = self._loose, []
+        for fetch in self.fetches.values():
+            part = min(fetch.left, size)
             size -= part
-        return [(each, each.left - taken.get(each.chunk, 0)) for each in self.fetches.values()]
+            found.append((fetch, fetch.left - part))
+        return found
 
     def arrivals(self, now: float) -> Iterator[tuple[ChunkId, float]]:
         """Expect the arrivals of all open fetches, in seconds from now."""
         ahead, rate = 0, max(self.bandwidth, SLOWEST)
         lead_s = self.lead_s(now) if self.bandwidth > 0 else inf
-        for fetch, left in self.left(now):
+        for fetch, left in self.left():
             ahead += left
             yield fetch.chunk, lead_s + ahead / rate
 

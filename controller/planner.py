@@ -131,7 +131,7 @@ class Planner:
         """What was asked for already, and what loads that go first will ask for."""
         state, now = self._state, self._state.now
         wire, work_s, size, seconds = [], [], 0, 0.0
-        for fetch, left in state.link.left(now):
+        for fetch, left in state.link.left():
             size, seconds = size + left, seconds + fetch.decode_s
             if fetch.chunk.load == load.number:
                 wire.append(size)

@@ -235,10 +235,9 @@ class Course(Checks):
         if self.random.random() < 0.3:
             self._tell(ev.FirstByte(self._any(0, 0.3)))
             return
-        chunk = self.random.choice([None, *self.open, *(fetch.chunk for fetch in self.stale)])
         began = max(0.0, self.now - self._any(0, 0.05))
         size = self.random.choice([0, *[int(self.rate * (self.now - began))] * 4, 10**7])
-        self._tell(ev.TransferProgress(size, began, self.now, chunk))
+        self._tell(ev.TransferProgress(size, began, self.now))
 
     def _stale(self):
         fetch = self.stale.pop(self.random.randrange(len(self.stale)))
