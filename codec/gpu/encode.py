@@ -164,7 +164,7 @@ def encode_streams(
     return [Lanes(*piece) for piece in pieces]
 
 
-def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
+def quantise_on_device(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
     """Quantise as ``transform.levels.quantise`` does, unchecked; return values and the largest size in steps."""
     out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
     sizes = [torch.zeros((), dtype=torch.float32, device=coefficients.device)]
@@ -176,7 +176,7 @@ def quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
     return out, torch.stack(sizes).amax()
 
 
-def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+def measure_columns(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return each column's class at unit step and sum of squares, ``[chunks, columns]``."""
     chunks, columns = len(bounds) - 1, coefficients.shape[1]
     ends = torch.tensor(bounds, device=coefficients.device)
@@ -313,8 +313,8 @@ class DeviceEncoder:
         bounds = tuple(token - spans[0][0] for token in (*(start for start, _ in spans), spans[-1][1]))
         analysed = self._transform.analyse(spans)
         coefficients = analysed.coefficients
-        values, largest = quantised(coefficients, ladder.steps[-1])
-        unit, squares = measured(coefficients, bounds)
+        values, largest = quantise_on_device(coefficients, ladder.steps[-1])
+        unit, squares = measure_columns(coefficients, bounds)
         batch = split_values(values, unit, bounds, ladder.shifts, self._known)
         missed = squared_errors(coefficients, batch, ladder.steps, self._known)
         energies = torch.stack([squares.sum(1, dtype=torch.float64), analysed.dropped])

@@ -123,10 +123,10 @@ def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check
             raise CorruptError("a refinement holds escapes: the segment is damaged, fetch it again")
         parts.append(part)
     escapes = _escapes(parts[0].escapes, tokens * int(np.count_nonzero(classes[0])))
-    return described(piece, start, tokens, parts, classes, escapes, profile)
+    return describe_chunk(piece, start, tokens, parts, classes, escapes, profile)
 
 
-def described(
+def describe_chunk(
     piece: ChunkSegments,
     start: int,
     tokens: int,

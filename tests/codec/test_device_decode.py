@@ -27,7 +27,7 @@ from kvwire.codec.gpu import streams as queues
 from kvwire.codec.gpu.batch import Workspace
 from kvwire.codec.gpu.decode import _bytes
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import BLOCK, described, parse_chunk, stage
+from kvwire.codec.gpu.staging import BLOCK, describe_chunk, parse_chunk, stage
 from kvwire.codec.profile.group import Group
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
@@ -121,7 +121,7 @@ def launched(tokens, columns, tables, streams, coded=None):
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
     width = -(-coded // 16) * 16
     parts = [SegmentParts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
-    parsed = described(
+    parsed = describe_chunk(
         ChunkSegments(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile
     )
     header = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))

@@ -180,10 +180,10 @@ def test_equal_coefficients_give_equal_classes_and_errors():
     rng = np.random.default_rng(4)
     bounds, steps = (0, 9, 40, 41), Ladder().steps
     coefficients = (rng.laplace(0, 1, (41, 30)) * np.logspace(-3, 2, 30)).astype(np.float32)
-    unit, squares = device_encode.measured(torch.from_numpy(coefficients), bounds)
+    unit, squares = device_encode.measure_columns(torch.from_numpy(coefficients), bounds)
     profile = profile_of(FITTED, np.zeros(30))
     known = DeviceProfile(profile, CPU)
-    values, largest = device_encode.quantised(torch.from_numpy(coefficients), steps[-1])
+    values, largest = device_encode.quantise_on_device(torch.from_numpy(coefficients), steps[-1])
     assert np.array_equal(values.numpy(), quantise(coefficients, steps[-1]))
     assert float(largest) == pytest.approx(abs(coefficients).max() / steps[-1], rel=1e-6)
     batch = split_values(values, unit, bounds, Ladder().shifts, known)
@@ -239,7 +239,7 @@ def test_coefficients_of_long_chunks_are_the_processors(profile, step):
     text = TextPredictor(profile, 300, cache.token_ids)
     known = DeviceProfile(profile, CPU)
     made = Transform(cache, text, known, step).analyse(spans)
-    values, _ = device_encode.quantised(made.coefficients, step)
+    values, _ = device_encode.quantise_on_device(made.coefficients, step)
     assert torch.isfinite(made.sums).all()
     for chunk, (start, stop) in enumerate(spans):
         exact, dropped = analysis.analyse(cache, text, start, stop, step)

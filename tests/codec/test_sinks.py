@@ -283,7 +283,7 @@ def test_a_document_without_positions_is_coded_alike(cache, profile, blob):
 # Storage
 
 
-@pytest.mark.parametrize("kind", ["stepped", "plain", "lazy"])
+@pytest.mark.parametrize("kind", ["rounded", "plain", "lazy"])
 def test_a_stored_profile_keeps_its_row(profile, cache, blob, kind):
     made = stored_plainly(profile) if kind == "plain" else profile
     again = Reader(made.data).open() if kind == "lazy" else Profile.from_bytes(made.data)
