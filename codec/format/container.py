@@ -368,7 +368,7 @@ def _level_infos(
         out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, *kinds, kl))
     before = None if context is None else out[min(context, len(out) - 1)].predicted_kl
     if before is not None:  # the error of the rows before coding adds to the error of coding
-        out = [replace(each, predicted_kl=each.predicted_kl and each.predicted_kl + before) for each in out]
+        out = [e if e.predicted_kl is None else replace(e, predicted_kl=e.predicted_kl + before) for e in out]
     return tuple(out)
 
 

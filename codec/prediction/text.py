@@ -111,8 +111,9 @@ def _known_ids(table: NDArray[np.int8], tokens: int, token_ids: tuple[int, ...] 
         raise ArgumentError(msg)
     ids = np.asarray(token_ids, np.int64)
     if ids.min() < 0 or ids.max() >= len(table):
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
         raise MismatchError(
-            f"token id {int(ids.max())} is not in the profile's vocabulary of {len(table)}; fit a profile on this model"
+            f"token id {wrong} is not in the profile's vocabulary of {len(table)}; fit a profile on this model"
         )
     return ids
 

@@ -168,8 +168,8 @@ def level_kl(info: BlobInfo, level: int | None) -> float | None:
     """Expected KL divergence of a blob's level; None if not known."""
     if level is None:
         return 0.0
-    if info.levels[level].lossless:
-        return 0.0 if info.context_level is None else info.levels[info.context_level].predicted_kl
+    if info.levels[level].lossless and info.context_level is None:
+        return 0.0
     return info.levels[level].predicted_kl
 
 

@@ -9,6 +9,7 @@ from kvwire.codec import BlobDecoder, encode, fit_profile, inspect
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.joining import join_headers
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
+from kvwire.runtime.answer import level_kl
 from kvwire.types import BlobPrefix, digest_tokens
 
 from . import surgery as cut
@@ -100,6 +101,9 @@ def test_rows_say_over_which_level_they_were_computed(whole, profile):
     assert (plain.context_level, over.context_level) == (None, 1)
     for before, after in zip(plain.levels, over.levels, strict=True):
         assert after.predicted_kl == pytest.approx(before.predicted_kl + plain.levels[1].predicted_kl)
+    over = inspect(encode(whole, calibrated, context_level=1, lossless=True))
+    assert over.levels[-1].lossless
+    assert over.levels[-1].predicted_kl == level_kl(over, len(over.levels) - 1) == plain.levels[1].predicted_kl
     first, second, third = _parts(whole, profile)
     second = cut.with_metadata(second, cut.metadata(second) | {"context_level": 3})
     third = cut.with_metadata(third, cut.metadata(third) | {"context_level": 2})
