@@ -252,6 +252,8 @@ class Prefetcher:
         self._hints.add(told)
         told.add_done_callback(self._hints.discard)
         self._worker.submit(partial(self._walk, told, name, origin, start, end))
+        if self._closed:
+            told.cancel()
         return told
 
     def counted(self) -> PrefetchCounters:
@@ -281,8 +283,9 @@ class Prefetcher:
                 position = self._next(name, origin, position, end)
         except KvwireError:
             pass  # the reader of these bytes gets the error
-        with suppress(futures.InvalidStateError):  # it was cancelled
-            told.set_result(position is None)
+        finally:
+            with suppress(futures.InvalidStateError):  # it was cancelled
+                told.set_result(position is None)
 
     def _next(self, name: bytes, origin: BlockingOrigin, position: int, end: int | None) -> int | None:
         """See to the next piece; returns where it ends, None at the end of all."""
@@ -294,7 +297,10 @@ class Prefetcher:
             case DiskHit(extent):
                 return position if self._cache.load(name, extent) is None else extent.end
             case Wait(flight):
-                return flight.end
+                if futures.wait([flight.done], flight.limit_s).done:
+                    return max(position, flight.position)
+                self._cache.leave(flight)
+                return position
             case Fetch(flight):
                 _run(TierReading(self._cache, name, origin, _block, lambda _: None).lead(flight))
                 return flight.end if flight.position == flight.end else None

@@ -380,6 +380,35 @@ def test_what_is_prefetched_is_there_when_it_is_read_and_hints_for_what_is_not_t
         assert tiers.counters().remote.failures == 1
 
 
+def test_a_hint_for_bytes_on_their_way_is_followed_once_they_are_there():
+    memory, [(key, data)] = filled()
+    remote = Ranges(memory)
+    remote.gate.clear()
+    with closing(open_tiers(remote, settings=TierSettings(prefetch_threads=2))) as tiers:
+        first = tiers.prefetch(key)
+        assert remote.entered.acquire(timeout=30)
+        second = tiers.prefetch(key)
+        until(lambda: tiers.counters().remote.waits == 1)
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        remote.gate.set()
+        assert first.result(30)
+        assert second.result(30)
+        assert remote.times(key, len(data)) == {1}
+
+
+def test_every_hint_is_answered_whatever_happens():
+    class Broken(StoreWrapper):
+        def get(self, key, start=0, end=None):
+            raise RuntimeError(key)
+
+    memory, [(key, _)] = filled()
+    tiers = open_tiers(Broken(memory))
+    assert tiers.prefetch(key).result(30) is False
+    tiers.close()
+    assert tiers.prefetch(key).cancelled()
+
+
 def test_hints_wait_while_someone_reads_and_too_many_are_dropped():
     memory, pairs = filled(4)
     remote = Ranges(memory)
