@@ -40,4 +40,5 @@ class Prefetch:
         return self._all().__await__()
 
     async def _all(self) -> bool:
-        return all(await asyncio.gather(*map(asyncio.wrap_future, self._hints)))
+        found = await asyncio.gather(*map(asyncio.wrap_future, self._hints), return_exceptions=True)
+        return all(each is True for each in found)  # of one that was cancelled elsewhere, it is an error

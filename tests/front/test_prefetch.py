@@ -101,6 +101,7 @@ def test_what_is_fetched_ahead_can_be_cancelled(small, way):
         assert corpus.prefetch(names[:1]).wait(30)
         assert asyncio.run(awaited(corpus.prefetch(names)))
         assert len(remote.asked) > 1
+        assert asyncio.run(awaited(ahead)) is False  # it was cancelled, not who waits for it
 
 
 async def awaited(ahead):
