@@ -32,6 +32,7 @@ _NOISE = 0.05  # sigma of a measurement, relative
 _SPREAD_WEIGHT = 0.15  # of the latest error, in their mean
 _MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
+_LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
 _USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 
 
@@ -46,7 +47,7 @@ class _Learner:
         if not (0 <= spread < inf and known >= 0):
             msg = f"a spread must be a finite number and known a count, both at least 0, got {spread} and {known}"
             raise ArgumentError(msg)
-        self.coefficients = self._prior = np.array(prior)
+        self.coefficients = self._prior = np.array([each if each >= _LEAST_COST else 0.0 for each in prior])
         self._trust = 2 if known else 0  # measurements that a prior of which anything is known outweighs
         self.known = min(known, MOST_KNOWN)
         self._error = spread / _MEAN_TO_SIGMA  # mean of the latest
@@ -111,7 +112,8 @@ class _Learner:
         else:
             self._surprise, off = off, most if off > 0 else -most
         gain = joint / variance
-        self._covariance -= np.outer(gain, joint)
+        left = np.eye(3) - np.outer(gain, seen)  # Joseph's form: rounding leaves no negative variance
+        self._covariance = left @ self._covariance @ left.T + _NOISE**2 * np.outer(gain, gain)
         self.coefficients = np.maximum(self.coefficients + self._unit * gain * off, 0.0)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from math import inf, log, nan
 
 import numpy as np
@@ -120,6 +121,16 @@ def test_any_measurements_give_a_cost(samples, prior):
     assert 0 <= cost.seconds(1000, 1000) < inf
     assert 0 <= estimator.spread < inf
     assert estimator.known == min(8, len(samples))
+
+
+def test_rounding_of_wild_measurements_leaves_a_cost():
+    wild = random.Random(8)
+    for _ in range(20):
+        estimator = PrefillEstimator(PrefillCost(1e-9, 1e-3, 1.0))
+        for _ in range(40):
+            tokens, context = wild.choice([1, 16, 4096, 10**6]), wild.choice([0, 1000, 10**9])
+            estimator.add(tokens, context, wild.choice([0.0, 1e-6, 1e-3, 1, 100, 1e6]))
+            assert 0 <= estimator.cost.seconds(256) < inf
 
 
 def test_decoding_is_learnt_alone_and_in_batches():
