@@ -240,11 +240,13 @@ def _chat(options: AskOptions) -> Chat | None:
     return Chat(system=options.system, before=options.before)
 
 
-def _fetch_ahead(corpus: Corpus, options: AskOptions) -> None:
+def _fetch_ahead(corpus: Corpus, options: AskOptions, failed: type[BaseException] | None, *_: object) -> None:
     """Fetch documents of later questions, once this one is answered."""
+    if failed:
+        return
     sys.stdout.flush()
-    if not corpus.prefetch(options.soon, options.ceiling).wait():
-        raise StorageError("not all documents of --soon came: the store failed, or the cache is too small for them")
+    if not corpus.prefetch(options.soon, -1 if options.exact else options.ceiling).wait():
+        raise StorageError("not all documents of --soon came: the store failed, or they have too many parts; try again")
 
 
 def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: ExitStack) -> tuple[list[str], Answer]:
@@ -263,7 +265,7 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     opened = stack.enter_context(closing(place.open()))
     corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options.uses))
     if options.soon:
-        stack.callback(_fetch_ahead, corpus, options)
+        stack.push(partial(_fetch_ahead, corpus, options))
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
     emulated = parse_link(options.link) if options.link else None
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None

@@ -126,6 +126,10 @@ def test_the_command_fetches_what_is_asked_next(run, small, demo_model, tmp_path
     assert code != 0
     assert "nothing" in err
     assert json.loads(out.splitlines()[0])["bytes"] == 0  # over the link
+    code, _, err = run(*ask[:1], "--docs", "absent", *ask[3:], "--soon", "nothing", "--cache", cache)
+    assert code == 3
+    assert "absent" in err
+    assert "nothing" not in err  # what was not answered has no later question
 
 
 def test_without_a_cache_there_is_nowhere_to_put_it(small):
