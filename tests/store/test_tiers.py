@@ -399,8 +399,8 @@ def test_a_hint_for_bytes_on_their_way_is_followed_once_they_are_there():
 
 def test_every_hint_is_answered_whatever_happens():
     class Broken(StoreWrapper):
-        def get(self, key, start=0, end=None):
-            raise RuntimeError(key)
+        def get(self, *_):
+            raise RuntimeError
 
     memory, [(key, _)] = filled()
     tiers = open_tiers(Broken(memory))
