@@ -78,6 +78,9 @@ class AskOptions:
     soon: tuple[str, ...] = option(
         "Document of a later question, fetched into --cache once this one is answered; repeatable.", multiple=True
     )
+    first: int | None = option(
+        "Load only the first N tokens of each document, as if it ended there.", metavar="N", type=click.IntRange(min=1)
+    )
     link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
     exact: bool = flag(
         "Caches bit for bit as the model computes them: lossless levels (encode --lossless), or the texts computed."
@@ -198,6 +201,7 @@ def _settings(options: AskOptions) -> LoadSettings:
         look=options.look,
         shift=options.shift,
         keep_repairs=options.keep_repairs,
+        first_tokens=options.first,
     )
     if not options.kept_size:
         return settings
@@ -319,7 +323,8 @@ def _check_prompt(options: AskOptions) -> None:
     else:
         unused = {
             "--schema": options.schema, "--links": options.links, "--soft-tokens": options.soft_tokens,
-            "--texts": options.texts, "--variant-tenant": options.variants, "document ids": options.more_docs,
+            "--texts": options.texts, "--first": options.first, "--variant-tenant": options.variants,
+            "document ids": options.more_docs,
         }  # fmt: skip
     if not options.prompt:
         unused |= {"--reuse": options.reuse, "--donor": options.donor}
