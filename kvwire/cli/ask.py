@@ -258,10 +258,10 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     from kvwire.runtime.text_files import read_texts, token_ids
     from kvwire.transport import parse_link
 
-    chat = _chat(options)
+    chat, plain = _chat(options), _settings(options)
+    emulated = parse_link(options.link) if options.link else None
     engine = open_engine(options.model, options.device, options.dtype)
-    settings = _laid_out(_settings(options), engine, options)
-    texts = read_texts([options.texts]) if options.texts else {}
+    settings = _laid_out(plain, engine, options)
     if options.arguments and not options.schema:
         raise ArgumentError("--argument fills a slot of a schema: give --schema")
     opened = stack.enter_context(closing(place.open()))
@@ -269,10 +269,9 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     if options.soon:
         stack.callback(_fetch_ahead, corpus, options)
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
-    emulated = parse_link(options.link) if options.link else None
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
-    wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
-    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
+    texts = read_texts([options.texts], schema.documents if schema else names) if options.texts else {}
+    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in texts.items()}
     with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
         if not names:
             return _answer_prompt(loader, engine, options, chat)
