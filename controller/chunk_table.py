@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .documents import DocumentPlanInput
-    from .settings import Goal
     from .snapshot import Flags, Floats, Ints
 
 
@@ -125,14 +124,6 @@ class ChunkTable:
         self._fixed = None
         if start and self.document[-1] > number:
             self.in_prompt_order = False
-        if len(tokens) == 1:  # a prompt of a thousand documents comes in that way, and appending takes half of the time
-            self._add_one(number, tokens[0])
-        else:
-            self._add_many(number, tokens)
-        return start
-
-    def _add_many(self, number: int, tokens: Sequence[int]) -> None:
-        """Append a document of any number of chunks."""
         count = len(tokens)
         zeros, none = bytes(8 * count), array("q", (-1,)) * count
         self.document.extend(repeat(number, count))
@@ -148,32 +139,12 @@ class ChunkTable:
         for flags in (self.state, self.can_text, self.layered):
             flags.extend(bytes(count))
         self.counts[PLANNED] += count
-
-    def _add_one(self, number: int, tokens: int) -> None:
-        """Append a document of one chunk."""
-        self.document.append(number)
-        self.tokens.append(tokens)
-        for numbers in (self.chunk, self.context, self.held, self.floor, *self.sizes):
-            numbers.append(0)
-        for levels in (self.level, self.valid_level, self.top, self.finest):
-            levels.append(-1)
-        for figures in (self.exact_error, *self.errors):
-            figures.append(0.0)
-        for flags in (self.state, self.can_text, self.layered):
-            flags.append(0)
-        self.counts[PLANNED] += 1
+        return start
 
     def place(self, start: int, chosen: DocumentPlanInput, *, has_text: bool) -> None:
         """Write what can be done about a document's chunks; before anything of it is fetched."""
         self._fixed = None
         self.has_floors |= chosen.floor > 0
-        if len(chosen.tokens) == 1:
-            self._place_one(start, chosen, has_text=has_text)
-        else:
-            self._place_many(start, chosen, has_text=has_text)
-
-    def _place_many(self, start: int, chosen: DocumentPlanInput, *, has_text: bool) -> None:
-        """Write what can be done about a document of any number of chunks."""
         count = len(chosen.tokens)
         stop = start + count
         failed = self.state.count(FAILED, start, stop)
@@ -196,28 +167,6 @@ class ChunkTable:
         _write(self.sizes, start, rows or [()] * count, ragged=min(lengths) < levels)
         _write(self.errors, start, errors, ragged=min(lengths) < levels)
         self.exact_error[start:stop] = self.errors[-1][start:stop]
-
-    def _place_one(self, at: int, chosen: DocumentPlanInput, *, has_text: bool) -> None:
-        """Write what can be done about a document's only chunk."""
-        if self.state[at] == FAILED:
-            self.counts[FAILED] -= 1
-            self.counts[PLANNED] += 1
-        self.state[at] = PLANNED
-        row = _from_floor(chosen.fetch_bytes[0], chosen.floor) if chosen.fetch_bytes else ()
-        given = chosen.errors[0] if chosen.errors else [UNMEASURED ** (1 + level) for level in range(len(row))]
-        errors = _from_floor(given, chosen.floor)
-        self.floor[at] = chosen.floor
-        while len(self.sizes) < len(row):
-            self.sizes.append(array("q", self.sizes[-1]))
-            self.errors.append(array("d", self.errors[-1]))
-        self.top[at] = self.finest[at] = len(row) - 1
-        self.can_text[at], self.layered[at] = has_text, chosen.layered
-        missing = len(self.sizes) - len(row)
-        if missing:  # the last level that it has stands for all above
-            row, errors = (*row, *(row[-1:] or (0,)) * missing), (*errors, *(errors[-1:] or (0.0,)) * missing)
-        for sizes, figures, size, error in zip(self.sizes, self.errors, row, errors, strict=True):
-            sizes[at], figures[at] = size, error
-        self.exact_error[at] = self.errors[-1][at]
 
     def move_back(self, start: int, stop: int, tokens: int) -> None:
         """Have more tokens stand before a document."""
@@ -359,15 +308,6 @@ class ChunkTable:
             floor=floor if self.has_floors else None,
         )
         return columns, places
-
-    def may_refine(self, goal: Goal, state: ChunkState) -> bool:
-        """Whether any chunk in a state may become finer than what was asked for."""
-        if goal.objective != "quality":
-            return False
-        top = self.look("top")
-        most = top if goal.ceiling is None else np.minimum(top, goal.ceiling)
-        able = (self.look("state") == state) & (self.look("layered") > 0) & (self.look("level") < most)
-        return bool(able.any())
 
     def refinable(self, ceiling: int | None) -> tuple[UpgradeCandidates, Ints]:
         """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling, in prompt order."""

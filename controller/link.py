@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from .estimates import Estimates
     from .settings import ControllerSettings
 
-_MOST_DOUBLINGS = 6  # of the rest before a dead link is tried again: 16 s with the usual stall time
 _GAP_S = 0.02  # drivers report bytes every few milliseconds: a longer gap is silence
-_PROBES = 8  # requests open while the bandwidth is a guess: enough to measure it, few to regret
 _FEWEST_OPEN = 2  # one that comes in and one behind it, so that the link never idles
 
 
@@ -46,8 +44,7 @@ class Link:
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
         self.stalled = False
-        self._stalls = 0  # in a row, without a byte in between
-        self._retry_at = inf
+        self._retry_at, self._rest_s = inf, settings.stall_s
         self._paused_at = -inf  # when the driver last was blocked
 
     @property
@@ -79,9 +76,7 @@ class Link:
     @property
     def window(self) -> tuple[int, float]:
         """Requests and bytes below which another fetch may open: two round trips and the horizon at the low rate."""
-        most = self._settings.max_in_flight
-        most = min(most, _PROBES) if self._estimates.bandwidth.is_guess else most
-        return most, (2 * self.ttfb_s + self._settings.horizon_s) * self.bandwidth_low
+        return self._settings.max_in_flight, (2 * self.ttfb_s + self._settings.horizon_s) * self.bandwidth_low
 
     def is_open(self, *, spare: int = 0) -> bool:
         """Whether another fetch may open; with ``spare`` only once that share of the window is free."""
@@ -156,7 +151,7 @@ class Link:
 
     def _alive(self, now: float) -> None:
         self._since = max(self._since, now)
-        self._flowing, self.stalled, self._stalls = True, False, 0
+        self._flowing, self.stalled, self._rest_s = True, False, self._settings.stall_s
 
     def paused(self, seconds: float, now: float) -> None:
         """Note that the driver was blocked for a while: that is no silence."""
@@ -166,9 +161,9 @@ class Link:
     def stall(self, now: float) -> None:
         """Take the link for dead; nothing is learnt from that about the link that comes back."""
         self.stalled = True
-        # Longer each time: every try costs the chunks that it asks for.
-        self._retry_at = now + self._settings.stall_s * 2**self._stalls
-        self._stalls = min(self._stalls + 1, _MOST_DOUBLINGS)
+        # Twice as long each time: every try costs the chunks that it asks for.
+        self._retry_at = now + self._rest_s
+        self._rest_s = min(2 * self._rest_s, self._settings.patience_s)
 
     def retry(self, now: float) -> None:
         """Try a dead link again once it is idle and has rested: only another fetch can tell."""

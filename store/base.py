@@ -298,18 +298,7 @@ class _PlainReader:
 
 
 def open_object(store: Store, key: str) -> ObjectReader:
-    """Open one object of any store.
-
-    Args:
-        store: The store.
-        key: The object.
-
-    Returns:
-        A reader of one version; the caller closes it.
-
-    Raises:
-        NotFoundError: There is no such object.
-    """
+    """Open one version of an object of any store, as ``Snapshots.snapshot`` does; the caller closes it."""
     snapshot: Callable[[str], ObjectReader] | None = getattr(store, "snapshot", None)  # isinstance takes 20 us
     return snapshot(key) if snapshot else _PlainReader(store, key)
 

@@ -92,19 +92,9 @@ class DonorIndex:
     def write(
         self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = (), *, after: int = 0
     ) -> int:
-        """Write the entries of a document; of features that too many have, the oldest give way.
+        """Write the entries of a document, and return how many; of features that too many have, the oldest give way.
 
-        Args:
-            document: The document's entry, which is in the catalog already.
-            token_ids: Its text.
-            opening: What it stands behind in prompts, which counts for nothing here.
-            after: Counts for nothing here.
-
-        Returns:
-            How many were written.
-
-        Raises:
-            ArgumentError: The text is not the entry's.
+        As ``PrefixIndex.write``, but that ``opening`` and ``after`` count for nothing here.
         """
         del opening, after
         if digest_tokens(token_ids) != document.token_digest:
@@ -119,17 +109,7 @@ class DonorIndex:
     def add(
         self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True, opening: Sequence[int] = ()
     ) -> int:
-        """``write`` what is not there yet; of a document that is not new, one look tells.
-
-        Args:
-            document: The document's entry.
-            token_ids: Its text.
-            is_new: Write in any case.
-            opening: As for ``write``.
-
-        Returns:
-            How many entries were written.
-        """
+        """``write`` what is not there yet; of a document that is not new, one look tells. As ``PrefixIndex.add``."""
         last = [] if is_new else self._features(token_ids, self.writer)[-1:]
         if last and self._catalog.objects.read(self._space.donor_entry(last[0], document.token_digest)):
             return 0
@@ -180,19 +160,7 @@ class DonorIndex:
     def find(
         self, token_ids: Sequence[int], on_miss: Callable[[str], None] = lambda _: None, most: int = MOST_CANDIDATES
     ) -> list[Donor]:
-        """``donor`` of all candidates.
-
-        Args:
-            token_ids: The prompt.
-            on_miss: Called, in words, with why a candidate is none.
-            most: How many are wanted.
-
-        Returns:
-            Those whose texts are there, in their order.
-
-        Raises:
-            StorageError: The store fails.
-        """
+        """``donor`` of all candidates with their texts, in order; why another is none goes to ``on_miss``."""
         found, known = [], {each.token_digest: each for each in self.candidates(token_ids, most)}
         for digest, opened in read_ahead(self._catalog.store, known, lambda digest: self.donor(known[digest])):
             try:

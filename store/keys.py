@@ -97,18 +97,11 @@ def is_tenant(name: str) -> bool:
 
 
 def check_new_name(name: str, what: str) -> str:
-    """Refuse a name that would deceive a reader of a list or a log; what has one already stays readable.
-
-    Args:
-        name: Of something that is about to be written.
-        what: Of what, for the message.
-
-    Returns:
-        ``name``, unchanged.
+    """Give a name of something new back; what has a name refused here already stays readable.
 
     Raises:
-        ArgumentError: It holds a control character, half of a surrogate pair, a line separator, or a mark that turns
-            the direction of writing.
+        ArgumentError: It would deceive a reader of a list or a log: it holds a control character, half of a surrogate
+            pair, a line separator, or a mark that turns the direction of writing.
     """
     problem = name_problem(name)
     if problem:

@@ -15,10 +15,9 @@ each chunk, that obeys it:
 
 What is relaxed, always in the optimistic direction: the order on the link and in the lanes (that recomputing waits for
 earlier chunks to be decoded, that a decode waits for its own bytes, that neither is interrupted), fixed costs of a
-document's passes beyond the first, and round trips beyond the first. Choices are bounded by dynamic programming with
-costs rounded down, and by a linear relaxation; where several resources are short at once, by one weighted sum of them
-(a surrogate constraint: Glover 1968, Operations Research 16(4)). So ``error``, ``bytes`` and the choice itself may
-belong to no schedule.
+document's passes beyond the first, and round trips beyond the first. Times and bytes are bounded by dynamic programming
+with costs rounded down, errors by a linear relaxation, in which a chunk may be fetched in part at one level and in part
+at another: they may belong to no schedule, least so in loads of a few chunks.
 
 A mean load's best schedule takes about 2 % longer than the bound, tens of percent longer in the few loads of two to
 eight chunks where recomputing has to wait for a chunk that is fetched.
@@ -35,7 +34,7 @@ import numpy as np
 
 from kvwire.errors import ArgumentError
 
-from ._knapsack import Choices, Savings, least_value
+from ._knapsack import Savings, fits, least_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,24 +57,20 @@ _SLACK = 1e-9  # of a deadline, relative; for rounding
 
 @dataclass(frozen=True)
 class Optimum:
-    """What no controller can better, by the objective's own figure; the others are those of the choice behind it.
+    """What no controller can better; each figure by itself.
 
     Attributes:
         ttft_s: Seconds from the load's start; infinite, and never in time, where the link does not bring what must be
             fetched.
-        error: Mean over tokens.
-        bytes: Fetched.
+        error: Mean over tokens, by the deadline; where nothing is in time or the soonest is wanted, by ``ttft_s``.
+        bytes: Fetched, likewise.
         in_time: Whether ``ttft_s`` is within the deadline, if there is one.
-        recomputed: Chunks.
-        fetched: Chunks fetched up to each level.
     """
 
     ttft_s: float
     error: float
     bytes: float
     in_time: bool
-    recomputed: int
-    fetched: tuple[int, ...]
 
 
 def optimum(  # noqa: PLR0913 - a load has as many sides
@@ -98,8 +93,7 @@ def optimum(  # noqa: PLR0913 - a load has as many sides
         rate: Of the link.
         start_s: Second of the trace at which the load begins.
         rtt_s: Before the first byte.
-        objective: "earliest" (least ``ttft_s``), "quality" (least ``error`` within the deadline) or "cheapest" (fewest
-            ``bytes`` within it); the latter two become "earliest" where nothing is in time.
+        objective: "earliest", "quality" or "cheapest"; the latter two become "earliest" where nothing is in time.
         deadline_s: Seconds from the load's start to the first token, or None for no limit.
         floor: The lowest level that may be fetched where there is a choice.
         workers: 1 (decoding and recomputing take turns) or 2 (a lane each).
@@ -114,37 +108,16 @@ def optimum(  # noqa: PLR0913 - a load has as many sides
     limit = inf if deadline_s is None else deadline_s
     counts = (False, True) if len(documents) > 1 and costs.prefill.base_s else (False,)
     options = [_Options(documents, costs, floor, shared=shared) for shared in counts]
-    found = [_bound(_Load(each, costs, rate, start_s, rtt_s, workers), objective, limit) for each in options]
-    figure = {"earliest": "ttft_s", "quality": "error", "cheapest": "bytes"}[objective]
-    return max(found, key=lambda each: (not each.in_time, getattr(each, figure if each.in_time else "ttft_s")))
-
-
-def _bound(load: _Load, objective: Objective, limit: float) -> Optimum:
-    """The bound that one way of counting a pass's fixed cost gives."""
-    closing_s = load.costs.closing_s(int(load.options.tokens.sum()))
-    ways = [_Way(load, recompute=r, fetch=f) for r, f in ((True, True), (False, True), (True, False))]
-    ways = [way for way in ways if way.is_open]
-    soonest = min(ways, key=lambda way: way.earliest_s)
-    ready_s, choice = soonest.earliest_s, soonest.choice_by(soonest.earliest_s)
+    loads = [_Load(each, costs, rate, start_s, rtt_s, workers) for each in options]
+    closing_s = costs.closing_s(sum(sum(document.tokens) for document in documents))
+    ready_s = max(load.earliest_s for load in loads)
     by_s = limit * (1 + _SLACK) - closing_s
-    in_time = [way for way in ways if way.earliest_s <= by_s and isfinite(way.earliest_s)]
+    in_time = isfinite(ready_s) and ready_s <= by_s
     if objective == "earliest" or not in_time:
-        return load.options.outcome(choice, ready_s + closing_s, limit)
-    way, choice, size, error = (_cheapest if objective == "cheapest" else _finest)(in_time, by_s)
-    return load.options.outcome(choice, min(way.ready_s(choice) + closing_s, limit), limit, size=size, error=error)
-
-
-def _cheapest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], float, None]:
-    way = min(ways, key=lambda way: way.least_bytes(by_s))
-    return way, way.choice_by(by_s), way.least_bytes(by_s), None
-
-
-def _finest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], None, float]:
-    found = [(way, *way.least_error(by_s)) for way in ways]
-    if not any(isfinite(error) for _, error, _ in found):  # rounding is at work
-        found = [(way, *way.least_error(by_s, by_documents=False)) for way in ways]
-    way, error, choice = min(found, key=lambda each: each[1])
-    return way, choice, None, error
+        by_s = ready_s
+    ttft_s = min(ready_s + closing_s, limit) if in_time else ready_s + closing_s
+    error = max(load.least_error(by_s) for load in loads)
+    return Optimum(ttft_s, error, max(load.least_bytes(by_s) for load in loads), in_time)
 
 
 def _check(objective: str, workers: int, floor: int, *times: float | None) -> None:
@@ -232,22 +205,6 @@ class _Options:
         rows = np.arange(len(choice))
         return tuple(float(part[rows, choice].sum()) for part in (self.size, self.decode_s, self.prefill_s))  # type: ignore[return-value]
 
-    def outcome(
-        self,
-        choice: NDArray[np.int64],
-        ttft_s: float,
-        limit_s: float,
-        *,
-        size: float | None = None,
-        error: float | None = None,
-    ) -> Optimum:
-        """Put the result together; the choice's own bytes and error where none are given."""
-        counts = np.bincount(choice, minlength=self.error.shape[1]).tolist()
-        own = float(self.error[np.arange(len(choice)), choice].sum())
-        fetched = self.sums(choice)[0] if size is None else size
-        in_time = isfinite(ttft_s) and ttft_s <= limit_s
-        return Optimum(ttft_s, own if error is None else error, fetched, in_time, counts[0], tuple(counts[1:]))
-
 
 def _most_tokens(lengths: Sequence[int], cost: PrefillCost, seconds: float) -> float:
     """The most tokens of documents of these lengths that can be recomputed in some seconds, without fixed costs.
@@ -304,6 +261,30 @@ class _Load:
             return -1.0
         return self.rate.bytes_between(self.start_s + self.rtt_s, self.start_s + instant_s)
 
+    @cached_property
+    def _ways(self) -> list[_Way]:
+        ways = (_Way(self, recompute=r, fetch=f) for r, f in ((True, True), (False, True), (True, False)))
+        return [way for way in ways if way.is_open]
+
+    @cached_property
+    def earliest_s(self) -> float:
+        """The soonest that all chunks can be ready."""
+        return min(way.earliest_s for way in self._ways)
+
+    def _in_time(self, by_s: float) -> list[_Way]:
+        return [way for way in self._ways if way.earliest_s <= by_s]
+
+    def least_bytes(self, by_s: float) -> float:
+        """The fewest bytes with which all can be ready by an instant, no sooner than ``earliest_s``."""
+        return min(way.least_bytes(by_s) for way in self._in_time(by_s))
+
+    def least_error(self, by_s: float) -> float:
+        """The least error that can be ready by an instant, no sooner than ``earliest_s``."""
+        ways = self._in_time(by_s)
+        error = min(way.least_error(by_s) for way in ways)
+        # Where nothing fits, rounding is at work.
+        return error if isfinite(error) else min(way.least_error(by_s, by_documents=False) for way in ways)
+
 
 @dataclass(frozen=True, eq=False)
 class _Way:
@@ -343,15 +324,6 @@ class _Way:
             low, high = (low, middle) if self._fits(savings, middle) else (middle, high)
         return high
 
-    def choice_by(self, instant_s: float) -> NDArray[np.int64]:
-        """The choice that fetches least among those whose computing is done by an instant."""
-        fetching, recomputing = self._extremes
-        if not (self.fetch and self.recompute) or not isfinite(instant_s):
-            return recomputing
-        bought = np.zeros(len(fetching), dtype=np.bool_)
-        bought[self._swaps] = self._savings(instant_s).choice(self._spare_s(instant_s))
-        return np.where(bought, recomputing, self._leanest)
-
     def least_bytes(self, instant_s: float) -> float:
         """The fewest bytes that must be fetched for computing to be done by an instant."""
         if not (self.fetch and self.recompute) or not isfinite(instant_s):
@@ -359,8 +331,8 @@ class _Way:
         saved = self._savings(instant_s).most(self._spare_s(instant_s))
         return max(0.0, self.load.options.sums(self._leanest)[0] - float(saved[0]))
 
-    def least_error(self, instant_s: float, *, by_documents: bool = True) -> tuple[float, NDArray[np.int64]]:
-        """The least error that can be ready by an instant, no sooner than ``earliest_s``, and a choice near it.
+    def least_error(self, instant_s: float, *, by_documents: bool = True) -> float:
+        """The least error that can be ready by an instant, no sooner than ``earliest_s``.
 
         by_documents: Whether passes are counted by the documents that they are of; the error is then infinite where
         there is no time for as many as are needed.
@@ -378,12 +350,13 @@ class _Way:
             budgets = np.array([size, decode_s, instant_s - self._fixed_s])
         several = self.recompute and isfinite(instant_s) and options.fixed_s and len(options.lengths) > 1
         if not (several and by_documents):
-            return Choices(value, uses, budgets).least()
-        ways = self._by_documents(value, uses, budgets)
-        return least_value(ways) if ways else (inf, self._extremes[1])
+            return least_value(value, uses, budgets)
+        ways = self._by_documents(uses, budgets)
+        found = [least_value(value, *way) for way in ways if fits(value, *way)]
+        return min(found, default=inf)
 
-    def _by_documents(self, value: Floats, uses: Floats, budgets: Floats) -> list[Choices]:
-        """The choices that leave room for all, for each number of documents of which anything may be recomputed.
+    def _by_documents(self, uses: Floats, budgets: Floats) -> list[tuple[Floats, Floats]]:
+        """Uses and budgets for each number of documents of which anything may be recomputed.
 
         Of very many documents for each span of numbers: the fixed costs of the fewest, the tokens of the most.
         """
@@ -395,8 +368,8 @@ class _Way:
         for more in range(0, count, span):
             lane_s = budgets[2] - more * options.fixed_s
             most = _most_tokens(options.lengths[: more + span], prefill, lane_s)
-            ways.append(Choices(value, np.stack([*uses, tokens]), np.array([*budgets[:2], lane_s, most])))
-        return [each for each in ways if each.fits]
+            ways.append((np.stack([*uses, tokens]), np.array([*budgets[:2], lane_s, most])))
+        return ways
 
     @property
     def _shared(self) -> bool:

@@ -78,6 +78,9 @@ class AskOptions:
     soon: tuple[str, ...] = option(
         "Document of a later question, fetched into --cache once this one is answered; repeatable.", multiple=True
     )
+    first: int | None = option(
+        "Load only the first N tokens of each document, as if it ended there.", metavar="N", type=click.IntRange(min=1)
+    )
     link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
     exact: bool = flag(
         "Caches bit for bit as the model computes them: lossless levels (encode --lossless), or the texts computed."
@@ -198,6 +201,7 @@ def _settings(options: AskOptions) -> LoadSettings:
         look=options.look,
         shift=options.shift,
         keep_repairs=options.keep_repairs,
+        first_tokens=options.first,
     )
     if not options.kept_size:
         return settings
@@ -256,10 +260,10 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     from kvwire.runtime.text_files import read_texts, token_ids
     from kvwire.transport import parse_link
 
-    chat = _chat(options)
+    chat, plain = _chat(options), _settings(options)
+    emulated = parse_link(options.link) if options.link else None
     engine = open_engine(options.model, options.device, options.dtype)
-    settings = _laid_out(_settings(options), engine, options)
-    texts = read_texts([options.texts]) if options.texts else {}
+    settings = _laid_out(plain, engine, options)
     if options.arguments and not options.schema:
         raise ArgumentError("--argument fills a slot of a schema: give --schema")
     opened = stack.enter_context(closing(place.open()))
@@ -267,10 +271,9 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     if options.soon:
         stack.push(partial(_fetch_ahead, corpus, options))
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
-    emulated = parse_link(options.link) if options.link else None
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
-    wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
-    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
+    texts = read_texts([options.texts], schema.documents if schema else names) if options.texts else {}
+    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in texts.items()}
     with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
         if not names:
             return _answer_prompt(loader, engine, options, chat)
@@ -321,7 +324,8 @@ def _check_prompt(options: AskOptions) -> None:
     else:
         unused = {
             "--schema": options.schema, "--links": options.links, "--soft-tokens": options.soft_tokens,
-            "--texts": options.texts, "--variant-tenant": options.variants, "document ids": options.more_docs,
+            "--texts": options.texts, "--first": options.first, "--variant-tenant": options.variants,
+            "document ids": options.more_docs,
         }  # fmt: skip
     if not options.prompt:
         unused |= {"--reuse": options.reuse, "--donor": options.donor}

@@ -195,7 +195,7 @@ class AnswerStage:
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
         found = await load.kept_rows(limit_s)
         if found is None or found.kept is None:
-            load.work.misses += [found.trouble] if found else []
+            load.work.misses += [found.trouble] if found and found.trouble else []
             return found
         return found if found.kept.suits(load.documents, finish.decisions) else None
 

@@ -331,7 +331,8 @@ def find_model(catalog: Catalog, model: str = "") -> ModelRecord:
         return found[0]
     if found:
         names = ", ".join(f"{each.meta.model_id} ({each.meta.config_digest()[:16]})" for each in found[:_MOST_NAMED])
-        raise ArgumentError(f"several models fit {model!r}: {names}; name one by its digits")
+        which = f"fit {model!r}" if model else "are in the store"
+        raise ArgumentError(f"several models {which}: {names}; name one by its digits (model, --model)")
     if damage is not None:
         raise damage
     known = ", ".join(record.meta.model_id for record in records[:_MOST_NAMED]) or "none"

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.runtime.prefill import TWICE, WITHOUT, begins_with, lacks_opening
 from kvwire.store.crypto.sealing import PlainBlob
 from kvwire.transport import SegmentError
-from kvwire.types import digest_tokens
+from kvwire.types import PagedKVCache, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,6 +99,7 @@ class OpenDocument:
         decoder: Decodes chunks into the prompt; None before ``decode_into``.
         prefix_layers: Layers to compute before decoding; 0 without a blob.
         wanted_tokens: How many of its first tokens the load needs; None: all.
+        is_cut: Whether the prompt has no room for the others.
         layout: Layout of the anchors in its cache; None: no anchors.
         has_unknown_holes: Whether its cache is pruned in a way that its text does not tell.
         exact: Whether only its lossless level may be used.
@@ -111,6 +114,7 @@ class OpenDocument:
     decoder: BlobDecoder | None = None
     prefix_layers: int = 0
     wanted_tokens: int | None = None
+    is_cut: bool = False
     layout: LinkLayout | None = None
     has_unknown_holes: bool = False
     exact: bool = False
@@ -157,10 +161,13 @@ class OpenDocument:
         self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool
     ) -> OpenDocument:
         """A copy with a decoder into its place in a prompt; see ``BlobDecoder`` for ``rounded``."""
+        place: KVCache | PagedKVCache = out
+        if self.is_cut and self.info:
+            place = _cut_off(out, offset, self.wanted_tokens or self.tokens, self.info.tokens)
         decoder = BlobDecoder(
             self.reader.parsed or b"",
             self.found.profile,
-            out=out,
+            out=place,
             offset=offset,
             hidden=hidden,
             backend=backend,
@@ -240,7 +247,8 @@ class OpenDocument:
 
     def span(self, chunk: int) -> tuple[int, int]:
         """First token of one of the load's chunks, and one after its last."""
-        return self._own_span(self.numbers[chunk])
+        start, stop = self._own_span(self.numbers[chunk])
+        return start, min(stop, self.wanted_tokens or stop) if self.is_cut else stop
 
     def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
         """Segments of one of the load's chunks, up to a level; none without a blob."""
@@ -286,13 +294,23 @@ class OpenDocument:
         if self.wanted_tokens is None:
             return made
         end = max(1, self.wanted_chunks)
-        return replace(made, tokens=made.tokens[:end], fetch_bytes=made.fetch_bytes[:end], errors=made.errors[:end])
+        tokens = tuple(stop - start for start, stop in map(self.span, range(end)))
+        return replace(made, tokens=tokens, fetch_bytes=made.fetch_bytes[:end], errors=made.errors[:end])
 
     @property
     def wanted_chunks(self) -> int:
         """Number of chunks with tokens that the load needs."""
         tokens = self.tokens if self.wanted_tokens is None else min(self.tokens, self.wanted_tokens)
         return sum(start < tokens for start, _ in self.spans)
+
+
+def _cut_off(room: KVCache, offset: int, wanted: int, tokens: int) -> PagedKVCache:
+    """A document's place in a prompt without room for its last tokens: these go to the room's last row, one by one."""
+    keys, values = ([each.transpose(0, 1).unsqueeze(1) for each in side] for side in (room.keys, room.values))
+    device = next(tensor.device for tensor in room.keys if tensor.numel())
+    rows = torch.full((tokens,), room.tokens - 1, dtype=torch.int32, device=device)
+    rows[:wanted] = torch.arange(offset, offset + wanted, device=device)
+    return PagedKVCache(keys, values, rows, tokens, room.meta)
 
 
 def _is_stored(layout: LinkLayout, kept: Kept | None, tokens: int) -> bool:

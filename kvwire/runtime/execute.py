@@ -54,6 +54,7 @@ class PromptWorker:
         look_s: Compute time of the look, in seconds.
         can_look: Whether the engine may show its attention: false once it has refused.
         documents: Open documents, by number.
+        room: The prompt's memory with at least one row behind it, where documents are cut; else None.
         parts: Fetched segments that are still needed, by chunk and level.
         levels: Decoded level of each chunk.
         is_gone: Whether the load is over; jobs then stop.
@@ -76,6 +77,7 @@ class PromptWorker:
         self.seen: AttentionSummary | None = None
         self.can_look = True
         self.number = -1
+        self.room: KVCache | None = None
         self.documents: dict[int, OpenDocument] = {}
         self.parts: dict[ChunkId, dict[int, bytes]] = {}
         self.levels: dict[ChunkId, int] = {}
@@ -118,6 +120,8 @@ class PromptWorker:
     def decoding(self, index: int, document: OpenDocument, hidden: Tensor | None = None) -> OpenDocument:
         """A copy of a document with a decoder into its place in the prompt."""
         part, offset = self.prompt.document(index), self.prompt.offset(index)
+        if document.is_cut and self.room is not None:
+            part = self.room
         return document.decode_into(part, offset, hidden, self._backend, rounded=self._engine.can_recompute)
 
     def use(self, index: int, document: OpenDocument) -> None:

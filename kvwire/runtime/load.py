@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 from kvwire.codec import Profile
 from kvwire.codec.prediction.text import expect
 from kvwire.controller import events as ev
-from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
+from kvwire.errors import ArgumentError, KvwireError, MismatchError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.document import in_words, opening_troubles
 from kvwire.runtime.execute import LOAD_CANCELLED, PromptWorker
@@ -69,7 +69,9 @@ class Load:
             sees_documents=self.layout.sees_documents, sees_head=bool(self.layout.head),
         )  # fmt: skip
         self.links = request.links
-        self.place = self.layout.place([each.tokens for each in found])
+        most = request.wanted if request.cuts and request.wanted else None
+        self._tokens = [min(each.tokens, most or each.tokens) for each in found]
+        self.place = self.layout.place(self._tokens)
         self.room: KVCache
         self._opener = DocumentOpener(session, driver, finder, request.fetch, request.timeouts)
         self._finding_kept: asyncio.Task[KeptLookup | None] | None = None
@@ -174,9 +176,10 @@ class Load:
         whole = min(total + self._request.room_tokens, self._engine.window)
         self.room = await self._driver.compute(partial(self._engine.allocate, whole))
         self.work.prompt = LinkedPrompt(
-            [each.tokens for each in self._found], self._engine.meta, cache=self.room.slice(0, total),
-            starts=self.place.starts, opening=opening,
-        )  # fmt: skip
+            self._tokens, self._engine.meta, cache=self.room.slice(0, total), starts=self.place.starts, opening=opening
+        )
+        if self._request.cuts:  # the row behind the prompt is the question's, which comes after all decoding
+            self.work.room = self.room.slice(0, total + 1)
         if opening:
             await self._driver.compute(self._compute_head)
 
@@ -200,6 +203,8 @@ class Load:
         document, *others = opened
         soft, request = self._engine.soft_tokens, self._request
         document = document.with_soft_tokens(soft.name(self._engine.vocabulary_size) if soft else None)
+        others = [self._cut(each) for each in others]
+        document = self._cut(document)
         await laid_out
         document = self.layout.check(self._decodable(index, document))
         if document.info:
@@ -209,6 +214,9 @@ class Load:
         if document.trouble:
             self.work.misses.append(f"{document.document_id}: {document.trouble}")
         is_pruned = document.decoder is not None and document.decoder.kept is not None
+        if is_pruned and document.is_cut:
+            msg = f"{document.document_id!r} is pruned, and so loaded whole or not at all: leave first_tokens out"
+            raise MismatchError(msg)
         usable = [] if is_pruned else [each for other in others if (each := self._usable(index, other))]
         asked = [
             replace(each, exact=request.exact or _is_lossless(each, request.goal), wanted_tokens=request.wanted)
@@ -224,6 +232,12 @@ class Load:
         self._driver.tell(ev.IndexKnown(self.work.number, index, inputs))
         if self.predicted_s is None:
             self.predicted_s = self._driver.predicted_s(self.work.number)
+
+    def _cut(self, document: OpenDocument) -> OpenDocument:
+        """A document of which the prompt has only the first tokens, if it has more than these."""
+        wanted = self._request.wanted
+        is_cut = self._request.cuts and wanted is not None and wanted < document.tokens
+        return replace(document, wanted_tokens=wanted, is_cut=True) if is_cut else document
 
     def _decodable(self, index: int, document: OpenDocument) -> OpenDocument:
         """A document with its decoder; with its text if its blob cannot be decoded, or not finely enough."""
@@ -262,8 +276,9 @@ class Load:
 
     @property
     def texts(self) -> list[tuple[int, ...] | None]:
-        """Token ids of the documents, as far as known."""
-        return [document.token_ids for document in self.documents]
+        """Token ids of the documents' tokens in the prompt, as far as known."""
+        ids = [document.token_ids for document in self.documents]
+        return [each and each[:tokens] for each, tokens in zip(ids, self._tokens, strict=True)]
 
     def cut(self, tokens: int) -> None:
         """Shorten the load to the first tokens of a single document."""
@@ -279,8 +294,11 @@ class Load:
         """Whether the prompt is like those of the mean shift: whole documents, each computed alone."""
         infos = [document.info for document in self.documents]
         opening = self._engine.opening_tokens
-        plain = all(info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos)
-        return plain and len(infos) > 1 and self.place.starts is None and self.work.prompt.cache.kept is None
+        plain = not self._request.cuts and all(
+            info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos
+        )
+        whole = not self._request.cuts and self.place.starts is None and self.work.prompt.cache.kept is None
+        return plain and whole and len(infos) > 1
 
     def link_warning(self, share: float, *, shifted: bool = True) -> str:
         """Why linked documents make an answer doubtful; a single one is not linked."""
@@ -299,7 +317,8 @@ class Load:
     def deviations(self) -> Tensor | None:
         """How much the prompt's tokens change behind other documents; None if a blob lacks it."""
         infos = [document.info for document in self.documents]
-        return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
+        lengths = zip(infos, self._tokens, strict=True)
+        return by_token([(tokens, info.deviation) if info else (0, None) for info, tokens in lengths])
 
     def front_of(self, finish: ev.Finish) -> int:
         """Number of the prompt's first tokens, head included, that see all before them."""

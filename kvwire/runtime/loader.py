@@ -290,10 +290,29 @@ class Loader:
             OverloadedError: As for ``ask``.
         """
         goal, reusing = self._goal(deadline_s, objective), self._reusing(reuse, donors)
-        work = self._ask_begun(
+        return self._session.run(self._ask_prompt(token_ids, goal, reusing, tokens, save=save))
+
+    async def ask_prompt_async(
+        self,
+        token_ids: Sequence[int],
+        *,
+        deadline_s: float | None = None,
+        objective: Objective | None = None,
+        tokens: int = 1,
+        save: bool = False,
+        reuse: ReuseMode | None = None,
+        donors: Sequence[str] = (),
+    ) -> Answer:
+        """``ask_prompt`` for callers with an event loop of their own; cancelling it abandons the load."""
+        goal, reusing = self._goal(deadline_s, objective), self._reusing(reuse, donors)
+        return await self._session.wait(self._ask_prompt(token_ids, goal, reusing, tokens, save=save))
+
+    async def _ask_prompt(
+        self, token_ids: Sequence[int], goal: ctl.Goal, reusing: Reusing, tokens: int, *, save: bool
+    ) -> Answer:
+        return await self._ask_begun(
             lambda made, times: made.prompt(token_ids, times, goal, reusing, save=save), goal, tokens
         )
-        return self._session.run(work)
 
     def plan_prompt(
         self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = (),
@@ -365,14 +384,33 @@ class Loader:
             OverloadedError: As for ``ask``.
         """
         goal = self._goal(deadline_s, objective)
-        work = self._ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
-        return self._session.run(work)
+        return self._session.run(self._converse(session, question, chat, goal, tokens))
+
+    async def converse_async(
+        self,
+        session: str,
+        question: Sequence[int] | str,
+        *,
+        chat: Chat | None = None,
+        deadline_s: float | None = None,
+        objective: Objective | None = None,
+        tokens: int = 64,
+    ) -> Answer:
+        """``converse`` for callers with an event loop of their own; cancelling abandons a turn not yet being saved."""
+        goal = self._goal(deadline_s, objective)
+        return await self._session.wait(self._converse(session, question, chat, goal, tokens))
+
+    async def _converse(
+        self, session: str, question: Sequence[int] | str, chat: Chat | None, goal: ctl.Goal, tokens: int
+    ) -> Answer:
+        return await self._ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
 
     async def _ask_begun(
         self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
-        if self._settings.system or self._settings.layout:
-            raise ArgumentError("ask_prompt and converse take no system text or layout: leave these settings out")
+        if self._settings.system or self._settings.layout or self._settings.first_tokens:
+            msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
+            raise ArgumentError(msg)
         timeouts = self._timeouts(goal.deadline_s)
         begun = await begin(self._prompts(), timeouts)
         if begun.search is not None and begun.search.plan is not None:
@@ -396,8 +434,10 @@ class Loader:
         from kvwire.runtime.similar import ReuseCosts
 
         with self._lock:
-            known = self._estimates
-            return ReuseCosts(known.costs(), known.bandwidth.value, known.ttfb.value)
+            known, controls = self._estimates, self._controls
+            costs = known.costs()
+            decode = costs.decode.shared(controls.decode_batch, controls.decode_threads)
+            return ReuseCosts(replace(costs, decode=decode), known.bandwidth.value, known.ttfb.value)
 
     async def _ask_edited(
         self, begun: Begun, plan: EditPlan, goal: ctl.Goal, timeouts: Timeouts, tokens: int
@@ -463,7 +503,8 @@ class Loader:
                 timeouts=self._timeouts(goal.deadline_s), query_tokens=len(question),
                 question=question if looks else (),
                 keeper=self._closer.keeper, room_tokens=len(question) + min(tokens, _ANSWER_TOKENS),
-                wanted=begun.wanted if begun else None,
+                wanted=begun.wanted if begun else self._settings.first_tokens,
+                cuts=begun is None and self._settings.first_tokens is not None,
             )  # fmt: skip
             started, then = (begun.started, begun.then) if begun else (time.monotonic(), None)
             async with self._filled(documents, texts, request, started) as filled:
@@ -485,6 +526,8 @@ class Loader:
             return PlainLayout(engine, asked.system), asked.question, texts
         from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
 
+        if schema is not None and self._settings.first_tokens:
+            raise ArgumentError("modules of a schema are loaded whole: leave first_tokens out")
         if schema is not None:
             return SchemaLayout(engine, schema), asked.question, texts
         if layout is None or layout == PLAIN:

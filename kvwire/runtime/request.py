@@ -42,6 +42,7 @@ class LoadRequest:
         max_kl: Greatest expected KL divergence of fetched levels; None: any.
         has_floor: Whether the goal's floor was given, and replaces ``max_kl``.
         wanted: How many of each document's first tokens are needed; None: all.
+        cuts: Whether the prompt has only these, as if documents ended there; else it has room for whole documents.
         is_partial: Whether the load ends at the deadline, or on failure, with what is loaded.
         limit_s: Longest partial load without a deadline.
         worth_s: Longest partial load in any case: after that, recomputing the missing part is faster.
@@ -62,6 +63,7 @@ class LoadRequest:
     max_kl: float | None = None
     has_floor: bool = False
     wanted: int | None = None
+    cuts: bool = False
     is_partial: bool = False
     limit_s: float = 30.0
     worth_s: float = inf

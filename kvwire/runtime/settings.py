@@ -74,6 +74,8 @@ class LoadSettings:
         layout: Tokens around documents and inside their caches; None: none. With one, documents, and link tokens with
             them, are repaired only if ``repair`` is a share.
         system: Token ids of the system text, computed in every prompt, before the documents.
+        first_tokens: Load only so many of each document's first tokens; the prompt is as if documents ended there. Not
+            with a layout, kept repairs, prompts or schemas. None: all.
         entries_s: Seconds for which catalog entries are cached; 0: every load asks the catalog.
         writer: Namespace inside the tenant for prompts saved for similar ones, which only this writer finds. Empty: the
             whole tenant.
@@ -108,6 +110,7 @@ class LoadSettings:
     kept_bytes: int = 1 << 30
     layout: LinkLayout | None = None
     system: tuple[int, ...] = ()
+    first_tokens: int | None = None
     entries_s: float = 30.0
     writer: str = ""
     policy: Policy | None = None
@@ -118,6 +121,8 @@ class LoadSettings:
         check_max_kl(self.max_kl)
         if self.exact and (self.quality_floor is not None or self.quality_ceiling is not None):
             raise ArgumentError("an exact load takes lossless levels alone: leave out the floor and the ceiling")
+        if self.first_tokens is not None and (self.first_tokens < 1 or self.layout or self.keep_repairs):
+            raise ArgumentError("first_tokens is 1 or more, and goes without a layout and without keep_repairs")
         check_repair(self.repair, self.repair_floor, self.selector, self.link_bound)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+from kvwire.codec import CHUNK_TOKENS
 from kvwire.controller import kl_floor
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
 from kvwire.reuse import EditScript, Span, combine_spans, common_spans
@@ -43,7 +44,7 @@ class ReuseCosts:
     """What a prompt takes, by what is known of link and engine.
 
     Attributes:
-        costs: Of the engine.
+        costs: Of the engine; decoding is of a chunk of many.
         bandwidth: Of the link, in bytes a second.
         ttfb_s: Seconds to the first byte.
     """
@@ -56,7 +57,8 @@ class ReuseCosts:
         """Seconds until so many bytes are fetched, and the tokens in them decoded beside that."""
         if not tokens:
             return 0.0
-        return self.ttfb_s + max(size / self.bandwidth, self.costs.decode.seconds(tokens, size))
+        decode_s = self.costs.decode.apart(-(-tokens // CHUNK_TOKENS), tokens, size)
+        return self.ttfb_s + max(size / self.bandwidth, decode_s)
 
     def text_s(self, tokens: int, before: int) -> float:
         """Seconds of a pass over tokens behind others."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 MOST_BYTES = 64 << 20
 """Limit of a text file, equal to that of a stored document's text."""
@@ -16,8 +16,8 @@ _CHARACTERS_PER_TOKEN = 8
 """Characters per token of the window, more than ordinary text needs: a text of as many fills it."""
 
 
-def read_texts(paths: Sequence[str]) -> dict[str, str]:
-    """Read texts from files and folders."""
+def read_texts(paths: Sequence[str], names: Collection[str] | None = None) -> dict[str, str]:
+    """Read texts from files and folders: those of ``names``, or all."""
     found: dict[str, Path] = {}
     for name in paths:
         path = Path(name).expanduser()
@@ -36,7 +36,8 @@ def read_texts(paths: Sequence[str]) -> dict[str, str]:
                 )
     if not found:
         raise NotFoundError(f"no .txt or .md files in {', '.join(paths)}")
-    return {document_id: decoded_text(read_part(str(file)), str(file)) for document_id, file in found.items()}
+    wanted = {name: str(file) for name, file in found.items() if names is None or name in names}
+    return {name: decoded_text(read_part(file), file) for name, file in wanted.items()}
 
 
 def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:

@@ -178,14 +178,7 @@ class TieredStore(Store):
             self.cache.drop(name, start, end)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all writes are on the remote. Without write-back they are.
-
-        Args:
-            timeout_s: Longest wait in seconds; None: as long as it takes.
-
-        Raises:
-            DeadlineError: It takes longer.
-        """
+        """Wait until all writes are on the remote, or raise DeadlineError; without write-back they are."""
         if isinstance(self._remote, WriteBackStore):
             self._remote.flush(timeout_s)
 

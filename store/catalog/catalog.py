@@ -277,33 +277,11 @@ class Catalog:
             self.store.delete(key)
 
     def by_document(self, config: Config, document_id: str) -> CatalogEntry | None:
-        """Look a document up.
-
-        Args:
-            config: The model configuration.
-            document_id: The document.
-
-        Returns:
-            Its entry; None where there is none.
-
-        Raises:
-            CorruptError: The entry is damaged or speaks of something else.
-        """
+        """Look a document up: its entry, or None; CorruptError where that is damaged or of something else."""
         return self._entry(self.keys(config).document(document_id), document_id=document_id)
 
     def by_tokens(self, config: Config, token_digest: str) -> CatalogEntry | None:
-        """Look a token sequence up.
-
-        Args:
-            config: The model configuration.
-            token_digest: Digest of the sequence (``digest_tokens``).
-
-        Returns:
-            Its entry; None where there is none.
-
-        Raises:
-            CorruptError: The entry is damaged or speaks of something else.
-        """
+        """Look a token sequence up by its ``digest_tokens``, as ``by_document`` does."""
         return self._entry(self.keys(config).token_entry(token_digest), token_digest=token_digest)
 
     def documents(

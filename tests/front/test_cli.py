@@ -175,6 +175,12 @@ def test_line_ends_are_read_alike(tmp_path):
     assert read_texts([str(tmp_path)]) == {"d": "one\ntwo\nthree\n"}
 
 
+def test_texts_that_are_not_asked_for_are_not_read(tmp_path):
+    (tmp_path / "d.txt").write_text("one")
+    (tmp_path / "other.txt").write_bytes(b"\xff")
+    assert read_texts([str(tmp_path)], ["d", "gone"]) == {"d": "one"}
+
+
 def test_files_whose_names_are_no_text_are_left_out_and_named(run, tmp_path, demo_model, documents):
     folder = tmp_path / "mixed"
     folder.mkdir()

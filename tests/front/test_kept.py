@@ -55,6 +55,7 @@ def test_a_second_load_computes_nothing_and_answers_alike(small):
     first = asked(small, corpus)
     assert len(first.repair.rows) == round(SHARE * 600)
     assert first.repair.kept == 0
+    assert first.misses == ()
     second = asked(small, corpus)
     assert len(second.repair.rows) == 0
     assert second.repair.kept == len(first.repair.rows)

@@ -76,7 +76,7 @@ def test_several_models_are_told_apart(corpus):
     copy_store(corpus.catalog.store, store)
     other = replace(corpus.meta, model_id="other", model_revision="f" * 64)
     Catalog(store).models.put(ModelRecord(other, 100))
-    with pytest.raises(ArgumentError, match=f"several models fit.*{corpus.meta.model_id}.*name one by its digits"):
+    with pytest.raises(ArgumentError, match=f"several models are in.*{corpus.meta.model_id}.*name one by its digits"):
         Corpus.open(store)
     assert Corpus.open(store, model="other").window == 100
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import shutil
+import threading
 
 import pytest
 
 from kvwire import Chat
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.controller.learning import PrefillEstimator
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.saving import Saver
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, collect, forget
 from kvwire.store.testing import StoreWrapper
@@ -43,6 +47,12 @@ class Failing(StoreWrapper):
             msg = "the disk is full"
             raise StorageError(msg)
         return call(request.data)
+
+
+@pytest.fixture(autouse=True)
+def costs_stay(monkeypatch):
+    """As they were given, however quick passes really are."""
+    monkeypatch.setattr(PrefillEstimator, "add", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -404,6 +414,40 @@ def test_what_begins_no_prompt_does_not_grow_as_a_session(small, chatting, ids):
         answer = made.converse("odd", " And", tokens=2)
     assert (len(answer.tokens), answer.reused.saved) == (2, "")
     assert "was not computed as a prompt's beginning" in answer.misses[-1]
+
+
+def test_callers_with_a_loop_of_their_own_ask_and_converse(corpus, chatting, ids, monkeypatch):
+    list(corpus.encode([Document("text", ids)], index=("kvwire",)))
+    with loader(chatting, corpus, quality_floor=4) as made:
+        alone = made.ask_prompt([*ids, 7, 8, 9], tokens=2)
+        reached, goes_on = threading.Event(), threading.Event()
+        write = Saver.save
+
+        def slow(self, *given):
+            reached.set()
+            goes_on.wait(30)
+            return write(self, *given)
+
+        async def beside_each_other():
+            asked = made.ask_prompt_async([*ids, 7, 8, 9], tokens=2, reuse="exact")
+            return await asyncio.gather(asked, made.converse_async("anna", "The bell", tokens=2))
+
+        async def leaves():
+            turn = asyncio.create_task(made.converse_async("anna", " and", tokens=2, deadline_s=30))
+            await asyncio.to_thread(reached.wait, 30)
+            turn.cancel()
+            goes_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await turn
+            return await made.converse_async("anna", " so", tokens=2)
+
+        one, first = asyncio.run(beside_each_other())
+        assert one.tokens == alone.tokens
+        assert first.reused.saved == "sessions/anna"
+        monkeypatch.setattr(Saver, "save", slow)
+        later = asyncio.run(leaves())
+    assert later.reused.document == "sessions/anna"
+    assert later.reused.saved == "sessions/anna" or "not saved" in later.misses[-1]
 
 
 def test_the_command_line_asks_prompts_and_sessions(run, small, demo_model, tmp_path):

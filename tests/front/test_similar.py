@@ -18,8 +18,9 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.store.testing import CountingStore
 
-from .test_prompts import NEVER, Failing, filled, full, loader
+from .test_prompts import NEVER, Failing, costs_stay, filled, full, loader
 
+__all__ = ["costs_stay"]
 CHEAP = CostModel(PrefillCost(1e-6, 1e-7), DecodeCost(1.0, 1e-3))
 FINE = {"quality_floor": 4}
 INDEX = ("donors", "kvwire")
@@ -130,7 +131,8 @@ def test_donors_have_to_pay(small, corpus, prompt, costs, why):
         assert made.ask_prompt(prompt, reuse="donors").reused.donors
 
 
-def test_edited_loads_teach_what_plans_go_by(small, corpus, prompt):
+def test_edited_loads_teach_what_plans_go_by(small, corpus, prompt, monkeypatch):
+    monkeypatch.undo()  # of what keeps costs
     log = []
     with loader(small.engine, corpus, record=log.append, **FINE) as made:
         before = made.plan_prompt(prompt)

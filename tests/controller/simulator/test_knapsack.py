@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller.simulator._knapsack import Choices, Savings, _prices
+from kvwire.controller.simulator._knapsack import Savings, _prices, least_value
 
 
 def exact_least_value(value, uses, budgets):
@@ -38,20 +38,8 @@ def problem(seed, items, options, resources):
 @given(seed=st.integers(0, 10**6), items=st.integers(1, 5), resources=st.integers(1, 3))
 def test_no_choice_that_fits_has_less_value_than_the_bound(seed, items, resources):
     value, uses, budgets = problem(seed, items, 4, resources)
-    bound, _ = Choices(value, uses, budgets).least()
+    bound = least_value(value, uses, budgets)
     assert bound <= exact_least_value(value, uses, budgets) * (1 + 1e-9)
-
-
-def test_with_one_resource_the_bound_is_met_and_its_choice_fits():
-    gaps = []
-    for seed in range(30):
-        value, uses, budgets = problem(seed, 5, 4, 1)
-        bound, choice = Choices(value, uses, budgets).least()
-        gaps.append(exact_least_value(value, uses, budgets) / bound - 1)
-        # Rounding loses at most a cell for each item.
-        assert uses[0, np.arange(5), choice].sum() <= budgets[0] * (1 + 5 / 2048)
-    assert np.median(gaps) < 1e-6
-    assert max(gaps) < 0.05
 
 
 def lagrangian(value, parts, prices):
@@ -83,7 +71,7 @@ def test_a_link_that_brings_little_and_lanes_that_recompute_much_are_bounded_tog
     errors = np.array((5.9e-5, 0.0258, 0.0064, 0.00135, 0.00027, 5.9e-5)) / 128
     value, use = np.tile(errors, (128, 1)), np.stack([sizes, np.eye(6)[0] * 0.0064])
     budgets = np.array([13.6e6, 0.46])
-    bound, _ = Choices(value, np.repeat(use[:, None], 128, axis=1), budgets).least()
+    bound = least_value(value, np.repeat(use[:, None], 128, axis=1), budgets)
     # 71 computed, 27 at the second level and 30 at the first.
     feasible = 71 * errors[0] + 27 * errors[2] + 30 * errors[1]
     assert 0.95 * feasible < bound <= feasible
@@ -92,9 +80,7 @@ def test_a_link_that_brings_little_and_lanes_that_recompute_much_are_bounded_tog
 def test_options_that_are_not_there_are_not_chosen():
     value = np.array([[inf, 3.0, 1.0], [5.0, inf, 2.0]])
     uses = np.array([[[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]])
-    bound, choice = Choices(value, uses, np.array([3.0])).least()
-    assert bound == pytest.approx(5.0)
-    assert choice.tolist() == [1, 2]
+    assert least_value(value, uses, np.array([3.0])) == pytest.approx(4.5, rel=1e-4)  # half of each of two
 
 
 @settings(max_examples=60)
@@ -107,13 +93,3 @@ def test_no_purchase_saves_more_than_the_bound(seed, items, share):
     fits = bought[bought @ cost <= share * most]
     bound = Savings(cost, saved, most).most(share * most)
     assert (bound * (1 + 1e-9) + 1e-12 >= (fits @ saved).max(axis=0)).all()
-
-
-def test_the_items_bought_save_what_is_promised():
-    draw = np.random.default_rng(3)
-    cost, saved = draw.uniform(0.01, 1, 50), draw.uniform(0, 1, (50, 1))
-    savings = Savings(cost, saved, float(cost.sum()))
-    for budget in (0.0, 0.1, 3.0, 10.0, 100.0):
-        chosen = savings.choice(budget)
-        assert saved[chosen].sum() >= savings.most(budget)[0] * (1 - 1e-9)
-        assert cost[chosen].sum() <= budget * (1 + 1e-9) + 50 * cost.sum() / 2048

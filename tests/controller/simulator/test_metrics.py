@@ -19,7 +19,7 @@ def outcome(ttft_s, error=0.001, deadline_s=1.0, failed=False, received=100, was
 
 
 def bound(ttft_s=0.5, error=0.0001, size=80.0, in_time=True) -> Optimum:
-    return Optimum(ttft_s=ttft_s, error=error, bytes=size, in_time=in_time, recomputed=0, fetched=(1,))
+    return Optimum(ttft_s=ttft_s, error=error, bytes=size, in_time=in_time)
 
 
 CHEAPEST = Goal(objective="cheapest", deadline_s=1.0)

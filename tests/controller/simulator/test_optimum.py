@@ -219,7 +219,7 @@ def test_passes_of_few_documents_reach_only_so_far():
     for more in (0, 2, 4):  # chunks of the other document
         other = costs.prefill.seconds(more * 256) if more else 0.0
         found = optimum(lots, costs, STEADY, objective="quality", deadline_s=whole + other, workers=2)
-        assert found.error == pytest.approx(0.04 * (8 - more) / 16, rel=0.05)
+        assert 0.04 * (7 - more) / 16 < found.error <= 0.04 * (8 - more) / 16 * (1 + 1e-9)
 
 
 def test_where_all_cannot_be_recomputed_in_time_that_way_bounds_nothing():
@@ -228,7 +228,7 @@ def test_where_all_cannot_be_recomputed_in_time_that_way_bounds_nothing():
     lots = [replace(alike(8), errors=((0.04, 0.0),) * 8, fetch_bytes=((1000, 10**9),) * 8) for _ in range(2)]
     deadline_s = costs.prefill.seconds(2048) + 0.99 * costs.prefill.seconds(2048)
     found = optimum(lots, costs, STEADY, objective="quality", deadline_s=deadline_s, workers=2)
-    assert found.error >= 0.04 / 16 * (1 - 1e-9)  # at least one chunk is fetched
+    assert found.error > 1e-4  # some of a chunk is fetched
 
 
 def test_very_many_documents_are_bounded_in_spans():
@@ -259,8 +259,8 @@ def test_fetching_ends_one_decode_after_the_link():
     costs = CostModel(PrefillCost(0, 1), DecodeCost(0.001, 1e-6, 1e-9))
     found = optimum([alike(10, layered=False)], costs, STEADY, rtt_s=0.05, objective="earliest")
     assert found.ttft_s == pytest.approx(0.05 + 1_000_000 / 1e7 + 0.001 + 256e-6 + 1e-4)
-    assert (found.recomputed, found.fetched, found.bytes) == (0, (10, 0), 1_000_000)
-    assert found.error == pytest.approx(0.04)
+    assert found.bytes == 1_000_000
+    assert found.error == pytest.approx(0.04, rel=1e-3)
 
 
 def test_a_slow_decoder_works_from_the_first_arrival_on():
@@ -274,7 +274,7 @@ def test_a_dead_link_leaves_recomputing():
     dead = RateTrace((0.0,), (0.0,), None)
     found = optimum([alike(4)], costs, dead, rtt_s=0.05, objective="earliest")
     assert found.ttft_s == pytest.approx(costs.prefill.seconds(1024))
-    assert (found.recomputed, found.bytes, found.error) == (4, 0, 0.01)
+    assert (found.bytes, found.error) == (0, 0.01)
 
 
 def test_nothing_brings_what_has_no_text_over_a_dead_link():
@@ -320,14 +320,14 @@ def test_what_is_not_in_time_becomes_the_earliest():
 def test_the_floor_holds_where_there_is_a_choice():
     document = DocumentPlanInput((256, 256), ((1000, 2000), (1000,)), True, ((0.1, 0.01), (0.1,)))
     found = optimum([document], COSTS, STEADY, objective="earliest", floor=1)
-    assert (found.recomputed, found.fetched) == (1, (0, 1))
+    assert found.bytes == 2000  # the second chunk lacks that level
     bare = optimum([replace(document, has_text=False)], COSTS, STEADY, objective="earliest", floor=1)
-    assert (bare.recomputed, bare.fetched) == (0, (1, 1))
+    assert bare.bytes == 3000
 
 
 def test_a_blob_without_segments_leaves_recomputing():
     found = optimum([DocumentPlanInput((256, 256), ((), ()))], COSTS, STEADY, objective="earliest")
-    assert (found.recomputed, found.error) == (2, 0.0)
+    assert (found.bytes, found.error) == (0, 0.0)
 
 
 def test_a_head_start_is_computed_for_what_is_fetched():
@@ -336,12 +336,11 @@ def test_a_head_start_is_computed_for_what_is_fetched():
     assert found.ttft_s >= 0.25 * 1.024
 
 
-def test_identical_chunks_are_counted_exactly():
-    # 16 chunks, of which the budget of bytes lifts exactly five by a level.
+def test_a_chunk_may_be_lifted_in_part():
+    # 16 chunks, of which the budget of bytes lifts five and a half by a level.
     costs = CostModel(PrefillCost(0, 1), DecodeCost(0, 0))
     found = optimum([alike(16)], costs, STEADY, objective="quality", deadline_s=(16 + 5.5) * 0.01)
-    assert found.fetched == (11, 5)
-    assert found.error == pytest.approx((11 * 0.04 + 5 * 0.01) / 16)
+    assert found.error == pytest.approx((10.5 * 0.04 + 5.5 * 0.01) / 16, rel=1e-3)
 
 
 @pytest.mark.parametrize(
