@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -17,8 +18,8 @@ from kvwire.store.records import MOST_TOKENS, Name, pack_record, versioned
 
 SAVED = ("prompts/", "saved/", "sessions/")
 """What names of documents begin with that were saved from prompts, and not encoded by name."""
-Scheme = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}\Z")]
-_Hash = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{2}){8,64}\Z")]
+_SCHEME = r"^[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}\Z"
+_HASH = r"^(?:[0-9a-f]{2}){8,64}\Z"
 
 
 class PrefixEntry(Struct, frozen=True):
@@ -33,15 +34,17 @@ class PrefixEntry(Struct, frozen=True):
         stop: Behind its last token.
     """
 
-    scheme: Scheme
-    chunk_hash: _Hash
+    scheme: str
+    chunk_hash: str
     document_id: Name
     token_digest: Sha256
     start: Annotated[int, Meta(ge=0)]
     stop: Annotated[int, Meta(lt=MOST_TOKENS)]
 
     def __post_init__(self) -> None:
-        """Refuse what is no chunk of the scheme."""
+        """Refuse what is no chunk of the scheme, and what a scheme of one's own may give."""
+        if not (re.search(_SCHEME, self.scheme) and re.search(_HASH, self.chunk_hash)):
+            raise ArgumentError("a prefix entry names a scheme with the tokens of a chunk, and a hash of 8 to 64 bytes")
         size = self.stop - self.start
         if size < 1 or self.start % size or self.scheme.rpartition("-")[2] != str(size):
             raise ArgumentError("a prefix entry's start and stop are those of a chunk of its scheme")
@@ -65,7 +68,7 @@ class PrefixEntry(Struct, frozen=True):
 class DonorEntry(Struct, frozen=True):
     """One document that has a feature of a sketch, such as ``sketch-64``; ``token_digest`` is of its whole text."""
 
-    scheme: Scheme
+    scheme: Annotated[str, Meta(pattern=_SCHEME)]
     document_id: Name
     token_digest: Sha256
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -140,6 +141,14 @@ def test_ids_that_have_no_place_in_a_hash_are_refused(told):
 def test_what_is_no_scheme_is_refused(told):
     with pytest.raises(ArgumentError, match=r"an index is one of kvwire, lmcache, sglang|a chunk of an index has"):
         hash_scheme(told, CONFIG)
+
+
+@pytest.mark.parametrize("wrong", [{"name": "Own 64"}, {"rule": SCHEMES["kvwire"]._replace(digest=lambda _: b"short")}])
+def test_a_scheme_of_ones_own_that_no_reader_takes_is_refused(wrong):
+    catalog = Catalog(MemoryStore(), "default")
+    index = PrefixIndex(catalog, CONFIG, dataclasses.replace(hash_scheme("kvwire", CONFIG), **wrong))
+    with pytest.raises(ArgumentError, match="8 to 64 bytes"):
+        index.write(add(catalog, "a", IDS), IDS)
 
 
 def entry_of(index, document, chunk, ids):
