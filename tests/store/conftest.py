@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvwire.store import MemoryStore
+from kvwire.store import Catalog, MemoryStore
 from kvwire.store.backends.memory import MemorySnapshot
 
 from ..s3_servers import ministack, moto
@@ -56,6 +56,16 @@ def until(holds):
     while not holds():
         assert time.monotonic() < give_up_at
         time.sleep(0.001)
+
+
+@pytest.fixture
+def store():
+    return AgedStore()
+
+
+@pytest.fixture
+def catalog(store):
+    return Catalog(store)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,7 @@ def put(catalog, document_id="doc", blob=b"blob bytes", **fields):
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
 
 
-def test_a_document_is_found_by_name_and_by_tokens_and_a_new_version_replaces_it(store):
-    catalog = Catalog(store)
+def test_a_document_is_found_by_name_and_by_tokens_and_a_new_version_replaces_it(store, catalog):
     entry = put(catalog, "any text: ../ü\u00a0")
     assert catalog.by_document(CONFIG, "any text: ../ü\u00a0") == entry
     assert catalog.by_tokens(CONFIG, TOKENS) == entry
@@ -55,8 +54,7 @@ def test_a_document_is_found_by_name_and_by_tokens_and_a_new_version_replaces_it
     assert list(catalog.documents(CONFIG)) == [newer]
 
 
-def test_what_was_not_added_is_none(store):
-    catalog = Catalog(store)
+def test_what_was_not_added_is_none(catalog):
     put(catalog)
     assert catalog.by_document(CONFIG, "other") is None
     assert catalog.by_document(OTHER_CONFIG, "doc") is None
@@ -190,8 +188,7 @@ def test_entries_in_the_wrong_place_are_corrupt(store):
         alice.by_tokens(CONFIG, "0" * 64)
 
 
-def test_a_listing_goes_on_behind_a_key_and_a_damaged_entry_stops_it_or_is_reported(store):
-    catalog = Catalog(store)
+def test_a_listing_goes_on_behind_a_key_and_a_damaged_entry_stops_it_or_is_reported(store, catalog):
     for number in range(7):
         put(catalog, f"doc {number}", blob=b"blob %d" % number, levels=())
     everything = list(catalog.documents(CONFIG))
@@ -209,8 +206,7 @@ def test_a_listing_goes_on_behind_a_key_and_a_damaged_entry_stops_it_or_is_repor
     assert list(catalog.documents(CONFIG)) == found
 
 
-def test_profiles_are_written_once_checked_and_put_to_use(store):
-    catalog = Catalog(store)
+def test_profiles_are_written_once_checked_and_put_to_use(store, catalog):
     for use in (catalog.profiles.set_current, catalog.profiles.get):
         with pytest.raises(NotFoundError):
             use(CONFIG, "0" * 64)
@@ -271,8 +267,7 @@ def test_a_blob_that_arrived_damaged_is_read_again_before_it_is_given_up():
 
 
 @pytest.mark.parametrize("data", [b"{}", b"x", b'{"profile_digest": 5}', b'{"profile_digest": "../x"}'])
-def test_a_damaged_pointer_is_corrupt(store, data):
-    catalog = Catalog(store)
+def test_a_damaged_pointer_is_corrupt(store, catalog, data):
     store.put(catalog.keys(CONFIG).current_profile, data)
     with pytest.raises(CorruptError):
         catalog.profiles.current(CONFIG)
@@ -331,8 +326,7 @@ def test_tenants_and_configurations_are_listed_from_keys(store):
         Catalog.of_hash(store, "bob")
 
 
-def test_a_removed_document_is_gone_and_its_blob_is_left(store):
-    catalog = Catalog(store)
+def test_a_removed_document_is_gone_and_its_blob_is_left(store, catalog):
     entry = put(catalog)
     assert catalog.remove(CONFIG, "doc")
     assert not catalog.remove(CONFIG, "doc")
@@ -341,8 +335,7 @@ def test_a_removed_document_is_gone_and_its_blob_is_left(store):
     assert store.get(entry.blob_key) == b"blob bytes"
 
 
-def test_another_name_shares_the_blob_and_the_entry_of_tokens_stays_while_its_document_does(store):
-    catalog = Catalog(store)
+def test_another_name_shares_the_blob_and_the_entry_of_tokens_stays_while_its_document_does(store, catalog):
     entry = put(catalog)
     alias = catalog.alias(entry, "other")
     assert alias == replace(entry, document_id="other")
@@ -373,8 +366,7 @@ def test_a_blob_that_may_soon_be_collected_is_written_again_before_it_is_relied_
     assert catalog.alias(entry, "fourth") is None  # a damaged blob is not made young
 
 
-def test_texts_are_stored_once_and_checked(store):
-    catalog = Catalog(store)
+def test_texts_are_stored_once_and_checked(store, catalog):
     digest = catalog.texts.put(CONFIG, (1, 2, 3))
     assert digest == digest_tokens((1, 2, 3))
     assert catalog.texts.get(CONFIG, digest) == (1, 2, 3)
@@ -392,8 +384,7 @@ def test_texts_are_stored_once_and_checked(store):
         catalog.texts.get(CONFIG, TOKENS)
 
 
-def test_a_document_may_have_a_text_alone(store):
-    catalog = Catalog(store)
+def test_a_document_may_have_a_text_alone(catalog):
     entry = catalog.add_text(CONFIG, "doc", (1, 2, 3))
     assert entry.is_text
     assert (entry.blob_key, entry.sha256, entry.size, entry.levels, entry.tokens) == ("", "", 0, (), 3)

@@ -42,16 +42,6 @@ def garbage(store, count):
     return space
 
 
-@pytest.fixture
-def store():
-    return AgedStore()
-
-
-@pytest.fixture
-def catalog(store):
-    return Catalog(store)
-
-
 def test_what_documents_name_stays_and_the_rest_goes(store, catalog):
     profiles = [catalog.profiles.put(CONFIG, data) for data in (b"current", b"of a document", b"of nobody")]
     catalog.profiles.set_current(CONFIG, profiles[0])

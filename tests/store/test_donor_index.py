@@ -15,7 +15,7 @@ from kvwire.store.records import pack_record
 from kvwire.store.testing import CountingStore
 from kvwire.types import digest_tokens
 
-from .conftest import CONFIG, DAY, AgedStore
+from .conftest import CONFIG, DAY
 from .test_prefix_index import add
 
 
@@ -49,16 +49,6 @@ def edited(ids, seed, share):
     for at in random.choice(len(ids) - 3, max(1, int(share * len(ids) / 3)), replace=False):
         made[at : at + 3] = random.integers(0, 50_000, 3).tolist()
     return made
-
-
-@pytest.fixture
-def store():
-    return AgedStore()
-
-
-@pytest.fixture
-def catalog(store):
-    return Catalog(store)
 
 
 def put(catalog, name, ids, writer="", **options):

@@ -11,14 +11,14 @@ from kvwire.engines.vllm.saving import SAVED as FROM_VLLM
 from kvwire.errors import ArgumentError, AuthError, CorruptError
 from kvwire.runtime.prompted import SESSIONS
 from kvwire.runtime.saving import PROMPTS
-from kvwire.store import Catalog, collect, forget
+from kvwire.store import collect, forget
 from kvwire.store.catalog.last_uses import LastUses
 from kvwire.store.index_records import SAVED, LastUse
 from kvwire.store.records import pack_record
 from kvwire.store.testing import StoreWrapper
 from kvwire.store.upkeep.forget import Stored, _windows, choose
 
-from .conftest import CONFIG, DAY, AgedStore
+from .conftest import CONFIG, DAY
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(tuple)
@@ -81,16 +81,6 @@ def test_windows_keep_the_order_and_never_hold_a_document_with_what_stands_on_it
     assert [pair for window in windows for pair in window] == doomed
     for window in windows:
         assert not any(stands_on(leaf, root) for leaf, _ in window for root, _ in window)
-
-
-@pytest.fixture
-def store():
-    return AgedStore()
-
-
-@pytest.fixture
-def catalog(store):
-    return Catalog(store)
 
 
 def put(catalog, name, size=100):

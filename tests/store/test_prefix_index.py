@@ -42,7 +42,7 @@ from kvwire.transport import HttpStore
 from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
 
-from .conftest import CONFIG, DAY, AgedStore
+from .conftest import CONFIG, DAY
 
 IDS = [(i * i + 7 * i) % 50021 for i in range(800)]
 # As LMCache 0.5.6 (TokenHasher) and SGLang 0.5.23 (get_hash_str) give them for these ids in chunks of 256.
@@ -70,16 +70,6 @@ def add(catalog, name, ids, **options):
         CONFIG, blob, document_id=name, header_bytes=info.header_bytes, tokens=len(ids),
         token_digest=digest_tokens(ids), overwrite=True,
     )  # fmt: skip
-
-
-@pytest.fixture
-def store():
-    return AgedStore()
-
-
-@pytest.fixture
-def catalog(store):
-    return Catalog(store)
 
 
 @pytest.fixture

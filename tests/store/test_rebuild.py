@@ -12,14 +12,9 @@ from kvwire.store import Catalog, Keyring, collect, rebuild, verify_store
 from kvwire.types import digest_tokens
 
 from ..codec.synthetic import make_cache
-from .conftest import DAY, AgedStore
+from .conftest import DAY
 
 RING = Keyring([bytes(range(32))])
-
-
-@pytest.fixture
-def store():
-    return AgedStore()
 
 
 def add(catalog, name, seed=0, *, ids=True, named=True, chunk_tokens=64):
@@ -72,8 +67,7 @@ def test_sealed_content_is_left_alone_without_its_key(store):
     assert set(store.keys("")) == before
 
 
-def test_what_is_there_stays_and_what_leads_nowhere_is_replaced(store):
-    catalog = Catalog(store)
+def test_what_is_there_stays_and_what_leads_nowhere_is_replaced(store, catalog):
     first, second = add(catalog, "first"), add(catalog, "second", 1)
     newer = add(catalog, "first", chunk_tokens=32)
     assert newer.entry.blob_key != first.entry.blob_key
@@ -88,8 +82,7 @@ def test_what_is_there_stays_and_what_leads_nowhere_is_replaced(store):
     assert catalog.by_document(first.config, "first") == newer.entry
 
 
-def test_of_several_texts_and_blobs_the_latest_counts(store):
-    catalog = Catalog(store)
+def test_of_several_texts_and_blobs_the_latest_counts(store, catalog):
     add(catalog, "doc")
     store.age(60)
     add(catalog, "doc", 1)
@@ -100,8 +93,7 @@ def test_of_several_texts_and_blobs_the_latest_counts(store):
     assert catalog.by_document(latest.config, "doc") == latest.entry
 
 
-def test_without_a_name_a_document_is_called_by_its_digest_and_found_by_its_text(store):
-    catalog = Catalog(store)
+def test_without_a_name_a_document_is_called_by_its_digest_and_found_by_its_text(store, catalog):
     one = add(catalog, "doc", named=False)
     space = catalog.keys(one.config)
     store.put(space.text(digest_tokens((8, 9))), pack_text((8, 9)))
@@ -116,8 +108,7 @@ def test_without_a_name_a_document_is_called_by_its_digest_and_found_by_its_text
     assert rebuild(store).kept == 2
 
 
-def test_a_document_whose_blob_is_lost_is_kept_as_text_and_a_dry_run_writes_nothing(store):
-    catalog = Catalog(store)
+def test_a_document_whose_blob_is_lost_is_kept_as_text_and_a_dry_run_writes_nothing(store, catalog):
     one = add(catalog, "doc")
     lose_catalog(store)
     store.delete(one.entry.blob_key)
@@ -129,8 +120,7 @@ def test_a_document_whose_blob_is_lost_is_kept_as_text_and_a_dry_run_writes_noth
     assert catalog.texts.get(one.config, one.entry.token_digest) == one.cache.token_ids
 
 
-def test_damage_and_strangers_are_told_of_and_left_alone(store):
-    catalog = Catalog(store)
+def test_damage_and_strangers_are_told_of_and_left_alone(store, catalog):
     one = add(catalog, "doc")
     space = catalog.keys(one.config)
     other = encode(make_cache(20, revision="r2"), levels=1)
@@ -148,8 +138,7 @@ def test_damage_and_strangers_are_told_of_and_left_alone(store):
     assert {key: store.get(key) for key in strangers} == strangers
 
 
-def test_a_profile_is_in_use_again(store):
-    catalog = Catalog(store)
+def test_a_profile_is_in_use_again(store, catalog):
     one = add(catalog, "doc")
     profile = catalog.profiles.put(one.config, b"a profile")
     catalog.add(_with_profile(one.entry, profile))
@@ -162,8 +151,7 @@ def _with_profile(entry, digest):
     return structs.replace(entry, profile_digest=digest)
 
 
-def test_a_catalog_that_names_nothing_that_is_there_stops_the_collector(store):
-    catalog = Catalog(store)
+def test_a_catalog_that_names_nothing_that_is_there_stops_the_collector(store, catalog):
     one = add(catalog, "doc")
     lose_catalog(store)
     assert collect(store).failures == ()  # all is young
@@ -183,8 +171,7 @@ def test_a_catalog_that_names_nothing_that_is_there_stops_the_collector(store):
     assert not verify_store(store, [catalog]).damaged
 
 
-def test_an_empty_catalog_is_collected_where_that_is_allowed(store):
-    catalog = Catalog(store)
+def test_an_empty_catalog_is_collected_where_that_is_allowed(store, catalog):
     one = add(catalog, "doc")
     catalog.remove(one.config, "doc")
     store.age(2 * DAY)

@@ -175,8 +175,7 @@ def test_a_server_that_the_bucket_refuses_does_not_put_its_clients_off(pose, sto
 
 
 @pytest.mark.parametrize("lists_by_name", [True, False])
-def test_what_a_collector_finds_and_may_not_read_is_no_absence(pose, store, lists_by_name):
-    catalog = Catalog(store)
+def test_what_a_collector_finds_and_may_not_read_is_no_absence(pose, store, catalog, lists_by_name):
     entry = catalog.put_blob(CONFIG, b"blob", document_id="d", header_bytes=1, tokens=1)
     at = catalog.keys(CONFIG).document("d")
     pose.denied = {f"p/{at}"}
