@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -131,13 +132,13 @@ class Link:
             self._loose += size
 
     def left(self) -> list[tuple[InflightFetch, int]]:
-        """Open fetches with what is left of each, were they answered in the order of the requests."""
-        size, found = self._loose, []
-        for fetch in self.fetches.values():
-            part = min(fetch.left, size)
+        """Open fetches, in the order of their requests, with what is left of each, were all answered alike."""
+        size, left = self._loose, {}
+        for number, fetch in enumerate(sorted(self.fetches.values(), key=attrgetter("left"))):
+            part = min(fetch.left, size // (len(self.fetches) - number))
             size -= part
-            found.append((fetch, fetch.left - part))
-        return found
+            left[fetch.chunk] = fetch.left - part
+        return [(fetch, left[chunk]) for chunk, fetch in self.fetches.items()]
 
     def arrivals(self, now: float) -> Iterator[tuple[ChunkId, float]]:
         """Expect the arrivals of all open fetches, in seconds from now."""
