@@ -147,7 +147,7 @@ class Load:
     def _check_fits(self) -> None:
         """Refuse a prompt longer than the model's window."""
         wanted, length = self._request.wanted, self.place.length
-        used = length if wanted is None else min(length, len(self.layout.opening) + wanted)
+        used = length if wanted is None or self._request.cuts else min(length, len(self.layout.opening) + wanted)
         total = used + self._request.query_tokens
         if total > self._engine.window:
             is_more = self.place.front_tokens or self.layout.head

@@ -72,6 +72,16 @@ def test_what_is_cut_is_repaired_behind_a_system_text(small, selector):
     assert torch.allclose(answer.logits, wanted.float(), atol=1e-3)
 
 
+def test_only_what_is_loaded_has_to_fit(small):
+    corpus, (name, _) = small.corpus(), small.tokens
+    settings = LoadSettings(first_tokens=200, repair="none")
+    with Loader(small.engine, corpus, costs=FETCHED, settings=settings) as loader:
+        fitting = (small.engine.window - len(QUESTION)) // 200
+        assert sum(loader.ask([name] * fitting, QUESTION).prompt.tokens) == 200 * fitting
+        with pytest.raises(ArgumentError, match="the model's window is"):
+            loader.ask([name] * (fitting + 1), QUESTION)
+
+
 def test_what_cannot_be_cut_is_refused(small):
     corpus = small.corpus()
     for settings in ({"first_tokens": 0}, {"first_tokens": 9, "keep_repairs": True}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -102,6 +103,25 @@ def test_several_donors_serve_one_prompt(small, corpus, texts):
         assert dict(named.reused.donors) == {"donor": 300, "other": 300}  # the first is what it begins with
         with pytest.raises(NotFoundError):
             made.ask_prompt(prompt, donors=["nothing"])
+
+
+def test_the_donor_with_the_fewest_holes_is_taken(small):
+    """KVShare's example: 15 holes over the first request, 5 over the second, which was made of the first with 10."""
+    ids = random.Random(1).sample(range(5, small.engine.vocabulary_size), 615)
+    first, spare = tuple(ids[:600]), ids[600:]
+
+    def edited(count):
+        return tuple(spare[at // 35] if at % 35 == 34 and at < 35 * count else each for at, each in enumerate(first))
+
+    corpus, second, third = stored(small, first), edited(10), edited(15)
+    with loader(small.engine, corpus, **FINE) as made:
+        alone = made.plan_prompt(third).best
+        list(corpus.encode([Document("second", second)], index=INDEX))
+        best = made.plan_prompt(third).best
+    assert [donor.document.document_id for donor in alone.donors] == ["donor"]
+    assert alone.script.computed == 15
+    assert [donor.document.document_id for donor in best.donors] == ["second"]
+    assert best.script.computed == 5
 
 
 def test_chunks_that_spans_do_not_touch_stay_where_they_are(small, texts):
