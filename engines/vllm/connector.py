@@ -11,23 +11,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.version import __version__ as vllm_version
 
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError
 from kvwire.store import hash_scheme
 
 from .counting import Counts
 from .events import StoredEvents, stored_event
+from .layout import check_groups, register_pages
 from .metrics import TransferCounts, TransferMetrics
 from .opening import ConnectorSettings, check_version, log_as_vllm
-from .pages import PackedPages, StridedPages
 from .proxy.telling import OutcomeSender
 from .requests import PARAMS
 from .saving import PageSave, Saver, Saving
 from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
+from .soon import Ahead, Soon
 from .working import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -47,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from .outcomes import LoadOutcome
-    from .pages import Pages
     from .shards import Shards
 
 _IDLE_S = 1e-3
@@ -62,11 +64,13 @@ class ConnectorMetadata(KVConnectorMetadata):
         loads: What they begin to load.
         saves: What they copy.
         tokens: Computed in this step.
+        hints: What they fetch ahead.
     """
 
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
     tokens: int = 0
+    hints: list[Soon] = field(default_factory=list)
 
 
 @dataclass
@@ -80,7 +84,7 @@ class LoadOutcomes(KVConnectorWorkerMetadata):
         return LoadOutcomes(self.loads + other.loads)
 
 
-class KvwireConnector(KVConnectorBase_V1):
+class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads linked documents and stored prefixes into vLLM's pages, for requests that ask for them; keeps prompts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -101,18 +105,18 @@ class KvwireConnector(KVConnectorBase_V1):
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         names = ("decode_context_parallel_size", "prefill_context_parallel_size")
         spread = [getattr(parallel, name, 1) for name in names]
-        _check(
-            transfer.kv_load_failure_policy, len(kv_cache_config.kv_cache_groups), parallel.pipeline_parallel_size,
-            max(spread),
-        )  # fmt: skip
+        _check(transfer.kv_load_failure_policy, parallel.pipeline_parallel_size, max(spread))
         settings = ConnectorSettings.read(dict(transfer.kv_connector_extra_config))
+        check_groups(kv_cache_config, settings.save)
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
         self._scheduling: ConnectorScheduler | None = None
         self._working: ConnectorWorker | None = None
         self._saver: Saver | None = None
+        self._ahead: Ahead | None = None
         self._telling: OutcomeSender | None = None
         self._bad: set[int] = set()
+        self._config = vllm_config
         self._step_tokens, self._step_began = 0, 0.0
         self._outcomes: list[tuple[str, LoadOutcome]] = []
         self._events: list[KVCacheEvent] = []
@@ -128,11 +132,12 @@ class KvwireConnector(KVConnectorBase_V1):
                 link_bound=settings.link_bound,
             )  # fmt: skip
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
-            self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config))
+            self._saving = Saving(settings.save, least, _other_model(vllm_config))
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
             rank = _rank(self._workers)
             self._working = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
+            self._ahead = Ahead(self._corpus, self._counts)
             if settings.save != "off":
                 self._saver = Saver(self._corpus, settings.index, self._counts)
 
@@ -159,7 +164,9 @@ class KvwireConnector(KVConnectorBase_V1):
             return
         trouble = _other_rows(request) or self._changed
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
-        if names_documents(request.cache_salt) and (choice is None or trouble):  # they are not loaded
+        if names_documents(request.cache_salt) and (
+            trouble or choice is None or not choice.mode
+        ):  # they are not loaded
             _keep_apart(request, apart(request.cache_salt or "", prompt))
         self._saving.begin(name, request.cache_salt, choice, trouble)
 
@@ -176,19 +183,21 @@ class KvwireConnector(KVConnectorBase_V1):
         """Note where they go."""
         if num_external_tokens:
             self._saving.loaded(request.request_id)
-            self.scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+            self.scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), tokens)
+        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), tokens, self.scheduling.take_hints())
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
         name, prompt = request.request_id, request.prompt_token_ids or []
         computed = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token's rows are not computed
         saved = self._saving.end(
-            name, prompt, block_ids, is_computed=request.num_output_tokens > 0,
+            name, prompt, block_ids[0], is_computed=request.num_output_tokens > 0,
             event=partial(stored_event, request, self._block_tokens) if self._tells else None,
             answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
             head=self.scheduling.missing_head(name),
@@ -218,11 +227,10 @@ class KvwireConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the pages, after a probe of their layout."""
-        named = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
-        pages = _pages([view for _, view in named], self._corpus)
-        self.working.register(pages, self._corpus.meta)
+        pages, tables = register_pages(kv_caches, self._kv_cache_config, self._config, self._corpus.meta)
+        self.working.register(pages, self._corpus.meta, tables)
         if self._saver is not None:
-            self._saver.register(pages, _shards() if self._workers > 1 else None)
+            self._saver.register(pages, _shards() if self._workers > 1 else None, tables[0].block_tokens)
 
     def outcomes(self) -> dict[str, Any]:
         """What became of documents that were saved under names; see ``Saver.outcomes``."""
@@ -240,10 +248,12 @@ class KvwireConnector(KVConnectorBase_V1):
         if isinstance(meta, ConnectorMetadata):
             self._step_tokens = meta.tokens
             self.working.start(meta.loads)
+            if self._ahead is not None:
+                self._ahead.start(meta.hints)
             if self._saver is not None:
                 self._saver.start(meta.saves)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
         self.working.note_step(self._step_tokens, time.perf_counter() - self._step_began)
@@ -253,7 +263,7 @@ class KvwireConnector(KVConnectorBase_V1):
         self._outcomes += written.outcomes
         self._bad |= written.bad_blocks
         copied = self._saver.copied() if self._saver is not None else set()
-        return copied or None, set(written.requests) or None
+        return KVConnectorTransferResults(copied, set(written.requests), set(written.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What became of loads since the last step."""
@@ -310,6 +320,8 @@ class KvwireConnector(KVConnectorBase_V1):
         """End threads and connections."""
         if self._working is not None:
             self._working.close()
+        if self._ahead is not None:
+            self._ahead.close()
         if self._saver is not None:
             self._saver.close()
         if self._scheduling is not None:
@@ -338,21 +350,20 @@ def _keep_apart(request: Request, salt: str) -> None:
     request.update_block_hashes()
 
 
-def _other_model(model: ModelConfig) -> str:
+def _other_model(config: VllmConfig) -> str:
     """Why rows that are computed here are not those of the model in the store; empty where they are."""
+    model = config.model_config
     own = getattr(model.hf_config, "quantization_config", None)
+    if is_quantized_kv_cache(config.cache_config.cache_dtype):
+        return "vLLM keeps its rows as fp8, which lose more than what the store promises"
     return _CHANGED if model.hf_overrides or (model.quantization and not own) else ""
 
 
-def _check(policy: str, groups: int, stages: int, contexts: int = 1) -> None:
+def _check(policy: str, stages: int, contexts: int = 1) -> None:
     """Refuse what documents cannot be loaded under."""
     wrong = ""
     if policy not in ("recompute", "fail"):
         wrong = 'set "kv_load_failure_policy" to "recompute", or to "fail": requests without their documents then fail'
-    elif groups > 1:
-        wrong = (
-            "the model's pages are in several groups, which kvwire does not load into yet: serve it without documents"
-        )
     elif stages > 1:
         wrong = "kvwire does not load into the stages of a pipeline yet: serve with --pipeline-parallel-size 1"
     elif contexts > 1:
@@ -375,28 +386,6 @@ def _shards() -> Shards:
     from .shards import Shards
 
     return Shards(get_tp_group().ranks)
-
-
-def _pages(views: list[Tensor], corpus: Any) -> Pages:  # noqa: ANN401 - a Corpus
-    """Whatever writes into these: vLLM's own kernel on a processor, strides elsewhere."""
-    dims = [spec.key_dim for spec in corpus.meta.layers]
-    if len(dims) != len(views):
-        msg = f"vLLM has pages of {len(views)} layers, the documents are of {len(dims)}: name their model"
-        raise MismatchError(msg)
-    if views[0].device.type != "cpu":
-        return StridedPages(views, dims)
-    return PackedPages(views, dims, _cpu_kernel)
-
-
-def _cpu_kernel(view: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write as vLLM does on a processor."""
-    from vllm._custom_ops import cpu_attn_reshape_and_cache
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    blocks, heads, tokens, width = view.shape
-    key_pages, value_pages = view.view(blocks, heads, tokens * 2, width // 2).chunk(2, dim=2)
-    isa = _get_attn_isa(view.dtype, tokens, width // 2)
-    cpu_attn_reshape_and_cache(keys, values, key_pages, value_pages, slots, isa)
 
 
 def _other_half() -> ArgumentError:

@@ -14,6 +14,8 @@ COUNTED = {
     "saved_tokens": "Tokens of these.",
     "saved_bytes": "Bytes of their blobs.",
     "unsaved_prompts": "Prompts that were to be kept and could not be.",
+    "soon_documents": "Documents that began to be fetched ahead.",
+    "soon_dropped": "Documents that were to be fetched ahead and were not: lost, or too many waited.",
 }
 """Names, with what they count."""
 

@@ -93,6 +93,7 @@ class PageLoader(Loader):
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
         self._has_profile = False
         self.token_s = 0.0  # what computing a token costs the model, once that is known
+        self.is_whole = False  # a load of which a part is missing is worth nothing
         self._warming.begin(self._get_ready())
 
     def load(
@@ -110,7 +111,7 @@ class PageLoader(Loader):
         total, limit_s = min(sum(map(len, texts)), wanted or 1 << 40), self._settings.patience_s
 
         def grace_s(work: PromptWorker) -> float:
-            return self.token_s * (total - _front(work, len(documents), least)[0])
+            return self.token_s * (total - (0 if self.is_whole else _front(work, len(documents), least)[0]))
 
         worth_s = None if goal.deadline_s is None else goal.deadline_s + self.token_s * total
         request = LoadRequest(

@@ -18,14 +18,76 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    from kvwire.types import CacheMeta
+
+    Write = Callable[[Tensor, Tensor, Tensor, Tensor, "Form"], None]
 
 _RANK = 4
-_DIGIT = 7  # bits of a number that every float dtype of a cache holds exactly
+_DIGIT, _FP8_DIGIT = 7, 3  # bits of a number that every dtype of a cache holds exactly
+_OVER = 1.02  # a scale leaves a number a little off, and some writers of fp8 round towards zero
 _MOST_ELEMENTS = 1 << 28  # of a block
+_CLOSE = 1e-3  # to a whole number that a scale was multiplied to and divided by
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NULL_BLOCK = 0
-"""vLLM keeps this block for padding and gives it to no request."""
+"""vLLM keeps this block for padding, and in place of those that a sliding window has left."""
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """How a layer's pages hold rows.
+
+    Attributes:
+        dtype: Of the numbers in memory; None: the view's own. Of fp8, whose views are of bytes: e4m3 or e5m2.
+        given: In which vLLM's own writer takes keys and values; None: ``dtype``.
+        key_scale: What keys are divided by.
+        value_scale: What values are divided by.
+    """
+
+    dtype: torch.dtype | None = None
+    given: torch.dtype | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def digit(self) -> int:
+        """Bits of a number that is held exactly."""
+        return _DIGIT if self.dtype is None else _FP8_DIGIT
+
+    def scaled(self, numbers: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that are held as these whole numbers."""
+        over = 1.0 if self.dtype is None else _OVER
+        return numbers[..., :key_dim] * self.key_scale * over, numbers[..., key_dim:] * self.value_scale * over
+
+    def rows(self, keys: Tensor, values: Tensor, view: Tensor) -> Tensor:
+        """Both sides, one behind the other, as a view holds them."""
+        if self.dtype is None:
+            return torch.cat((keys, values), -1).to(view.device, view.dtype)
+        sides = ((keys, self.key_scale), (values, self.value_scale))
+        scaled = torch.cat([side.to(view.device, self.given).float() / scale for side, scale in sides], -1)
+        most = torch.finfo(self.dtype).max
+        return scaled.clamp(-most, most).to(self.dtype).view(view.dtype)
+
+    def sides(self, rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of what a view holds."""
+        if self.dtype is None:
+            return rows[..., :key_dim], rows[..., key_dim:]
+        rows = rows.view(self.dtype).float()
+        return rows[..., :key_dim] * self.key_scale, rows[..., key_dim:] * self.value_scale
+
+
+@dataclass(frozen=True)
+class Table:
+    """Layers that share a list of blocks in each request.
+
+    Attributes:
+        layers: Their numbers among the pages'.
+        block_tokens: Tokens of a block of that list, which may be several blocks of a view.
+        is_whole: No block of a request is left out, as those before a sliding window are.
+    """
+
+    layers: tuple[int, ...]
+    block_tokens: int
+    is_whole: bool = True
 
 
 class Pages(Protocol):
@@ -38,6 +100,11 @@ class Pages(Protocol):
 
     @property
     def key_dims(self) -> Sequence[int]:
+        """Of each layer."""
+        ...
+
+    @property
+    def forms(self) -> Sequence[Form]:
         """Of each layer."""
         ...
 
@@ -64,28 +131,31 @@ class StridedPages:
     Attributes:
         views: Of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first.
         key_dims: Of each layer.
+        forms: Of each layer; empty: numbers of the views' own dtype.
     """
 
     views: Sequence[Tensor]
     key_dims: Sequence[int]
+    forms: Sequence[Form] = ()
 
     def __post_init__(self) -> None:
         """Refuse what are no pages."""
-        check_views(self.views, self.key_dims)
+        object.__setattr__(self, "forms", self.forms or [Form()] * len(self.views))
+        check_views(self.views, self.key_dims, self.forms)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write tokens of one layer, see ``Pages``."""
         view = self.views[layer]
-        both = torch.cat((keys, values), -1).transpose(0, 1).to(view.device, view.dtype)
+        rows = self.forms[layer].rows(keys, values, view).transpose(0, 1)
         slots = slots.to(view.device)
-        view[slots // view.shape[2], :, slots % view.shape[2]] = both
+        view[slots // view.shape[2], :, slots % view.shape[2]] = rows
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy tokens of one layer, see ``Pages``."""
-        view, dim = self.views[layer], self.key_dims[layer]
+        view = self.views[layer]
         slots = slots.to(view.device)
-        both = view[slots // view.shape[2], :, slots % view.shape[2]].transpose(0, 1)
-        return both[..., :dim], both[..., dim:]
+        rows = view[slots // view.shape[2], :, slots % view.shape[2]].transpose(0, 1)
+        return self.forms[layer].sides(rows, self.key_dims[layer])
 
 
 @dataclass(eq=False)
@@ -95,28 +165,31 @@ class PackedPages:
     Attributes:
         views: As of ``StridedPages``; each block of a view is one run of memory.
         key_dims: Of each layer.
-        kernel: ``kernel(view, slots, keys, values)`` writes tokens; keys are ``[tokens, heads, key_dim]``.
+        kernel: ``kernel(view, slots, keys, values, form)`` writes tokens; keys are ``[tokens, heads, key_dim]``.
+        forms: As of ``StridedPages``.
     """
 
     views: Sequence[Tensor]
     key_dims: Sequence[int]
     kernel: Write
+    forms: Sequence[Form] = ()
     _orders: dict[tuple[torch.Size, torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Learn where elements lie; refuse what are no pages."""
-        check_views(self.views, self.key_dims)
+        self.forms = self.forms or [Form()] * len(self.views)
+        check_views(self.views, self.key_dims, self.forms)
         if any(not view[0].is_contiguous() for view in self.views):
             raise MismatchError("a packed block must be one run of memory: kvwire does not know this layout of vLLM's")
-        for view, dim in zip(self.views, self.key_dims, strict=True):
+        for view, dim, form in zip(self.views, self.key_dims, self.forms, strict=True):
             if (key := (view.shape[1:], view.dtype, dim)) not in self._orders:
-                self._orders[key] = learn_order(view, dim, self.kernel)
+                self._orders[key] = learn_order(view, dim, self.kernel, form)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write tokens of one layer, see ``Pages``."""
-        view = self.views[layer]
-        turned = [side.transpose(0, 1).to(view.dtype).contiguous() for side in (keys, values)]
-        self.kernel(view, slots, *turned)
+        view, form = self.views[layer], self.forms[layer]
+        keys, values = (side.transpose(0, 1).to(form.given or view.dtype).contiguous() for side in (keys, values))
+        self.kernel(view, slots, keys, values, form)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy tokens of one layer, see ``Pages``."""
@@ -124,16 +197,21 @@ class PackedPages:
         order = self._orders[view.shape[1:], view.dtype, dim]
         blocks, at = torch.unique(slots // view.shape[2], return_inverse=True)
         plain = view[blocks].flatten(1)[:, order].view(-1, *view.shape[1:])
-        both = plain[at, :, slots % view.shape[2]].transpose(0, 1)
-        return both[..., :dim], both[..., dim:]
+        return self.forms[layer].sides(plain[at, :, slots % view.shape[2]].transpose(0, 1), dim)
 
 
-def check_views(views: Sequence[Tensor], key_dims: Sequence[int]) -> None:
+def layers_with_rows(meta: CacheMeta) -> list[int]:
+    """Numbers of the layers that have keys and values of their own."""
+    return [layer for layer, spec in enumerate(meta.layers) if spec.kind != "none"]
+
+
+def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[Form]) -> None:
     """Refuse what are no pages."""
-    if not views or len(views) != len(key_dims):
+    if not views or not len(views) == len(key_dims) == len(forms):
         raise MismatchError(f"{len(views)} layers of pages for {len(key_dims)} layers of a cache")
-    for layer, (view, dim) in enumerate(zip(views, key_dims, strict=True)):
-        if view.ndim != _RANK or not 0 < dim < view.shape[3] or view.dtype not in DTYPES:
+    for layer, (view, dim, form) in enumerate(zip(views, key_dims, forms, strict=True)):
+        is_known = view.dtype in DTYPES if form.dtype is None else view.element_size() == form.dtype.itemsize
+        if view.ndim != _RANK or not 0 < dim < view.shape[3] or not is_known:
             raise MismatchError(
                 f"layer {layer}: pages are [blocks, heads, block_tokens, key_dim + value_dim] of float32, bfloat16 or "
                 f"float16, got {tuple(view.shape)} of {view.dtype} with keys of {dim}: kvwire does not know this layout"
@@ -161,13 +239,14 @@ def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) ->
     return torch.tensor(list(blocks), dtype=torch.int64)[at // block_tokens] * block_tokens + at % block_tokens
 
 
-def learn_order(view: Tensor, key_dim: int, kernel: Write) -> Tensor:
+def learn_order(view: Tensor, key_dim: int, kernel: Write, form: Form) -> Tensor:
     """Learn where a kernel puts the elements of a block, by having it write numbers into the null block.
 
     Args:
         view: ``[blocks, heads, block_tokens, key_dim + value_dim]``; the null block is zeros afterwards.
         key_dim: Of the layer.
         kernel: See ``PackedPages``.
+        form: Of the layer.
 
     Returns:
         Int64 ``[elements of a block]``: for element ``[head, place, dim]`` of the logical block, counted in that order,
@@ -183,10 +262,11 @@ def learn_order(view: Tensor, key_dim: int, kernel: Write) -> Tensor:
         raise MismatchError(msg)
     numbers = torch.arange(count).view(heads, tokens, width).transpose(0, 1)
     slots, found = torch.arange(tokens) + NULL_BLOCK * tokens, torch.zeros(count, dtype=torch.int64)
-    for shift in range(0, max(count - 1, 1).bit_length(), _DIGIT):
-        digit = ((numbers >> shift) & ((1 << _DIGIT) - 1)).to(view.dtype)
-        kernel(view, slots, digit[..., :key_dim].contiguous(), digit[..., key_dim:].contiguous())
-        found += view[NULL_BLOCK].flatten().to(torch.int64) << shift
+    for shift in range(0, max(count - 1, 1).bit_length(), form.digit):
+        sides = form.scaled((numbers >> shift) & ((1 << form.digit) - 1), key_dim)
+        keys, values = (side.to(form.given or view.dtype).contiguous() for side in sides)
+        kernel(view, slots, keys, values, form)
+        found += view[NULL_BLOCK].view(form.dtype or view.dtype).flatten().float().to(torch.int64) << shift
     view[NULL_BLOCK].zero_()
     order = torch.full((count,), -1, dtype=torch.int64)
     order[found.clamp(0, count - 1)] = torch.arange(count)
@@ -208,14 +288,16 @@ def probe(pages: Pages) -> None:
     """
     for layer, (view, dim) in enumerate(zip(pages.views, pages.key_dims, strict=True)):
         heads, tokens, width = view.shape[1:]
-        numbers = (torch.arange(heads * tokens * width) * 37 % 127 - 63).view(heads, tokens, width)
+        form, most = pages.forms[layer], (1 << pages.forms[layer].digit) - 1
+        numbers = (torch.arange(heads * tokens * width) * 37 % most - most // 2).view(heads, tokens, width)
         slots = torch.arange(tokens) + NULL_BLOCK * tokens
         beside = view[1:2].clone()
-        pages.write(layer, slots, numbers[..., :dim].to(view.dtype), numbers[..., dim:].to(view.dtype))
-        back = torch.cat(pages.read(layer, slots), -1).cpu()
+        pages.write(layer, slots, *(side.to(form.given or view.dtype) for side in form.scaled(numbers, dim)))
+        keys, values = (side.cpu() for side in pages.read(layer, slots))
+        back = torch.cat((keys / form.key_scale, values / form.value_scale), -1).float()
         is_alone = torch.equal(view[1:2], beside)
         view[NULL_BLOCK].zero_()
-        if not (torch.equal(back, numbers.to(view.dtype)) and is_alone):
+        if not (float((back - numbers).abs().max()) < _CLOSE and is_alone):
             raise MismatchError(
                 f"layer {layer}: what was written into vLLM's pages is not what is read from them; kvwire does not "
                 "know this layout of vLLM's, and loads nothing into it"

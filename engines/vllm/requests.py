@@ -27,7 +27,7 @@ SALTED = "kvwire-"
 """What the salts of all caches begin with that may hold loaded rows."""
 KEPT = "kept"
 """The one repair that vLLM can serve: rows that an earlier load computed and kept."""
-_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair", "head"}
+_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair", "head", "soon"}
 _OBJECTIVES = ("earliest", "quality", "cheapest")
 _MOST = 4096  # documents
 _LONGEST_S = 86400.0
@@ -59,6 +59,7 @@ class Choice:
     save: bool | str = False
     repair: str = ""
     head: int = 0
+    soon: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, params: object) -> Choice:
@@ -77,17 +78,19 @@ class Choice:
             unknown = sorted(map(str, set(params) - _NAMES))[:1] if isinstance(params, dict) else []
             raise ArgumentError(
                 f"kv_transfer_params: {PARAMS!r} is an object of documents or prefix, one of level, deadline_s and "
-                "objective, and perhaps save or repair" + (f"; {unknown[0][:40]!r} is none of these" if unknown else "")
+                "objective, and perhaps save, repair or soon"
+                + (f"; {unknown[0][:40]!r} is none of these" if unknown else "")
             )
         names, (prefix, save) = params.get("documents"), _flags(params)
-        is_list = isinstance(names, list) and 0 < len(names) <= _MOST and all(isinstance(n, str) and n for n in names)
-        if names is not None and not is_list:
-            raise ArgumentError(f"documents is a list of 1 to {_MOST} ids of documents")
+        soon = params.get("soon")
+        for name, ids in (("documents", names), ("soon", soon)):
+            if ids is not None and not _are_ids(ids):
+                raise ArgumentError(f"{name} is a list of 1 to {_MOST} ids of documents")
         if names and (prefix or save):
             msg = "a request names documents or asks for its longest prefix, not both, and linked rows are never saved"
             raise ArgumentError(msg)
         level, deadline, objective = _quality(params)
-        if not (names or prefix or save):
+        if not (names or prefix or save or soon):
             raise ArgumentError(f"documents is a list of 1 to {_MOST} ids of documents; else prefix or save is true")
         if (names or prefix) and level is None and deadline is None and objective != "earliest":
             raise ArgumentError("say how good the documents' caches must be: level, deadline_s, or objective earliest")
@@ -97,7 +100,10 @@ class Choice:
         if type(head) is not int or not 0 <= head <= _LONGEST_HEAD or (head and not (names or isinstance(save, str))):
             msg = f"head is how many tokens stand before the documents, at most {_LONGEST_HEAD}, got {str(head)[:40]}"
             raise ArgumentError(msg)
-        return cls(tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "", head)
+        return cls(
+            tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "", head,
+            tuple(soon or ()),
+        )  # fmt: skip
 
     @property
     def mode(self) -> str:
@@ -119,8 +125,12 @@ class Choice:
         """What a client sends; ``read`` takes it."""
         chosen = {"level": self.level, "deadline_s": self.deadline_s, "objective": self.objective}
         flags: dict[str, Any] = {"documents": list(self.documents), "prefix": self.prefix, "save": self.save}
-        flags |= {"repair": self.repair, "head": self.head}
+        flags |= {"repair": self.repair, "head": self.head, "soon": list(self.soon)}
         return {k: v for k, v in flags.items() if v} | {k: v for k, v in chosen.items() if v is not None}
+
+
+def _are_ids(names: object) -> bool:
+    return isinstance(names, list) and 0 < len(names) <= _MOST and all(isinstance(n, str) and n for n in names)
 
 
 def _flags(params: Mapping[str, object]) -> tuple[bool, bool | str]:
@@ -156,7 +166,7 @@ def salt_of(
     kept: KeptRepair | None = None,
 ) -> str:  # fmt: skip
     """The ``cache_salt`` of a request: no other request shares its cache in vLLM's memory."""
-    choice = replace(choice, save=False)  # what is kept afterwards changes no cache
+    choice = replace(choice, save=False, soon=())  # what is done for later requests changes no cache
     named = [
         [name, *((entry.sha256, entry.token_digest, entry.profile_digest) if entry else ("", "", ""))]
         for name, entry in zip(choice.documents, entries, strict=True)

@@ -26,7 +26,7 @@ from kvwire.types import KVCache, digest_tokens
 
 from .counting import Counts
 from .loading import without_weights
-from .pages import slots_of
+from .pages import layers_with_rows, slots_of
 from .requests import SALTED, Choice
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class Saver:
         self._corpus, self._scheme, self._index = corpus, index, corpus.index(index)
         self._pages: Pages | None = None
         self._shards: Shards | None = None
+        self._block_tokens = 0
+        self._layers = layers_with_rows(corpus.meta)
         self._lock = threading.Lock()
         self._stored = threading.Condition(self._lock)
         self._copied: set[str] = set()
@@ -197,9 +199,10 @@ class Saver:
         self._copying = ThreadPoolExecutor(1, "kvwire-copy")
         self._encoding = ThreadPoolExecutor(1, "kvwire-encode")
 
-    def register(self, pages: Pages, shards: Shards | None = None) -> None:
-        """Take the pages to read from."""
+    def register(self, pages: Pages, shards: Shards | None = None, block_tokens: int = 0) -> None:
+        """Take the pages to read from; block_tokens: of requests' blocks, where the views' are shorter."""
         self._pages, self._shards = pages, shards
+        self._block_tokens = block_tokens or pages.views[0].shape[2]
 
     @property
     def _is_first(self) -> bool:
@@ -310,7 +313,7 @@ class Saver:
         if self._pages is None:
             raise KvwireError("vLLM asked to keep pages before it registered them; report this")
         view = self._pages.views[0]
-        slots = slots_of(save.blocks, view.shape[2], 0, len(save.token_ids))
+        slots = slots_of(save.blocks, self._block_tokens, 0, len(save.token_ids))
         sides = []
         with _beside(view):
             for layer in range(len(self._pages.views)):
@@ -323,7 +326,7 @@ class Saver:
             return None
         joined = []
         for at, side in enumerate(sides):
-            copies = shards.count * side.shape[0] // self._corpus.meta.layers[at // 2].kv_heads
+            copies = shards.count * side.shape[0] // self._corpus.meta.layers[self._layers[at // 2]].kv_heads
             whole = shards.gather(side, max(1, copies))  # few heads are with several workers
             joined.append(side if whole is None else whole)
         return joined
@@ -331,7 +334,7 @@ class Saver:
     def _store(self, save: PageSave, sides: list[Tensor], key: str) -> None:
         """In a thread: nothing that goes wrong here may be anybody's trouble."""
         try:
-            cache = self._corpus.cache_of(sides[::2], sides[1::2], save.token_ids)
+            cache = self._corpus.cache_of(self._of_all(sides[::2]), self._of_all(sides[1::2]), save.token_ids)
             entry, seconds = self._put(save, cache, key)
             if entry is not None:
                 new = entry.parts[-1] if save.way == "grown" and entry.parts else entry
@@ -345,6 +348,12 @@ class Saver:
             self._events += [] if save.event is None else [save.event]
             if save.document:
                 self._note(save.document, seconds)
+
+    def _of_all(self, sides: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor for each layer: those without rows have an empty one."""
+        there = dict(zip(self._layers, sides, strict=True))
+        none = sides[0].new_zeros(0, sides[0].shape[1], 0)
+        return [there.get(layer, none) for layer in range(len(self._corpus.meta.layers))]
 
     def _put(self, save: PageSave, cache: KVCache, digest: str) -> tuple[CatalogEntry | None, float]:
         """Into the store, and the seconds that took; None where it is there already."""

@@ -15,6 +15,7 @@ from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
 from .quality import LinkQuality
 from .requests import PARAMS, SALTED, Choice
+from .soon import NO_CACHE, Soon, has_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class PageLoad:
         position: The prompt's token at which the first of them begins.
         start: First token of the prompt to load.
         stop: Behind the last one.
-        blocks: The request's, from its first token on.
+        blocks: The request's, from its first token on; a list for each of the worker's tables.
         salt: Names mode and quality, and in documents mode all that their cache depends on.
         left_s: Seconds until the deadline; None: there is none.
         kept: Repaired rows to be laid over the documents, which then are all that it names; None: none.
@@ -58,7 +59,7 @@ class PageLoad:
     position: int
     start: int
     stop: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     salt: str
     left_s: float | None
     kept: KeptRepair | None = None
@@ -120,6 +121,7 @@ class ConnectorScheduler:
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
         self._asked: dict[str, _Asked] = {}
         self._loads: list[PageLoad] = []
+        self._hints: list[Soon] = []
 
     def begin(
         self,
@@ -138,6 +140,10 @@ class ConnectorScheduler:
         except ArgumentError as error:
             self._refuse(request_id, asked, str(error))
             return None
+        if asked.choice.soon and has_cache(self._corpus):
+            self._hints.append(Soon(asked.choice.soon, asked.choice.level))
+        elif asked.choice.soon:
+            asked.told["not_soon"] = NO_CACHE
         trouble = trouble or (self._paused() if asked.choice.mode else "")
         if trouble:
             asked.told["trouble"] = trouble
@@ -169,8 +175,8 @@ class ConnectorScheduler:
         least = self._least_tokens if asked.choice and asked.choice.prefix else 1
         return tokens if tokens >= least else 0
 
-    def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
-        """Note where tokens go that were promised."""
+    def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """Note where tokens go that were promised; blocks: see ``PageLoad``."""
         asked = self._asked.get(request_id)
         if asked is None or not tokens:
             return
@@ -183,8 +189,8 @@ class ConnectorScheduler:
         left_s = None if deadline_s is None else deadline_s - (self._clock() - asked.arrived)
         load = PageLoad(
             request_id, choice, tuple(piece.document_id for piece in pieces),
-            tuple(piece.token_ids for piece in pieces), position, start, start + tokens, tuple(blocks), asked.salt,
-            left_s, asked.kept, asked.loads, asked.front,
+            tuple(piece.token_ids for piece in pieces), position, start, start + tokens,
+            tuple(map(tuple, blocks)), asked.salt, left_s, asked.kept, asked.loads, asked.front,
         )  # fmt: skip
         self._loads.append(load)
         asked.loads += 1
@@ -194,6 +200,11 @@ class ConnectorScheduler:
         """Loads that were noted since the last call."""
         loads, self._loads = self._loads, []
         return loads
+
+    def take_hints(self) -> list[Soon]:
+        """What is to be fetched ahead since the last call."""
+        hints, self._hints = self._hints, []
+        return hints
 
     def loaded(self, request_id: str, outcome: LoadOutcome) -> None:
         """Take in what became of a load."""

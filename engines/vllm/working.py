@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from kvwire.reuse.assemble import moved
 from .counting import Counts
 from .loading import Loaded
 from .outcomes import LoadOutcome
-from .pages import probe, slots_of
+from .pages import NULL_BLOCK, Table, layers_with_rows, probe, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,11 +46,13 @@ class Written:
         requests: Whose loads have ended.
         bad_blocks: Blocks of these that hold nothing of use.
         outcomes: Of each load.
+        failed: Those of which nothing is of use.
     """
 
     requests: frozenset[str]
     bad_blocks: frozenset[int]
     outcomes: tuple[tuple[str, LoadOutcome], ...] = ()
+    failed: frozenset[str] = frozenset()
 
 
 class ConnectorWorker:
@@ -65,12 +68,21 @@ class ConnectorWorker:
         self._done: list[tuple[PageLoad, Loaded]] = []
         self._tails: OrderedDict[str, tuple[int, KVCache]] = OrderedDict()
         self._pages: Pages | None = None
+        self._tables: tuple[Table, ...] = ()
+        self._layers: list[int] = []  # of the documents' caches: some have no rows, and no pages
 
-    def register(self, pages: Pages, meta: CacheMeta) -> None:
+    def register(self, pages: Pages, meta: CacheMeta, tables: Sequence[Table] = ()) -> None:
         """Take the pages to write into, once they are known to hold what is written."""
         check_layers(pages, meta)
         probe(pages)
-        self._pages = pages
+        self._pages, self._layers = pages, layers_with_rows(meta)
+        self._tables = tuple(tables) or (Table(tuple(range(len(pages.views))), pages.views[0].shape[2]),)
+        self._loader.is_whole = not self._takes_parts
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether vLLM can compute from the first bad block on: the others hold all that is needed for it."""
+        return len(self._tables) == 1 and self._tables[0].is_whole
 
     def start(self, loads: Sequence[PageLoad]) -> None:
         """Begin loads; returns at once."""
@@ -89,20 +101,25 @@ class ConnectorWorker:
         """Write what has come into its pages; to be called between two steps of the model."""
         with self._lock:
             done, self._done = self._done, []
-        requests, bad, outcomes = set(), set(), []
+        requests, bad, failed, outcomes = set(), set(), set(), []
         for load, loaded in done:
             there = min(max(loaded.tokens, load.start), load.stop) if loaded.cache is not None else load.start
+            if there < load.stop and not self._takes_parts:
+                there = load.start
             self._counts.add(
                 loads=1, loaded_tokens=there - load.start, lost_tokens=load.stop - there, loaded_bytes=loaded.bytes
             )
             try:
-                bad |= self._write(load, loaded)
+                self._write(load, loaded, there)
             except KvwireError:
                 raise
             except Exception as error:  # noqa: BLE001 - the other loads of the batch would be waited for, for ever
                 _LOG.warning("request %s: %s: %s", load.request_id, type(error).__name__, error)
-                bad |= set(load.blocks)
                 there = load.start
+            if there < load.stop and self._takes_parts:
+                bad |= self._bad(load, there)
+            elif there < load.stop:
+                failed.add(load.request_id)
             trouble = "; ".join(loaded.troubles) if there < load.stop else ""
             outcomes.append(
                 (
@@ -113,7 +130,7 @@ class ConnectorWorker:
                 )
             )
             requests.add(load.request_id)
-        return Written(frozenset(requests), frozenset(bad), tuple(outcomes))
+        return Written(frozenset(requests), frozenset(bad), tuple(outcomes), frozenset(failed))
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """Learn from a step of the model what a token costs that a load loses."""
@@ -160,25 +177,29 @@ class ConnectorWorker:
             return None
         return Loaded(kept[1], load.stop)
 
-    def _write(self, load: PageLoad, loaded: Loaded) -> set[int]:
-        """Write what there is of a load; returns the blocks of the rest."""
+    def _write(self, load: PageLoad, loaded: Loaded, stop: int) -> None:
+        """Write a load's tokens before ``stop``, into the blocks that vLLM has for them."""
         pages, cache = self._pages, loaded.cache
         if pages is None:
             raise MismatchError("vLLM asked for documents before it registered its pages; report this")
-        block_tokens = pages.views[0].shape[2]
-        stop = min(loaded.tokens, load.stop) if cache is not None else load.start
-        if cache is not None and stop > load.start:
-            first = load.start - cache.meta.offset
-            part = cache.slice(first, stop - cache.meta.offset)
-            slots = slots_of(load.blocks, block_tokens, load.start, stop)
-            for layer, (keys, values) in enumerate(zip(part.keys, part.values, strict=True)):
-                pages.write(layer, slots, self._own(pages, layer, keys), self._own(pages, layer, values))
-            if stop == load.stop and not load.choice.prefix:  # a prefix's salt does not say which
-                self._keep_tail(load, cache, block_tokens)
-        if stop >= load.stop:
-            return set()
-        first_bad = max(stop, load.start) // block_tokens
-        return set(load.blocks[first_bad : -(-load.stop // block_tokens)])
+        if cache is None or stop <= load.start:
+            return
+        part = cache.slice(load.start - cache.meta.offset, stop - cache.meta.offset)
+        for table, blocks in zip(self._tables, load.blocks, strict=True):
+            slots = slots_of(blocks, table.block_tokens, load.start, stop)
+            there = slots // table.block_tokens != NULL_BLOCK
+            for layer in table.layers:
+                sides = (part.keys[self._layers[layer]], part.values[self._layers[layer]])
+                if not table.is_whole:
+                    sides = (sides[0][:, there], sides[1][:, there])
+                pages.write(layer, slots[there], *(self._own(pages, layer, side) for side in sides))
+        if stop == load.stop and not load.choice.prefix:  # a prefix's salt does not say which
+            self._keep_tail(load, cache, math.lcm(*(table.block_tokens for table in self._tables)))
+
+    def _bad(self, load: PageLoad, stop: int) -> set[int]:
+        """Blocks of what is missing of a load."""
+        block_tokens = self._tables[0].block_tokens
+        return set(load.blocks[0][max(stop, load.start) // block_tokens : -(-load.stop // block_tokens)])
 
     def _own(self, pages: Pages, layer: int, side: torch.Tensor) -> torch.Tensor:
         heads = pages.views[layer].shape[1]
@@ -201,14 +222,15 @@ class ConnectorWorker:
 
 def check_layers(pages: Pages, meta: CacheMeta) -> None:
     """Refuse pages that are not those of a model's layers."""
-    if len(pages.views) != len(meta.layers):
-        msg = f"vLLM has pages of {len(pages.views)} layers, the documents are of {len(meta.layers)}: name their model"
+    layers = layers_with_rows(meta)
+    if len(pages.views) != len(layers):
+        msg = f"vLLM has pages of {len(pages.views)} layers, the documents are of {len(layers)}: name their model"
         raise MismatchError(msg)
-    for layer, (view, spec) in enumerate(zip(pages.views, meta.layers, strict=True)):
-        if spec.kind != "full" or spec.value_rope is not None:
-            what = "latent attention" if spec.value_rope is not None else f"{spec.kind} attention"
-            msg = f"layer {layer} has {what}, which kvwire does not load into vLLM's pages yet; serve without documents"
-            raise MismatchError(msg)
+    for layer, view in zip(layers, pages.views, strict=True):
+        spec = meta.layers[layer]
+        if spec.value_rope is not None:
+            msg = f"layer {layer} has latent attention, which kvwire does not load into vLLM's pages yet"
+            raise MismatchError(f"{msg}: serve this model without documents")
         if view.shape[3] != spec.key_dim + spec.value_dim or spec.kv_heads % view.shape[1]:
             raise MismatchError(
                 f"layer {layer}: vLLM's pages hold {view.shape[1]} heads of {view.shape[3]} elements, the documents' "

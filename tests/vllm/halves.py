@@ -19,14 +19,14 @@ QUESTION = [3, 4, 5]
 class Halves:
     """Both halves, and pages of 64 blocks."""
 
-    def __init__(self, told, link=None, counts=None, **settings):
+    def __init__(self, told, link=None, counts=None, tables=(), **settings):
         self.corpus = told.corpus
         self.scheduling = ConnectorScheduler(self.corpus, patience_s=20.0, **settings)
         self.working = ConnectorWorker(PageLoader(self.corpus, torch.float32, link=link), counts=counts)
         specs = self.corpus.meta.layers
         self.views = [torch.zeros(64, s.kv_heads, BLOCK, s.key_dim + s.value_dim) for s in specs]
-        self.working.register(StridedPages(self.views, [s.key_dim for s in specs]), self.corpus.meta)
-        self.count = 0
+        self.working.register(StridedPages(self.views, [s.key_dim for s in specs]), self.corpus.meta, tables)
+        self.tables, self.count = tables, 0
 
     def promise(self, body, computed=0):
         """Tokens promised, as a scheduler asks for them; the request's name."""
@@ -39,20 +39,21 @@ class Halves:
             time.sleep(0.005)
         return name, promised
 
-    def load(self, body, computed=0):
-        """Bad blocks, all blocks, what is told, and tokens promised."""
+    def load(self, body, computed=0, lists=None):
+        """Bad blocks, all blocks, what is told, and tokens promised; lists: of each table's blocks."""
         name, promised = self.promise(body, computed)
         blocks = [(5 * i + 3) % 63 + 1 for i in range(-(-len(body["prompt"]) // BLOCK))]
-        self.scheduling.allocated(name, blocks, promised)
+        self.scheduling.allocated(name, lists or [blocks], promised)
         loads = self.scheduling.take()
         self.working.start(loads)
-        until, ended, bad = time.monotonic() + 180, set(), set()
+        until, ended, bad, self.failed = time.monotonic() + 180, set(), set(), set()
         while loads and name not in ended:
             assert time.monotonic() < until
             time.sleep(0.005)
             written = self.working.collect()
             ended |= written.requests
             bad |= written.bad_blocks
+            self.failed |= written.failed
             for each in written.outcomes:
                 self.scheduling.loaded(*each)
         return bad, blocks, self.scheduling.end(name)["kvwire"], promised

@@ -92,9 +92,9 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def encoded(engine, store: Store, **options) -> Corpus:
+def encoded(engine, store: Store, lossless=False, **options) -> Corpus:
     """The documents in a store."""
-    corpus = Corpus(engine, store, coding=Coding(chunk_tokens=64))
+    corpus = Corpus(engine, store, coding=Coding(chunk_tokens=64, lossless=lossless))
     draw = random.Random(5)
     documents = [Document(name, tuple(draw.choices(range(20, 500), k=n))) for name, n in LENGTHS.items()]
     list(corpus.encode(documents, **options))

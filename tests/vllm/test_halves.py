@@ -14,7 +14,7 @@ from kvwire.engines.vllm import loading
 from kvwire.engines.vllm.counting import Counts
 from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.opening import ConnectorSettings
-from kvwire.engines.vllm.pages import StridedPages
+from kvwire.engines.vllm.pages import StridedPages, Table, slots_of
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
 from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
@@ -89,14 +89,58 @@ def test_a_lost_blob_makes_all_behind_it_bad(halves, told):
     assert bad == set(blocks[: -(-promised // BLOCK)])
 
 
+LISTS = [list(range(20, 0, -1)), [*[0] * 15, 45, 44, 43, 42, 41]]
+"""Of the layers that see all, and of those whose window has left the first 15 blocks."""
+
+
+@pytest.fixture
+def windowed(told):
+    with closing(Halves(told, tables=[Table((0,), BLOCK), Table((1,), BLOCK, is_whole=False)])) as made:
+        yield made
+
+
+def test_blocks_that_a_window_has_left_are_not_written(windowed, told):
+    cache, body = expected(told, "abc"), windowed.body("abc")
+    for computed in (0, 304):  # the second time from memory
+        for view in windowed.views:
+            view.zero_()
+        bad, _, said, promised = windowed.load(body, computed, LISTS)
+        assert (bad, windowed.failed, promised, said["lost_tokens"]) == (set(), set(), cache.tokens - computed, 0)
+        pages = StridedPages(windowed.views, [spec.key_dim for spec in told.corpus.meta.layers])
+        for layer, start in ((0, computed), (1, max(computed, 15 * BLOCK))):
+            keys, values = pages.read(layer, slots_of(LISTS[layer], BLOCK, start, cache.tokens))
+            assert torch.allclose(keys, cache.keys[layer][:, start : cache.tokens], atol=2e-5, rtol=0)
+            assert torch.equal(values, cache.values[layer][:, start : cache.tokens])
+        assert not windowed.views[1][:41].any()
+
+
+def test_a_part_of_what_windows_need_is_nothing(windowed, told):
+    body = windowed.body("abc")
+    damage(told, "b", 1)
+    bad, _, said, promised = windowed.load(body, 0, LISTS)
+    assert (bad, windowed.failed) == (set(), {"request 1"})
+    assert (said["loaded_tokens"], said["lost_tokens"]) == (0, promised)
+
+
+def test_blocks_longer_than_those_of_the_pages_hold_the_same_tokens(told):
+    with closing(Halves(told, tables=[Table((0, 1), 4 * BLOCK)])) as halves:
+        cache, tables = expected(told, "abc"), [3, 9, 1, 12, 5]
+        bad, *_ = halves.load(halves.body("abc"), 0, [tables])
+        assert bad == set()
+        check(halves, [4 * block + at for block in tables for at in range(4)], cache, 0, cache.tokens)
+        damage(told, "b", 1)  # tokens 182 to 214
+        bad, *_ = halves.load(halves.body("ab", 0) | {}, 0, [tables])
+        assert bad == {1, 12}
+
+
 def test_a_load_is_begun_once_for_each_time_that_its_pages_are_there(halves):
     """A load that brought nothing leaves vLLM where it was before: promised again, it would never end."""
     name, promised = halves.promise(halves.body("ab"))
     assert halves.scheduling.promised(name, 0) == promised  # nothing was begun yet
-    halves.scheduling.allocated(name, list(range(1, 40)), promised)
+    halves.scheduling.allocated(name, [list(range(1, 40))], promised)
     assert halves.scheduling.promised(name, 0) == 0
     assert halves.scheduling.promised(name, 0, 1) == promised
-    halves.scheduling.allocated(name, list(range(1, 40)), promised)
+    halves.scheduling.allocated(name, [list(range(1, 40))], promised)
     assert halves.scheduling.promised(name, 0, 1) == 0
     assert [(load.start, load.stop) for load in halves.scheduling.take()] == [(0, promised)] * 2
 
@@ -190,7 +234,7 @@ def test_idle_steps_wait_for_loads_and_only_while_there_are_some(told):
         started = time.monotonic()
         halves.working.wait(20.0)  # nothing is under way
         name, promised = halves.promise(request_body(told.corpus, Choice(("a",), level=1), QUESTION))
-        halves.scheduling.allocated(name, list(range(1, 64)), promised)
+        halves.scheduling.allocated(name, [list(range(1, 64))], promised)
         halves.working.start(halves.scheduling.take())
         began = time.monotonic()
         halves.working.wait(0.02)

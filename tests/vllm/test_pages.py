@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.engines.vllm.pages import PackedPages, StridedPages, learn_order, probe, slots_of
+from kvwire.engines.vllm.pages import Form, PackedPages, StridedPages, learn_order, probe, slots_of
 from kvwire.engines.vllm.working import check_layers
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import CacheMeta, LayerSpec
@@ -95,7 +95,7 @@ def test_tokens_beyond_the_blocks_are_refused():
         slots_of([4, 5], 16, 3, 33)
 
 
-def packed(view, slots, keys, values):
+def packed(view, slots, keys, values, _form):
     """A kernel as on processors: a block's keys first, as ``[dim, tokens]`` of each head, then its values."""
     tokens, dim = view.shape[2], keys.shape[2]
     for token, slot in enumerate(slots.tolist()):
@@ -122,13 +122,50 @@ def test_a_packed_order_is_learnt_and_read(dtype, block_tokens):
     assert not torch.equal(torch.cat(StridedPages(layers, [6, 6]).read(1, slots), -1), torch.cat((keys, values), -1))
 
 
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 2.6)])
+def test_fp8_pages_hold_a_number_over_its_scale(dtype, given, scales):
+    form = Form(dtype, given, *scales)
+    pages = StridedPages(views("LBNHC", 1, 4, 2, 16, 10, torch.uint8), [4], [form])
+    probe(pages)
+    slots = slots_of([3, 1], 16, 5, 30)
+    sides = [3 * torch.randn(2, 25, dim) for dim in (4, 6)]
+    sides[0][0, 0, 0] = 1e6  # more than fp8 can say
+    pages.write(0, slots, *sides)
+    most = torch.finfo(dtype).max
+    for side, back, scale in zip(sides, pages.read(0, slots), scales, strict=True):
+        right = torch.tensor([min(max(float(x) / scale, -most), most) for x in side.to(given).flatten()])
+        assert torch.equal(back.flatten(), right.to(dtype).float() * scale)
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_a_packed_order_of_fp8_is_learnt_and_read(dtype):
+    def kernel(view, slots, keys, values, form):
+        sides = ((keys, form.key_scale), (values, form.value_scale))
+        packed(view, slots, *((side.float() / scale).to(dtype).view(torch.uint8) for side, scale in sides), form)
+
+    form = Form(dtype, torch.bfloat16, 0.37, 2.6)
+    pages = PackedPages(views("LBHNC", 1, 4, 2, 16, 12, torch.uint8), [6], kernel, [form])
+    probe(pages)
+    slots, sides = slots_of([3, 1], 16, 5, 25), [torch.randn(2, 20, 6).bfloat16() for _ in range(2)]
+    pages.write(0, slots, *sides)
+    strided = StridedPages(views("LBHNC", 1, 4, 2, 16, 12, torch.uint8), [6], [form])
+    strided.write(0, slots, *sides)
+    for mine, right in zip(pages.read(0, slots), strided.read(0, slots), strict=True):
+        assert torch.equal(mine, right)
+
+
 def test_a_kernel_that_drops_or_doubles_elements_is_refused():
-    def doubling(view, slots, keys, values):
-        packed(view, slots, keys, values)
+    def doubling(view, slots, keys, values, form):
+        packed(view, slots, keys, values, form)
         view[:, 0, 0, 0] = view[:, 0, 1, 0]
 
     with pytest.raises(MismatchError, match="in a place of its own"):
-        learn_order(views("LBHNC", 1, 2, 2, 16, 8)[0], 4, doubling)
+        learn_order(views("LBHNC", 1, 2, 2, 16, 8)[0], 4, doubling, Form())
 
 
 def test_a_layout_that_does_not_give_back_what_was_written_is_refused():
@@ -165,7 +202,6 @@ def test_a_packed_block_in_pieces_is_refused():
 @pytest.mark.parametrize(
     ("spec", "say"),
     [
-        (LayerSpec(2, 4, 4, "sliding", 0, 64), "sliding attention"),
         (LayerSpec(1, 4, 4, "full", None, None, 0), "latent attention"),
         (LayerSpec(3, 4, 4, rope=0), "2 heads of 8 elements, the documents' caches 3 of 8"),
         (LayerSpec(2, 8, 8, rope=0), "2 heads of 8 elements, the documents' caches 2 of 16"),
@@ -175,6 +211,7 @@ def test_pages_of_other_layers_are_refused(spec, say):
     pages = StridedPages(views("LBHNC", 1, 3, 2, 16, 8), [4])
     check_layers(pages, CacheMeta(layers=(LayerSpec(2, 4, 4, rope=0),)))
     check_layers(pages, CacheMeta(layers=(LayerSpec(4, 4, 4, rope=0),)))  # this worker's half of the heads
+    check_layers(pages, CacheMeta(layers=(LayerSpec(0, 0, 0, "none"), LayerSpec(2, 4, 4, "sliding", 0, 64))))
     with pytest.raises(MismatchError, match=say):
         check_layers(pages, CacheMeta(layers=(spec,)))
     with pytest.raises(MismatchError, match="pages of 1 layers, the documents are of 2"):

@@ -26,6 +26,8 @@ from kvwire.vllm import Choice, request_body, request_salt
         Choice(("a",), objective="earliest"),
         Choice(("a", "b"), level=1, repair="kept"),
         Choice(("a",), level=1, head=24),
+        Choice(("a",), level=1, soon=("b", "c")),
+        Choice(level=1, soon=("b",)),
     ],
 )
 def test_a_choice_is_read_as_it_was_written(choice):
@@ -50,6 +52,7 @@ def test_a_choice_is_read_as_it_was_written(choice):
         ({"documents": "a", "level": 1}, "documents is a list"),
         ({"documents": ["a", ""], "level": 1}, "documents is a list"),
         ({"documents": ["a", 3], "level": 1}, "documents is a list"),
+        ({"soon": "a"}, "soon is a list"),
         ({"documents": ["a"], "level": True}, "level is a whole number"),
         ({"documents": ["a"], "level": -1}, "level is a whole number"),
         ({"documents": ["a"], "level": 1.0}, "level is a whole number"),

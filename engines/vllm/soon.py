@@ -1,0 +1,78 @@
+"""Documents that later requests will name: fetched ahead into the store's cache, behind everything else."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.errors import KvwireError
+from kvwire.runtime.threads import DaemonThreads
+
+from .counting import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.runtime.corpus import Corpus
+
+_MOST = 1024
+"""Documents that wait; more are left out."""
+NO_CACHE = 'this vLLM has no cache to fetch ahead into: start it with "cache" or "memory_size"'
+_LOG = logging.getLogger("kvwire.vllm")
+
+
+@dataclass(frozen=True)
+class Soon:
+    """What a request says of later ones.
+
+    Attributes:
+        documents: Their ids.
+        level: The level that will be loaded; None: the finest that is not lossless.
+    """
+
+    documents: tuple[str, ...]
+    level: int | None = None
+
+
+def has_cache(corpus: Corpus) -> bool:
+    """Whether what is fetched ahead has a place."""
+    return hasattr(corpus.catalog.store, "prefetch")
+
+
+class Ahead:
+    """A worker's half: a thread asks the catalog and queues ranges, which the store's cache reads when it is quiet."""
+
+    def __init__(self, corpus: Corpus, counts: Counts | None = None) -> None:
+        """Fetch nothing yet."""
+        self._corpus, self._counts = corpus, counts or Counts()
+        self._threads = DaemonThreads(1, "kvwire-soon")
+        self._waiting = 0  # an estimate is enough: two threads count, and the bound is no promise
+        self._told: set[str] = set()
+
+    def start(self, hints: Sequence[Soon]) -> None:
+        """Begin to fetch ahead; returns at once."""
+        for hint in hints:
+            for name in hint.documents:
+                if self._waiting >= _MOST:
+                    self._counts.add(soon_dropped=1)
+                    continue
+                self._waiting += 1
+                self._threads.submit(self._fetch, name, hint.level)
+
+    def close(self) -> None:
+        """Leave out what waits."""
+        self._threads.shutdown(wait=False)
+
+    def _fetch(self, name: str, level: int | None) -> None:
+        """In a thread: nothing that goes wrong here is any request's trouble."""
+        self._waiting -= 1
+        try:
+            self._corpus.prefetch((name,), level)
+            self._counts.add(soon_documents=1)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._counts.add(soon_dropped=1)
+            if (kind := type(error).__name__) not in self._told:
+                self._told.add(kind)
+                words = str(error) if isinstance(error, KvwireError) else f"{kind}: {error}"
+                _LOG.warning("document %r is not fetched ahead: %s (told once)", name, words)

@@ -1,0 +1,194 @@
+"""The connector inside vLLM with models whose pages are of other kinds than full attention's in plain numbers."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
+
+import transformers
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvwire.engines.transformers import open_engine
+from kvwire.engines.vllm.layout import _cpu_kernel, check_groups
+from kvwire.engines.vllm.pages import Form, PackedPages, probe, slots_of
+from kvwire.engines.vllm.requests import PARAMS
+from kvwire.engines.vllm.saving import SAVED
+from kvwire.errors import ArgumentError
+from kvwire.store import FolderStore
+from kvwire.types import digest_tokens
+
+from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, serving_llm
+
+pytestmark = pytest.mark.filterwarnings("default")
+_COMMON = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.15,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_WINDOW = {"sliding_window": 96}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2} | _WINDOW
+_MODELS = {
+    "gemma3": (
+        "Gemma3TextConfig",
+        _WINDOW | {"layer_types": [*["sliding_attention"] * 3, "full_attention"], "query_pre_attn_scalar": 32},
+    ),
+    "gpt-oss": ("GptOssConfig", _MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        _MIXED | {
+            "global_head_dim": 32, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 512,
+        },
+    ),
+    "mistral": ("MistralConfig", _WINDOW),
+    "llama": ("LlamaConfig", {}),
+}  # fmt: skip
+
+
+@contextmanager
+def served(root, family, **options):
+    """A vLLM of a tiny random model beside its documents."""
+    name, more = _MODELS[family]
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**_COMMON | more), dtype=torch.float32, attn_implementation="eager"
+    )
+    model.save_pretrained(root / "model")
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(FolderStore(root / "store")))
+        engine = open_engine(root / "model", dtype=torch.float32)
+        corpus = encoded(engine, store, lossless=True)
+        given = {"max_model_len": 1024} | options
+        llm = stack.enter_context(serving_llm(root / "model", f"file://{root / 'store'}", **given))
+        yield Place(llm, engine, corpus, root / "store", given.get("block_size", 32), stack)
+
+
+def lossless(place):
+    return len(place.corpus.read_header(place.corpus.find("a")).levels) - 1
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "gemma4", "mistral"])
+def test_layers_with_windows_are_those_of_transformers(family, tmp_path):
+    with served(tmp_path, family) as place:
+        exact = lossless(place)
+        one = place.body("a", exact)
+        ((plain, tokens, *_),) = place.ask({"prompt": one["prompt"]}, tokens=40)
+        ((first, same, told, cached),) = place.ask(one, tokens=40)
+        assert (told["loaded_tokens"], told["lost_tokens"], cached) == (301, 0, 301)
+        assert distance(first, place.expected(one["prompt"])) <= CLOSE
+        assert max(abs(first[token] - value) for token, value in plain.items() if token in first) <= CLOSE
+        assert same == tokens
+        for names, level in (("abc", exact), ("cab", 2)):
+            body = place.body(names, level)
+            right = place.expected(body["prompt"], place.linked(names, level))
+            for _ in range(2):
+                ((first, _, told, _),) = place.ask(body)
+                assert distance(first, right) <= CLOSE
+                assert told["lost_tokens"] == 0
+        ((first, *_),) = place.ask({"prompt": body["prompt"]})
+        assert distance(first, place.expected(body["prompt"])) <= CLOSE
+        lost = place.body("dcb", 2)
+        place.corpus.catalog.store.delete(place.corpus.find("b").blob_key)
+        ((first, _, told, _),) = place.ask(lost)  # rows before a window are not there to go on from
+        assert distance(first, place.expected(lost["prompt"])) <= CLOSE
+        assert (told["loaded_tokens"], told["lost_tokens"]) == (0, 511)
+
+
+def test_without_the_hybrid_manager_parts_are_loaded_and_prompts_saved(tmp_path):
+    with served(tmp_path, "gpt-oss", extra={"save": "asked"}, disable_hybrid_kv_cache_manager=True) as place:
+        lost, ids = place.body("dcb", 2), list(range(20, 220))
+        place.corpus.catalog.store.delete(place.corpus.find("b").blob_key)
+        ((first, _, told, _),) = place.ask(lost)
+        assert distance(first, place.expected(lost["prompt"], place.linked("dc", 2).slice(0, 224))) <= CLOSE
+        assert told["loaded_tokens"] == LENGTHS["d"] + LENGTHS["c"]
+        ((_, _, told, _),) = place.ask({"prompt": ids, "kv_transfer_params": {PARAMS: {"save": True}}})
+        assert told == {"saving_tokens": len(ids)}
+        name, until = f"{SAVED}{digest_tokens(ids)[:32]}", time.monotonic() + 60
+        while name not in {
+            each.document_id for each in place.corpus.catalog.documents(place.corpus.meta.config_digest())
+        }:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        (exact,), saved = place.engine.prefill([ids]), place.corpus.decode(name, dtype=torch.float32)
+        for mine, theirs in zip([*saved.keys, *saved.values], [*exact.keys, *exact.values], strict=True):
+            assert (mine - theirs).norm() < 0.2 * theirs.norm()
+
+
+def truncated(numbers, dtype):
+    """Rounded towards zero, as vLLM does on a processor; on a GPU it rounds to the nearest."""
+    nearest = numbers.to(dtype)
+    return (nearest.view(torch.uint8) - (nearest.float().abs() > numbers.abs()).byte()).view(dtype).float()
+
+
+def test_fp8_pages_hold_rows_rounded_as_vllm_does(tmp_path):
+    """The question's rows are rounded, too: a single token of it leaves little of that."""
+    with served(tmp_path, "llama", kv_cache_dtype="fp8") as place:
+        exact, found = lossless(place), []
+        for names in ("abc", "db", "ca"):
+            body = place.body(names, exact, QUESTION[:1])
+            linked = place.linked(names, exact)
+            sides = [[truncated(side, torch.float8_e4m3fn) for side in both] for both in (linked.keys, linked.values)]
+            rounded = type(linked)(*sides, linked.meta)
+            ((first, _, told, _),) = place.ask(body)
+            assert told["lost_tokens"] == 0
+            found.append([distance(first, place.expected(body["prompt"], cache)) for cache in (rounded, linked)])
+        assert all(3 * near < far for near, far in found), found
+        ((_, _, told, _),) = place.ask({"prompt": list(range(90)), "kv_transfer_params": {PARAMS: {"save": True}}})
+        assert "this vLLM keeps nothing" in told["not_saved"]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_fp8_is_written_as_its_own_writer_does(kind, given):
+    """vLLM's kernel on a processor against the formula, number by number."""
+    dtype = torch.float8_e5m2 if kind == "fp8_e5m2" else torch.float8_e4m3fn
+    form = Form(dtype, given, 0.37, 2.6)
+    pages = PackedPages([torch.zeros(4, 2, 32, 64, dtype=torch.uint8)], [32], _cpu_kernel, [form])
+    probe(pages)
+    slots, sides = slots_of([3, 1], 32, 5, 60), [torch.randn(2, 55, 32) for _ in range(2)]
+    pages.write(0, slots, *sides)
+    for side, back, scale in zip(sides, pages.read(0, slots), (0.37, 2.6), strict=True):
+        right = truncated(side.to(given).float() / scale, dtype) * scale
+        assert (back != right).float().mean() < 0.01  # where the quotient is a number of fp8 but for its last bit
+
+
+def groups(*specs):
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layers.{n}"]) for n, spec in enumerate(specs)
+        ]
+    )
+
+
+_SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL, SLIDING = FullAttentionSpec(**_SIZES), SlidingWindowSpec(**_SIZES, sliding_window=96)
+
+
+@pytest.mark.parametrize(
+    ("specs", "save", "say"),
+    [
+        ([FULL, MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))], "off", "layers.1 .* Mamba"),
+        ([replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)], "off", "--kv-cache-dtype auto or fp8"),
+        ([FULL, SLIDING], "asked", "--disable-hybrid-kv-cache-manager, or leave save out"),
+        ([SLIDING], "all", "can be saved: leave save out"),
+        ([MLAAttentionSpec(**_SIZES)], "off", "kind MLAAttention"),
+    ],
+)  # fmt: skip
+def test_pages_that_nothing_is_loaded_into_are_told_at_the_start(specs, save, say):
+    check_groups(groups(FULL, SLIDING))
+    check_groups(groups(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)), "all")
+    with pytest.raises(ArgumentError, match=say):
+        check_groups(groups(*specs), save)
