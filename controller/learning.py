@@ -47,7 +47,7 @@ class _Learner:
         if not (0 <= spread < inf and known >= 0):
             msg = f"a spread must be a finite number and known a count, both at least 0, got {spread} and {known}"
             raise ArgumentError(msg)
-        self.coefficients = self._prior = np.array([each if each >= _LEAST_COST else 0.0 for each in prior])
+        self.coefficients = self._prior = _rounded(np.array(prior))
         self._trust = 2 if known else 0  # measurements that a prior of which anything is known outweighs
         self.known = min(known, MOST_KNOWN)
         self._error = spread / _MEAN_TO_SIGMA  # mean of the latest
@@ -77,6 +77,7 @@ class _Learner:
             self._restart()
         else:
             self._correct(measured, seconds)
+        self.coefficients = _rounded(self.coefficients)
 
     def _restart(self) -> None:
         """Begin with the prior at the scale of the first measurements, the middle one of them and it."""
@@ -115,6 +116,10 @@ class _Learner:
         left = np.eye(3) - np.outer(gain, seen)  # Joseph's form: rounding leaves no negative variance
         self._covariance = left @ self._covariance @ left.T + _NOISE**2 * np.outer(gain, gain)
         self.coefficients = np.maximum(self.coefficients + self._unit * gain * off, 0.0)
+
+
+def _rounded(coefficients: Array) -> Array:
+    return np.where(coefficients < _LEAST_COST, 0.0, coefficients)
 
 
 class _Estimator:
