@@ -298,7 +298,11 @@ class _PlainReader:
 
 
 def open_object(store: Store, key: str) -> ObjectReader:
-    """Open one version of an object of any store, as ``Snapshots.snapshot`` does; the caller closes it."""
+    """Open one version of an object of any store; the caller closes it.
+
+    Raises:
+        NotFoundError: There is no such object.
+    """
     snapshot: Callable[[str], ObjectReader] | None = getattr(store, "snapshot", None)  # isinstance takes 20 us
     return snapshot(key) if snapshot else _PlainReader(store, key)
 

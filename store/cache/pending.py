@@ -10,7 +10,6 @@ before the entry is uploaded, and once more after collectors have been waited fo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -97,7 +96,7 @@ class PendingFolder:
         adopted = []
         for number in PendingFolder(other).numbers():
             own = self._number()
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 (other / _tried(number)).rename(self._folder / _tried(own))
             (other / _file(number)).rename(self._folder / _file(own))
             adopted.append(self._read_header(own))
@@ -131,7 +130,7 @@ class PendingFolder:
             sync_folder(self._folder)
         except BaseException:
             for one in (temporary, path):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     one.unlink()
             raise
         return PendingWrites(number, key, len(data), written=path.stat().st_mtime)
@@ -174,7 +173,7 @@ class PendingFolder:
     def note_attempt(self, pending: PendingWrites, tag: str) -> None:
         """Keep what the remote has of a key before its first upload; a full disk does without."""
         pending.found = tag
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             (self._folder / _tried(pending.number)).write_text(f"{tag}\n", encoding="utf-8")
 
     def _found(self, number: int) -> str | None:

@@ -277,7 +277,11 @@ class Catalog:
             self.store.delete(key)
 
     def by_document(self, config: Config, document_id: str) -> CatalogEntry | None:
-        """Look a document up: its entry, or None; CorruptError where that is damaged or of something else."""
+        """Look a document up: its entry, or None.
+
+        Raises:
+            CorruptError: The entry is damaged or speaks of something else.
+        """
         return self._entry(self.keys(config).document(document_id), document_id=document_id)
 
     def by_tokens(self, config: Config, token_digest: str) -> CatalogEntry | None:

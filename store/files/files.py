@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import secrets
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KvwireError, NotFoundError, StorageError
@@ -90,7 +89,7 @@ def replace_file(folder: int, name: str, data: Data) -> None:
         _write_file(folder, temporary, data)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
     sync_folder(".", folder)
@@ -140,7 +139,7 @@ def make_folders(folder: Path, mode: int = 0o777) -> None:
         missing.append(folder)
         folder = folder.parent
     for path in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another writer was faster; a file there fails what comes next
+        with suppress(FileExistsError):  # another writer was faster; a file there fails what comes next
             path.mkdir(mode=mode)
         sync_folder(path.parent)
 

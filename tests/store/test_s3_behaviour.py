@@ -19,8 +19,8 @@ from kvwire.store import S3Settings, S3Store, open_object
 from kvwire.store.backends.s3.requests import part_size
 from kvwire.store.testing.samples import blob, noise
 
+from ..certificates import write_certificate
 from ..s3_servers import BUCKET, fails, free_port, strict_moto
-from ..transport.test_server_tls import write_certificate
 
 SECRET = "hush/hush+hush"  # noqa: S105
 PARTS = S3Settings(multipart_bytes=6 << 20, part_bytes=5 << 20)

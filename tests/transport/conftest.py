@@ -12,7 +12,9 @@ import pytest
 
 from kvwire.store import MemoryStore
 from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, SegmentError, open_session
+from kvwire.transport.sources import http as http_source
 
+from ..certificates import write_certificate
 from ..plain_blobs import build_blob as build
 from ..plain_blobs import read_blob_head as read_header
 
@@ -54,6 +56,24 @@ async def answered(asked):
     """Status of an answer, of which nothing else is looked at."""
     async with asked as response:
         return response.status
+
+
+async def exchanged(url, request):
+    """All that comes as the answer to a raw request."""
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    with closing(writer):
+        writer.write(request)
+        return await reader.read()
+
+
+@pytest.fixture
+def trusted(tmp_path, monkeypatch):
+    """A certificate that every client here trusts."""
+    files = write_certificate(tmp_path, "one")
+    monkeypatch.setenv("SSL_CERT_FILE", str(files.certificate))
+    http_source._usual_tls.cache_clear()
+    yield files
+    http_source._usual_tls.cache_clear()
 
 
 @pytest.fixture

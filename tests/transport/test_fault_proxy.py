@@ -21,6 +21,7 @@ from kvwire.transport import serve
 from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random, first, nth
+from .conftest import exchanged
 
 DATA = random.Random(1).randbytes(300_000)
 
@@ -125,16 +126,6 @@ async def everything(reader, received):
         reader._buffer.clear()
 
 
-async def raw(proxy, request):
-    """All that comes as the answer to a raw request."""
-    reader, writer = await asyncio.open_connection(*proxy.url.removeprefix("http://").split(":"))
-    writer.write(request)
-    try:
-        return await reader.read()
-    finally:
-        writer.close()
-
-
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -214,7 +205,7 @@ async def test_bytes_and_fields_change_as_told(served):
 
 async def test_a_length_too_small_leaves_bytes_on_the_wire(served):
     with FaultProxy(served, first(ProxyFault(FaultKind.SHORT_LENGTH, shift=100))) as proxy:
-        received = await raw(proxy, b"GET /v1/k HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = await exchanged(proxy.url, b"GET /v1/k HTTP/1.1\r\nHost: localhost\r\n\r\n")
     head, _, body = received.partition(b"\r\n\r\n")
     assert f"Content-Length: {len(DATA) - 100}".encode() in head
     assert body == DATA

@@ -1,7 +1,6 @@
 """An HTTP store's requests end in bounded time, and are sent no more often than they must be."""
 
 import socket
-import ssl
 import threading
 import time
 from contextlib import closing, suppress
@@ -16,7 +15,7 @@ from kvwire.store.testing.samples import blob
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerTls
 from kvwire.transport.testing import serving
 
-from .test_server_tls import write_certificate
+from ..certificates import own_context
 
 OK = b"HTTP/1.1 200 X\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -100,22 +99,12 @@ def test_an_upload_that_is_taken_too_slowly_is_given_up_at_once(request, talking
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A certificate that is trusted."""
-    files = write_certificate(tmp_path, "one")
-    monkeypatch.setenv("SSL_CERT_FILE", str(files.certificate))
-    return files
+def tls(trusted):
+    return own_context(trusted)
 
 
-@pytest.fixture
-def tls(files):
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(files.certificate, files.private_key)
-    return context
-
-
-def test_bytes_travel_over_tls(files):
-    with serving(MemoryStore(), tls=ServerTls(files)) as url, closing(HttpStore(url)) as store:
+def test_bytes_travel_over_tls(trusted):
+    with serving(MemoryStore(), tls=ServerTls(trusted)) as url, closing(HttpStore(url)) as store:
         key, data = blob(1, 1 << 20)
         store.put(key, data)
         assert store.get(key) == data

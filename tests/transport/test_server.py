@@ -14,7 +14,7 @@ from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import ServerSettings, serve
 from kvwire.transport.server.access import is_loopback
 
-from .conftest import answered
+from .conftest import answered, exchanged
 
 DATA = bytes(range(256)) * 8  # 2048 bytes
 DIGEST = "ab" * 32
@@ -121,13 +121,7 @@ async def test_caching(url, client):
 
 
 async def raw(url, line, *headers):
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write("\r\n".join([line, "Host: localhost", "Connection: close", *headers, "", ""]).encode())
-    answer = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    return answer
+    return await exchanged(url, "\r\n".join([line, "Host: localhost", "Connection: close", *headers, "", ""]).encode())
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from kvwire.store import FolderStore
 
-from .test_server_tls import trusting, write_certificate
+from ..certificates import trusting, write_certificate
+from ..store.conftest import until
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -86,13 +86,6 @@ def asked(server, path):
 def connected(server, count):
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(socket.create_connection(server.address, timeout=20)) for _ in range(count)]
-
-
-def until(holds):
-    give_up_at = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
 
 
 def test_connections_that_say_nothing_shut_nobody_out(server):

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -20,6 +19,8 @@ from click.testing import CliRunner
 from kvwire.cli import serve
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import FolderStore, tenant_hash
+
+from ..store.conftest import until
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -65,13 +66,6 @@ def fetch(url, token=None):
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
-
-
-def until(holds):
-    give_up_at = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.02)
 
 
 def test_a_server_from_start_to_end(files):

@@ -13,10 +13,9 @@ from kvwire.errors import StorageError
 from kvwire.store import MemoryStore
 from kvwire.store.http_clients import client_tls
 from kvwire.transport import HttpSource, HttpStore, HttpStoreSettings, ServerTls, open_session
-from kvwire.transport.sources import http as http_source
 from kvwire.transport.testing import serving
 
-from .test_server_tls import trusting, write_certificate
+from ..certificates import own_context, trusting
 
 KEY = "v1/k"
 BODY = b"twelve bytes"
@@ -65,16 +64,6 @@ class Server:
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A certificate that every client here trusts."""
-    files = write_certificate(tmp_path, "one")
-    monkeypatch.setenv("SSL_CERT_FILE", str(files.certificate))
-    http_source._usual_tls.cache_clear()
-    yield files
-    http_source._usual_tls.cache_clear()
-
-
-@pytest.fixture
 def started():
     with contextlib.ExitStack() as stack:
 
@@ -84,12 +73,6 @@ def started():
             return server
 
         yield start
-
-
-def own_context(files):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.certificate, files.private_key)
-    return context
 
 
 def speaks(url, context):
@@ -103,27 +86,27 @@ def speaks(url, context):
     return True
 
 
-def old_server(started, files):
+def old_server(started, trusted):
     """A server of TLS 1.1, or none where this OpenSSL knows no such version any more."""
-    server = started(ANSWER, old(own_context(files)))
-    if not speaks(server.url, old(trusting(files))):
+    server = started(ANSWER, old(own_context(trusted)))
+    if not speaks(server.url, old(trusting(trusted))):
         pytest.skip("this OpenSSL has no TLS 1.1")
     return server
 
 
-def test_the_server_refuses_old_versions(files, started):
-    old_server(started, files)  # the client can speak it
-    with serving(MemoryStore(), tls=ServerTls(files)) as url:
-        assert not speaks(url, old(trusting(files)))
-        assert speaks(url, trusting(files))
+def test_the_server_refuses_old_versions(trusted, started):
+    old_server(started, trusted)  # the client can speak it
+    with serving(MemoryStore(), tls=ServerTls(trusted)) as url:
+        assert not speaks(url, old(trusting(trusted)))
+        assert speaks(url, trusting(trusted))
         for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
-            context = trusting(files)
+            context = trusting(trusted)
             context.minimum_version = context.maximum_version = version
             assert speaks(url, context)
 
 
-async def test_clients_refuse_old_versions(files, started):
-    server = old_server(started, files)
+async def test_clients_refuse_old_versions(trusted, started):
+    server = old_server(started, trusted)
     with closing(HttpStore(server.url, settings=ONCE)) as store, pytest.raises(StorageError, match="SSL"):
         store.get(KEY)
     async with open_session() as session:
@@ -140,10 +123,10 @@ def test_the_clients_context_refuses_what_python_might_take():
 
 
 @pytest.mark.parametrize("status", ["301 Moved Permanently", "302 Found", "307 Temporary Redirect", "308 Permanent"])
-async def test_nothing_leads_from_https_to_http(files, started, status):
+async def test_nothing_leads_from_https_to_http(trusted, started, status):
     plain = started(ANSWER)
     lines = (f"HTTP/1.1 {status}", f"Location: {plain.url}/{KEY}", "Content-Length: 0", "Connection: close", "", "")
-    server = started("\r\n".join(lines).encode(), own_context(files))
+    server = started("\r\n".join(lines).encode(), own_context(trusted))
     with closing(HttpStore(server.url, token="hush", settings=ONCE)) as store:  # noqa: S106
         for ask in (store.get, store.stat, lambda key: store.put(key, BODY)):
             with pytest.raises(StorageError):

@@ -21,11 +21,10 @@ from kvwire.transport import (
     read_object,
 )
 
+from ..certificates import own_context, write_certificate
 from ..forward_proxy import forward_proxy
 from ..posing_s3 import KEY, SECRET, posing_s3, use_keys
 from ..s3_servers import fails
-from .test_server_tls import write_certificate
-from .test_tls_versions import own_context
 
 DATA = bytes(range(200))
 ONCE = HttpStoreSettings(stall_s=5, attempts=1)
@@ -153,10 +152,8 @@ async def test_a_web_server_behind_a_proxy_is_reached_by_both(monkeypatch, web):
 
 
 @pytest.mark.parametrize("is_s3", [True, False])
-async def test_https_goes_through_a_tunnel(monkeypatch, tmp_path, is_s3):
-    files = write_certificate(tmp_path, "one")
-    monkeypatch.setenv("SSL_CERT_FILE", str(files.certificate))
-    with posing_s3(tls=own_context(files), is_public=True) as pose, forward_proxy(password="me:pw") as proxy:  # noqa: S106
+async def test_https_goes_through_a_tunnel(monkeypatch, trusted, is_s3):
+    with posing_s3(tls=own_context(trusted), is_public=True) as pose, forward_proxy(password="me:pw") as proxy:  # noqa: S106
         pose.objects["k"] = DATA
         monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//me:pw@"))
         host = pose.url.removeprefix("https://")

@@ -85,7 +85,21 @@ async def serve(
 async def listen(
     server: ObjectServer, host: str = "127.0.0.1", port: int = 0, *, tls: ServerTls | None = None
 ) -> AsyncIterator[str]:
-    """As ``serve``, for a server made before; after the block no connection is open."""
+    """As ``serve``, for a server made before; after the block no connection is open.
+
+    Args:
+        server: The server.
+        host: Address to bind.
+        port: Port to bind; 0: any free one.
+        tls: Certificate and key; None for plain HTTP.
+
+    Yields:
+        The URL that was bound.
+
+    Raises:
+        AuthError: As for ``serve``.
+        StorageError: The address cannot be bound, or this process may open too few files.
+    """
     if not is_loopback(host):
         _check_public(server, host, tls)
     async with server.connections(connection_limit(server.settings)) as connections:
