@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import exp, exp2, inf, log
+from math import exp2, inf
 from statistics import median
 
 from kvwire.errors import ArgumentError
@@ -60,7 +60,6 @@ class BandwidthSettings:
         fast: Memory of the quick average. Players use 2 and 5 seconds; a prompt loads within a second or so, on fast
             links within a few hundredths, hence less, and bytes besides.
         slow: Memory of the slow average.
-        prior: How soon the prior is forgotten.
         prior_error: Expected relative error of a prior of which nothing is known.
         min_bytes: A sample is kept back until it holds so many bytes.
         min_busy_s: And until it lasts so many busy seconds.
@@ -69,7 +68,6 @@ class BandwidthSettings:
 
     fast: Memory = Memory(0.15, 4e6, 1.5)
     slow: Memory = Memory(0.6, 16e6, 6.0)
-    prior: Memory = Memory(0.05, 20e3, 0.4)
     prior_error: float = 0.5
     min_bytes: int = 16_000
     min_busy_s: float = 0.001
@@ -127,7 +125,6 @@ class BandwidthEstimator:
             msg = f"a bandwidth prior and its error must be finite numbers, at least 0, got {prior} and {error}"
             raise ArgumentError(msg)
         self._prior = prior
-        self._prior_share = 1.0
         self._fast, self._slow = _Average(self._settings.fast), _Average(self._settings.slow)
         self._long = _Average(Memory(_LONG_S))
         self._busy_until = -inf
@@ -137,7 +134,6 @@ class BandwidthEstimator:
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
         self._measured = 0.0
-        self._told: tuple[float, float] | None = None  # what to expect and to plan with, until the next sample
         self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
@@ -160,7 +156,8 @@ class BandwidthEstimator:
         if self._samples:
             # Errors are the measurements' own: that the prior was wrong does not make the link unsteady.
             expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
-            self._count_streak(rate / expected)
+            side = (rate > _JUMP * expected) - (expected > _JUMP * rate)
+            self._streak = side and (self._streak + side if self._streak * side > 0 else side)
             self.horizons.add(size, seconds, expected)
             share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
             self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
@@ -169,23 +166,8 @@ class BandwidthEstimator:
         self._fast.add(size, seconds, shed)
         self._slow.add(size, seconds, shed)
         self._long.add(size, seconds)
-        self._prior_share *= exp2(-self._settings.prior.half_lives(size, seconds))
         self._samples += 1
         self._measured = min(self._fast.value, self._slow.value)
-        self._told = None
-
-    def _count_streak(self, ratio: float) -> None:
-        if ratio < 1 / _JUMP:
-            self._streak = min(self._streak, 0) - 1
-        elif ratio > _JUMP:
-            self._streak = max(self._streak, 0) + 1
-        else:
-            self._streak = 0
-
-    @property
-    def samples(self) -> int:
-        """How many have counted yet."""
-        return self._samples
 
     @property
     def is_measured(self) -> bool:
@@ -194,53 +176,31 @@ class BandwidthEstimator:
 
     @property
     def is_guess(self) -> bool:
-        """Whether the estimate is a prior that nobody measured, or that says little by now."""
+        """Whether the estimate is a prior that nothing measured, or that says little by now."""
         return not self._samples and self._above >= self._settings.prior_error > 0
-
-    @property
-    def confidence(self) -> float:
-        """Share of the estimate that is measured rather than prior, 0 to 1."""
-        return 1.0 - self._prior_share
 
     @property
     def value(self) -> float:
         """Expected bytes per second."""
-        if self._told is not None:
-            return self._told[0]
-        if not self._samples:  # of what came too soon to be timed, only that the link is not slower is known
-            burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
-            return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
-        return self._expected[0]
-
-    @property
-    def _expected(self) -> tuple[float, float]:
-        """What samples say: bytes per second to expect, and to plan with."""
-        if self._told is None:
-            value = self._measured
-            if self._prior:
-                # In logarithms: a prior that is far too high fades as soon as one that is far too low.
-                measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
-                value = exp(measured + self._prior_share * (prior - measured))
-            low = min(value, max(self._measured, 1.0)) / (1 + max(self._below, _LEAST_ERROR))
-            self._told = value, low
-        return self._told
+        if self._samples:
+            return self._measured
+        # Of what came too soon to be timed, only that the link is not slower is known.
+        burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
+        return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
 
     @property
     def low(self) -> float:
         """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
-        if self._told is not None:
-            return self._told[1]
-        return self._expected[1] if self._samples else self.value / (1 + max(self._below, _LEAST_ERROR))
+        return self.value / (1 + self.error)
 
     def low_over(self, horizon_s: float) -> float:
         """Tell what to plan with by what such plans met before."""
-        value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
-        return value * self.horizons.low(horizon_s, _SHARE, self.low / max(value, 1.0) if value else 1.0)
+        return self.value * self.horizons.low(horizon_s, _SHARE, 1 / (1 + self.error))
 
     @property
     def high(self) -> float:
         """Bytes per second that the link may well give, likewise."""
-        return max(self.value, self._measured) * (1 + max(self._above, _LEAST_ERROR))
+        return self.value * (1 + max(self._above, _LEAST_ERROR))
 
     @property
     def error(self) -> float:
