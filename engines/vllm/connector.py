@@ -120,7 +120,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_tokens, self._step_began = 0, 0.0
         self._outcomes: list[tuple[str, LoadOutcome]] = []
         self._events: list[KVCacheEvent] = []
-        self._counts = Counts()
+        self._counts, self._disk_errors = Counts(), 0
         self._workers = parallel.tensor_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
@@ -282,6 +282,11 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was loaded and kept since the last step."""
+        counters = getattr(self._corpus.catalog.store, "counters", None)
+        if self._working is not None and counters is not None:
+            errors = counters().disk.write_errors
+            self._counts.add(cache_write_errors=errors - self._disk_errors)
+            self._disk_errors = errors
         counted = self._counts.take()
         return TransferCounts(data=counted) if counted else None
 

@@ -15,6 +15,7 @@ COUNTED = {
     "saved_bytes": "Bytes of their blobs.",
     "unsaved_prompts": "Prompts that were to be kept and could not be.",
     "soon_documents": "Documents that began to be fetched ahead.",
+    "cache_write_errors": "Times that the disk of the cache failed to take something in.",
     "soon_dropped": "Documents that were to be fetched ahead and were not: lost, or too many waited.",
 }
 """Names, with what they count."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.threads import DaemonThreads
 
 from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
@@ -19,6 +19,7 @@ from .soon import NO_CACHE, Soon, has_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair
@@ -118,7 +119,7 @@ class ConnectorScheduler:
         self._quality = LinkQuality(corpus, link_bound)
         self._failures, self._paused_until = 0, 0.0
         self._index, self._least_tokens = corpus.index(index), least_tokens
-        self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
+        self._pool = DaemonThreads(_LOOK_UPS, "kvwire-look-up")  # one in a hung store does not hold vLLM's end
         self._asked: dict[str, _Asked] = {}
         self._loads: list[PageLoad] = []
         self._hints: list[Soon] = []
@@ -262,7 +263,7 @@ class ConnectorScheduler:
 
     def close(self) -> None:
         """End the look-ups."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
 
     def _failed(self) -> None:
         self._failures += 1

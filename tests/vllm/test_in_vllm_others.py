@@ -19,6 +19,7 @@ from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.requests import PARAMS
 from kvwire.store import FolderStore
 
+from ..small_disk import on_small_disk
 from .inside import CLOSE, Place, distance, encoded, save_model, serving_llm
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -118,6 +119,57 @@ def test_strict_requests_without_their_documents_end_with_an_error(served):
     assert out.outputs[0].finish_reason == "error"
     ((first, *_),) = place.ask({"prompt": body["prompt"]})
     assert distance(first, place.expected(body["prompt"])) <= 1e-5
+
+
+def test_a_full_disk_costs_the_cache_alone(model, tmp_path):
+    """What is loaded, saved and answered stays right; the log says once what is wrong."""
+    with closing(FolderStore(tmp_path / "store")) as store:
+        encoded(open_engine(model, dtype=torch.float32), store)
+    (tmp_path / "cache").mkdir()
+    told = on_small_disk(
+        """
+import json, random, time
+from contextlib import ExitStack, closing
+from pathlib import Path
+import torch
+from kvwire.engines.transformers import open_engine
+from kvwire.engines.vllm.requests import PARAMS
+from kvwire.engines.vllm.saving import SAVED
+from kvwire.runtime.corpus import Corpus
+from kvwire.store import FolderStore
+from kvwire.types import digest_tokens
+from tests.vllm.inside import CLOSE, Place, distance, serving_llm
+
+model, root = sys.argv[2:]
+ids = random.Random(1).choices(range(20, 500), k=200)
+extra = {"cache": disk, "cache_size": "40MB", "save": "asked"}
+more = {"extra": extra, "disable_log_stats": False}
+with closing(FolderStore(root)) as store, serving_llm(Path(model), f"file://{root}", **more) as llm:
+    engine = open_engine(model, dtype=torch.float32)
+    place = Place(llm, engine, Corpus.open(store), root, 32, ExitStack())
+    fill()
+    for names in ("abc", "db"):
+        body = place.body(names, 2)
+        ((first, _, told, _),) = place.ask(body)
+        assert told["lost_tokens"] == 0, told
+        assert distance(first, place.expected(body["prompt"], place.linked(names, 2))) <= CLOSE
+    ((first, _, told, _),) = place.ask({"prompt": ids, "kv_transfer_params": {PARAMS: {"save": True}}})
+    assert told == {"saving_tokens": 200}
+    assert distance(first, place.expected(ids)) <= 1e-5
+    until, name = time.monotonic() + 60, f"{SAVED}{digest_tokens(ids)[:32]}"
+    while name not in {each.document_id for each in place.corpus.catalog.documents(place.corpus.meta.config_digest())}:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    place.ask(body)
+    (failed,) = [each.value for each in llm.get_metrics() if each.name == "vllm:kvwire_cache_write_errors"]
+    assert failed > 0
+    assert free() == 0
+""",
+        tmp_path / "cache",
+        model,
+        tmp_path / "store",
+    )
+    assert told.count("the disk tier takes nothing in") == 1, told
 
 
 def test_start_up_errors_end_the_server(model, tmp_path):
