@@ -221,7 +221,7 @@ def read_entry(key: str, data: bytes, **wanted: str) -> CatalogEntry:
     """Parse an entry with the wanted values of these fields; refuse one that leads into another tenant's blobs."""
     entry = CatalogEntry.from_json(data)
     leads_away = not entry.is_text and entry.blob_key != _space_of(key).blob(entry.sha256)
-    if leads_away or any(getattr(entry, name) != value for name, value in wanted.items()):
+    if leads_away or (wanted and wanted != {name: getattr(entry, name) for name in wanted}):
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
     return entry
