@@ -320,7 +320,7 @@ def holds(store: Store, key: str, data: Data) -> bool:
 
 
 def is_there(store: Store, key: str, size: int | None = None) -> bool:
-    """Whether an object is there, and of its size where that is told."""
+    """Whether an object is there; where a size is given, whether it has that size."""
     try:
         return store.stat(key).size == size or size is None
     except NotFoundError:

@@ -1,7 +1,7 @@
 """Texts much like a prompt: an index from features of texts to documents whose rows may serve it.
 
 Each entry is an object of its own, below its feature: a look-up lists features, and writers need no lock. Entries are
-not trusted: the texts that they lead to are compared with the prompt, token by token, by whoever uses them.
+not trusted: the texts that they lead to are compared with the prompt, token by token, before use.
 
 A text's features are its sketch: hashes of all runs of 8 tokens (shingles), of each 16 in a row the least (winnowing,
 Schleimer et al., SIGMOD 2003), of these the 64 least (a bottom-k sketch). Any 23 equal tokens share a winnowed hash.
@@ -42,7 +42,7 @@ MOST_OF_FEATURE = 64
 FEATURES_READ, _AT_A_TIME = 16, 8
 MOST_CANDIDATES, _MOST_OF_MANY = 6, 4
 """Texts that are read, after 8 and after 16 features: 24 requests at most, an entry and a text for each."""
-_LEAST_SHARED = 2  # features; one may be a phrase that everybody uses, but short texts have few
+_LEAST_SHARED = 2  # features; one may be a common phrase, but short texts have few
 SHINGLE = 8
 WINDOW = 16
 FEATURES = 64

@@ -217,11 +217,11 @@ def _accept_entry(key: str, data: Data) -> None:
         raise CorruptError("the entry's blob lies in another namespace")
 
 
-def read_entry(key: str, data: bytes, **told: str) -> CatalogEntry:
-    """Parse an entry, which has the fields that are told, and never leads into another tenant's blobs."""
+def read_entry(key: str, data: bytes, **wanted: str) -> CatalogEntry:
+    """Parse an entry with the wanted values of these fields; refuse one that leads into another tenant's blobs."""
     entry = CatalogEntry.from_json(data)
     leads_away = not entry.is_text and entry.blob_key != _space_of(key).blob(entry.sha256)
-    if leads_away or (told and told != {name: getattr(entry, name) for name in told}):
+    if leads_away or (wanted and wanted != {name: getattr(entry, name) for name in wanted}):
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
     return entry

@@ -166,7 +166,7 @@ class KeySpace:
     kept_repairs: ClassVar[str] = _below("catalog/kept/")
     """Prefix of what is kept of orders of documents."""
     model_record: ClassVar[str] = _below("catalog/model.json")
-    """Key of what is told of the model."""
+    """Key of the model's record."""
     announcements: ClassVar[str] = _below("catalog/collecting/")
     """Prefix of what collectors are about to delete."""
 

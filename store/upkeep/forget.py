@@ -1,4 +1,4 @@
-"""Which saved prompts a store forgets when it gets too large, or when nobody used them for long.
+"""Which saved prompts a store forgets when it gets too large, or when they were not used for long.
 
 Documents that share parts form a tree: a conversation's later turns stand behind its earlier ones. What was used least
 recently goes first, leaves before what they stand on, and a use of a leaf is one of all that it stands on (as

@@ -132,7 +132,7 @@ class _Verifier:
             self._sealed += 1
 
     def _placed(self, space: KeySpace) -> Iterator[Listed]:
-        """What lies where its kind does; the rest is told of, and left where it is."""
+        """Objects that lie where their kind does; others are reported, and left where they are."""
         for found in objects(self._store, space, self._part):
             if found.is_misplaced:
                 problem = "nothing leads to it, as it does not lie where its kind does: remove it by hand"

@@ -1,4 +1,4 @@
-"""The server over one store: which request goes where, under which limits, and what is told of it.
+"""The server over one store: which request goes where, under which limits, and what is counted and logged.
 
 It stands on aiohttp's ``web.Server``: a router would cost each request more than the few paths here are worth, and
 aiohttp's application answers ``Expect`` before any limit is looked at.

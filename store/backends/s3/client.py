@@ -208,7 +208,7 @@ def _session(address: S3Address) -> Any:  # noqa: ANN401 - boto3's session has n
 
 
 def _bundle(session: Any) -> str:  # noqa: ANN401 - as above
-    """The certificates to trust, where boto3 or OpenSSL is told; empty: boto3's own."""
+    """The bundle of certificates that boto3's or OpenSSL's settings name; empty: boto3's own."""
     told = session._session.get_config_variable("ca_bundle")  # noqa: SLF001 - AWS_CA_BUNDLE or the profile's
     return str(told or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or "")
 

@@ -70,7 +70,7 @@ def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total
 
 
 def _check_range(field: str | None, length: int, start: int, end: int | None, what: str) -> None:
-    """The range told is the one asked for, as long as the body, and of an object whose size is told: S3 knows it."""
+    """Check that the answer's range is the one asked for, as long as the body, and names the object's size."""
     told = range_told(field, start, end)
     if told is not None and told[2] is not None and length == told[1] - told[0]:
         return

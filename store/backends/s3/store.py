@@ -213,7 +213,7 @@ class S3Store(Store):
         self._client.close()
 
     def _head(self, key: str) -> tuple[ObjectStat, str]:
-        """What is told of the object, and S3's own tag."""
+        """The object's size, tag and time, and S3's own tag."""
         answer: Mapping[str, Any]
         with self._reading(key) as boto:
             try:
