@@ -29,14 +29,15 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     settings, base_s, seconds = state.settings, costs.prefill.base_s, load.compute_s / 2
     if not state.policy.preemptible:
         return inf
+    free_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, seconds)) if seconds > _LONG_PASS * base_s else inf
     hurries = load.hurries and len(state.loads) == 1 and state.workers.slowness(state.now) == 1
     if load.due == inf or not load.can_fetch_instead or state.link.stalled:
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
             return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
-        return max(_LONG_PASS * base_s, min(settings.max_pass_s, seconds)) if seconds > _LONG_PASS * base_s else inf
+        return free_s
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
-        return max(_SHORT_PASS * base_s, left_s)
+        return max(free_s, left_s)
     limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
     limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.

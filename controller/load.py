@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
-_REPLAN_GROWTH = 1.25  # times as many documents, after which a plan is made anew
 _LOOKS_FROM = 0.75  # share of chunks that nothing was begun for: else too little can still be planned otherwise
 _UNSEEN = 0.1  # what a chunk that the question does not look at counts: an answer may look elsewhere
 
@@ -86,7 +85,6 @@ class Load:
         self.began = 0  # number of the last thing begun for it
         self.joins = True  # its passes may be rows of a joined one
         self.fallbacks = 0  # chunks that are recomputed since a fetch or decode came to nothing
-        self._planned_docs = 0
         self._upgraded: set[int] = set()
         self._open = self._refinable = np.zeros(0, np.int64)
 
@@ -106,10 +104,9 @@ class Load:
                 self.table.move_back(each.start, each.stop, before)
         self.prompt_tokens += doc.tokens
         self.has_prefix |= any(variant.prefix_share > 0 for variant in variants)
-        # As documents come one by one, plans are made anew when there are a quarter more, and when all are known.
         if self.is_known:
             self.planned_at = -inf
-        if self.is_known or len(self.docs) >= _REPLAN_GROWTH * self._planned_docs:
+        if self.is_known or self.plan is None:
             self.is_stale = True
         self.known_since = min(self.known_since, now)
         return doc
@@ -327,7 +324,7 @@ class Load:
         if self.repair and self.repair_share > self.repair.least:
             least_s = self.closing_s(request.costs, self.repair.least)
             self.optional_repair_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
-        self.is_stale, self._planned_docs = False, len(self.docs)
+        self.is_stale = False
         recomputed, levels = plan.levels == RECOMPUTE, plan.levels
         if request.chunks.floor is not None:  # whatever the policy says
             lowest = np.minimum(request.chunks.floor, request.chunks.top)

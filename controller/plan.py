@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 _AS_GOOD = 1.001
-_MISS = 3.0  # times all quality: whoever set a deadline waits for something
 _EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
+_MISS = 3.0  # times all quality: whoever set a deadline waits for something
 _LOOKED_BY = 0.5  # share of the time that is left by which the question must have looked: finer levels take the rest
 _LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass

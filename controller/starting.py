@@ -35,6 +35,7 @@ from .joining import Joining
 from .limits import interrupts_at, pass_limit_s, sure_limit_s
 from .link import InflightFetch
 from .snapshot import SLOWEST
+from .state import DOUBT
 from .workers import Job
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 SPARE = 16
 """Fetches are opened when one of so many is over, not for each alone."""
-_HURRY = 2.0  # times what decoding should take, at most, that is left for what came
 _LOOK = 0.5  # share of the time until a load is handed over that a look may take
 _LATER = 0.5  # share of the reserve by which what is overwritten may be valid again after the hand-over
 
@@ -76,7 +76,7 @@ class Starter:
         """Whether all that came or is to come can be valid before the hand-over as finely as it comes."""
         state = self._state
         beside_s = load.compute_s if state.settings.workers == 1 else 0.0
-        left_s = (state.handover_at(load) - state.now - beside_s) / min(state.estimates.decode.high, _HURRY)
+        left_s = (state.handover_at(load) - state.now - beside_s) / min(state.estimates.decode.high, DOUBT)
         fetched_s = sum(each.decode_s for each in state.link.fetches.values() if each.chunk.load == load.number)
         return state.decode_among_many.apart(*load.table.arrived()) + fetched_s <= left_s
 

@@ -5,12 +5,13 @@ That a load fails only where a chunk has no way left is checked by every course 
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import inf
 from random import Random
 
 import pytest
 
-from kvwire.controller import Goal
+from kvwire.controller import Controller, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.types.rates import RateTrace
@@ -113,3 +114,24 @@ def test_a_silent_link_has_rate_0_in_what_plans_rest_on(at_s):
     rate = RateTrace((0.0, at_s, 5.0), (3 * MB, 0.0, 3 * MB))
     play([LoadArrival(0.0, ((document(),),), Goal())], rate, wrap=lambda each: Watched(each, check))
     assert at_s + 0.2 < silent[0] < at_s + 0.25 + 3 * RTT_S
+
+
+@pytest.mark.parametrize("goal", [Goal(), quality(1.0)])
+@pytest.mark.parametrize("rate", [2 * MB, 20 * MB, 200 * MB])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_arrival_that_lets_nothing_begin_leaves_only_fetches_for_later(goal, rate, workers, monkeypatch):
+    quick, quiet = Controller._may_begin, []
+
+    def may_begin(controller, now):
+        if quick(controller, now):
+            return True
+        twin, out = deepcopy(controller), []
+        twin._act(now, out)
+        assert all(isinstance(each, ev.Fetch) for each in out)
+        quiet.append(now)
+        return False
+
+    monkeypatch.setattr(Controller, "_may_begin", may_begin)
+    arrivals = [LoadArrival(0.0, ((document(chunks=24, tokens=64),),) * 3, goal)]
+    play(arrivals, rate, workers=workers, decode_batch=8)
+    assert quiet or rate < 20 * MB
