@@ -148,7 +148,9 @@ import asyncio, logging, os, resource, sys
 from kvwire.store import MemoryStore
 from kvwire.transport import serve
 
-logging.basicConfig(format="%(message)s")
+refused, told = asyncio.Event(), logging.StreamHandler()
+told.addFilter(lambda _: refused.set() or True)
+logging.basicConfig(format="%(message)s", handlers=[told])
 
 async def main():
     async with serve(MemoryStore()) as url:
@@ -161,7 +163,9 @@ async def main():
             "sys.exit(0 if b' 200 ' in link.recv(99) else 1)"
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
         resource.setrlimit(resource.RLIMIT_NOFILE, (busy, hard))  # as if others had opened all
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(60):
+            await refused.wait()
+        await asyncio.sleep(1)  # for what it would tell again
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         async with asyncio.timeout(20):
             assert await client.wait() == 0
