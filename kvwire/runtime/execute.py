@@ -355,10 +355,10 @@ class PromptWorker:
         self.seen = self._engine.look(self.prompt.cache, self._question)
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
-        """The question's attention by chunk, for ``Looked``."""
-        if self.seen is None or not float(self.seen.attention[len(self.prompt.opening) :].sum()) > 0:
+        """The question's attention by chunk, for ``Looked``, weighed by values: sinks draw most of it for nothing."""
+        if self.seen is None or not float(self.seen.influence[len(self.prompt.opening) :].sum()) > 0:
             return ()
-        paid = self.seen.attention
+        paid = self.seen.influence
         head = len(self.prompt.opening)
         relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # without gaps
         rows = []
