@@ -161,7 +161,9 @@ class Load:
         """How the controller may repair the prompt; if it may not, the reason is reported or raised."""
         links = self.links
         if len(self._found) == 1 and not (links.option and links.option.whole):
-            return None
+            if not (links.option and links.option.least == 1):
+                return None
+            links = replace(links, option=replace(links.option, whole=True))  # all rows: those of a prefill
         repair = links.option if links.is_able else None
         spared = links.option is not None and not links.option.least and self._request.goal.objective != "quality"
         if links.trouble and (links.is_able or not spared):

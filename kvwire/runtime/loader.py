@@ -493,6 +493,8 @@ class Loader:
         texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None, begun: Begun | None = None,
     ) -> Answer:  # fmt: skip
         """Load documents, run the question and generate; on the session's loop."""
+        if isinstance(documents, str):
+            raise ArgumentError(f"documents are a sequence of names, got one text: [{documents!r}]?")
         with self._warming.paused():
             layout, question, texts = self._laid_out(asked, texts, schema)
             if not documents or not question:

@@ -209,7 +209,7 @@ def test_a_single_document_sees_what_stands_before_it(small, corpus, names):
     assert len(answer.repair.rows) == len(small.tokens[name[0]])
     some, _ = asked(small, corpus, name, layout=LINKS, system=system, quality_floor=4, repair=0.2)
     assert len(some.repair.rows) == -int(-0.2 * len(small.tokens[name[0]]) // 1)
-    for more in ({"layout": LINKS, "repair": "none"}, {"repair": "all"}):
+    for more in ({"layout": LINKS, "repair": "none"}, {"repair": 0.2}):
         assert asked(small, corpus, name, quality_floor=4, **more)[0].repair is None
 
 

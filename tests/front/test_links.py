@@ -63,6 +63,16 @@ def test_all_rows_repaired_answer_as_a_prefill(small):
     assert answer.timing.repair_s > 0
 
 
+def test_all_rows_of_a_single_document_are_those_of_a_prefill_too(small):
+    name, ids = next(iter(small.tokens.items()))
+    question = small.engine.tokenize("And the lamp was")
+    settings = LoadSettings(repair="all", quality_floor=0, quality_ceiling=0)
+    with Loader(small.engine, small.corpus(), costs=small.costs, settings=settings) as loader:
+        answer = loader.ask([name], question)
+    assert mean_kl(small.engine.forward(None, [*ids, *question], 0, logits=1), answer.logits[None]) < 1e-6
+    assert len(answer.repair.rows) == len(ids)
+
+
 def test_a_share_of_the_rows_comes_nearer_to_a_prefill(small):
     plain, question = asked(small, small.corpus(), repair="none", quality_floor=4)
     wanted = full_logits(small, question)

@@ -71,6 +71,8 @@ def test_arrays_are_appended_and_asked(small):
     assert corpus.text(entry) == tuple(first[:50])
     with Loader(small.engine, corpus, costs=small.costs) as loader:
         assert loader.ask(["a"], np.array([5, 6, 7])).tokens == loader.ask(["a"], [5, 6, 7]).tokens
+        with pytest.raises(ArgumentError, match="a sequence of names"):
+            loader.ask("a", [5, 6, 7])  # which would be the documents of its letters
 
 
 def test_a_document_with_as_many_parts_as_it_can_have_becomes_one_blob(small, monkeypatch):
