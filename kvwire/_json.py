@@ -15,11 +15,12 @@ Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Sha256OrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
-def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
+def strict_json(data: bytes | str, what: str = "") -> Any:  # noqa: ANN401 - JSON
     """Parse JSON strictly. Error messages quote none of the data, which may hold secrets.
 
     Args:
         data: UTF-8 bytes, or text.
+        what: Its name in messages.
 
     Returns:
         The value. Numbers are finite.
@@ -35,7 +36,7 @@ def strict_json(data: bytes | str) -> Any:  # noqa: ANN401 - JSON
         msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
     except (ValueError, RecursionError):
         msg = "not valid JSON: it must be UTF-8, not deeply nested, with finite numbers and no repeated names"
-    raise ArgumentError(msg)
+    raise ArgumentError(f"{what} is {msg}" if what else msg)
 
 
 def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
@@ -44,10 +45,9 @@ def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
         msg = f"{what} is longer than {most} bytes"
         raise CorruptError(msg)
     try:
-        value = strict_json(data)
+        value = strict_json(data, what)
     except ArgumentError as error:
-        msg = f"{what} is {error}"
-        raise CorruptError(msg) from error
+        raise CorruptError(str(error)) from error
     if not isinstance(value, dict):
         msg = f"{what} must be a JSON object, got {type(value).__name__}"
         raise CorruptError(msg)

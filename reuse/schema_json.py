@@ -26,7 +26,7 @@ def read_schema(data: bytes | str) -> Schema:
     Raises:
         ArgumentError: It is invalid.
     """
-    fields = _checked(strict_json(data), {"modules": list}, "a schema")
+    fields = _checked(strict_json(data, "the schema"), {"modules": list}, "a schema")
     return Schema(tuple(_part(each) for each in fields.get("modules", [])))
 
 

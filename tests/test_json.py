@@ -29,8 +29,8 @@ BAD = {
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
 def test_what_is_no_strict_json_is_refused_and_not_quoted(data):
-    with pytest.raises(ArgumentError) as found:
-        strict_json(data)
+    with pytest.raises(ArgumentError, match="the schema is not valid JSON") as found:
+        strict_json(data, "the schema")
     assert "hunter2" not in str(found.value)
     with pytest.raises(CorruptError, match="a list is not valid JSON"):
         json_object(data, "a list", 1 << 20)

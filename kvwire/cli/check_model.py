@@ -189,7 +189,7 @@ def _answered(engine: Engine, prompt: CheckPrompt) -> CheckPrompt:
 
 def _questions(path: Path) -> list[dict[str, Any]]:
     try:
-        value = strict_json(path.read_bytes())
+        value = strict_json(path.read_bytes(), str(path))
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     good = isinstance(value, list) and all(
