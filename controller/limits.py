@@ -37,7 +37,7 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
         return free_s
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
-        return max(free_s, left_s)
+        return max(_SHORT_PASS * base_s, left_s) if left_s else free_s
     limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
     limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
