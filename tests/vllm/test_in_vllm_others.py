@@ -190,7 +190,9 @@ def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outpu
     )  # fmt: skip
     holds, told = connector.request_finished_all_groups(request, ([4, 5],))
     assert holds == is_saved == bool(connector._saving.take())
-    assert told == {PARAMS: {"saving_tokens": 22} if is_saved else {"not_saved": "it ended before its prompt was computed"}}
+    assert told == {
+        PARAMS: {"saving_tokens": 22} if is_saved else {"not_saved": "it ended before its prompt was computed"}
+    }
 
 
 def test_start_up_errors_end_the_server(model, tmp_path):
