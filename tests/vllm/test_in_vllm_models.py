@@ -91,6 +91,10 @@ def test_layers_with_windows_are_those_of_transformers(family, tmp_path):
         assert distance(first, place.expected(one["prompt"])) <= CLOSE
         assert max(abs(first[token] - value) for token, value in plain.items() if token in first) <= CLOSE
         assert same == tokens
+        whole = place.body("b", exact)
+        whole["prompt"] = whole["prompt"][:255]  # no question, and the last token's window begins at a block's last row
+        ((first, *_),) = place.ask(whole)
+        assert distance(first, place.expected(whole["prompt"])) <= CLOSE
         for names, level in (("abc", exact), ("cab", 2)):
             body = place.body(names, level)
             right = place.expected(body["prompt"], place.linked(names, level))
