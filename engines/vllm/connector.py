@@ -197,7 +197,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         name, prompt = request.request_id, request.prompt_token_ids or []
         computed = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token's rows are not computed
         saved = self._saving.end(
-            name, prompt, block_ids[0], is_computed=request.num_output_tokens > 0,
+            name, prompt, block_ids[0], is_computed=computed >= len(prompt),  # one that was preempted lost its rows
             event=partial(stored_event, request, self._block_tokens) if self._tells else None,
             answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
             head=self.scheduling.missing_head(name),

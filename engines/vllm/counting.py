@@ -14,9 +14,9 @@ COUNTED = {
     "saved_tokens": "Tokens of these.",
     "saved_bytes": "Bytes of their blobs.",
     "unsaved_prompts": "Prompts that were to be kept and could not be.",
-    "soon_documents": "Documents that began to be fetched ahead.",
+    "soon_documents": "Documents that were fetched ahead.",
     "cache_write_errors": "Times that the disk of the cache failed to take something in.",
-    "soon_dropped": "Documents that were to be fetched ahead and were not: lost, or too many waited.",
+    "soon_dropped": "Documents that were to be fetched ahead and were not: lost, too many, or loads left no time.",
 }
 """Names, with what they count."""
 

@@ -66,7 +66,7 @@ def register_pages(
     own = [name for name in kv_caches if getattr(modules.get(name), "kv_sharing_target_layer_name", None) is None]
     caches = {extract_layer_index(name): (name, kv_caches[name]) for name in own}
     layers = layers_with_rows(meta)
-    if len(caches) != len(own) or not set(layers) <= set(caches) <= set(range(len(meta.layers))):
+    if len(caches) != len(own) or set(caches) != set(layers):
         msg = f"vLLM has pages of {len(own)} layers, the documents are of {len(layers)}: name their model"
         raise MismatchError(msg)
     named = [caches[layer] for layer in layers]
@@ -96,6 +96,10 @@ def _form(view: Tensor, module: Any, given: torch.dtype) -> Form:  # noqa: ANN40
     kind = str(getattr(module, "kv_cache_dtype", ""))
     if view.dtype in DTYPES or not kind.startswith("fp8"):
         return Form()
+    if module._k_scale.numel() > 1 or module._v_scale.numel() > 1:  # noqa: SLF001 - they have no other name
+        raise MismatchError(
+            "the model has a scale of fp8 for each head, which kvwire does not write: serve with --kv-cache-dtype auto"
+        )
     dtype = torch.float8_e5m2 if kind == "fp8_e5m2" else current_platform.fp8_dtype()
     return Form(dtype, given, float(module._k_scale_float), float(module._v_scale_float))  # noqa: SLF001 - they have no other name
 

@@ -90,8 +90,8 @@ class _Asked:
 
     @property
     def fails(self) -> bool:
-        """Something kept the request from what it asked for."""
-        return "refused" in self.told or "trouble" in self.told
+        """Something kept the request from the rows that it asked for."""
+        return "refused" in self.told or ("trouble" in self.told and self.choice is not None and bool(self.choice.mode))
 
 
 class ConnectorScheduler:
@@ -170,9 +170,10 @@ class ConnectorScheduler:
         if asked.loads > preemptions:
             return 0
         asked.computed = computed
+        most = len(asked.prompt) - 1  # vLLM computes the last token, and drops rows that its window has left before
         if self._is_strict and asked.fails:  # a load that brings nothing: vLLM fails the request for it
-            return max(len(asked.prompt) - 1 - computed, 0)
-        tokens = sum(piece.tokens for piece in asked.pieces) - computed
+            return max(most - computed, 0)
+        tokens = min(sum(piece.tokens for piece in asked.pieces), most) - computed
         least = self._least_tokens if asked.choice and asked.choice.prefix else 1
         return tokens if tokens >= least else 0
 

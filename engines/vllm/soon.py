@@ -68,8 +68,8 @@ class Ahead:
         """In a thread: nothing that goes wrong here is any request's trouble."""
         self._waiting -= 1
         try:
-            self._corpus.prefetch((name,), level)
-            self._counts.add(soon_documents=1)
+            is_there = self._corpus.prefetch((name,), level).wait()  # the cache takes few ranges at a time
+            self._counts.add(**{"soon_documents" if is_there else "soon_dropped": 1})
         except Exception as error:  # noqa: BLE001 - see above
             self._counts.add(soon_dropped=1)
             if (kind := type(error).__name__) not in self._told:

@@ -133,6 +133,16 @@ def test_blocks_longer_than_those_of_the_pages_hold_the_same_tokens(told):
         assert bad == {1, 12}
 
 
+def test_the_last_token_of_a_prompt_without_a_question_is_computed(windowed, told):
+    """vLLM drops what the window of the token behind all that is promised has left, and that token is computed anew."""
+    body = windowed.body("abc")
+    prompt = body["prompt"][: -len(QUESTION)]
+    for length in (len(prompt), len(prompt) - 7):
+        assert windowed.promise(body | {"prompt": prompt[:length]})[1] == length - 1
+        bad, _, said, _ = windowed.load(body | {"prompt": prompt[:length]}, 0, LISTS)
+        assert (bad, said["loaded_tokens"], said["lost_tokens"]) == (set(), length - 1, 0)
+
+
 def test_a_load_is_begun_once_for_each_time_that_its_pages_are_there(halves):
     """A load that brought nothing leaves vLLM where it was before: promised again, it would never end."""
     name, promised = halves.promise(halves.body("ab"))
@@ -186,7 +196,7 @@ def test_a_prompt_of_another_text_is_promised_as_far_as_it_agrees(halves, told):
     assert promised == 80
     assert "from token 80 on the prompt is not the text of document 'a'" in said["trouble"]
     _, _, said, promised = halves.load(body | {"prompt": prompt[:70]})  # shorter than its documents
-    assert promised == 70
+    assert promised == 69  # vLLM computes the last one
 
 
 def test_documents_behind_a_bos_are_told(halves):

@@ -22,13 +22,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvwire.engines.transformers import open_engine
-from kvwire.engines.vllm.layout import _cpu_kernel, check_groups
+from kvwire.engines.vllm.layout import _cpu_kernel, check_groups, register_pages
 from kvwire.engines.vllm.pages import Form, PackedPages, probe, slots_of
 from kvwire.engines.vllm.requests import PARAMS
 from kvwire.engines.vllm.saving import SAVED
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, MismatchError
 from kvwire.store import FolderStore
-from kvwire.types import digest_tokens
+from kvwire.types import CacheMeta, LayerSpec, digest_tokens
 
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, serving_llm
 
@@ -49,7 +49,7 @@ _MODELS = {
     "gemma4": (
         "Gemma4TextConfig",
         _MIXED | {
-            "global_head_dim": 32, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+            "global_head_dim": 64, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": 512,
         },
     ),
@@ -91,6 +91,10 @@ def test_layers_with_windows_are_those_of_transformers(family, tmp_path):
         assert distance(first, place.expected(one["prompt"])) <= CLOSE
         assert max(abs(first[token] - value) for token, value in plain.items() if token in first) <= CLOSE
         assert same == tokens
+        whole = place.body("b", exact)
+        whole["prompt"] = whole["prompt"][:255]  # no question, and the last token's window begins at a block's last row
+        ((first, *_),) = place.ask(whole)
+        assert distance(first, place.expected(whole["prompt"])) <= CLOSE
         for names, level in (("abc", exact), ("cab", 2)):
             body = place.body(names, level)
             right = place.expected(body["prompt"], place.linked(names, level))
@@ -192,3 +196,28 @@ def test_pages_that_nothing_is_loaded_into_are_told_at_the_start(specs, save, sa
     check_groups(groups(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)), "all")
     with pytest.raises(ArgumentError, match=say):
         check_groups(groups(*specs), save)
+
+
+@pytest.mark.parametrize(
+    ("specs", "scales", "say"),
+    [
+        ([LayerSpec(2, 32, 32, rope=0), LayerSpec(0, 0, 0, "none")], [], "pages of 2 layers, the documents are of 1"),
+        ([LayerSpec(2, 32, 32, rope=0)] * 3, [], "pages of 2 layers, the documents are of 3"),
+        ([LayerSpec(2, 32, 32, rope=0)] * 2, [2], "a scale of fp8 for each head"),
+    ],
+)
+def test_pages_that_would_not_hold_what_vllm_reads_are_refused(specs, scales, say):
+    """A layer that shares rows in the documents and not in vLLM, and one whose heads have scales of their own."""
+    names = [f"model.layers.{n}.self_attn.attn" for n in range(2)]
+    module = SimpleNamespace(
+        kv_cache_dtype="fp8", _k_scale=torch.ones(scales), _v_scale=torch.ones(scales), _k_scale_float=1.0,
+        _v_scale_float=1.0, kv_sharing_target_layer_name=None,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, module)),
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+    caches = {name: torch.zeros(4, 2, 32, 64, dtype=torch.uint8) for name in names}
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FULL, layer_names=names)])
+    with pytest.raises(MismatchError, match=say):
+        register_pages(caches, groups, config, CacheMeta(layers=tuple(specs)))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
 from kvwire.engines.transformers import open_engine
-from kvwire.engines.vllm.requests import PARAMS
+from kvwire.engines.vllm.connector import KvwireConnector
+from kvwire.engines.vllm.requests import PARAMS, Choice
+from kvwire.engines.vllm.saving import Saving
 from kvwire.store import FolderStore
 
 from ..small_disk import on_small_disk
@@ -170,6 +173,26 @@ with closing(FolderStore(root)) as store, serving_llm(Path(model), f"file://{roo
         tmp_path / "store",
     )
     assert told.count("the disk tier takes nothing in") == 1, told
+
+
+@pytest.mark.parametrize(("computed", "outputs", "is_saved"), [(20, 0, False), (18, 3, False), (22, 3, True)])
+def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outputs, is_saved):
+    """Its blocks are taken again and not all of its rows are there, though it has answered already."""
+    connector = object.__new__(KvwireConnector)
+    connector._saving, connector._tells, connector._telling = Saving("asked", 1), False, None
+    connector._scheduling = SimpleNamespace(
+        missing_head=lambda _: 0, built_on=lambda _, had: 1 if had else None, end=lambda _: {PARAMS: {}}
+    )
+    connector._saving.begin("r", None, Choice(prefix=True, save=True, level=1))
+    request = SimpleNamespace(
+        request_id="r", prompt_token_ids=[*range(20)], all_token_ids=[*range(20 + outputs)],
+        num_computed_tokens=computed, num_tokens=20 + outputs, num_output_tokens=outputs,
+    )  # fmt: skip
+    holds, told = connector.request_finished_all_groups(request, ([4, 5],))
+    assert holds == is_saved == bool(connector._saving.take())
+    assert told == {
+        PARAMS: {"saving_tokens": 22} if is_saved else {"not_saved": "it ended before its prompt was computed"}
+    }
 
 
 def test_start_up_errors_end_the_server(model, tmp_path):

@@ -119,6 +119,14 @@ def test_strict_requests_without_their_documents_fail(told, more):
         assert halves.load(halves.body("ab"))[0] == set()
 
 
+@pytest.mark.parametrize("asks", [{"soon": ["a"]}, {"save": True}])
+def test_strict_requests_that_load_nothing_do_not_fail(told, asks):
+    with closing(ConnectorScheduler(told.corpus, is_strict=True)) as scheduling:
+        scheduling.begin("r", {"kvwire": asks}, QUESTION, None, "an adapter")
+        assert scheduling.promised("r", 0) == 0
+        assert scheduling.end("r")["kvwire"]["trouble"] == "an adapter"
+
+
 REPORT = LinkReport("tiny", 4, 1.0, 0.3, 0.01, (0.15,), {"attention": (0.05,)}, {"standard": 0.25})
 
 

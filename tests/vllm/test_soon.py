@@ -13,7 +13,7 @@ from kvwire.engines.vllm.counting import Counts
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
 from kvwire.engines.vllm.soon import NO_CACHE, Ahead, Soon
 from kvwire.runtime.corpus import Corpus
-from kvwire.store import FolderStore, open_tiers
+from kvwire.store import FolderStore, TierSettings, open_tiers
 from kvwire.vllm import Choice, request_salt
 
 from .halves import QUESTION, Halves, check
@@ -72,6 +72,16 @@ def test_what_was_fetched_ahead_is_loaded_without_the_store(slow):
         assert (said["loaded_tokens"], remote.reads) == (promised, before)
         (cache,) = [told.corpus.decode("a", 1, dtype=torch.float32)]
         check(halves, blocks, cache, 0, cache.tokens)
+
+
+@pytest.mark.parametrize(("hints", "became"), [(0, "soon_dropped"), (5, "soon_documents")])
+def test_one_document_after_the_other_is_fetched(told, hints, became):
+    """A cache queues a bounded number of ranges, and a document has one for each of its chunks: here up to 5."""
+    counts, few = Counts(), TierSettings(prefetch_hints=hints)
+    tiers = open_tiers(FolderStore(told.root), memory_bytes=1 << 24, settings=few)
+    with closing(tiers), closing(Ahead(Corpus.open(tiers), counts)) as ahead:
+        ahead.start([Soon(("a", "b", "c") * 9, 1)])
+        assert wait(counts, tiers, 27) == {became: 27}
 
 
 def test_a_request_may_say_nothing_else(slow):
