@@ -154,21 +154,39 @@ class Store(Protocol):
         return True
 
     def put_many(self, items: Iterable[tuple[str, Data]]) -> None:
-        """Write objects, keys with all bytes of each, several at a time where the store knows how to."""
+        """Write objects, several at a time where the store knows how to.
+
+        Args:
+            items: Keys and all bytes of each.
+        """
         for key, data in items:
             self.put(key, data)
 
     def delete(self, key: str) -> None:
-        """Remove the object; removing what is not there is no error."""
+        """Remove the object; removing what is not there is no error.
+
+        Args:
+            key: The object.
+        """
         ...
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, in as few requests as the store knows how to."""
+        """Remove objects, in as few requests as the store knows how to.
+
+        Args:
+            keys: The objects.
+        """
         for key in keys:
             self.delete(key)
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
-        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them."""
+        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them.
+
+        Args:
+            key: The object.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+        """
         del key, start, end
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
@@ -187,7 +205,15 @@ class Store(Protocol):
         ...
 
     def keys(self, prefix: str, after: str = "") -> Iterator[str]:
-        """List keys, as ``scan`` does."""
+        """List keys, as ``scan`` does.
+
+        Args:
+            prefix: What they start with.
+            after: Keys up to this one are left out; empty: none is.
+
+        Returns:
+            The keys, in ascending order.
+        """
         return (listed.key for listed in self.scan(prefix, after))
 
     @property
@@ -200,7 +226,14 @@ class Store(Protocol):
         return True
 
     def opens_at_once(self, key: str) -> bool:
-        """Whether opening an object takes so little that a thread for it would take longer."""
+        """Whether opening an object takes so little that a thread for it would take longer.
+
+        Args:
+            key: The object.
+
+        Returns:
+            True where it does; False unless a store says otherwise.
+        """
         del key
         return False
 

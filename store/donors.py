@@ -92,9 +92,19 @@ class DonorIndex:
     def write(
         self, document: CatalogEntry, token_ids: Sequence[int], opening: Sequence[int] = (), *, after: int = 0
     ) -> int:
-        """Write the entries of a document, and return how many; of features that too many have, the oldest give way.
+        """Write the entries of a document; of features that too many have, the oldest give way.
 
-        As ``PrefixIndex.write``, but that ``opening`` and ``after`` count for nothing here.
+        Args:
+            document: The document's entry, which is in the catalog already.
+            token_ids: Its text.
+            opening: What it stands behind in prompts, which counts for nothing here.
+            after: Counts for nothing here.
+
+        Returns:
+            How many were written.
+
+        Raises:
+            ArgumentError: The text is not the entry's.
         """
         del opening, after
         if digest_tokens(token_ids) != document.token_digest:
@@ -109,14 +119,35 @@ class DonorIndex:
     def add(
         self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True, opening: Sequence[int] = ()
     ) -> int:
-        """``write`` what is not there yet; of a document that is not new, one look tells. As ``PrefixIndex.add``."""
+        """``write`` what is not there yet; of a document that is not new, one look tells.
+
+        Args:
+            document: The document's entry.
+            token_ids: Its text.
+            is_new: Write in any case.
+            opening: As for ``write``.
+
+        Returns:
+            How many entries were written.
+        """
         last = [] if is_new else self._features(token_ids, self.writer)[-1:]
         if last and self._catalog.objects.read(self._space.donor_entry(last[0], document.token_digest)):
             return 0
         return self.write(document, token_ids, opening)
 
     def candidates(self, token_ids: Sequence[int], most: int = MOST_CANDIDATES) -> list[Candidate]:
-        """Texts that share features with a prompt, those with the most first."""
+        """Find texts that share features with a prompt.
+
+        Args:
+            token_ids: The prompt.
+            most: How many are wanted.
+
+        Returns:
+            Those with the most features first.
+
+        Raises:
+            StorageError: The store fails.
+        """
         counts: Counter[str] = Counter()
         keys: dict[str, str] = {}
         names = [self._features(token_ids, writer) for writer in dict.fromkeys(("", self.writer))]
@@ -135,7 +166,19 @@ class DonorIndex:
         return [Candidate(digest, count, keys[digest]) for digest, count in found if count >= least][:most]
 
     def donor(self, candidate: Candidate) -> Donor:
-        """Read the text that a candidate leads to; NotFoundError where no document has it any more."""
+        """Read the text that a candidate leads to; texts of late are kept.
+
+        Args:
+            candidate: From ``candidates``.
+
+        Returns:
+            The donor.
+
+        Raises:
+            NotFoundError: No document has the text any more.
+            CorruptError: An entry or the text is damaged.
+            StorageError: The store fails.
+        """
         digest = candidate.token_digest
         entry = self._catalog.by_tokens(self._space, digest) or self._grown(candidate)
         if entry is None or entry.is_text or entry.token_digest != digest:
@@ -149,7 +192,19 @@ class DonorIndex:
         return None if data is None else self._catalog.by_document(self._space, DonorEntry.from_json(data).document_id)
 
     def check(self, donor: Donor) -> BlobInfo:
-        """Read a donor's header; CorruptError where its rows stand behind more than a BOS, or on lossy rows."""
+        """Read a donor's header; those of late are kept.
+
+        Args:
+            donor: From ``find``.
+
+        Returns:
+            What it says: the rows were computed behind nothing but a BOS, and over no lossy rows.
+
+        Raises:
+            NotFoundError: The blob is gone.
+            CorruptError: The rows are others, or damaged.
+            StorageError: The store fails.
+        """
         document = donor.document
         key = document.sha256, document.token_digest
         info = self._infos.get(key) or prefix_info(self._catalog, document)
@@ -160,7 +215,19 @@ class DonorIndex:
     def find(
         self, token_ids: Sequence[int], on_miss: Callable[[str], None] = lambda _: None, most: int = MOST_CANDIDATES
     ) -> list[Donor]:
-        """``donor`` of all candidates with their texts, in order; why another is none goes to ``on_miss``."""
+        """``donor`` of all candidates.
+
+        Args:
+            token_ids: The prompt.
+            on_miss: Called, in words, with why a candidate is none.
+            most: How many are wanted.
+
+        Returns:
+            Those whose texts are there, in their order.
+
+        Raises:
+            StorageError: The store fails.
+        """
         found, known = [], {each.token_digest: each for each in self.candidates(token_ids, most)}
         for digest, opened in read_ahead(self._catalog.store, known, lambda digest: self.donor(known[digest])):
             try:

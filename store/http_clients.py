@@ -169,7 +169,15 @@ ContentRange = tuple[int, int, int | None]
 
 
 def range_header(start: int, end: int | None) -> str:
-    """The value of a Range header; ``end``: the byte after the last, None: to the end."""
+    """The Range header of a request.
+
+    Args:
+        start: First byte.
+        end: The byte after the last; None: to the end.
+
+    Returns:
+        The header's value.
+    """
     return f"bytes={start}-{'' if end is None else end - 1}"
 
 

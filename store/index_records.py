@@ -60,7 +60,18 @@ class PrefixEntry(Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> PrefixEntry:
-        """Read ``to_json``; CorruptError or FormatVersionError where it cannot be."""
+        """Read ``to_json``; names that are not known are passed over.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            The entry.
+
+        Raises:
+            CorruptError: A field is missing or impossible.
+            FormatVersionError: A later version wrote it.
+        """
         what = "a prefix entry"
         return record(versioned(data, what), cls, what, "index the document again (kvwire store index)")
 

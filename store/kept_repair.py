@@ -96,7 +96,18 @@ class KeptRepair(Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> KeptRepair:
-        """Read ``to_json``; CorruptError or FormatVersionError where it cannot be."""
+        """Read ``to_json``.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            What is kept.
+
+        Raises:
+            CorruptError: ``to_json`` did not write this.
+            FormatVersionError: A later version wrote it.
+        """
         fields = versioned(data, _WHAT)
         rows = record(fields.get("parts"), list[tuple[str, int, str]], f"{_WHAT}'s parts", _ADVICE)
         try:
@@ -107,7 +118,15 @@ class KeptRepair(Struct, frozen=True):
 
 
 def base_of(token_digest: str, neutral_digest: str) -> str:
-    """A document as a kept repair names it: by the digests of its token ids and its neutral prefix, if any."""
+    """A document as a kept repair names it.
+
+    Args:
+        token_digest: Of its token ids.
+        neutral_digest: Of its neutral prefix; empty where there is none.
+
+    Returns:
+        The name.
+    """
     return f"{token_digest}:{neutral_digest}" if neutral_digest else token_digest
 
 

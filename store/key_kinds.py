@@ -111,7 +111,14 @@ class KeyKind:
 
 
 def kind_of(key: str) -> KeyKind | None:
-    """The kind of a key; None where it is unknown."""
+    """The kind of a key.
+
+    Args:
+        key: A key.
+
+    Returns:
+        The row; None for an unknown kind.
+    """
     found = find_kind(key)
     return found[0] if found else None
 
@@ -128,7 +135,14 @@ def key_digest(key: str) -> str:
 
 
 def content_digest(key: str) -> str | None:
-    """SHA-256 of the bytes under a content-addressed key (``.kvw``, ``.kvp``); None for any other key."""
+    """The digest of a content-addressed key (``.kvw``, ``.kvp``).
+
+    Args:
+        key: A key.
+
+    Returns:
+        SHA-256 of the object's bytes; None for any other key.
+    """
     found = find_kind(key)
     return found[1] if found and found[0].digest == "sha256" else None
 

@@ -31,7 +31,17 @@ _CATALOG = re.compile(r"v1/[^/]+/[^/]+/catalog/.+")
 
 
 def check_key(key: str) -> str:
-    """Give a key back; ArgumentError where it could name something outside the store."""
+    """Check a key.
+
+    Args:
+        key: What may be a key.
+
+    Returns:
+        ``key``, unchanged.
+
+    Raises:
+        ArgumentError: It could name something outside the store.
+    """
     parts_fit = all(len(part) <= MAX_PART_CHARS for part in key.split("/"))
     if len(key) > MAX_KEY_CHARS or not parts_fit or not _KEY.fullmatch(key):
         raise ArgumentError(
@@ -49,7 +59,18 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_after(prefix: str, after: str) -> tuple[str, str]:
-    """Check where a listing starts: no key could start with ``prefix``, or ``after`` is no key, is an ArgumentError."""
+    """Check where a listing starts.
+
+    Args:
+        prefix: What the keys start with.
+        after: A key, or empty.
+
+    Returns:
+        Both, unchanged.
+
+    Raises:
+        ArgumentError: No key could start with ``prefix``, or ``after`` is no key.
+    """
     check_prefix(prefix)
     if after:
         check_key(after)
@@ -57,7 +78,14 @@ def check_after(prefix: str, after: str) -> tuple[str, str]:
 
 
 def is_catalog_key(key: str) -> bool:
-    """Whether a key lies in a configuration's catalog: what says what belongs to what, small, many and replaced."""
+    """Whether a key is of an object that says what belongs to what: small, many, and replaced.
+
+    Args:
+        key: A key.
+
+    Returns:
+        True for whatever lies in a configuration's catalog, of a known kind or not.
+    """
     return _CATALOG.fullmatch(key) is not None
 
 
@@ -172,7 +200,18 @@ class KeySpace:
 
     @classmethod
     def of(cls, tenant: str, config_digest: str) -> KeySpace:
-        """Build from a tenant's hash and the whole SHA-256 of ``CacheMeta.config_digest``."""
+        """Build from whole digests.
+
+        Args:
+            tenant: The tenant's hash.
+            config_digest: The full SHA-256 of ``CacheMeta.config_digest``.
+
+        Returns:
+            The key space.
+
+        Raises:
+            ArgumentError: ``config_digest`` is no SHA-256.
+        """
         return cls(tenant, check_digest(config_digest, "a configuration digest")[:CONFIG_DIGITS])
 
     @property

@@ -85,7 +85,14 @@ def content(store: Store, space: KeySpace) -> Iterator[Listed]:
 
 
 def tenants(store: Store) -> Iterator[str]:
-    """Hashes of the tenants that a store has anything of; other people's keys are passed over."""
+    """Hashes of the tenants that a store has anything of; other people's keys are passed over.
+
+    Args:
+        store: The store.
+
+    Returns:
+        The hashes.
+    """
     return (name for name in children(store, "v1/") if is_tenant(name))
 
 
@@ -122,29 +129,66 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """Read ``K/N``; ArgumentError where there is no such part."""
+        """Read ``K/N``.
+
+        Args:
+            text: As a command takes it.
+
+        Returns:
+            The part.
+
+        Raises:
+            ArgumentError: There is no such part.
+        """
         found = _WRITTEN.fullmatch(text)
         if found is None:
             raise ArgumentError(f"a part is K/N, such as 3/16, got {text!r}")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, key: str) -> bool:
-        """Whether a key is of this part."""
+        """Whether a key is of this part.
+
+        Args:
+            key: A key.
+        """
         return self.number_of(key) == self.number
 
     def number_of(self, key: str) -> int:
-        """Which of the ``count`` parts a key is of."""
+        """Which of the ``count`` parts a key is of.
+
+        Args:
+            key: A key.
+
+        Returns:
+            The part's number.
+        """
         return int(key_digest(key)[:_DIGITS] or "0", 16) * self.count // _ALL + 1
 
     def content(self, store: Store, space: KeySpace) -> Iterator[Listed]:
-        """What ``listing.content`` lists of this part; for the first of several, all others are passed over."""
+        """What ``listing.content`` lists of this part.
+
+        Args:
+            store: Where it lies.
+            space: The tenant and model configuration.
+
+        Returns:
+            The objects; of the first of several parts, all others are listed and passed over.
+        """
         if self.number == 1:
             return (listed for listed in content(store, space) if self.has(listed.key))
         prefixes = {kind.prefix(space) for kind in KINDS if not kind.prefix(space).startswith(space.catalog)}
         return (listed for prefix in sorted(prefixes) for listed in self._between(store, prefix, space.catalog))
 
     def scan(self, store: Store, prefix: str) -> Iterator[Listed]:
-        """Objects of this part below a prefix of one kind of keys."""
+        """Objects of this part below a prefix.
+
+        Args:
+            store: Where they lie.
+            prefix: Of one kind of keys.
+
+        Returns:
+            The objects.
+        """
         if self.number == 1:
             return (listed for listed in store.scan(prefix) if self.has(listed.key))
         return self._between(store, prefix, "")

@@ -131,7 +131,17 @@ class CatalogEntry(Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> CatalogEntry:
-        """Read ``to_json`` strictly; unknown fields are ignored, CorruptError where it is none."""
+        """Parse strictly; unknown fields are ignored.
+
+        Args:
+            data: The entry as ``to_json`` gives it.
+
+        Returns:
+            The entry.
+
+        Raises:
+            CorruptError: The bytes are no entry.
+        """
         told = parse_object(data)
         told["header_bytes"] = told.pop("head_bytes", None)
         rows = told.get("parts")
@@ -292,7 +302,18 @@ class ModelRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelRecord:
-        """Read ``to_json``; CorruptError or FormatVersionError where it cannot be, or contradicts itself."""
+        """Read ``to_json``.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            The record.
+
+        Raises:
+            CorruptError: A field is missing or impossible, or the record contradicts itself.
+            FormatVersionError: A later version wrote it.
+        """
         from kvwire.codec.format.metadata_json import meta_from_json
 
         stored = record(versioned(data, _MODEL), _Stored, _MODEL, _MODEL_ADVICE)

@@ -39,7 +39,13 @@ class SegmentError(KvwireError):
     """One segment could not be fetched; the others are not concerned."""
 
     def __init__(self, segment: SegmentInfo, attempts: int, cause: KvwireError) -> None:
-        """Name the chunk and the level, and keep the cause of the last of so many attempts."""
+        """Name the chunk and the level, and keep the cause of the last attempt.
+
+        Args:
+            segment: What was wanted.
+            attempts: How many failed.
+            cause: Of the last.
+        """
         super().__init__(
             f"chunk {segment.chunk}, level {segment.level}: given up after {attempts} attempts ({cause}); "
             "recompute the chunk or use a lower level"

@@ -120,7 +120,14 @@ class EmulatedLink:
 
     @classmethod
     def of(cls, settings: LinkSettings) -> EmulatedLink:
-        """Make an idle link with these settings."""
+        """Make a link with these settings.
+
+        Args:
+            settings: Bandwidth and round trip.
+
+        Returns:
+            The link, idle.
+        """
         return cls(settings.bandwidth_bytes_s, settings.rtt_s)
 
     @property
@@ -134,13 +141,21 @@ class EmulatedLink:
         return self._clock()
 
     def begin(self) -> None:
-        """Start the schedule now, again where it runs already; ArgumentError while a response is being sent."""
+        """Start the schedule now, again where it runs already.
+
+        Raises:
+            ArgumentError: A response is being sent.
+        """
         if self._senders:
             raise ArgumentError("a link cannot begin anew while it carries a response: begin before the first request")
         self._began, self._sent = self._clock(), 0.0
 
     async def round_trip(self, asked_at: float) -> None:
-        """Wait until a round trip has passed since the request was sent, on the link's clock."""
+        """Wait until a round trip has passed since the request was sent.
+
+        Args:
+            asked_at: When it was sent, on the link's clock.
+        """
         if self._began is None:
             self._began = asked_at
         await self._until(asked_at + self._rtt_s)
@@ -158,7 +173,11 @@ class EmulatedLink:
             self._senders -= 1
 
     async def transmit(self, size: int) -> None:
-        """Take so many bytes' time on the link, and return when the last of them would have arrived."""
+        """Take the bytes' time on the link, and return when the last of them would have arrived.
+
+        Args:
+            size: Bytes.
+        """
         began = self._beginning()
         self._sent = max(self._sent, self._caught_up(self._clock() - began)) + size
         await self._until(began + self._schedule.moment_of(self._sent))

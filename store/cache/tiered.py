@@ -72,13 +72,27 @@ class TieredStore(Store):
         return self._below.url
 
     def name(self, key: str) -> bytes | None:
-        """What the tiers call an object of this remote, 32 bytes; None where it is no content."""
+        """What the tiers call an object of this remote.
+
+        Args:
+            key: The object.
+
+        Returns:
+            Its name, 32 bytes; None where it is no content.
+        """
         if content_digest(check_key(key)) is None:
             return None
         return hashlib.sha256(f"{self._remote.url}\0{key}".encode()).digest()
 
     def origin(self, key: str) -> Store:
-        """The store below the tiers that has an object: the remote, or that of pending writes before it."""
+        """The store below the tiers that has an object.
+
+        Args:
+            key: The object.
+
+        Returns:
+            The remote, or the store of pending writes before it.
+        """
         return self._remote.origin(key) if isinstance(self._remote, WriteBackStore) else self._remote
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -178,12 +192,26 @@ class TieredStore(Store):
             self.cache.drop(name, start, end)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all writes are on the remote, or raise DeadlineError; without write-back they are."""
+        """Wait until all writes are on the remote. Without write-back they are.
+
+        Args:
+            timeout_s: Longest wait in seconds; None: as long as it takes.
+
+        Raises:
+            DeadlineError: It takes longer.
+        """
         if isinstance(self._remote, WriteBackStore):
             self._remote.flush(timeout_s)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait, so long for each, until the disk has what it was given and no hint is left; whether it came to that."""
+        """Wait until the background has nothing to write to the disk or to prefetch.
+
+        Args:
+            timeout_s: Longest wait for each of the two, in seconds.
+
+        Returns:
+            Whether it came to that.
+        """
         return self._prefetcher.drain(timeout_s) and self.cache.drain(timeout_s)
 
     def counters(self) -> Counters:

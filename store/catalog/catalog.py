@@ -285,7 +285,18 @@ class Catalog:
         return self._entry(self.keys(config).document(document_id), document_id=document_id)
 
     def by_tokens(self, config: Config, token_digest: str) -> CatalogEntry | None:
-        """Look a token sequence up by its ``digest_tokens``, as ``by_document`` does."""
+        """Look a token sequence up.
+
+        Args:
+            config: The model configuration.
+            token_digest: Digest of the sequence (``digest_tokens``).
+
+        Returns:
+            Its entry; None where there is none.
+
+        Raises:
+            CorruptError: The entry is damaged or speaks of something else.
+        """
         return self._entry(self.keys(config).token_entry(token_digest), token_digest=token_digest)
 
     def documents(

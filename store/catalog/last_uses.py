@@ -40,13 +40,27 @@ class LastUses:
         self._may_write = True
 
     def wanted(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
-        """Saved prompts among the documents used that this process has not marked within ``every_s``."""
+        """Choose the documents that are to be marked.
+
+        Args:
+            entries: Documents that were used.
+
+        Returns:
+            Saved prompts among them that this process has not marked within ``every_s``.
+        """
         due = time.monotonic() - self._every_s
         saved = (one for one in entries if one.document_id.startswith(SAVED) and not one.is_text)
         return [one for one in saved if self._may_write and self._marked.get(one.document_id, due) <= due]
 
     def mark(self, entries: Iterable[CatalogEntry]) -> int:
-        """Mark documents as used now, unless a mark in the store is young; returns how many marks were written."""
+        """Mark documents as used now, unless a mark in the store is young.
+
+        Args:
+            entries: Documents that were used.
+
+        Returns:
+            How many marks were written.
+        """
         count = 0
         for entry in {each.document_id: each for each in self.wanted(entries)}.values():
             if len(self._marked) >= _MOST_WAITING:

@@ -45,18 +45,39 @@ class UseCounts:
         self._counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def add(self, scope: str, document_id: str) -> None:
-        """Count one use."""
+        """Count one use.
+
+        Args:
+            scope: The tenant and model.
+            document_id: The document that was used.
+        """
         with self._lock:
             counts = self._counts[scope]
             counts[document_id] = counts.get(document_id, 0) + 1
 
     def count(self, scope: str, document_id: str) -> int:
-        """How often a document was used so far."""
+        """Ask how often a document was used.
+
+        Args:
+            scope: The tenant and model.
+            document_id: The document.
+
+        Returns:
+            Its uses so far.
+        """
         with self._lock:
             return self._counts[scope].get(document_id, 0)
 
     def reached(self, scope: str, least: int) -> list[str]:
-        """Documents with at least so many uses, the most used first."""
+        """Documents with at least so many uses.
+
+        Args:
+            scope: The tenant and model.
+            least: The number of uses.
+
+        Returns:
+            Ids of documents, the most used first.
+        """
         with self._lock:
             found = [(-count, name) for name, count in self._counts[scope].items() if count >= least]
         return [name for _, name in sorted(found)]

@@ -61,7 +61,14 @@ class Keyring:
         return base64.b64encode(secrets.token_bytes(MASTER_BYTES)).decode()
 
     def tenant(self, tenant: str) -> TenantKeys:
-        """The keys of one tenant, by its hash (``tenant_hash``): one from each master key."""
+        """The keys of one tenant.
+
+        Args:
+            tenant: The tenant's hash, as keys of objects carry it (``tenant_hash``).
+
+        Returns:
+            One key from each master key.
+        """
         from kvwire.store.crypto.sealing import TenantKey, TenantKeys, derive_key
 
         def key(master: bytes) -> TenantKey:

@@ -55,7 +55,12 @@ class LinkMeter:
         on_sample: Callable[[LinkSample], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start idle. on_sample: called with each sample on the event loop, must return quickly; clock: seconds."""
+        """Start idle.
+
+        Args:
+            on_sample: Called with each sample on the event loop; it must return quickly.
+            clock: Gives seconds.
+        """
         self._on_sample = on_sample
         self._clock = clock
         self.pace = Pace()
@@ -75,7 +80,13 @@ class LinkMeter:
         return Transfer(self, self._clock())
 
     def opened(self, size: int, first_byte_s: float, now: float) -> None:
-        """A transfer's first piece came in, so long after the request was sent."""
+        """A transfer's first piece came in.
+
+        Args:
+            size: Bytes of the piece.
+            first_byte_s: Seconds since the request was sent.
+            now: Instant of the meter's clock.
+        """
         if self._receiving == 0:
             self.flush()
             self._started = self._ended = now
@@ -89,7 +100,12 @@ class LinkMeter:
             self.received(size, now)
 
     def received(self, size: int, now: float) -> None:
-        """A further piece came in."""
+        """A further piece came in.
+
+        Args:
+            size: Bytes of the piece.
+            now: Instant of the meter's clock.
+        """
         self._wire_bytes += size
         self._timed_bytes += size
         self._ended = now
@@ -97,7 +113,11 @@ class LinkMeter:
             self.flush()
 
     def closed(self, *, silent: bool) -> None:
-        """A transfer that had begun is over; silent: because nothing came any more."""
+        """A transfer that had begun is over.
+
+        Args:
+            silent: Because nothing came any more.
+        """
         if silent:
             self._ended = self._clock()
         self._receiving -= 1

@@ -80,7 +80,16 @@ class FetchSettings:
             raise ArgumentError("retries, gap_bytes, pauses and the settings of hedging must be 0 or more")
 
     def backoff(self, attempt: int, jitter: float, error: KvwireError | None = None) -> float:
-        """Seconds before a retry (the first: 1), jitter 0 to 1; a server that says when to come back is obeyed."""
+        """Pause before an attempt.
+
+        Args:
+            attempt: Its number; 1 is the first retry.
+            jitter: 0 to 1, of the upper half.
+            error: What happened; a server that says when to come back is obeyed.
+
+        Returns:
+            Seconds to wait.
+        """
         full_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
         told_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
         return max(full_s * (0.5 + 0.5 * jitter), min(told_s, self.max_retry_after_s))

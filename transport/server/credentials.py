@@ -159,7 +159,11 @@ class TenantTokens:
 
 
 def new_token() -> tuple[str, str]:
-    """Make a random bearer token of 256 bits; with it, its SHA-256 in hexadecimal for a tenants file."""
+    """Make a random bearer token of 256 bits.
+
+    Returns:
+        The token, and its SHA-256 in hexadecimal for a tenants file.
+    """
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     return token, hashlib.sha256(token.encode()).hexdigest()
 
@@ -223,11 +227,33 @@ class SigningKeys:
 
     @classmethod
     def read(cls, path: Path) -> SigningKeys:
-        """Read the file; AuthError where others than its owner may, ArgumentError where it cannot be used."""
+        """Read the file.
+
+        Args:
+            path: Of the file.
+
+        Returns:
+            The keys.
+
+        Raises:
+            StorageError: The file cannot be read.
+            ArgumentError: Its content cannot be used.
+            AuthError: Others than its owner may read it.
+        """
         return read_parsed(path, cls.parse, private=True)
 
     def secret(self, key_id: str) -> bytes:
-        """Secret of a key; NotFoundError where there is none of that id."""
+        """Secret of a key.
+
+        Args:
+            key_id: The key's id.
+
+        Returns:
+            The secret.
+
+        Raises:
+            NotFoundError: There is no key of that id.
+        """
         if key_id not in self._keys:
             raise NotFoundError(f"the signing keys' file has no key {key_id[:64]!r}: check --key-id")
         return self._keys[key_id].secret

@@ -145,7 +145,14 @@ class ServerTls:
     """The context that connections are made with; each handshake takes the certificate that was read last."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load certificate and key; ArgumentError where they cannot be used."""
+        """Load the files.
+
+        Args:
+            files: Certificate and key.
+
+        Raises:
+            ArgumentError: They cannot be used.
+        """
         self._files = files
         self.context = self._current = self._load()
         self.context.sni_callback = self._choose

@@ -59,7 +59,12 @@ class ByteSource(Protocol):
         ...
 
     def distrust(self, start: int, end: int) -> None:
-        """Hear that bytes given for this range were wrong: never give them again from a copy."""
+        """Hear that bytes given for this range were wrong: never give them again from a copy.
+
+        Args:
+            start: First byte.
+            end: First byte after the range.
+        """
         del start, end  # a source without copies has nothing to forget
 
     async def close(self) -> None:
@@ -80,7 +85,15 @@ class ReadTimeouts:
     stall_s: float = 15.0
 
     def stalled(self, what: str, *, began: bool) -> StalledError:
-        """The error of a wait of that length; began: after the first byte."""
+        """Make the error of a wait of that length.
+
+        Args:
+            what: What was read, for people.
+            began: Whether the first byte had come.
+
+        Returns:
+            The error to raise.
+        """
         limit_s = self.stall_s if began else self.first_byte_s
         return StalledError(f"{what}: nothing came for {limit_s:g} s; try again or check the server and the network")
 
@@ -89,7 +102,12 @@ class StoreSource(ByteSource):
     """Reads an object of any store in worker threads; the version is held from the first read on."""
 
     def __init__(self, store: Store, key: str) -> None:
-        """Name the object; nothing is opened yet."""
+        """Name the object; nothing is opened yet.
+
+        Args:
+            store: Where it lies.
+            key: Its key.
+        """
         self._store = store
         self._key = key
         self._reader: ObjectReader | None = None
@@ -154,7 +172,12 @@ class LinkedSource(ByteSource):
     """Any source, behind an emulated link."""
 
     def __init__(self, source: ByteSource, link: EmulatedLink) -> None:
-        """Put a link in front of a source, which is taken over: closing this closes it."""
+        """Put a link in front of a source.
+
+        Args:
+            source: Taken over: closing this closes it.
+            link: What its bytes pass.
+        """
         self._source = source
         self._link = link
 

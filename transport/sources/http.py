@@ -167,7 +167,16 @@ class HttpSource(ByteSource):
         return self._size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
-        """Give bytes as they arrive: by one request, besides redirects, two where the address was refused."""
+        """Give bytes of the object, as they arrive; one request, besides redirects, two where the address was refused.
+
+        Args:
+            start: First byte.
+            end: First byte after the range; None: to the end.
+            sink: Takes each piece.
+
+        Raises:
+            ArgumentError: The range does not run forwards from 0 or later.
+        """
         if start < 0 or (end is not None and end < start):
             raise ArgumentError(f"a byte range must run forwards from 0 or later, got {start} to {end}")
         if end == start:

@@ -100,7 +100,20 @@ class S3Store(Store):
         return self.read_version(key, "", start, end)
 
     def read_version(self, key: str, tag: str, start: int, end: int | None) -> bytes:
-        """As ``get``, of the version with this tag of S3's, empty: of any; StorageError where it is gone."""
+        """As ``get``, of one version.
+
+        Args:
+            key: The object.
+            tag: S3's tag of the version; empty: of any.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+
+        Returns:
+            The bytes, clamped at the object's end.
+
+        Raises:
+            StorageError: The version is gone.
+        """
         clamp_range(start, end, 0)
         if start == end:
             self.stat(key)
