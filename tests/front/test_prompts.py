@@ -21,9 +21,9 @@ from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.saving import Saver
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, collect, forget
-from kvwire.store.testing import StoreWrapper
 
 from ..store.conftest import DAY, AgedStore
+from ..store_wrappers import StoreWrapper
 from .tiny_engine import TinyEngine
 
 TEMPLATE = (

@@ -14,9 +14,10 @@ import pytest
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import Catalog, FolderStore, MemoryStore, UseCounts, copy_store, tenant_hash, verify_store
 from kvwire.store.catalog.announcements import announce
-from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.store.upkeep.collect import collect
 from kvwire.transport.testing import serving
+
+from ..store_wrappers import FaultyStore, StoreFault, StoreWrapper
 
 DAY = 24 * 3600.0
 BEARER = "made-up"

@@ -15,10 +15,10 @@ from kvwire.store import collect, forget
 from kvwire.store.catalog.last_uses import LastUses
 from kvwire.store.index_records import LastUse, is_saved
 from kvwire.store.records import pack_record
-from kvwire.store.testing import StoreWrapper
 from kvwire.store.upkeep.forget import Stored, _windows, choose
 from kvwire.types import digest_tokens
 
+from ..store_wrappers import StoreWrapper
 from .conftest import CONFIG, DAY
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"

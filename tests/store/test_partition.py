@@ -14,9 +14,10 @@ from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, Collected, MemoryStore, Part, collect, index_documents, verify_store
 from kvwire.store.key_kinds import kinds, mark
 from kvwire.store.listing import content
-from kvwire.store.testing import StoreWrapper
 from kvwire.store.upkeep.marks import MarksFile, SpilledMarks
 from kvwire.types import digest_tokens
+
+from ..store_wrappers import StoreWrapper
 
 COUNTS = [1, 2, 3, 7, 16, 255, 256, 257]
 CONFIG = hashlib.sha256(b"a model").hexdigest()

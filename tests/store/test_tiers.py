@@ -15,9 +15,10 @@ from hypothesis.stateful import rule
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open_tiers
 from kvwire.store.cache import extents
-from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
+from kvwire.store.testing import StoreMachine, samples
 from kvwire.store.testing.conformance import together
 
+from ..store_wrappers import CountingStore, FaultyStore, StoreFault, StoreWrapper
 from .conftest import until
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.store import MemoryStore, TierSettings, open_tiers
 from kvwire.store.cache import disk_tier
-from kvwire.store.testing import CountingStore, samples
+from kvwire.store.testing import samples
 from kvwire.transport import (
     BlobFetcher,
     HttpStore,
@@ -25,6 +25,8 @@ from kvwire.transport import (
 )
 from kvwire.transport.sources.base import ByteSource
 from kvwire.transport.sources.open_source import TieredSource
+
+from ..store_wrappers import CountingStore
 
 MIB = 1 << 20
 
