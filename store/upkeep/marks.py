@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,12 +32,12 @@ class Marks:
         """Begin without marks."""
         self.part, self.at, self.sample = part, 0.0, list[str]()
         self._recent: set[int] = set()
-        self._packed = np.empty(0, np.uint64)
+        self._packed = array("Q")  # sorted
 
     def add_all(self, keys: Iterable[str], at: float) -> None:
         """Take in what entries name that were read from this instant on."""
         for key in keys:
-            if self.part.has(key):
+            if self.part.count == 1 or self.part.has(key):
                 self._recent.add(_number(key))
                 if len(self._recent) >= _MOST_RECENT:
                     self.pack()
@@ -46,18 +48,17 @@ class Marks:
     def __contains__(self, key: str) -> bool:
         """Whether an entry names a key."""
         number = _number(key)
-        if number in self._recent or not len(self._packed):
-            return number in self._recent
-        at = int(np.searchsorted(self._packed, np.uint64(number)))
-        return at < len(self._packed) and int(self._packed[at]) == number
+        if number in self._recent:
+            return True
+        at = bisect_left(self._packed, number)
+        return at < len(self._packed) and self._packed[at] == number
 
     def pack(self) -> None:
         """Keep all in 8 bytes each."""
         more = np.fromiter(self._recent, np.uint64, len(self._recent))
-        more.sort()
-        self._packed = np.concatenate([self._packed, more])
-        self._packed.sort(kind="stable")  # two sorted runs are merged
-        self._recent = set()
+        both = np.concatenate([np.frombuffer(self._packed, np.uint64), np.sort(more)])
+        both.sort(kind="stable")  # merges two sorted runs
+        self._packed, self._recent = array("Q", both.tobytes()), set()
 
 
 def _number(key: str) -> int:
