@@ -6,14 +6,12 @@ import random
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import urllib3
-from urllib3.connection import ProxyConfig
 from urllib3.exceptions import EmptyPoolError, HTTPError, NewConnectionError, ProxyError
 from urllib3.exceptions import TimeoutError as UrllibTimeoutError
-from urllib3.util import parse_url
 
 from kvwire._forks import OwnProcess
 from kvwire.errors import StorageError
@@ -32,12 +30,10 @@ from kvwire.store.http_clients import (
 )
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Iterator, Mapping
     from urllib.parse import SplitResult
 
     from kvwire.store.base import Data
-    from kvwire.store.http_clients import Proxy
 
 _PIECE_BYTES = 256 * 1024
 _TLS_PIECE_BYTES = 16 * 1024  # one record: a socket's limit of time over TLS is for one
@@ -114,7 +110,7 @@ class HttpExchange:
 
     def _connect(self) -> None:
         self._process, self._lock = OwnProcess("connections"), threading.Lock()
-        self._pools = {self._origin: _Pool(self._parts, self._settings, self.tls, self.proxy)}
+        self._managers: dict[tuple[str, str], urllib3.PoolManager] = {}  # by proxy and scheme
 
     def ask(
         self,
@@ -178,7 +174,7 @@ class HttpExchange:
     ) -> Reply:
         give_up_at = time.monotonic() + self._settings.total_s
         try:
-            response = self._pool_of(url).send(method, url, headers, data)
+            response = self._send(method, url, headers, data)
             try:
                 body, cut = _body(response, limit if response.status < _FIRST_REFUSAL else _MAX_REFUSAL_BYTES)
             finally:
@@ -214,73 +210,46 @@ class HttpExchange:
     def close(self) -> None:
         """Close the connections."""
         with self._lock:
-            for pool in self._pools.values():
-                pool.close()
+            for manager in self._managers.values():
+                manager.clear()
 
-    def _pool_of(self, url: str) -> _Pool:
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        if not self._process.is_here:  # the parent process goes on with the connections that it had
-            self._connect()
-        with self._lock:
-            if origin not in self._pools:
-                while len(self._pools) > _MOST_ORIGINS:  # a server may lead to any number of others
-                    self._pools.pop(next(name for name in self._pools if name != self._origin)).close()
-                tls = (self.tls or client_tls()) if parts.scheme == "https" else None
-                self._pools[origin] = _Pool(parts, self._settings, tls, proxy_for(origin))
-            return self._pools[origin]
-
-
-class _Pool:
-    """Connections to one server, through its proxy where it has one."""
-
-    def __init__(
-        self, parts: SplitResult, settings: HttpStoreSettings, tls: ssl.SSLContext | None, proxy: Proxy | None
-    ) -> None:
-        stall_s, total_s, size = settings.stall_s, settings.total_s, settings.connections
-        limits: dict[str, Any] = {"maxsize": size, "block": True, "stall_s": stall_s, "total_s": total_s}
-        limits["timeout"] = urllib3.Timeout(connect=stall_s, read=stall_s)
-        self._stall_s = stall_s
-        self._piece_bytes = _TLS_PIECE_BYTES if tls else _PIECE_BYTES
-        self._forwards = proxy is not None and not tls
-        self._proxy_headers = proxy.headers if proxy and self._forwards else {}
-        asked = parse_url(proxy.url) if proxy and self._forwards else parse_url(f"{parts.scheme}://{parts.netloc}")
-        if tls and proxy:
-            limits |= {"_proxy": parse_url(proxy.url), "_proxy_headers": proxy.headers}
-            limits["_proxy_config"] = ProxyConfig(
-                client_tls(), use_forwarding_for_https=False, assert_hostname=None, assert_fingerprint=None
-            )
-        self._pool: urllib3.HTTPConnectionPool
-        if tls or asked.scheme == "https":
-            self._pool = BoundedTlsPool(asked.host or "", asked.port, ssl_context=tls or client_tls(), **limits)
-        else:
-            self._pool = BoundedPool(asked.host or "", asked.port, **limits)
-
-    def send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
+    def _send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
         """Send a request; the answer's body is still to be read."""
-        parts = urlsplit(url)
-        target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-        sent = {**headers, **self._proxy_headers}
-        if self._forwards:
-            target, sent["Host"] = url, parts.netloc
+        scheme, body = url.partition(":")[0], None
         if data is not None:
-            sent["Content-Length"] = str(memoryview(data).nbytes)
-        return self._pool.urlopen(
+            headers = {**headers, "Content-Length": str(memoryview(data).nbytes)}
+            body = _pieces(data, _TLS_PIECE_BYTES if scheme == "https" else _PIECE_BYTES)
+        return self._manager(url, scheme).urlopen(
             method,
-            target,
-            body=None if data is None else _pieces(data, self._piece_bytes),  # type: ignore[arg-type]  # any buffer
-            headers=sent,
-            retries=False,
+            url,
             redirect=False,
-            assert_same_host=False,  # a proxy is asked for other hosts' addresses
-            pool_timeout=self._stall_s,  # type: ignore[arg-type]  # seconds, whole or not
+            body=body,
+            headers=headers,
+            retries=False,
+            pool_timeout=self._settings.stall_s,
             preload_content=False,
             decode_content=False,
         )
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._pool.close()
+    def _manager(self, url: str, scheme: str) -> urllib3.PoolManager:
+        if not self._process.is_here:  # the parent process goes on with the connections that it had
+            self._connect()
+        settings, proxy = self._settings, self.proxy if url.startswith(f"{self._origin}/") else proxy_for(url)
+        key = proxy.url if proxy else "", scheme
+        with self._lock:
+            if key in self._managers:
+                return self._managers[key]
+            limits: dict[str, Any] = {"maxsize": settings.connections, "block": True, "num_pools": _MOST_ORIGINS}
+            limits["timeout"] = urllib3.Timeout(connect=settings.stall_s, read=settings.stall_s)
+            if "https" in (scheme, key[0].partition(":")[0]):
+                limits["ssl_context"] = self.tls or client_tls()
+            if proxy:
+                limits |= {"proxy_url": proxy.url, "proxy_headers": proxy.headers, "proxy_ssl_context": client_tls()}
+            manager = self._managers[key] = urllib3.ProxyManager(**limits) if proxy else urllib3.PoolManager(**limits)
+            bounds = {"stall_s": settings.stall_s, "total_s": settings.total_s}
+            kinds = {"http": partial(BoundedPool, **bounds), "https": partial(BoundedTlsPool, **bounds)}
+            manager.pool_classes_by_scheme = kinds  # type: ignore[assignment]  # made with the limits of time
+            return manager
 
 
 def _pieces(data: Data, piece_bytes: int) -> Iterator[memoryview]:
