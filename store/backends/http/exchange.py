@@ -110,7 +110,7 @@ class HttpExchange:
 
     def _connect(self) -> None:
         self._process, self._lock = OwnProcess("connections"), threading.Lock()
-        self._managers: dict[tuple[str, str], urllib3.PoolManager] = {}  # by proxy and scheme
+        self._pools: dict[str, urllib3.HTTPConnectionPool] = {}  # by origin
 
     def ask(
         self,
@@ -210,46 +210,51 @@ class HttpExchange:
     def close(self) -> None:
         """Close the connections."""
         with self._lock:
-            for manager in self._managers.values():
-                manager.clear()
+            for pool in self._pools.values():
+                pool.close()
 
     def _send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
         """Send a request; the answer's body is still to be read."""
-        scheme, body = url.partition(":")[0], None
+        scheme, _, rest = url.partition("://")
+        origin, body = f"{scheme}://{rest.partition('/')[0]}", None
+        pool = self._pool(origin)
         if data is not None:
             headers = {**headers, "Content-Length": str(memoryview(data).nbytes)}
             body = _pieces(data, _TLS_PIECE_BYTES if scheme == "https" else _PIECE_BYTES)
-        return self._manager(url, scheme).urlopen(
+        return pool.urlopen(
             method,
-            url,
+            url if pool.proxy and scheme == "http" else url[len(origin) :] or "/",
             redirect=False,
-            body=body,
+            body=body,  # type: ignore[arg-type]  # any buffer
             headers=headers,
             retries=False,
-            pool_timeout=self._settings.stall_s,
+            assert_same_host=False,  # a proxy is asked for other hosts' addresses
+            pool_timeout=self._settings.stall_s,  # type: ignore[arg-type]  # seconds, whole or not
             preload_content=False,
             decode_content=False,
         )
 
-    def _manager(self, url: str, scheme: str) -> urllib3.PoolManager:
+    def _pool(self, origin: str) -> urllib3.HTTPConnectionPool:
         if not self._process.is_here:  # the parent process goes on with the connections that it had
             self._connect()
-        settings, proxy = self._settings, self.proxy if url.startswith(f"{self._origin}/") else proxy_for(url)
-        key = proxy.url if proxy else "", scheme
         with self._lock:
-            if key in self._managers:
-                return self._managers[key]
-            limits: dict[str, Any] = {"maxsize": settings.connections, "block": True, "num_pools": _MOST_ORIGINS}
+            if origin in self._pools:
+                return self._pools[origin]
+            while len(self._pools) > _MOST_ORIGINS:  # a server may lead to any number of others
+                self._pools.pop(next(name for name in self._pools if name != self._origin)).close()
+            settings, proxy = self._settings, self.proxy if origin == self._origin else proxy_for(origin)
+            limits: dict[str, Any] = {"maxsize": settings.connections, "block": True}
             limits["timeout"] = urllib3.Timeout(connect=settings.stall_s, read=settings.stall_s)
-            if "https" in (scheme, key[0].partition(":")[0]):
+            if origin.startswith("https:") or (proxy and proxy.url.startswith("https:")):
                 limits["ssl_context"] = self.tls or client_tls()
             if proxy:
                 limits |= {"proxy_url": proxy.url, "proxy_headers": proxy.headers, "proxy_ssl_context": client_tls()}
-            manager = self._managers[key] = urllib3.ProxyManager(**limits) if proxy else urllib3.PoolManager(**limits)
-            bounds = {"stall_s": settings.stall_s, "total_s": settings.total_s}
+            manager = urllib3.ProxyManager(**limits) if proxy else urllib3.PoolManager(**limits)
+            bounds: dict[str, Any] = {"stall_s": settings.stall_s, "total_s": settings.total_s}
             kinds = {"http": partial(BoundedPool, **bounds), "https": partial(BoundedTlsPool, **bounds)}
             manager.pool_classes_by_scheme = kinds  # type: ignore[assignment]  # made with the limits of time
-            return manager
+            pool = self._pools[origin] = manager.connection_from_url(origin)
+            return pool
 
 
 def _pieces(data: Data, piece_bytes: int) -> Iterator[memoryview]:
