@@ -35,21 +35,13 @@ _LOOK_S = 0.05  # how often running requests are looked at, at most
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A segment that is wanted.
-
-    Attributes:
-        segment: What the index says of it.
-        failures: Failed attempts at its parts, by offset and length.
-        spent_bytes: Bytes that they cost.
-        done: It has come, or was given up.
-        parts: Parts that are in, by offset.
-    """
+    """A segment that is wanted."""
 
     segment: SegmentInfo
-    failures: dict[tuple[int, int], int] = field(default_factory=dict)
+    failures: dict[tuple[int, int], int] = field(default_factory=dict)  # of its parts, by offset and length
     spent_bytes: int = 0
-    done: bool = False
-    parts: dict[int, bytes] = field(default_factory=dict)
+    done: bool = False  # it has come, or was given up
+    parts: dict[int, bytes] = field(default_factory=dict)  # that are in, by offset
 
     @property
     def failed(self) -> int:

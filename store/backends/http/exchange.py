@@ -88,14 +88,7 @@ class _KeptClosedError(_BrokenError):
 
 
 class HttpExchange:
-    """Connections to one server and those that it leads to, shared by all threads, each with its own while it asks.
-
-    The token goes to no other server than the first one. Cookies are not kept.
-
-    Attributes:
-        tls: Whom the clients of this server trust; None for plain http.
-        proxy: The proxy before it; None: it is asked directly.
-    """
+    """Connections to one server, and to those that it leads to without the token. Shared by all threads."""
 
     def __init__(self, parts: SplitResult, token: str | None, settings: HttpStoreSettings) -> None:
         """Keep the address; nothing is connected yet."""
@@ -121,10 +114,9 @@ class HttpExchange:
         data: Data | None = None,
         limit: int | None = None,
     ) -> Reply:
-        """Send a request and read its answer. Redirects are followed; the request's headers travel along.
+        """Send a request, follow redirects and read the answer.
 
-        All requests of a store can be sent twice without harm; a conditional write is refused then by what it wrote
-        itself (``Reply.is_repeated``).
+        Each can be sent twice without harm; a conditional write is refused then by what it wrote (``is_repeated``).
         """
         give_up_at = time.monotonic() + self._settings.total_s
         url, sent = self._origin + target, {**self._headers, **headers}
