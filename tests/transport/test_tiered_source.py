@@ -356,7 +356,7 @@ async def test_fewer_or_more_bytes_than_asked_for_are_an_error_and_spoil_nothing
         await read(source, 0, 1000)
     assert await read(TieredSource(tiers, KEY, Stepwise(DATA))) == DATA
     source.distrust(0, 100)
-    assert tiers.cache.sizes.stated(tiers.name(KEY)) is None
+    assert tiers.cache.sizes.get(tiers.name(KEY)) is None
 
 
 async def test_the_end_that_the_disk_remembers_counts_while_the_remote_is_gone(tmp_path):

@@ -48,7 +48,7 @@ class TieredSource(ByteSource):
     @property
     def size(self) -> int | None:
         """Length of the object, once a read has told it, be it another reader's."""
-        return self._cache.sizes.stated(self._name, recent=True) or self._remote.size
+        return self._cache.sizes.get(self._name) or self._remote.size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
         """Give bytes ``start`` to ``end``, each from the nearest tier that has it, as they arrive."""
