@@ -137,9 +137,12 @@ class Loader:
         """
         if not self._session.process.is_here:
             return
-        if self._writing is not None:
-            with suppress(TimeoutError, CancelledError):
-                self._writing.result(_WRITING_S)
+        for _ in range(2):  # the last write, and then what was gathered while it ran
+            if self._writing is not None:
+                with suppress(TimeoutError, CancelledError):
+                    self._writing.result(_WRITING_S)
+            if self._used:
+                self._remember()
         self._closer.close()
         self._warming.close()
         self._session.close()
