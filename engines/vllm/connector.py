@@ -164,9 +164,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
             return
         trouble = _other_rows(request) or self._changed
         choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
-        if names_documents(request.cache_salt) and (
-            trouble or choice is None or not choice.mode
-        ):  # they are not loaded
+        if (trouble or choice is None) and names_documents(request.cache_salt):  # they are not loaded
             _keep_apart(request, apart(request.cache_salt or "", prompt))
         self._saving.begin(name, request.cache_salt, choice, trouble)
 

@@ -25,6 +25,8 @@ PARAMS = "kvwire"
 """Name of the parameters in ``kv_transfer_params``."""
 SALTED = "kvwire-"
 """What the salts of all caches begin with that may hold loaded rows."""
+OWN = "+"
+"""Stands in a salt before what a client adds, whose requests then share their rows with none without it."""
 KEPT = "kept"
 """The one repair that vLLM can serve: rows that an earlier load computed and kept."""
 _NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair", "head", "soon"}
@@ -291,8 +293,16 @@ def request_body(
     return body_of(corpus, choice, prompt, more)
 
 
+def with_own(salt: str, own: object) -> str:
+    """A salt of kvwire's, and what a client adds to it."""
+    if own and not isinstance(own, str):
+        raise ArgumentError("cache_salt is a text")
+    return f"{salt}{OWN}{own}" if own else salt
+
+
 def body_of(corpus: Corpus, choice: Choice, prompt: list[int], more: Mapping[str, object]) -> dict[str, object]:
     """The body of a request with this prompt."""
-    salted = {"cache_salt": request_salt(corpus, choice, prompt)} if choice.mode else {}
+    own = more.get("cache_salt")
+    salted = {"cache_salt": with_own(request_salt(corpus, choice, prompt), own)} if choice.mode else {}
     fields: Mapping[str, object] = {"prompt": prompt, "kv_transfer_params": {PARAMS: choice.params()}}
     return {**more, **fields, **salted}

@@ -14,7 +14,7 @@ from kvwire.runtime.threads import DaemonThreads
 from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
 from .quality import LinkQuality
-from .requests import PARAMS, SALTED, Choice
+from .requests import OWN, PARAMS, SALTED, Choice
 from .soon import NO_CACHE, Soon, has_cache
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class _Asked:
     front: int = 0
     lacks_head: bool = False
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    is_other_text: bool = False
+    is_apart: bool = False
 
     @property
     def fails(self) -> bool:
@@ -218,14 +218,14 @@ class ConnectorScheduler:
             asked.outcome.add(outcome)
 
     def other_salt(self, request_id: str) -> str | None:
-        """The salt of a request whose rows must not stand under the one that it sent; None: it may.
+        """A salt for a request whose own one names documents that it does not get; None: it may keep that.
 
-        A salt names documents. What is computed for another text, or without them, would answer later requests.
+        What is computed for another text, or without the documents, would answer later requests. It is told once.
         """
         asked = self._asked.get(request_id)
-        if asked is None or not asked.is_other_text:
+        if asked is None or not asked.is_apart:
             return None
-        asked.is_other_text = False
+        asked.is_apart = False
         return apart(asked.salt, asked.prompt)
 
     def missing_head(self, request_id: str) -> int:
@@ -288,6 +288,7 @@ class ConnectorScheduler:
 
     def _matching(self, request_id: str, asked: _Asked) -> tuple[Piece, ...]:
         """What the prompt begins with, as far as it can be loaded."""
+        asked.is_apart = names_documents(asked.salt)
         if asked.choice is None or asked.looking is None:
             return ()
         if not asked.looking.done():
@@ -303,12 +304,11 @@ class ConnectorScheduler:
             return ()
         self._failures = 0
         asked.told["cache_salt"] = matched.salt
-        asked.is_other_text = matched.is_other_text and asked.salt == matched.salt
         asked.lacks_head = matched.lacks_head
         if matched.refused:
             self._refuse(request_id, asked, matched.refused)
             return ()
-        if asked.salt != matched.salt:
+        if asked.salt.partition(OWN)[0] != matched.salt:
             missing = f"{matched.trouble}. " if matched.trouble and not matched.pieces else ""
             self._refuse(
                 request_id,
@@ -317,6 +317,7 @@ class ConnectorScheduler:
                 f'or others would get its cache: send "cache_salt": "{matched.salt}" (kvwire salt prints it)',
             )
             return ()
+        asked.is_apart &= matched.is_other_text
         if matched.trouble:
             asked.told["trouble"] = matched.trouble
         asked.kept, asked.context, asked.front = matched.kept, matched.context, matched.front
@@ -332,9 +333,11 @@ class ConnectorScheduler:
 
 def apart(salt: str, prompt: Sequence[int]) -> str:
     """A salt for what is computed of this prompt alone, where the request's own names documents."""
-    return f"{salt}-other-{hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]}"
+    named, mark, own = salt.partition(OWN)
+    return f"{named}-other-{hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]}{mark}{own}"
 
 
 def names_documents(salt: str | None) -> bool:
     """Whether a salt is one of kvwire's for linked documents."""
-    return (salt or "").startswith(f"{SALTED}documents-") and "-other-" not in (salt or "")
+    named = (salt or "").partition(OWN)[0]
+    return named.startswith(f"{SALTED}documents-") and "-other-" not in named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,18 +48,17 @@ class Ahead:
         """Fetch nothing yet."""
         self._corpus, self._counts = corpus, counts or Counts()
         self._threads = DaemonThreads(1, "kvwire-soon")
-        self._waiting = 0  # an estimate is enough: two threads count, and the bound is no promise
+        self._room = threading.BoundedSemaphore(_MOST)
         self._told: set[str] = set()
 
     def start(self, hints: Sequence[Soon]) -> None:
         """Begin to fetch ahead; returns at once."""
         for hint in hints:
             for name in hint.documents:
-                if self._waiting >= _MOST:
+                if self._room.acquire(blocking=False):
+                    self._threads.submit(self._fetch, name, hint.level)
+                else:
                     self._counts.add(soon_dropped=1)
-                    continue
-                self._waiting += 1
-                self._threads.submit(self._fetch, name, hint.level)
 
     def close(self) -> None:
         """Leave out what waits."""
@@ -66,13 +66,13 @@ class Ahead:
 
     def _fetch(self, name: str, level: int | None) -> None:
         """In a thread: nothing that goes wrong here is any request's trouble."""
-        self._waiting -= 1
+        self._room.release()
         try:
             is_there = self._corpus.prefetch((name,), level).wait()  # the cache takes few ranges at a time
             self._counts.add(**{"soon_documents" if is_there else "soon_dropped": 1})
         except Exception as error:  # noqa: BLE001 - see above
-            self._counts.add(soon_dropped=1)
             if (kind := type(error).__name__) not in self._told:
                 self._told.add(kind)
                 words = str(error) if isinstance(error, KvwireError) else f"{kind}: {error}"
                 _LOG.warning("document %r is not fetched ahead: %s (told once)", name, words)
+            self._counts.add(soon_dropped=1)

@@ -106,6 +106,52 @@ def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves, monk
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        {"prefix": True, "level": 1},
+        {"documents": ["c"], "level": 1},
+        {"documents": ["a", "b"], "level": 0},
+        {"documents": ["a", "b"]},
+        {"save": True},
+    ],
+)
+@pytest.mark.parametrize("own", ["", "+mine-other-"])
+def test_what_is_computed_under_a_salt_of_other_documents_gets_one_of_its_own(halves, said, own):
+    body = halves.body("ab")
+    salt = body["cache_salt"] + own
+    name, promised = halves.promise(body | {"cache_salt": salt, "kv_transfer_params": {"kvwire": said}})
+    assert promised == 0
+    other = halves.scheduling.other_salt(name)
+    assert other.startswith(f"{body['cache_salt']}-other-")
+    assert other.endswith(own)
+    assert not names_documents(other)
+
+
+def test_a_store_that_is_left_alone_gives_a_salt_of_its_own(halves):
+    body = halves.body("ab")
+    for _ in range(3):
+        halves.scheduling.loaded("none", LoadOutcome(0, 0, 9))
+    name, promised = halves.promise(body)
+    assert promised == 0
+    assert halves.scheduling.other_salt(name).startswith(f"{body['cache_salt']}-other-")
+
+
+def test_a_client_adds_its_own_to_a_salt(halves, told):
+    """Its documents are loaded, and in vLLM's memory nobody without its word finds them."""
+    body = request_body(told.corpus, Choice(("a", "b"), level=1), QUESTION, cache_salt="mine+2")
+    assert body["cache_salt"] == f"{halves.body('ab')['cache_salt']}+mine+2"
+    assert names_documents(body["cache_salt"])
+    name, promised = halves.promise(body)
+    assert (promised, halves.scheduling.other_salt(name)) == (247, None)
+    _, _, said, _ = halves.load(body | {"cache_salt": f"other+{body['cache_salt']}"})
+    assert "needs the cache_salt" in said["refused"]
+    plain = request_body(told.corpus, Choice(save=True), QUESTION, cache_salt="mine")
+    assert plain["cache_salt"] == "mine"
+    with pytest.raises(ArgumentError, match="cache_salt is a text"):
+        request_body(told.corpus, Choice(("a",), level=1), QUESTION, cache_salt=3)
+
+
+@pytest.mark.parametrize(
     "more", [{"cache_salt": "mine"}, {"prompt": [1, 2, 3]}, {"kv_transfer_params": {"kvwire": {"documents": ["a"]}}}]
 )
 def test_strict_requests_without_their_documents_fail(told, more):
