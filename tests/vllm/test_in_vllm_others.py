@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
+
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.connector import KvwireConnector
@@ -195,26 +199,67 @@ def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outpu
     }
 
 
-def test_start_up_errors_end_the_server(model, tmp_path):
+def deepseek(folder):
+    """A tiny model with latent attention."""
+    config = DeepseekV3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=2048,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wrong", "say"),
+    [
+        ("no record", "NotFoundError: .* has no record"),
+        ("another model", "NotFoundError: .* has no record"),
+        ("nobody listens", "StorageError"),
+        ("no answer", "StorageError"),
+        ("a setting", "ArgumentError: kv_connector_extra_config has no 'stor'"),
+        ("latent attention", "ArgumentError: .* pages of the kind MLAAttention"),
+    ],
+)
+def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
     """vLLM's API server waits for its engine, which must end, too."""
-    store = tmp_path / "empty"
+    store, extra = tmp_path / "empty", {}
     store.mkdir()
-    transfer = {
-        "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": f"file://{store}"},
-    }  # fmt: skip
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
-        "--enforce-eager", "--block-size", "32", "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        told = None
-        try:
-            for line in server.stdout:
-                if told is None and "NotFoundError" in line:
-                    told = time.monotonic()
-            assert server.wait(60) != 0
-        finally:
-            server.kill()
-    assert told is not None
-    assert time.monotonic() - told < 60
+    address = f"file://{store}"
+    if wrong == "another model":
+        save_model(tmp_path / "other", seed=4)
+        with closing(FolderStore(store)) as other:
+            encoded(open_engine(tmp_path / "other", dtype=torch.float32), other)
+    elif wrong == "a setting":
+        extra = {"stor": address}
+    elif wrong == "latent attention":
+        model = deepseek(tmp_path / "deepseek")
+        with closing(FolderStore(store)) as other:
+            encoded(open_engine(model, dtype=torch.float32), other)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        port = silent.getsockname()[1] if wrong == "no answer" else 9
+        if wrong in ("no answer", "nobody listens"):
+            address = f"http://127.0.0.1:{port}"
+        transfer = {
+            "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": address} | extra,
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
+            "--enforce-eager", "--block-size", "32", "--skip-tokenizer-init", "--kv-transfer-config",
+            json.dumps(transfer),
+        ]  # fmt: skip
+        seen, began = {}, time.monotonic()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+            try:
+                for line in server.stdout:
+                    for name, words in {"asked": "Creating v1 connector", "told": say}.items():
+                        if name not in seen and re.search(words, line):
+                            seen[name] = time.monotonic() - began
+                assert server.wait(60) != 0
+            finally:
+                server.kill()
+        seen["ended"] = time.monotonic() - began
+    print(wrong, {name: round(seconds, 1) for name, seconds in seen.items()})
+    assert seen["ended"] - seen["told"] < 30
