@@ -26,11 +26,11 @@ from .events import StoredEvents, stored_event
 from .layout import check_groups, register_pages
 from .metrics import TransferCounts, TransferMetrics
 from .opening import ConnectorSettings, check_version, log_as_vllm
-from .proxy.telling import OutcomeSender
+from .prefetching import Prefetcher, PrefetchHint
+from .proxy.outcome_socket import OutcomeSender
 from .requests import PARAMS
-from .saving import PageSave, Saver, Saving
-from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
-from .soon import Ahead, Soon
+from .saving import PageSave, Saver, SaveScheduler
+from .scheduling import ConnectorScheduler, PageLoad, names_documents, salt_apart
 from .working import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -58,19 +58,12 @@ _IDLE_S = 1e-3
 
 @dataclass
 class ConnectorMetadata(KVConnectorMetadata):
-    """What the scheduler tells its workers in one step.
+    """What the scheduler tells its workers in one step."""
 
-    Attributes:
-        loads: What they begin to load.
-        saves: What they copy.
-        tokens: Computed in this step.
-        hints: What they fetch ahead.
-    """
-
-    loads: list[PageLoad] = field(default_factory=list)
-    saves: list[PageSave] = field(default_factory=list)
-    tokens: int = 0
-    hints: list[Soon] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)  # what they begin to load
+    saves: list[PageSave] = field(default_factory=list)  # what they copy
+    tokens: int = 0  # computed in this step
+    hints: list[PrefetchHint] = field(default_factory=list)  # what they fetch ahead
 
 
 @dataclass
@@ -110,11 +103,11 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         check_groups(kv_cache_config, settings.save)
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
-        self._scheduling: ConnectorScheduler | None = None
-        self._working: ConnectorWorker | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         self._saver: Saver | None = None
-        self._ahead: Ahead | None = None
-        self._telling: OutcomeSender | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._outcome_sender: OutcomeSender | None = None
         self._bad: set[int] = set()
         self._config = vllm_config
         self._step_tokens, self._step_began = 0, 0.0
@@ -124,36 +117,36 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         self._workers = parallel.tensor_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
-            self._telling = OutcomeSender(settings.outcomes) if settings.outcomes else None
-            self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
-            self._scheduling = ConnectorScheduler(
+            self._outcome_sender = OutcomeSender(settings.outcomes) if settings.outcomes else None
+            self._block_tokens, self._publishes_events = block, events is not None and events.enable_kv_cache_events
+            self._scheduler = ConnectorScheduler(
                 self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
                 is_strict=transfer.kv_load_failure_policy == "fail", index=settings.index, least_tokens=block,
                 link_bound=settings.link_bound,
             )  # fmt: skip
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
-            self._saving = Saving(settings.save, least, _other_model(vllm_config))
+            self._save_scheduler = SaveScheduler(settings.save, least, _other_model(vllm_config))
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
             rank = _rank(self._workers)
-            self._working = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
-            self._ahead = Ahead(self._corpus, self._counts)
+            self._worker = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
+            self._prefetcher = Prefetcher(self._corpus, self._counts)
             if settings.save != "off":
                 self._saver = Saver(self._corpus, settings.index, self._counts)
 
     @property
-    def scheduling(self) -> ConnectorScheduler:
+    def scheduler(self) -> ConnectorScheduler:
         """The scheduler's half."""
-        if self._scheduling is None:
+        if self._scheduler is None:
             raise _other_half()
-        return self._scheduling
+        return self._scheduler
 
     @property
-    def working(self) -> ConnectorWorker:
+    def worker(self) -> ConnectorWorker:
         """A worker's half."""
-        if self._working is None:
+        if self._worker is None:
             raise _other_half()
-        return self._working
+        return self._worker
 
     # The scheduler's process.
 
@@ -163,16 +156,16 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         if prompt is None:
             return
         trouble = _other_rows(request) or self._changed
-        choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
+        choice = self.scheduler.begin(name, params, prompt, request.cache_salt, trouble)
         if (trouble or choice is None) and names_documents(request.cache_salt):  # they are not loaded
-            _keep_apart(request, apart(request.cache_salt or "", prompt))
-        self._saving.begin(name, request.cache_salt, choice, trouble)
+            _keep_apart(request, salt_apart(request.cache_salt or "", prompt))
+        self._save_scheduler.begin(name, request.cache_salt, choice, trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
-        self._saving.had(request.request_id, num_computed_tokens)
-        promised = self.scheduling.promised(request.request_id, num_computed_tokens, request.num_preemptions)
-        if promised is not None and (salt := self.scheduling.other_salt(request.request_id)):
+        self._save_scheduler.had(request.request_id, num_computed_tokens)
+        promised = self.scheduler.promised(request.request_id, num_computed_tokens, request.num_preemptions)
+        if promised is not None and (salt := self.scheduler.own_salt(request.request_id)):
             _keep_apart(request, salt)
             return None, False  # vLLM looks for blocks under this salt, and asks again
         return promised, bool(promised)
@@ -180,13 +173,15 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note where they go."""
         if num_external_tokens:
-            self._saving.loaded(request.request_id)
-            self.scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            self._save_scheduler.loaded(request.request_id)
+            self.scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), tokens, self.scheduling.take_hints())
+        return ConnectorMetadata(
+            self.scheduler.take(), self._save_scheduler.take(), tokens, self.scheduler.take_hints()
+        )
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -194,25 +189,25 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
         name, prompt = request.request_id, request.prompt_token_ids or []
         computed = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token's rows are not computed
-        saved = self._saving.end(
+        saved = self._save_scheduler.end(
             name, prompt, block_ids[0], is_computed=computed >= len(prompt),  # one that was preempted lost its rows
-            event=partial(stored_event, request, self._block_tokens) if self._tells else None,
+            event=partial(stored_event, request, self._block_tokens) if self._publishes_events else None,
             answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
-            head=self.scheduling.missing_head(name),
-            built_on=lambda had: self.scheduling.built_on(name, had=had),
+            head=self.scheduler.missing_head(name),
+            built_on=lambda had: self.scheduler.built_on(name, had=had),
         )  # fmt: skip
-        told = self.scheduling.end(name)
+        told = self.scheduler.end(name)
         if told is not None and saved is not None:
             told[PARAMS] |= {"not_saved": saved} if isinstance(saved, str) else {"saving_tokens": saved}
-        if told is not None and self._telling is not None:
-            self._telling.send(request.request_id, told[PARAMS])
+        if told is not None and self._outcome_sender is not None:
+            self._outcome_sender.send(request.request_id, told[PARAMS])
         return isinstance(saved, int), told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what workers tell of loads and of the store."""
         if isinstance(ended := connector_output.kv_connector_worker_meta, LoadOutcomes):
             for request_id, outcome in ended.loads:
-                self.scheduling.loaded(request_id, outcome)
+                self.scheduler.loaded(request_id, outcome)
         if isinstance(told := connector_output.kv_cache_events, StoredEvents):
             self._events += told.get_all_events()
 
@@ -226,7 +221,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the pages, after a probe of their layout."""
         pages, tables = register_pages(kv_caches, self._kv_cache_config, self._config, self._corpus.meta)
-        self.working.register(pages, self._corpus.meta, tables)
+        self.worker.register(pages, self._corpus.meta, tables)
         if self._saver is not None:
             self._saver.register(pages, _shards() if self._workers > 1 else None, tables[0].block_tokens)
 
@@ -245,19 +240,19 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         if isinstance(meta, ConnectorMetadata):
             self._step_tokens = meta.tokens
-            self.working.start(meta.loads)
-            if self._ahead is not None:
-                self._ahead.start(meta.hints)
+            self.worker.start(meta.loads)
+            if self._prefetcher is not None:
+                self._prefetcher.start(meta.hints)
             if self._saver is not None:
                 self._saver.start(meta.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
-        self.working.note_step(self._step_tokens, time.perf_counter() - self._step_began)
+        self.worker.note_step(self._step_tokens, time.perf_counter() - self._step_began)
         if not self._step_tokens:
-            self.working.wait(_IDLE_S)
-        written = self.working.collect()
+            self.worker.wait(_IDLE_S)
+        written = self.worker.collect()
         self._outcomes += written.outcomes
         self._bad |= written.bad_blocks
         copied = self._saver.copied() if self._saver is not None else set()
@@ -281,7 +276,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was loaded and kept since the last step."""
         counters = getattr(self._corpus.catalog.store, "counters", None)
-        if self._working is not None and counters is not None:
+        if self._worker is not None and counters is not None:
             errors = counters().disk.write_errors
             self._counts.add(cache_write_errors=errors - self._disk_errors)
             self._disk_errors = errors
@@ -321,16 +316,16 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads and connections."""
-        if self._working is not None:
-            self._working.close()
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._worker is not None:
+            self._worker.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         if self._saver is not None:
             self._saver.close()
-        if self._scheduling is not None:
-            self._scheduling.close()
-        if self._telling is not None:
-            self._telling.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._outcome_sender is not None:
+            self._outcome_sender.close()
 
 
 _CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"

@@ -50,21 +50,13 @@ def without_weights(corpus: Corpus, dtype: torch.dtype) -> WeightlessEngine:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What of a prompt is there.
+    """What of a prompt is there."""
 
-    Attributes:
-        cache: All documents, linked at positions from 0; None where nothing could be laid out.
-        tokens: Of the prompt's front, up to the first that is missing.
-        level: The lowest level of any chunk of these; -1 where there is none.
-        bytes: Received over the link.
-        troubles: What went wrong, in words.
-    """
-
-    cache: KVCache | None
-    tokens: int
-    level: int = -1
-    bytes: int = 0
-    troubles: tuple[str, ...] = ()
+    cache: KVCache | None  # all documents, linked at positions from 0; None where nothing could be laid out
+    tokens: int  # of the prompt's front, up to the first that is missing
+    level: int = -1  # the lowest level of any chunk of these; -1 where there is none
+    bytes: int = 0  # received over the link
+    troubles: tuple[str, ...] = ()  # what went wrong, in words
 
 
 class PageLoader(Loader):

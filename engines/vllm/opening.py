@@ -17,7 +17,7 @@ from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
 
 from .loading import PageLoader
-from .proxy.telling import check_path
+from .proxy.outcome_socket import check_path
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class ConnectorSettings(CorpusSettings):
         link_bound: Of what documents tell a question, the share that links may lose by ``kvwire check-model``; else
             only the first of linked documents is loaded. null: any.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
-        save: Which prompts are kept that vLLM computes; see ``Saving``.
+        save: Which prompts are kept that vLLM computes; see ``SaveScheduler``.
         outcomes: Path of the socket at which a proxy is told what became of requests (``kvwire vllm-proxy``).
     """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvwire.types import CacheMeta
 
-    Write = Callable[[Tensor, Tensor, Tensor, Tensor, "Form"], None]
+    Write = Callable[[Tensor, Tensor, Tensor, Tensor, "PageFormat"], None]
 
 _RANK = 4
 _DIGIT, _FP8_DIGIT = 7, 3  # bits of a number that every dtype of a cache holds exactly
@@ -33,20 +33,14 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
-    """How a layer's pages hold rows.
+class PageFormat:
+    """How a layer's pages hold rows."""
 
-    Attributes:
-        dtype: Of the numbers in memory; None: the view's own. Of fp8, whose views are of bytes: e4m3 or e5m2.
-        given: In which vLLM's own writer takes keys and values; None: ``dtype``.
-        key_scale: What keys are divided by.
-        value_scale: What values are divided by.
-    """
-
+    # of the numbers in memory; None: the view's own. Of fp8, whose views are of bytes: e4m3 or e5m2
     dtype: torch.dtype | None = None
-    given: torch.dtype | None = None
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    given: torch.dtype | None = None  # in which vLLM's own writer takes keys and values; None: ``dtype``
+    key_scale: float = 1.0  # what keys are divided by
+    value_scale: float = 1.0  # what values are divided by
 
     @property
     def digit(self) -> int:
@@ -76,18 +70,12 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Layers that share a list of blocks in each request.
+class BlockTable:
+    """Layers that share a list of blocks in each request."""
 
-    Attributes:
-        layers: Their numbers among the pages'.
-        block_tokens: Tokens of a block of that list, which may be several blocks of a view.
-        is_whole: No block of a request is left out, as those before a sliding window are.
-    """
-
-    layers: tuple[int, ...]
-    block_tokens: int
-    is_whole: bool = True
+    layers: tuple[int, ...]  # their numbers among the pages'
+    block_tokens: int  # tokens of a block of that list, which may be several blocks of a view
+    is_whole: bool = True  # no block of a request is left out, as those before a sliding window are
 
 
 class Pages(Protocol):
@@ -104,7 +92,7 @@ class Pages(Protocol):
         ...
 
     @property
-    def forms(self) -> Sequence[Form]:
+    def forms(self) -> Sequence[PageFormat]:
         """Of each layer."""
         ...
 
@@ -126,21 +114,15 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StridedPages:
-    """Pages whose blocks hold their elements where the view says, in any order of strides.
+    """Pages whose blocks hold their elements where the view says, in any order of strides."""
 
-    Attributes:
-        views: Of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first.
-        key_dims: Of each layer.
-        forms: Of each layer; empty: numbers of the views' own dtype.
-    """
-
-    views: Sequence[Tensor]
-    key_dims: Sequence[int]
-    forms: Sequence[Form] = ()
+    views: Sequence[Tensor]  # of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first
+    key_dims: Sequence[int]  # of each layer
+    forms: Sequence[PageFormat] = ()  # of each layer; empty: numbers of the views' own dtype
 
     def __post_init__(self) -> None:
         """Refuse what are no pages."""
-        object.__setattr__(self, "forms", self.forms or [Form()] * len(self.views))
+        object.__setattr__(self, "forms", self.forms or [PageFormat()] * len(self.views))
         check_views(self.views, self.key_dims, self.forms)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -160,24 +142,17 @@ class StridedPages:
 
 @dataclass(eq=False)
 class PackedPages:
-    """Pages whose blocks' insides are packed by the kernel that reads them: written by that kernel alone.
+    """Pages whose blocks' insides are packed by the kernel that reads them: written by that kernel alone."""
 
-    Attributes:
-        views: As of ``StridedPages``; each block of a view is one run of memory.
-        key_dims: Of each layer.
-        kernel: ``kernel(view, slots, keys, values, form)`` writes tokens; keys are ``[tokens, heads, key_dim]``.
-        forms: As of ``StridedPages``.
-    """
-
-    views: Sequence[Tensor]
-    key_dims: Sequence[int]
-    kernel: Write
-    forms: Sequence[Form] = ()
+    views: Sequence[Tensor]  # as of ``StridedPages``; each block of a view is one run of memory
+    key_dims: Sequence[int]  # of each layer
+    kernel: Write  # ``kernel(view, slots, keys, values, form)`` writes tokens; keys are ``[tokens, heads, key_dim]``
+    forms: Sequence[PageFormat] = ()  # as of ``StridedPages``
     _orders: dict[tuple[torch.Size, torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Learn where elements lie; refuse what are no pages."""
-        self.forms = self.forms or [Form()] * len(self.views)
+        self.forms = self.forms or [PageFormat()] * len(self.views)
         check_views(self.views, self.key_dims, self.forms)
         if any(not view[0].is_contiguous() for view in self.views):
             raise MismatchError("a packed block must be one run of memory: kvwire does not know this layout of vLLM's")
@@ -205,7 +180,7 @@ def layers_with_rows(meta: CacheMeta) -> list[int]:
     return [layer for layer, spec in enumerate(meta.layers) if spec.kind != "none"]
 
 
-def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[Form]) -> None:
+def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[PageFormat]) -> None:
     """Refuse what are no pages."""
     if not views or not len(views) == len(key_dims) == len(forms):
         raise MismatchError(f"{len(views)} layers of pages for {len(key_dims)} layers of a cache")
@@ -239,7 +214,7 @@ def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) ->
     return torch.tensor(list(blocks), dtype=torch.int64)[at // block_tokens] * block_tokens + at % block_tokens
 
 
-def learn_order(view: Tensor, key_dim: int, kernel: Write, form: Form) -> Tensor:
+def learn_order(view: Tensor, key_dim: int, kernel: Write, form: PageFormat) -> Tensor:
     """Learn where a kernel puts the elements of a block, by having it write numbers into the null block.
 
     Args:

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.layout import _cpu_kernel, check_groups, register_pages
-from kvwire.engines.vllm.pages import Form, PackedPages, probe, slots_of
+from kvwire.engines.vllm.pages import PackedPages, PageFormat, probe, slots_of
 from kvwire.engines.vllm.requests import PARAMS
 from kvwire.engines.vllm.saving import SAVED
 from kvwire.errors import ArgumentError, MismatchError
@@ -159,7 +159,7 @@ def test_fp8_pages_hold_rows_rounded_as_vllm_does(tmp_path):
 def test_fp8_is_written_as_its_own_writer_does(kind, given):
     """vLLM's kernel on a processor against the formula, number by number."""
     dtype = torch.float8_e5m2 if kind == "fp8_e5m2" else torch.float8_e4m3fn
-    form = Form(dtype, given, 0.37, 2.6)
+    form = PageFormat(dtype, given, 0.37, 2.6)
     pages = PackedPages([torch.zeros(4, 2, 32, 64, dtype=torch.uint8)], [32], _cpu_kernel, [form])
     probe(pages)
     slots, sides = slots_of([3, 1], 32, 5, 60), [torch.randn(2, 55, 32) for _ in range(2)]

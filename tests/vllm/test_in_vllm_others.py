@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.connector import KvwireConnector
 from kvwire.engines.vllm.requests import PARAMS, Choice
-from kvwire.engines.vllm.saving import Saving
+from kvwire.engines.vllm.saving import SaveScheduler
 from kvwire.store import FolderStore
 
 from ..small_disk import on_small_disk
@@ -183,17 +184,21 @@ with closing(FolderStore(root)) as store, serving_llm(Path(model), f"file://{roo
 def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outputs, is_saved):
     """Its blocks are taken again and not all of its rows are there, though it has answered already."""
     connector = object.__new__(KvwireConnector)
-    connector._saving, connector._tells, connector._telling = Saving("asked", 1), False, None
-    connector._scheduling = SimpleNamespace(
+    connector._save_scheduler, connector._publishes_events, connector._outcome_sender = (
+        SaveScheduler("asked", 1),
+        False,
+        None,
+    )
+    connector._scheduler = SimpleNamespace(
         missing_head=lambda _: 0, built_on=lambda _, had: 1 if had else None, end=lambda _: {PARAMS: {}}
     )
-    connector._saving.begin("r", None, Choice(prefix=True, save=True, level=1))
+    connector._save_scheduler.begin("r", None, Choice(prefix=True, save=True, level=1))
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[*range(20)], all_token_ids=[*range(20 + outputs)],
         num_computed_tokens=computed, num_tokens=20 + outputs, num_output_tokens=outputs,
     )  # fmt: skip
     holds, told = connector.request_finished_all_groups(request, ([4, 5],))
-    assert holds == is_saved == bool(connector._saving.take())
+    assert holds == is_saved == bool(connector._save_scheduler.take())
     assert told == {
         PARAMS: {"saving_tokens": 22} if is_saved else {"not_saved": "it ended before its prompt was computed"}
     }
@@ -261,5 +266,7 @@ def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
             finally:
                 server.kill()
         seen["ended"] = time.monotonic() - began
-    print(wrong, {name: round(seconds, 1) for name, seconds in seen.items()})
+    if path := os.environ.get("KVWIRE_STARTS"):  # a file for the figures
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"wrong": wrong} | seen) + "\n")
     assert seen["ended"] - seen["told"] < 30

@@ -85,7 +85,7 @@ def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves, monk
     other = body | {"prompt": [*body["prompt"][:20], 255, *body["prompt"][21:]]}
     for each, tokens in ((body, 247), (other, 20)):
         name, promised = halves.promise(each)
-        assert (promised, halves.scheduling.other_salt(name)) == (tokens, None)
+        assert (promised, halves.scheduling.own_salt(name)) == (tokens, None)
 
     def lost(*_):
         msg = "the text is lost"
@@ -93,16 +93,16 @@ def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves, monk
 
     monkeypatch.setattr(Corpus, "text", lost)
     name, promised = halves.promise(other)
-    salt = halves.scheduling.other_salt(name)
+    salt = halves.scheduling.own_salt(name)
     assert promised == 0
     assert salt.startswith(body["cache_salt"])
     assert names_documents(body["cache_salt"])
     assert not names_documents(salt)
-    assert halves.scheduling.other_salt(name) is None  # it is told once
+    assert halves.scheduling.own_salt(name) is None  # it is told once
     name, _ = halves.promise(other | {"prompt": other["prompt"][:-1]})
-    assert halves.scheduling.other_salt(name) not in (salt, None)
+    assert halves.scheduling.own_salt(name) not in (salt, None)
     name, _ = halves.promise(other | {"cache_salt": "mine"})
-    assert halves.scheduling.other_salt(name) is None
+    assert halves.scheduling.own_salt(name) is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_is_computed_under_a_salt_of_other_documents_gets_one_of_its_own(ha
     salt = body["cache_salt"] + own
     name, promised = halves.promise(body | {"cache_salt": salt, "kv_transfer_params": {"kvwire": said}})
     assert promised == 0
-    other = halves.scheduling.other_salt(name)
+    other = halves.scheduling.own_salt(name)
     assert other.startswith(f"{body['cache_salt']}-other-")
     assert other.endswith(own)
     assert not names_documents(other)
@@ -133,7 +133,7 @@ def test_a_store_that_is_left_alone_gives_a_salt_of_its_own(halves):
         halves.scheduling.loaded("none", LoadOutcome(0, 0, 9))
     name, promised = halves.promise(body)
     assert promised == 0
-    assert halves.scheduling.other_salt(name).startswith(f"{body['cache_salt']}-other-")
+    assert halves.scheduling.own_salt(name).startswith(f"{body['cache_salt']}-other-")
 
 
 def test_a_client_adds_its_own_to_a_salt(halves, told):
@@ -142,7 +142,7 @@ def test_a_client_adds_its_own_to_a_salt(halves, told):
     assert body["cache_salt"] == f"{halves.body('ab')['cache_salt']}+mine+2"
     assert names_documents(body["cache_salt"])
     name, promised = halves.promise(body)
-    assert (promised, halves.scheduling.other_salt(name)) == (247, None)
+    assert (promised, halves.scheduling.own_salt(name)) == (247, None)
     _, _, said, _ = halves.load(body | {"cache_salt": f"other+{body['cache_salt']}"})
     assert "needs the cache_salt" in said["refused"]
     plain = request_body(told.corpus, Choice(save=True), QUESTION, cache_salt="mine")

@@ -21,9 +21,9 @@ import torch
 from aiohttp import web
 
 from kvwire.engines.transformers.opening import open_tokenizer
+from kvwire.engines.vllm.proxy.outcome_socket import OutcomeSender
 from kvwire.engines.vllm.proxy.placeholders import RequestError
 from kvwire.engines.vllm.proxy.streaming import EventStream
-from kvwire.engines.vllm.proxy.telling import OutcomeSender
 from kvwire.errors import ArgumentError, AuthError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Corpus

@@ -19,7 +19,7 @@ import torch
 from kvwire.engines.vllm import saving as module
 from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.pages import StridedPages, slots_of
-from kvwire.engines.vllm.saving import SAVED, PageSave, Saver, Saving
+from kvwire.engines.vllm.saving import SAVED, PageSave, Saver, SaveScheduler
 from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 from kvwire.reuse import link
@@ -43,7 +43,7 @@ IDS = tuple(random.Random(11).choices(range(200), k=170))
 def decided(
     mode="asked", *, asks=True, salt=None, trouble="", here="", had=(), loaded=False, prompt=IDS, computed=True
 ):
-    saving = Saving(mode, 16, here)
+    saving = SaveScheduler(mode, 16, here)
     saving.begin("r", salt, Choice(save=asks), trouble)
     for tokens in had:
         saving.had("r", tokens)
@@ -64,7 +64,7 @@ def test_a_document_is_kept_under_the_name_that_is_asked_for_where_that_is_allow
     assert "names of its own" in decided("all", asks="x")
     assert 'say "save": NAME' in decided("named", asks=True)
     assert decided("named", asks=False) is None
-    saving = Saving("named", 1)
+    saving = SaveScheduler("named", 1)
     for name, computed in (("kept", True), ("early", False)):
         saving.begin(name, None, Choice(save=f"books/{name}"))
         saving.end(name, IDS[:1], BLOCKS, is_computed=computed)
@@ -106,7 +106,7 @@ def test_only_rows_that_were_computed_here_are_kept(given, why):
     [(0, False, 1, None), (0, True, 1, 2), (64, False, 1, 1), (64, True, 1, 1), (64, False, None, "ask for a level")],
 )
 def test_a_prefix_that_is_saved_grows_over_what_was_loaded(had, loaded, level, built_on):
-    saving, asked = Saving("asked", 16), Choice(prefix=True, save=True, level=level, deadline_s=9.0)
+    saving, asked = SaveScheduler("asked", 16), Choice(prefix=True, save=True, level=level, deadline_s=9.0)
     saving.begin("r", "kvwire-prefix-x", asked)
     saving.had("r", had)
     if loaded:
@@ -122,7 +122,7 @@ def test_a_prefix_that_is_saved_grows_over_what_was_loaded(had, loaded, level, b
 
 def test_what_stands_before_documents_is_kept_once_it_was_computed():
     for mode, kept in (("asked", 24), ("all", 24), ("off", None), ("named", None)):
-        saving = Saving(mode, 16)
+        saving = SaveScheduler(mode, 16)
         saving.begin("r", "kvwire-documents-x", Choice(("a",), level=1, head=24))
         assert saving.end("r", IDS, BLOCKS, is_computed=True, head=24) == kept or mode == "all"
         assert saving.take() == ([PageSave("r", IDS[:24], BLOCKS, way="exact")] if kept else [])

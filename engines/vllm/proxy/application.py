@@ -22,9 +22,9 @@ from kvwire.transport.server.access import is_loopback
 
 from ..requests import PARAMS
 from .counting import CONTENT_TYPE, ProxyMetrics
+from .outcome_socket import OutcomeListener, check_path
 from .placeholders import RequestError
 from .streaming import EventStream, error_event
-from .telling import OutcomeListener, check_path
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -81,17 +81,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A body for vLLM.
+    """A body for vLLM."""
 
-    Attributes:
-        body: Its fields.
-        kind: What it asks for.
-        documents: Ids of the documents that are to be loaded.
-    """
-
-    body: dict[str, Any]
-    kind: Kind = "plain"
-    documents: tuple[str, ...] = ()
+    body: dict[str, Any]  # its fields
+    kind: Kind = "plain"  # what it asks for
+    documents: tuple[str, ...] = ()  # ids of the documents that are to be loaded
 
 
 @dataclass(frozen=True)

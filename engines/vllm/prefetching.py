@@ -24,16 +24,11 @@ _LOG = logging.getLogger("kvwire.vllm")
 
 
 @dataclass(frozen=True)
-class Soon:
-    """What a request says of later ones.
+class PrefetchHint:
+    """What a request says of later ones."""
 
-    Attributes:
-        documents: Their ids.
-        level: The level that will be loaded; None: the finest that is not lossless.
-    """
-
-    documents: tuple[str, ...]
-    level: int | None = None
+    documents: tuple[str, ...]  # their ids
+    level: int | None = None  # the level that will be loaded; None: the finest that is not lossless
 
 
 def has_cache(corpus: Corpus) -> bool:
@@ -41,7 +36,7 @@ def has_cache(corpus: Corpus) -> bool:
     return hasattr(corpus.catalog.store, "prefetch")
 
 
-class Ahead:
+class Prefetcher:
     """A worker's half: a thread asks the catalog and queues ranges, which the store's cache reads when it is quiet."""
 
     def __init__(self, corpus: Corpus, counts: Counts | None = None) -> None:
@@ -51,7 +46,7 @@ class Ahead:
         self._room = threading.BoundedSemaphore(_MOST)
         self._told: set[str] = set()
 
-    def start(self, hints: Sequence[Soon]) -> None:
+    def start(self, hints: Sequence[PrefetchHint]) -> None:
         """Begin to fetch ahead; returns at once."""
         for hint in hints:
             for name in hint.documents:
