@@ -80,13 +80,12 @@ class LoadOutcomes(KVConnectorWorkerMetadata):
 class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads linked documents and stored prefixes into vLLM's pages, for requests that ask for them; keeps prompts."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Open the store of the documents.
+    _scheduler: ConnectorScheduler  # these two in the scheduler's process alone
+    _save_scheduler: SaveScheduler
+    _worker: ConnectorWorker  # in a worker's process alone
 
-        Args:
-            vllm_config: vLLM's; ``kv_connector_extra_config`` is read as ``ConnectorSettings``.
-            role: The scheduler's half or a worker's.
-            kv_cache_config: Of the pages.
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Open the store of the documents; vLLM's ``kv_connector_extra_config`` is read as ``ConnectorSettings``.
 
         Raises:
             ArgumentError: A setting is wrong, or one of vLLM's that documents need is another.
@@ -103,8 +102,6 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         check_groups(kv_cache_config, settings.save)
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
-        self._scheduler: ConnectorScheduler | None = None
-        self._worker: ConnectorWorker | None = None
         self._saver: Saver | None = None
         self._prefetcher: Prefetcher | None = None
         self._outcome_sender: OutcomeSender | None = None
@@ -134,20 +131,6 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
             if settings.save != "off":
                 self._saver = Saver(self._corpus, settings.index, self._counts)
 
-    @property
-    def scheduler(self) -> ConnectorScheduler:
-        """The scheduler's half."""
-        if self._scheduler is None:
-            raise _other_half()
-        return self._scheduler
-
-    @property
-    def worker(self) -> ConnectorWorker:
-        """A worker's half."""
-        if self._worker is None:
-            raise _other_half()
-        return self._worker
-
     # The scheduler's process.
 
     def on_new_request(self, request: Request) -> None:
@@ -156,7 +139,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         if prompt is None:
             return
         trouble = _other_rows(request) or self._changed
-        choice = self.scheduler.begin(name, params, prompt, request.cache_salt, trouble)
+        choice = self._scheduler.begin(name, params, prompt, request.cache_salt, trouble)
         if (trouble or choice is None) and names_documents(request.cache_salt):  # they are not loaded
             _keep_apart(request, salt_apart(request.cache_salt or "", prompt))
         self._save_scheduler.begin(name, request.cache_salt, choice, trouble)
@@ -164,8 +147,8 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
         self._save_scheduler.had(request.request_id, num_computed_tokens)
-        promised = self.scheduler.promised(request.request_id, num_computed_tokens, request.num_preemptions)
-        if promised is not None and (salt := self.scheduler.own_salt(request.request_id)):
+        promised = self._scheduler.promised(request.request_id, num_computed_tokens, request.num_preemptions)
+        if promised is not None and (salt := self._scheduler.own_salt(request.request_id)):
             _keep_apart(request, salt)
             return None, False  # vLLM looks for blocks under this salt, and asks again
         return promised, bool(promised)
@@ -174,13 +157,13 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         """Note where they go."""
         if num_external_tokens:
             self._save_scheduler.loaded(request.request_id)
-            self.scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
         tokens = scheduler_output.total_num_scheduled_tokens
         return ConnectorMetadata(
-            self.scheduler.take(), self._save_scheduler.take(), tokens, self.scheduler.take_hints()
+            self._scheduler.take(), self._save_scheduler.take(), tokens, self._scheduler.take_hints()
         )
 
     def request_finished_all_groups(
@@ -193,10 +176,10 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
             name, prompt, block_ids[0], is_computed=computed >= len(prompt),  # one that was preempted lost its rows
             event=partial(stored_event, request, self._block_tokens) if self._publishes_events else None,
             answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
-            head=self.scheduler.missing_head(name),
-            built_on=lambda had: self.scheduler.built_on(name, had=had),
+            head=self._scheduler.missing_head(name),
+            built_on=lambda had: self._scheduler.built_on(name, had=had),
         )  # fmt: skip
-        told = self.scheduler.end(name)
+        told = self._scheduler.end(name)
         if told is not None and saved is not None:
             told[PARAMS] |= {"not_saved": saved} if isinstance(saved, str) else {"saving_tokens": saved}
         if told is not None and self._outcome_sender is not None:
@@ -207,7 +190,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         """Take in what workers tell of loads and of the store."""
         if isinstance(ended := connector_output.kv_connector_worker_meta, LoadOutcomes):
             for request_id, outcome in ended.loads:
-                self.scheduler.loaded(request_id, outcome)
+                self._scheduler.loaded(request_id, outcome)
         if isinstance(told := connector_output.kv_cache_events, StoredEvents):
             self._events += told.get_all_events()
 
@@ -221,7 +204,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the pages, after a probe of their layout."""
         pages, tables = register_pages(kv_caches, self._kv_cache_config, self._config, self._corpus.meta)
-        self.worker.register(pages, self._corpus.meta, tables)
+        self._worker.register(pages, self._corpus.meta, tables)
         if self._saver is not None:
             self._saver.register(pages, _shards() if self._workers > 1 else None, tables[0].block_tokens)
 
@@ -240,7 +223,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         if isinstance(meta, ConnectorMetadata):
             self._step_tokens = meta.tokens
-            self.worker.start(meta.loads)
+            self._worker.start(meta.loads)
             if self._prefetcher is not None:
                 self._prefetcher.start(meta.hints)
             if self._saver is not None:
@@ -249,10 +232,10 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
-        self.worker.note_step(self._step_tokens, time.perf_counter() - self._step_began)
+        self._worker.note_step(self._step_tokens, time.perf_counter() - self._step_began)
         if not self._step_tokens:
-            self.worker.wait(_IDLE_S)
-        written = self.worker.collect()
+            self._worker.wait(_IDLE_S)
+        written = self._worker.collect()
         self._outcomes += written.outcomes
         self._bad |= written.bad_blocks
         copied = self._saver.copied() if self._saver is not None else set()
@@ -276,7 +259,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was loaded and kept since the last step."""
         counters = getattr(self._corpus.catalog.store, "counters", None)
-        if self._worker is not None and counters is not None:
+        if self.role == KVConnectorRole.WORKER and counters is not None:
             errors = counters().disk.write_errors
             self._counts.add(cache_write_errors=errors - self._disk_errors)
             self._disk_errors = errors
@@ -316,16 +299,12 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads and connections."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        if self._saver is not None:
-            self._saver.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._outcome_sender is not None:
-            self._outcome_sender.close()
+        is_worker = self.role == KVConnectorRole.WORKER
+        for part in (
+            self._worker if is_worker else self._scheduler, self._prefetcher, self._saver, self._outcome_sender,
+        ):  # fmt: skip
+            if part is not None:
+                part.close()
 
 
 _CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
@@ -384,7 +363,3 @@ def _shards() -> Shards:
     from .shards import Shards
 
     return Shards(get_tp_group().ranks)
-
-
-def _other_half() -> ArgumentError:
-    return ArgumentError("this is the other half of the connector: vLLM asked the wrong one; report this")

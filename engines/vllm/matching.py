@@ -68,8 +68,7 @@ def match_documents(
     entries = entries_of(corpus, choice)
     kept = kept_of(corpus, choice, entries, prompt)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
-    missing = next(filter(None, (missing_level(entry, choice.level) for entry in entries if entry)), "")
-    if missing:
+    if missing := missing_level(entries, choice.level):
         return MatchResult(salt, (), refused=missing)
     front, trouble = _front(corpus, choice, entries[0], prompt)
     if trouble:
@@ -147,7 +146,7 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
     if hit is not None and hit.info.prefix_layers:
         troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
         hit = None
-    if hit is not None and (missing := missing_level(hit.document, choice.level)):
+    if hit is not None and (missing := missing_level([hit.document], choice.level)):
         return MatchResult(salt, (), refused=missing)
     if hit is not None and hit.info.context_level is not None and hit.info.context_level < (choice.level or 0):
         troubles.append(f"rows of {hit.document.document_id!r} were computed over a coarser level: compact it")

@@ -6,8 +6,9 @@ vLLM's own kernel, so that only that kernel may write it; where an element then 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -78,96 +79,72 @@ class BlockTable:
     is_whole: bool = True  # no block of a request is left out, as those before a sliding window are
 
 
-class Pages(Protocol):
+class Pages(ABC):
     """All layers' pages of one worker."""
 
-    @property
-    def views(self) -> Sequence[Tensor]:
-        """Of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``."""
-        ...
+    def __init__(self, views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[PageFormat] = ()) -> None:
+        """Refuse what are no pages.
 
-    @property
-    def key_dims(self) -> Sequence[int]:
-        """Of each layer."""
-        ...
-
-    @property
-    def forms(self) -> Sequence[PageFormat]:
-        """Of each layer."""
-        ...
-
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of one layer.
-
-        Args:
-            layer: Number of the layer.
-            slots: Int64 ``[tokens]``: block times block_tokens plus place in the block.
-            keys: ``[heads, tokens, key_dim]``, of any float dtype.
-            values: ``[heads, tokens, value_dim]``.
+        views: of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first. forms: of each layer;
+        empty: numbers of the views' own dtype.
         """
-        ...
+        self.views, self.key_dims, self.forms = views, key_dims, forms or [PageFormat()] * len(views)
+        check_views(views, key_dims, self.forms)
 
+    @abstractmethod
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write tokens of one layer: ``[heads, tokens, key_dim or value_dim]`` of any float dtype; see ``slots_of``."""
+
+    @abstractmethod
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens of one layer: keys ``[heads, tokens, key_dim]`` and values ``[heads, tokens, value_dim]``."""
-        ...
+        """Copy tokens of one layer, as ``write`` takes them."""
 
 
-@dataclass(frozen=True, eq=False)
-class StridedPages:
+class StridedPages(Pages):
     """Pages whose blocks hold their elements where the view says, in any order of strides."""
 
-    views: Sequence[Tensor]  # of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first
-    key_dims: Sequence[int]  # of each layer
-    forms: Sequence[PageFormat] = ()  # of each layer; empty: numbers of the views' own dtype
-
-    def __post_init__(self) -> None:
-        """Refuse what are no pages."""
-        object.__setattr__(self, "forms", self.forms or [PageFormat()] * len(self.views))
-        check_views(self.views, self.key_dims, self.forms)
-
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view = self.views[layer]
         rows = self.forms[layer].rows(keys, values, view).transpose(0, 1)
         slots = slots.to(view.device)
         view[slots // view.shape[2], :, slots % view.shape[2]] = rows
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view = self.views[layer]
         slots = slots.to(view.device)
         rows = view[slots // view.shape[2], :, slots % view.shape[2]].transpose(0, 1)
         return self.forms[layer].sides(rows, self.key_dims[layer])
 
 
-@dataclass(eq=False)
-class PackedPages:
+class PackedPages(Pages):
     """Pages whose blocks' insides are packed by the kernel that reads them: written by that kernel alone."""
 
-    views: Sequence[Tensor]  # as of ``StridedPages``; each block of a view is one run of memory
-    key_dims: Sequence[int]  # of each layer
-    kernel: Write  # ``kernel(view, slots, keys, values, form)`` writes tokens; keys are ``[tokens, heads, key_dim]``
-    forms: Sequence[PageFormat] = ()  # as of ``StridedPages``
-    _orders: dict[tuple[torch.Size, torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
+    def __init__(
+        self, views: Sequence[Tensor], key_dims: Sequence[int], kernel: Write, forms: Sequence[PageFormat] = ()
+    ) -> None:
+        """Learn where elements lie; each block of a view is one run of memory.
 
-    def __post_init__(self) -> None:
-        """Learn where elements lie; refuse what are no pages."""
-        self.forms = self.forms or [PageFormat()] * len(self.views)
-        check_views(self.views, self.key_dims, self.forms)
-        if any(not view[0].is_contiguous() for view in self.views):
+        kernel: ``kernel(view, slots, keys, values, form)`` writes tokens; keys are ``[tokens, heads, key_dim]``.
+        """
+        super().__init__(views, key_dims, forms)
+        if any(not view[0].is_contiguous() for view in views):
             raise MismatchError("a packed block must be one run of memory: kvwire does not know this layout of vLLM's")
-        for view, dim, form in zip(self.views, self.key_dims, self.forms, strict=True):
+        self._kernel = kernel
+        self._orders: dict[tuple[torch.Size, torch.dtype, int], Tensor] = {}
+        for view, dim, form in zip(views, key_dims, self.forms, strict=True):
             if (key := (view.shape[1:], view.dtype, dim)) not in self._orders:
-                self._orders[key] = learn_order(view, dim, self.kernel, form)
+                self._orders[key] = learn_order(view, dim, kernel, form)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view, form = self.views[layer], self.forms[layer]
         keys, values = (side.transpose(0, 1).to(form.given or view.dtype).contiguous() for side in (keys, values))
-        self.kernel(view, slots, keys, values, form)
+        self._kernel(view, slots, keys, values, form)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view, dim = self.views[layer], self.key_dims[layer]
         order = self._orders[view.shape[1:], view.dtype, dim]
         blocks, at = torch.unique(slots // view.shape[2], return_inverse=True)
@@ -194,19 +171,9 @@ def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequenc
 
 
 def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) -> Tensor:
-    """Where tokens of a request lie.
+    """Where a request's tokens lie: int64 ``[stop - start]``, block times block_tokens plus place in the block.
 
-    Args:
-        blocks: The request's blocks, from its first token on.
-        block_tokens: Tokens of a block.
-        start: First token.
-        stop: Behind the last token.
-
-    Returns:
-        Int64 ``[stop - start]``: block times block_tokens plus place in the block.
-
-    Raises:
-        ArgumentError: The blocks hold fewer tokens.
+    blocks: the request's, from its first token on.
     """
     if not 0 <= start <= stop <= len(blocks) * block_tokens:
         raise ArgumentError(f"tokens {start} to {stop} do not lie in {len(blocks)} blocks of {block_tokens}")
@@ -217,18 +184,8 @@ def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) ->
 def learn_order(view: Tensor, key_dim: int, kernel: Write, form: PageFormat) -> Tensor:
     """Learn where a kernel puts the elements of a block, by having it write numbers into the null block.
 
-    Args:
-        view: ``[blocks, heads, block_tokens, key_dim + value_dim]``; the null block is zeros afterwards.
-        key_dim: Of the layer.
-        kernel: See ``PackedPages``.
-        form: Of the layer.
-
-    Returns:
-        Int64 ``[elements of a block]``: for element ``[head, place, dim]`` of the logical block, counted in that order,
-        its place in the block's memory.
-
-    Raises:
-        MismatchError: The kernel does not put every element in a place of its own.
+    Gives for each element ``[head, place, dim]`` of the logical block, counted in that order, its place in the block's
+    memory. The null block is zeros afterwards.
     """
     heads, tokens, width = view.shape[1:]
     count = heads * tokens * width
@@ -253,14 +210,7 @@ def learn_order(view: Tensor, key_dim: int, kernel: Write, form: PageFormat) -> 
 
 
 def probe(pages: Pages) -> None:
-    """Write numbers into the null block of every layer, read them back and compare; zeros are left there.
-
-    Args:
-        pages: All layers'.
-
-    Raises:
-        MismatchError: Something else came back, or a neighbouring block was written to.
-    """
+    """Write numbers into the null block of every layer, read them back and compare; zeros are left there."""
     for layer, (view, dim) in enumerate(zip(pages.views, pages.key_dims, strict=True)):
         heads, tokens, width = view.shape[1:]
         form, most = pages.forms[layer], (1 << pages.forms[layer].digit) - 1

@@ -114,14 +114,8 @@ class ConnectorWorker:
             elif there < load.stop:
                 failed.add(load.request_id)
             trouble = "; ".join(loaded.troubles) if there < load.stop else ""
-            outcomes.append(
-                (
-                    load.request_id,
-                    LoadOutcome(
-                        load.number, there - load.start, load.stop - there, loaded.level, loaded.bytes, trouble
-                    ),
-                )
-            )
+            counts = (load.number, there - load.start, load.stop - there)
+            outcomes.append((load.request_id, LoadOutcome(*counts, loaded.level, loaded.bytes, trouble)))
             requests.add(load.request_id)
         return Written(frozenset(requests), frozenset(bad), tuple(outcomes), frozenset(failed))
 

@@ -264,7 +264,7 @@ class BodyMaker:
     def _with(self, body: dict[str, Any], choice: Choice, named: _Named, head: tuple[int, ...]) -> dict[str, Any]:
         """What the connector must be told."""
         entries = [named.entries[name] for name in choice.documents]
-        if missing := next(filter(None, (missing_level(entry, choice.level) for entry in entries)), ""):
+        if missing := missing_level(entries, choice.level):
             raise RequestError(missing, code="no_such_level", param="kv_transfer_params")
         kept = kept_of(self._corpus, choice, entries, head)
         if self._combinations is not None and len(entries) > 1:
