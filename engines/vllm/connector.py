@@ -29,7 +29,7 @@ from .opening import ConnectorSettings, check_version, log_as_vllm
 from .prefetching import Prefetcher, PrefetchHint
 from .proxy.outcome_socket import OutcomeSender
 from .requests import PARAMS
-from .saving import PageSave, Saver, SaveScheduler
+from .saving import PageSave, PageSaver, SaveScheduler
 from .scheduling import ConnectorScheduler, PageLoad, names_documents, salt_apart
 from .working import ConnectorWorker
 
@@ -102,7 +102,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         check_groups(kv_cache_config, settings.save)
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
-        self._saver: Saver | None = None
+        self._saver: PageSaver | None = None
         self._prefetcher: Prefetcher | None = None
         self._outcome_sender: OutcomeSender | None = None
         self._bad: set[int] = set()
@@ -129,7 +129,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
             self._prefetcher = Prefetcher(self._corpus, self._counts)
             if settings.save != "off":
-                self._saver = Saver(self._corpus, settings.index, self._counts)
+                self._saver = PageSaver(self._corpus, settings.index, self._counts)
 
     # The scheduler's process.
 
@@ -138,25 +138,25 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         prompt, params, name = request.prompt_token_ids, request.kv_transfer_params, request.request_id
         if prompt is None:
             return
-        trouble = _other_rows(request) or self._changed
+        trouble = _why_not_plain(request) or self._changed
         choice = self._scheduler.begin(name, params, prompt, request.cache_salt, trouble)
         if (trouble or choice is None) and names_documents(request.cache_salt):  # they are not loaded
-            _keep_apart(request, salt_apart(request.cache_salt or "", prompt))
+            _set_salt(request, salt_apart(request.cache_salt or "", prompt))
         self._save_scheduler.begin(name, request.cache_salt, choice, trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
-        self._save_scheduler.had(request.request_id, num_computed_tokens)
+        self._save_scheduler.note_cached(request.request_id, num_computed_tokens)
         promised = self._scheduler.promised(request.request_id, num_computed_tokens, request.num_preemptions)
         if promised is not None and (salt := self._scheduler.own_salt(request.request_id)):
-            _keep_apart(request, salt)
+            _set_salt(request, salt)
             return None, False  # vLLM looks for blocks under this salt, and asks again
         return promised, bool(promised)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note where they go."""
         if num_external_tokens:
-            self._save_scheduler.loaded(request.request_id)
+            self._save_scheduler.note_loaded(request.request_id)
             self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -209,7 +209,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
             self._saver.register(pages, _shards() if self._workers > 1 else None, tables[0].block_tokens)
 
     def outcomes(self) -> dict[str, Any]:
-        """What became of documents that were saved under names; see ``Saver.outcomes``."""
+        """What became of documents that were saved under names; see ``PageSaver.outcomes``."""
         return self._saver.outcomes() if self._saver is not None else {"under_way": 0, "done": []}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -310,7 +310,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 _CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
 
 
-def _other_rows(request: Request) -> str:
+def _why_not_plain(request: Request) -> str:
     """Why a request's rows are not those of its token ids alone; empty where they are."""
     if request.lora_request is not None:
         return "it has an adapter of its own (LoRA): documents and prefixes are of the model without one"
@@ -321,7 +321,7 @@ def _other_rows(request: Request) -> str:
     return ""
 
 
-def _keep_apart(request: Request, salt: str) -> None:
+def _set_salt(request: Request, salt: str) -> None:
     """Have vLLM keep what it computes of a request under a salt of its own."""
     request.cache_salt, request.block_hashes = salt, []
     request.update_block_hashes()

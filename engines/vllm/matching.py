@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvwire.errors import KvwireError
 from kvwire.store.prefix.index import after_opening, opening_of
@@ -13,15 +13,13 @@ from kvwire.types import digest_tokens
 from .requests import entries_of, kept_of, missing_level, no_head, profile_in_use, salt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry, KeptRepair, PrefixIndex
 
     from .quality import LinkQuality
     from .requests import Choice
-
-    Match: TypeAlias = Callable[[Choice, Sequence[int]], "MatchResult"]
 
 
 _UNREPAIRED = (
@@ -70,7 +68,7 @@ def match_documents(
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
     if missing := missing_level(entries, choice.level):
         return MatchResult(salt, (), refused=missing)
-    front, trouble = _front(corpus, choice, entries[0], prompt)
+    front, trouble = _before_documents(corpus, choice, entries[0], prompt)
     if trouble:
         return MatchResult(salt, (), trouble, is_other_text=True, lacks_head=choice.head > 0)
     pieces = list(front)
@@ -108,7 +106,7 @@ def match_documents(
     return MatchResult(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected, front=len(front))
 
 
-def _front(
+def _before_documents(
     corpus: Corpus, choice: Choice, first: CatalogEntry | None, prompt: Sequence[int]
 ) -> tuple[tuple[Piece, ...], str]:
     """What stands before the documents: a chat's head or a BOS; or why its rows cannot be had, in words."""

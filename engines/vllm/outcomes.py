@@ -37,7 +37,7 @@ class RequestOutcome:
         known = self._loads.get(outcome.number)
         self._loads[outcome.number] = outcome if known is None else known.joined(outcome)
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What the client is told."""
         loads = list(self._loads.values())
         if not loads:

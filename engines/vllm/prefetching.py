@@ -44,7 +44,7 @@ class Prefetcher:
         self._corpus, self._counts = corpus, counts or Counts()
         self._threads = DaemonThreads(1, "kvwire-soon")
         self._room = threading.BoundedSemaphore(_MOST)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def start(self, hints: Sequence[PrefetchHint]) -> None:
         """Begin to fetch ahead; returns at once."""
@@ -66,8 +66,8 @@ class Prefetcher:
             is_there = self._corpus.prefetch((name,), level).wait()  # the cache takes few ranges at a time
             self._counts.add(**{"soon_documents" if is_there else "soon_dropped": 1})
         except Exception as error:  # noqa: BLE001 - see above
-            if (kind := type(error).__name__) not in self._told:
-                self._told.add(kind)
+            if (kind := type(error).__name__) not in self._warned:
+                self._warned.add(kind)
                 words = str(error) if isinstance(error, KvwireError) else f"{kind}: {error}"
                 _LOG.warning("document %r is not fetched ahead: %s (told once)", name, words)
             self._counts.add(soon_dropped=1)

@@ -20,7 +20,7 @@ import torch
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.coding import Document
 from kvwire.runtime.saving import Rows
-from kvwire.runtime.saving import Saver as RowsSaver
+from kvwire.runtime.saving import Saver as PartSaver
 from kvwire.store.prefix.index import opening_of
 from kvwire.types import KVCache, digest_tokens
 
@@ -113,7 +113,7 @@ class SaveScheduler:
             return 'this vLLM keeps prompts under the names of documents: say "save": NAME'
         return ""
 
-    def had(self, request_id: str, tokens: int) -> None:
+    def note_cached(self, request_id: str, tokens: int) -> None:
         """Note what vLLM has of a prompt before it computes: rows of other requests with the same salt."""
         candidate = self._candidates.get(request_id)
         if candidate and tokens and candidate.salt.startswith(SALTED):
@@ -122,7 +122,7 @@ class SaveScheduler:
                 more = ": ask for a level" if candidate.grows else ""
                 candidate.trouble = candidate.trouble or f"vLLM had rows of it that may have been loaded{more}"
 
-    def loaded(self, request_id: str) -> None:
+    def note_loaded(self, request_id: str) -> None:
         """Note that rows of a request are loaded."""
         if (candidate := self._candidates.get(request_id)) and not candidate.grows:
             candidate.trouble = candidate.trouble or "some of its rows were loaded"
@@ -168,7 +168,7 @@ class SaveScheduler:
         return saves
 
 
-class Saver:
+class PageSaver:
     """A worker's half: copies pages, and encodes and stores them, in a thread each."""
 
     def __init__(self, corpus: Corpus, index: str, counts: Counts | None = None) -> None:
@@ -183,7 +183,7 @@ class Saver:
         self._stored = threading.Condition(self._lock)
         self._copied: set[str] = set()
         self._waiting: dict[str, int] = {}  # bytes of what is not stored yet, by the prompt's digest or the request
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._events: list[object] = []
         self._outcomes: list[dict[str, Any]] = []
         self._under_way = 0  # documents with names
@@ -262,7 +262,7 @@ class Saver:
                 self._waiting[key] = size
         if is_full:
             self._counts.add(unsaved_prompts=1)
-            self._tell("full", "prompts come faster than they are encoded: some are not kept")
+            self._warn_once("full", "prompts come faster than they are encoded: some are not kept")
         return not is_full
 
     def _wait_for_room(self, key: str, tokens: int) -> None:
@@ -307,7 +307,7 @@ class Saver:
         view = self._pages.views[0]
         slots = slots_of(save.blocks, self._block_tokens, 0, len(save.token_ids))
         sides = []
-        with _beside(view):
+        with _own_stream(view):
             for layer in range(len(self._pages.views)):
                 sides += [side.cpu().contiguous() for side in self._pages.read(layer, slots)]
         return sides
@@ -380,7 +380,7 @@ class Saver:
             level, hit.document if hit else None, hit.tokens - count if hit else 0, hit.tokens if hit else 0,
         )  # fmt: skip
         corpus = self._corpus.computed_by(without_weights(self._corpus, first.keys[0].dtype))
-        return RowsSaver(corpus, self._index).save(rows)
+        return PartSaver(corpus, self._index).save(rows)
 
     def _note(self, document: str, encode_s: float = 0.0, error: str = "", message: str = "") -> None:
         """With the lock held: what became of a document."""
@@ -389,7 +389,7 @@ class Saver:
 
     def _failed(self, error: Exception, key: str, document: str = "") -> None:
         words = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
-        self._tell(type(error).__name__, f"a prompt was not kept: {words}")
+        self._warn_once(type(error).__name__, f"a prompt was not kept: {words}")
         with self._stored:
             self._waiting.pop(key, None)
             self._stored.notify_all()
@@ -398,16 +398,16 @@ class Saver:
         if self._is_first:
             self._counts.add(unsaved_prompts=1)
 
-    def _tell(self, kind: str, words: str) -> None:
+    def _warn_once(self, kind: str, words: str) -> None:
         """Say once what goes wrong for each request."""
         with self._lock:
-            is_new = kind not in self._told
-            self._told.add(kind)
+            is_new = kind not in self._warned
+            self._warned.add(kind)
         if is_new:
             _LOG.warning("%s (told once)", words)
 
 
-def _beside(view: torch.Tensor) -> AbstractContextManager[object]:
+def _own_stream(view: torch.Tensor) -> AbstractContextManager[object]:
     """On a GPU a stream of its own, so that copying does not wait for the model's steps."""
     if view.device.type != "cuda":
         return nullcontext()

@@ -229,9 +229,9 @@ class ConnectorScheduler:
         state = self._requests.get(request_id)
         if state is None or state.choice is None:
             return None
-        told = state.outcome.told()
+        report = state.outcome.report()
         levels = [state.choice.level if had else None]
-        levels += [told.get("level"), state.context] if told.get("loaded_tokens") else []
+        levels += [report.get("level"), state.context] if report.get("loaded_tokens") else []
         return min((each for each in levels if each is not None), default=None)
 
     def end(self, request_id: str) -> dict[str, Any] | None:
@@ -239,16 +239,16 @@ class ConnectorScheduler:
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        told = state.report = state.outcome.told() | state.report
+        report = state.outcome.report() | state.report
         words = (
-            f"{told.get('loaded_tokens', 0)} of {told.get('promised_tokens', 0)} promised tokens were loaded"
-            f" at level {told.get('level', '-')}, {told.get('bytes', 0)} bytes"
+            f"{report.get('loaded_tokens', 0)} of {report.get('promised_tokens', 0)} promised tokens were loaded"
+            f" at level {report.get('level', '-')}, {report.get('bytes', 0)} bytes"
         )  # streams carry no parameters back: the log tells their clients' operators
-        if trouble := told.get("trouble"):
+        if trouble := report.get("trouble"):
             _LOG.warning("request %s: %s: %s", request_id, words, trouble)
         else:
             _LOG.info("request %s: %s", request_id, words)
-        return {PARAMS: told}
+        return {PARAMS: report}
 
     def close(self) -> None:
         """End the look-ups."""

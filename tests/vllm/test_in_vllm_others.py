@@ -107,14 +107,14 @@ def test_a_request_with_an_adapter_gets_no_documents():
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-    from kvwire.engines.vllm.connector import _other_rows
+    from kvwire.engines.vllm.connector import _why_not_plain
 
     plain, adapted = (
         Request("a", [1, 2], SamplingParams(), None, lora_request=adapter)
         for adapter in (None, LoRARequest("l", 1, "/l"))
     )
-    assert _other_rows(plain) == ""
-    assert "adapter" in _other_rows(adapted)
+    assert _why_not_plain(plain) == ""
+    assert "adapter" in _why_not_plain(adapted)
 
 
 def test_strict_requests_without_their_documents_end_with_an_error(served):

@@ -41,12 +41,12 @@ def test_an_answer_tells_what_was_loaded_and_lost(halves, told, caplog):
 
 def test_outcomes_of_workers_join_and_those_of_loads_add_up():
     outcome = RequestOutcome()
-    assert outcome.told() == {}
+    assert outcome.report() == {}
     for each in (
         LoadOutcome(0, 10, 0, 2, 100), LoadOutcome(0, 4, 6, 1, 50, "late"), LoadOutcome(1, 6, 0, 3, 30),
     ):  # fmt: skip
         outcome.add(each)
-    assert outcome.told() == {"loaded_tokens": 10, "lost_tokens": 6, "bytes": 180, "level": 1, "trouble": "late"}
+    assert outcome.report() == {"loaded_tokens": 10, "lost_tokens": 6, "bytes": 180, "level": 1, "trouble": "late"}
 
 
 @pytest.fixture
