@@ -50,7 +50,7 @@ def main() -> int:
         if not _imports(python, "vllm"):
             print(f"making {folder}: some gigabytes, some minutes", flush=True)
             _make(folder, python)
-        kvwire = [given.kvwire] if given.kvwire else ["-e", str(ROOT)]
+        kvwire = [f"{given.kvwire}[gguf]"] if given.kvwire else ["-e", f"{ROOT}[gguf]"]  # SmolLM2 comes as GGUF
         _run(python, "-m", "pip", "install", "-q", *kvwire, *(TESTS if given.tests else ()))
         if given.tests and not _imports(python, "lmcache, sglang"):
             _add_adapters(python)

@@ -182,6 +182,14 @@ def test_a_request_with_another_salt_gets_nothing_and_is_told(halves, salt):
     assert f'send "cache_salt": "{body["cache_salt"]}"' in said["refused"]
 
 
+@pytest.mark.parametrize("names", [["absent"], ["absent", "a"]])
+def test_a_document_that_is_not_in_the_catalog_is_named(halves, names):
+    said = {"documents": names, "level": 1}
+    _, _, report, promised = halves.load(halves.body("a") | {"kv_transfer_params": {"kvwire": said}})
+    assert promised == 0
+    assert report["refused"].startswith("document 'absent' is not in the catalog: encode it")
+
+
 def test_requests_that_name_no_documents_are_none_of_ours(halves):
     for params in (None, {}, {"other": 1}):
         name, promised = halves.promise({"prompt": [1, 2, 3], "kv_transfer_params": params})
