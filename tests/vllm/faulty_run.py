@@ -127,7 +127,7 @@ class Asked:
         """
         made = []
         for number in range(ROUND // 10):
-            seed, names = turn * 1000 + number * 10, ("ad", "bd", "d", "c", "da")[number % 5]
+            seed, names = (turn + 1) * 1000 + number * 10, ("ad", "bd", "d", "c", "da")[number % 5]
             level, head = number % 3, names[0]
             torn = ("d", ("gone", "torn")[number % 2])
             text = self._corpus.text(self._corpus.find(head))
