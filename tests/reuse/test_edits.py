@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import LinkedPrompt
 from kvwire.reuse.edits.place import compute_holes, place_spans
-from kvwire.reuse.edits.script import MAX_TOKENS, EditScript, Span, align
+from kvwire.reuse.edits.script import MAX_SPANS, MAX_TOKENS, EditScript, Span, align
 
 from ..engines.families import FAMILIES, cache_error, engine_of, tokens
 from .test_repair import cloned, part, same_bits, tensors
@@ -66,6 +66,14 @@ def test_lost_tokens_become_holes(donor, ids, first, stop):
     pairs = {(span.at + step, span.start + step) for span in script.spans for step in range(span.tokens)}
     kept = {(span.at + step, span.start + step) for span in left.spans for step in range(span.tokens)}
     assert kept == {pair for pair in pairs if not first <= pair[0] < stop}
+
+
+def test_of_too_many_spans_the_longest_stay():
+    script = EditScript(MAX_TOKENS, tuple(Span(8 * at, 8 * at, 5 + (at < 3)) for at in range(MAX_SPANS)))
+    made = script.without([(0, 8 * at + 2, 8 * at + 3) for at in range(3)])
+    assert len(made.spans) == MAX_SPANS
+    assert script.reused - made.reused == 3 * 3
+    assert sorted(made.spans) == list(made.spans)
 
 
 @pytest.mark.parametrize(
