@@ -137,16 +137,6 @@ class EditScript:
             if not np.array_equal(theirs, whole[span.start : span.stop]):
                 raise ArgumentError(f"the tokens of {span} are not those of the prompt")
 
-    def apply_naive(self, donors: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[int]:
-        """Make the prompt's tokens, token by token: of donors in spans, its own in holes. For tests."""
-        made = [-1] * self.tokens
-        for span in self.spans:
-            for step in range(span.tokens):
-                made[span.start + step] = donors[span.donor][span.at + step]
-        for start, stop in self.holes:
-            made[start:stop] = token_ids[start:stop]
-        return made
-
 
 def align(donors: Sequence[Sequence[int]], token_ids: Sequence[int], least: int = LEAST_SPAN) -> EditScript:
     """Find what a prompt shares with donors.

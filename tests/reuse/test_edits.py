@@ -24,11 +24,22 @@ EDITED = [*DONOR[:8], 7, 7, *DONOR[9:20], 5, *DONOR[20:]]
 """One token replaced by two, one put in."""
 
 
+def apply_naive(script, donors, ids):
+    """The prompt's tokens, token by token: of donors in spans, its own in holes."""
+    made = [-1] * script.tokens
+    for span in script.spans:
+        for step in range(span.tokens):
+            made[span.start + step] = donors[span.donor][span.at + step]
+    for start, stop in script.holes:
+        made[start:stop] = ids[start:stop]
+    return made
+
+
 @settings(max_examples=300)
 @given(st.lists(IDS, max_size=3), IDS.filter(bool), st.integers(1, 5))
 def test_a_script_makes_the_prompt_and_reuses_equal_tokens_alone(donors, ids, least):
     script = align(donors, ids, least)
-    assert script.apply_naive(donors, ids) == ids
+    assert apply_naive(script, donors, ids) == ids
     script.check(donors, ids)
     assert all(span.tokens >= least for span in script.spans)
     covered = [at for span in script.spans for at in range(span.start, span.stop)]
@@ -112,7 +123,9 @@ def edited(engine, donors, ids, script=None):
     prompt = room_for(engine, script)
     caches = engine.prefill(donors)
     before = [cloned(cache) for cache in caches]
-    assert compute_holes(engine, prompt, ids, place_spans(prompt, caches, script)) == script.computed
+    holes = place_spans(prompt, caches, script)
+    assert len(holes) == script.computed
+    compute_holes(engine, prompt, ids, holes)
     assert all(map(same_bits, caches, before))
     return prompt.cache
 
@@ -207,5 +220,4 @@ def test_what_does_not_fit_is_refused():
         place_spans(room_for(engine, script), [replace(donor, kept=kept)], script)
     with pytest.raises(MismatchError):
         place_spans(room_for(engine, script), engine_of("qwen3").prefill([DONOR]), script)
-    assert compute_holes(engine, room_for(engine, script), EDITED, torch.arange(3), lambda: True) == 0
     assert tensors(donor)
