@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, highest
 from kvwire.reuse.repair.selectors.cacheblend import CacheBlend, deviation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 SHARE = 0.15

@@ -42,7 +42,7 @@ from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvwire.engines.base import Engine
 
@@ -246,34 +246,32 @@ def first_token(engine: Any, profile: Profile, links: list[str], repeats: int, s
     return out
 
 
-class MadeUp(MemoryStore):
-    """A bucket of very many donors, which are made when they are asked for."""
+class Kept(MemoryStore):
+    """A bucket of donors that is asked as any other; entries and texts are made when they are read."""
 
     is_local = False
 
-    def __init__(self, donors: int, tokens: int, family: int) -> None:
-        """Sketch all of them. family: donors of one template."""
+    def __init__(self) -> None:
+        """Keep nothing yet."""
         super().__init__()
-        self._tokens, self._family = tokens, family
         self._space = Catalog(self).keys("ab" * 32)
-        self._numbers: dict[str, int] = {}
+        self._texts: dict[str, Sequence[int] | int] = {}
         self._features: dict[str, list[str]] = {}
-        for number in range(donors):
-            ids = self.text(number)
-            digest = digest_tokens(ids)
-            self._numbers[digest] = number
-            for feature in sketch(ids):
-                named = self._features.setdefault(feature_digest(SCHEME, feature), [])
-                if len(named) < MOST_OF_FEATURE:
-                    named.append(digest)
 
-    def text(self, number: int, seed: int = 0) -> list[int]:
-        """Of a donor: that of its template, with a tenth of its tokens in runs of its own."""
-        ids = np.random.default_rng(number // self._family).integers(0, 49_152, self._tokens)
-        own = np.random.default_rng((seed, number, 1))
-        for at in own.integers(0, self._tokens - 4, self._tokens // 40):
-            ids[at : at + 4] = own.integers(0, 49_152, 4)
-        return [int(each) for each in ids]
+    def add(self, ids: Sequence[int], kept: Sequence[int] | int | None = None) -> None:
+        """Sketch a donor. kept: in place of its text, which ``text`` makes again."""
+        digest = digest_tokens(ids)
+        if digest in self._texts:
+            return
+        self._texts[digest] = ids if kept is None else kept
+        for feature in sketch(ids):
+            named = self._features.setdefault(feature_digest(SCHEME, feature), [])
+            if len(named) < MOST_OF_FEATURE:
+                named.append(digest)
+
+    def text(self, kept: Any) -> Sequence[int]:  # noqa: ANN401 - what ``add`` was given
+        """A donor's text."""
+        return kept  # type: ignore[no-any-return]
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """List a feature's donors."""
@@ -285,15 +283,33 @@ class MadeUp(MemoryStore):
         from kvwire.codec import pack_text
 
         digest = key.rpartition("/")[2].partition(".")[0]
-        if digest not in self._numbers:
+        if digest not in self._texts:
             return super().get(key, start, end)
+        ids = self.text(self._texts[digest])
         if key.endswith(".kvt"):
-            return pack_text(self.text(self._numbers[digest]), [])[start:end]
+            return pack_text(list(ids), [])[start:end]
         sha = hashlib.sha256(digest.encode()).hexdigest()
-        entry = CatalogEntry(
-            f"donor {self._numbers[digest]}", self._space.blob(sha), sha, 100, 50, self._tokens, digest, "", ()
-        )
+        entry = CatalogEntry(digest, self._space.blob(sha), sha, 100, 50, len(ids), digest, "", ())
         return entry.to_json()[start:end]
+
+
+class MadeUp(Kept):
+    """Very many donors, made of random templates."""
+
+    def __init__(self, donors: int, tokens: int, family: int) -> None:
+        """Sketch all of them. family: donors of one template."""
+        super().__init__()
+        self._tokens, self._family = tokens, family
+        for number in range(donors):
+            self.add(self.text(number), number)
+
+    def text(self, kept: int, seed: int = 0) -> list[int]:
+        """Of a donor by its number: that of its template, with a tenth of its tokens in runs of its own."""
+        ids = np.random.default_rng(kept // self._family).integers(0, 49_152, self._tokens)
+        own = np.random.default_rng((seed, kept, 1))
+        for at in own.integers(0, self._tokens - 4, self._tokens // 40):
+            ids[at : at + 4] = own.integers(0, 49_152, 4)
+        return [int(each) for each in ids]
 
 
 def search(donors: int, tokens: int) -> dict[str, Any]:
