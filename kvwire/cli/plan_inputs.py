@@ -66,6 +66,11 @@ class PlanOptions:
     )
     repair: str = REPAIR
     price: str | None = option("Also in money, such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES")
+    tiers: str | None = option(
+        "Also from devices, and which is the cheapest that is fast enough: NAME=BANDWIDTH,LATENCY,PRICE of a GB and "
+        'month, such as "nvme=38gbit,0.1ms,0.08 s3=1gbit,20ms,0.023".',
+        metavar="DEVICES",
+    )
     compare: bool = option("Also work out alternatives and break-even points.", "--compare/--no-compare", default=True)
     place: StoreOptions = STORE
     as_json: bool = JSON
@@ -79,8 +84,8 @@ class PlanOptions:
             "docs": (name,), "more_docs": (), "context": None, "prompt": None, "documents": 1, "model": None,
             "device": "cpu", "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None,
             "config": config, "link": None, "deadline": None, "objective": None, "exact": False, "max_kl": MAX_KL,
-            "floor": None, "question_tokens": 32, "repair": "none", "price": None, "compare": True, "place": None,
-            "as_json": False,
+            "floor": None, "question_tokens": 32, "repair": "none", "price": None, "tiers": None, "compare": True,
+            "place": None, "as_json": False,
         }  # fmt: skip
         return cls(**usual | given)
 

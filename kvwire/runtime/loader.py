@@ -16,10 +16,10 @@ from kvwire import controller as ctl
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
 from kvwire.errors import ArgumentError, AuthError, KvwireError, StorageError
-from kvwire.runtime.answer import Asked, ChatAsked
+from kvwire.runtime.answer import Asked, ChatAsked, check_length
 from kvwire.runtime.closing import AnswerStage, CompletedLoad
 from kvwire.runtime.costs import joins, measure_costs, warm_up
-from kvwire.runtime.document import LEAST_PATIENCE_S, Timeouts
+from kvwire.runtime.document import LEAST_PATIENCE_S, FoundDocument, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, keys_of
 from kvwire.runtime.find import DocumentFinder, all_of, profile_in_use
 from kvwire.runtime.links import UNREPAIRED
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.prompt import Layout
     from kvwire.runtime.prompted import Begun, Prompter, ReuseMode, Reusing
@@ -414,6 +413,7 @@ class Loader:
         if self._settings.system or self._settings.layout or self._settings.first_tokens:
             msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
             raise ArgumentError(msg)
+        check_length(tokens)
         timeouts = self._timeouts(goal.deadline_s)
         begun = await begin(self._prompts(), timeouts)
         if begun.search is not None and begun.search.plan is not None:
@@ -496,8 +496,11 @@ class Loader:
         texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None, begun: Begun | None = None,
     ) -> Answer:  # fmt: skip
         """Load documents, run the question and generate; on the session's loop."""
+        check_length(tokens)
         if isinstance(documents, str):
             raise ArgumentError(f"documents are a sequence of names, got one text: [{documents!r}]?")
+        if wrong := [each for each in documents if not isinstance(each, (str, FoundDocument))]:
+            raise ArgumentError(f"documents are given by their names, which are texts, got {wrong[0]!r}")
         with self._warming.paused():
             layout, question, texts = self._laid_out(asked, texts, schema)
             if not documents or not question:

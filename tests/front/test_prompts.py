@@ -157,6 +157,19 @@ def test_what_is_no_prompt_is_refused(corpus, chatting, token_ids, why):
         made.ask_prompt(token_ids)
 
 
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, None])
+def test_an_answer_without_a_length_is_refused(corpus, chatting, ids, tokens):
+    with loader(chatting, corpus) as made:
+        asking = (
+            lambda: made.ask(["a"], ids[:2], tokens=tokens),
+            lambda: made.ask_prompt(ids, tokens=tokens),
+            lambda: made.converse("anna", ids[:2], tokens=tokens),
+        )
+        for ask in asking:
+            with pytest.raises(ArgumentError, match=f"a whole number from 1 on, got {tokens}"):
+                ask()
+
+
 def test_what_stands_around_documents_does_not_go_with_a_prompt(corpus, chatting, ids):
     with (
         loader(chatting, corpus, system=(5, 6)) as made,
