@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from kvwire.engines.transformers.chat import Script, read_around
+from kvwire.engines.transformers.chat import Script, read_around, render_template
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.combinations import Combination
 from kvwire.store import read_ahead
@@ -215,10 +215,9 @@ class BodyMaker:
             inside = [*texts[:at], texts[at] + mark + texts[at + 1], *texts[at + 2 :]]
             told = [message | {"content": text} for message, text in zip(shown, inside, strict=True)]
             try:
-                rendered = self._pieces.tokenizer.apply_chat_template(told, tools=tools, tokenize=False, **options)
+                return render_template(self._pieces.tokenizer, told, tools=tools, **options)
             except Exception as error:  # a template raises whatever it likes
                 raise RequestError(f"the model's chat template refuses this chat: {error}", param="messages") from error
-            return str(rendered)
 
         if not self._pieces.tokenizer.chat_template:
             raise RequestError("the model has no chat template: send its prompt to /v1/completions")
