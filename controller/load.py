@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
-_LOOKS_FROM = 0.75  # share of chunks that nothing was begun for: else too little can still be planned otherwise
 _UNSEEN = 0.1  # what a chunk that the question does not look at counts: an answer may look elsewhere
 
 
@@ -313,9 +312,9 @@ class Load:
 
     @property
     def _may_look(self) -> bool:
-        """Whether plans may count on a look: it was planned before, or hardly anything is begun."""
+        """Whether plans may count on a look: it was planned before, or nothing is begun."""
         planned = bool(self.plan and self.plan.looks)
-        return self.wants_look and (planned or self.table.counts[PLANNED] >= _LOOKS_FROM * len(self.table))
+        return self.wants_look and (planned or self.table.counts[PLANNED] == len(self.table))
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last."""
