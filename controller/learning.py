@@ -173,9 +173,7 @@ class JoinedEstimator(PrefillEstimator):
     Else an engine that became quicker would never join, and so never learn what joining takes now.
     """
 
-    def __init__(
-        self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = UNKNOWN, known: int = 0
-    ) -> None:
+    def __init__(self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = UNKNOWN, known: int = 0) -> None:
         """Start from ``prior``, as ``PrefillEstimator`` does."""
         super().__init__(prior, spread=spread, known=known)
         self._alone, self._first_s = alone, alone.cost.seconds(_USUAL_TOKENS)
