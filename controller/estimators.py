@@ -31,15 +31,12 @@ UNKNOWN = 0.5
 
 @dataclass(frozen=True)
 class Memory:
-    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
-
-    Attributes:
-        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a
-            fast link turns the average; time counts whatever the number of samples.
-    """
+    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner."""
 
     seconds: float  # half-life in busy seconds
     size: float = inf  # half-life in bytes
+    # least number of samples in a half-life that is over by bytes, so that no single sample of a fast link turns the
+    # average; time counts whatever the number of samples
     samples: float = 1.0
 
     def __post_init__(self) -> None:
