@@ -94,7 +94,6 @@ class ChunkTable:
         held_total: Sum of ``held``.
         in_prompt_order: Documents became known in the order of the prompt.
         has_floors: A document has a floor of its own.
-        is_weighed: Errors of some chunks count more than those of others.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,6 @@ class ChunkTable:
         self.held_total = 0
         self.in_prompt_order = True
         self.has_floors = False
-        self.is_weighed = False
         self._fixed: tuple[Ints, NDArray[np.float64]] | None = None
 
     def __len__(self) -> int:
@@ -176,7 +174,6 @@ class ChunkTable:
     def weigh(self, start: int, weights: Sequence[float]) -> None:
         """Have the errors of a document's chunks count more or less."""
         self._fixed = None
-        self.is_weighed = True
         part = slice(start, start + len(weights))
         for errors in (self.exact_error, *self.errors):
             errors[part] = array("d", [error * weight for error, weight in zip(errors[part], weights, strict=True)])

@@ -28,7 +28,6 @@ _DRIFT = 0.003  # sigma by which a coefficient drifts from one measurement to th
 _SURPRISE = 3.0  # sigma: what is further off counts as that far; twice in a row, the machine's speed has changed
 _NOISE = 0.05  # sigma of a measurement, relative
 _SPREAD_WEIGHT = 0.15  # of the latest error, in their mean
-_MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
 _LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
 _USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 
@@ -66,7 +65,7 @@ class _Learner:
         expected = float(self.coefficients @ measured)
         seconds = max(seconds, SHORTEST_S)
         if expected > 0 and (self.known or self._first):  # that a mere guess was wrong says nothing of the next one
-            error = min(abs(log(seconds / expected)), _MOST_ERROR)
+            error = min(abs(log(seconds / expected)), UNKNOWN)  # an outlier does not cast doubt on all the rest
             self._error += max(_SPREAD_WEIGHT, 1 / (self.known + 1)) * (error - self._error)
         self.known = min(self.known + 1, MOST_KNOWN)
         if len(self._first) < MOST_KNOWN:

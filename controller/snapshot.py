@@ -148,7 +148,6 @@ class PlanRequest:
         look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
             where that is not wanted, or is done.
         was_to_look: The plan before was to look: what is fetched since is what a look needs.
-        is_weighed: Errors of chunks are weighed by what the question attends to.
         pass_chunks: Chunks of a forward pass at most, where passes are kept short; infinite: all of a run.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
     """
@@ -168,7 +167,6 @@ class PlanRequest:
     now: float = 0.0
     look_s: float | None = None
     was_to_look: bool = False
-    is_weighed: bool = False
     pass_chunks: float = inf
     risk: float = 0.0
 
