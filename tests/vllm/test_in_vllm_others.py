@@ -269,4 +269,6 @@ def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
     if path := os.environ.get("KVWIRE_STARTS"):  # a file for the figures
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"wrong": wrong} | seen) + "\n")
-    assert seen["ended"] - seen["told"] < 30
+    pace = max(1.0, seen["asked"] / 60)  # vLLM's own start takes less than a minute, but where others compute, too
+    assert seen["told"] - seen["asked"] < 20 * pace
+    assert seen["ended"] - seen["told"] < 30 * pace
