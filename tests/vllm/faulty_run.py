@@ -58,7 +58,7 @@ def run(disk: str, fill: Callable[[], str], model: str, root: str, told_in: str)
         short = {"max_num_batched_tokens": 128, "max_num_seqs": 24, "num_gpu_blocks_override": 72}
         llm = stack.enter_context(serving_llm(Path(model), link.url, extra=extra, disable_log_stats=False, **short))
         place = Place(llm, engine, corpus, root, BLOCK, ExitStack())
-        pids, states, told = process_of(), [], []
+        pids, states, told = processes(), [], []
         filler = fill()
         for turn, plan in enumerate(ROUNDS):
             link.plan = PLANS[plan]
@@ -204,12 +204,16 @@ def counted(place: Place, name: str) -> float:
     return sum(each.value for each in place.llm.get_metrics() if each.name == f"vllm:{name}")
 
 
-def process_of() -> list[int]:
-    """The process that runs the model's steps, below this one."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [int(pid) for each in children for pid in each.read_text(encoding="utf-8").split()]
-    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-    return sorted(pid for pid, words in named.items() if b"EngineCore" in words or b"spawn_main" in words)
+def processes() -> list[int]:
+    """Those below this one that schedule requests and run the model's steps."""
+    below, found = [os.getpid()], []
+    while below:
+        children = Path(f"/proc/{below.pop()}/task").glob("*/children")
+        pids = [int(pid) for each in children for pid in each.read_text(encoding="utf-8").split()]
+        below += pids
+        named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+        found += [pid for pid, words in named.items() if b"VLLM::" in words or b"spawn_main" in words]
+    return sorted(found)
 
 
 def state_of(pid: int) -> tuple[float, int, int]:
