@@ -25,7 +25,7 @@ def test_a_thousand_requests_are_each_their_own_through_every_fault_and_leak_not
     model, disk = save_model(tmp_path / "model"), tmp_path / "cache"
     disk.mkdir()
     program = "from tests.vllm.faulty_run import run\nif __name__ == '__main__':\n    run(disk, fill, *sys.argv[2:])\n"
-    file = Path(os.environ.get("KVWIRE_LEAKS") or tmp_path / "figures.json")
+    file = Path(os.environ.get("KVWIRE_FAULTS") or tmp_path / "figures.json")
     told = on_small_disk(program, disk, model, tmp_path / "store", file)
     figures = json.loads(file.read_text(encoding="utf-8"))
     assert sum(each["requests"] for each in figures["rounds"]) == 1000
