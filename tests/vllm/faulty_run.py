@@ -17,7 +17,6 @@ import torch
 
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.requests import PARAMS
-from kvwire.engines.vllm.saving import SAVED
 from kvwire.runtime.corpus import Document
 from kvwire.store import FolderStore
 from kvwire.transport.testing import serving
@@ -70,8 +69,7 @@ def run(disk: str, fill: Callable[[], str], model: str, root: str, told_in: str)
             began = time.monotonic()
             told.append(one_round(place, asked.bodies(turn)) | {"link": plan, "seconds": time.monotonic() - began})
             states.append([state_of(pid) for pid in pids])
-        saved = [each for each in catalog(corpus) if each.startswith(SAVED)]
-        figures = {"rounds": told, "states": states, "saved": len(saved), "faults": sum(link.faults.values())}
+        figures = {"rounds": told, "states": states, "faults": sum(link.faults.values())}
         for name in ("kvwire_lost_tokens", "kvwire_loaded_tokens", "kvwire_cache_write_errors", "num_preemptions"):
             figures[name] = counted(place, name)
         figures["blocks_held"] = counted(place, "kv_cache_usage_perc")
@@ -192,11 +190,6 @@ def damaged(corpus: object) -> dict[tuple[str, int], object]:
     store.delete(gone)
     store.put(torn, bytes(data))
     return sound
-
-
-def catalog(corpus: object) -> list[str]:
-    """Names of all documents."""
-    return [each.document_id for each in corpus.catalog.documents(corpus.meta.config_digest())]
 
 
 def counted(place: Place, name: str) -> float:
