@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
-from kvwire.store.testing import CountingStore
+from kvwire.store.testing import CountingStore, StoreWrapper
 
 from .test_prompts import NEVER, Failing, costs_stay, filled, full, loader
 
@@ -229,6 +231,29 @@ def test_a_store_that_fails_costs_no_answer(small, texts, prompt, unread):
     assert (len(answer.tokens), answer.reused.donors) == (2, ())
     assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 3e-3
     assert answer.misses
+
+
+def test_a_store_that_hangs_is_waited_for_once(small, texts, prompt):
+    """For ``open_s`` in all, though a search asks for many features, and then texts."""
+    is_over = threading.Event()
+
+    class Hanging(StoreWrapper):
+        def _do(self, request, call):
+            if request.method == "scan" and "catalog/donors" in request.key:
+                is_over.wait(120)
+            return call(request.data)
+
+    corpus = stored(small, texts[0])
+    with loader(small.engine, filled(small, small.engine, Hanging(corpus.catalog.store)), open_s=2.0, **FINE) as made:
+        try:
+            began = time.monotonic()
+            answer = made.ask_prompt(prompt, reuse="auto")
+            took_s = time.monotonic() - began
+        finally:
+            is_over.set()
+    assert not answer.reused.donors
+    assert sum("no similar prompt was used" in miss for miss in answer.misses) == 1
+    assert 2.0 <= took_s < 60
 
 
 def damage(store, word, change):
