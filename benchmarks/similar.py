@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -36,10 +37,14 @@ from kvwire.store.base import Listed
 from kvwire.store.donors import MOST_OF_FEATURE, SCHEME, sketch
 from kvwire.store.index_records import feature_digest
 from kvwire.store.records import CatalogEntry
-from kvwire.store.testing import CountingStore
 from kvwire.transport import parse_link
 from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from store_wrappers import CountingStore
+
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

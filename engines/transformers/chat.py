@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
+import time
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.types import Chat, RenderedChat, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 _SAID = "a"
 """Placeholder for a turn's text."""
+_TEMPLATE_S = 5.0
+"""Longest run of a template; those of models take milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +178,27 @@ def apart(
     )
 
 
+def render_template(tokenizer: PreTrainedTokenizerBase, messages: list[Any], **options: Any) -> str:  # noqa: ANN401
+    """Run a model's chat template, which is a program that somebody else wrote: one that takes too long is stopped."""
+    until, before = time.monotonic() + _TEMPLATE_S, sys.gettrace()
+
+    def watched(_frame: FrameType, _event: str, _value: object) -> Any:  # noqa: ANN401 - itself
+        if time.monotonic() > until:
+            raise TimeoutError(f"it ran for {_TEMPLATE_S:g} s; look for a loop in it (chat_template.jinja)")
+        return watched
+
+    sys.settrace(watched)  # of this thread alone: called at every line of what the template was compiled to
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    finally:
+        sys.settrace(before)
+
+
 def _stop(pieces: PieceTokenizer, chat: Chat, mark: str) -> frozenset[int]:
     """The control token after the assistant's text in the template; empty without one."""
     messages = [*_messages(replace(chat, turns=()), "a"), {"role": "assistant", "content": mark}]
     try:
-        text = str(pieces.tokenizer.apply_chat_template(messages, tokenize=False))
+        text = render_template(pieces.tokenizer, messages)
     except Exception:  # noqa: BLE001 - whatever a template raises: the model's own end tokens serve
         return frozenset()
     ids = pieces(text.rpartition(mark)[2], "middle", "frame")
@@ -197,6 +218,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, content: str) -> s
             "trained for chats beside the weights (chat_template.jinja)"
         )
     try:
-        return str(tokenizer.apply_chat_template(_messages(chat, content), tokenize=False, add_generation_prompt=True))
+        return render_template(tokenizer, _messages(chat, content), add_generation_prompt=True)
     except Exception as error:  # templates raise anything
         raise ArgumentError(f"the model's chat template refuses this chat: {error}") from error

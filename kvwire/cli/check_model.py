@@ -13,10 +13,12 @@ import click
 from kvwire._json import strict_json
 from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, flag, option
-from kvwire.cli.say import say
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.cli.say import error_as_data, leave, say
+from kvwire.errors import ArgumentError, KvwireError, PartialError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvwire.engines.base import Engine
     from kvwire.runtime.link_check import CheckPrompt
     from kvwire.runtime.link_report import LinkReport
@@ -65,10 +67,11 @@ def check_model(options: _CheckOptions) -> None:
     from kvwire.runtime.prefill import neutral_tokens
 
     engine = open_engine(options.model, options.device, options.dtype)
+    texts, failures = _texts(engine, options.documents)
     if options.edits:
-        _check_edits(engine, options)
+        _check_edits(engine, options, texts, failures)
         return
-    prompts, learning = _prompts(engine, options)
+    prompts, learning = _prompts(engine, options, texts)
     opened = options.place.open_lasting() if options.place.store else None
     corpus = Corpus(engine, opened, **options.place.whose()) if opened else None
     profile = corpus.profile() if corpus else None
@@ -87,30 +90,70 @@ def check_model(options: _CheckOptions) -> None:
                 corpus.set_link_shift(shift)
             corpus.set_link_report(report)
     if options.as_json:
-        say(json.dumps(asdict(report) | {"allowed": report.allowed, "within": report.is_within}))
+        said = asdict(report) | {"allowed": report.allowed, "within": report.is_within}
+        say(json.dumps(said | _failed(failures, len(texts))))
     else:
         _print(report, len(engine.meta.layers))
     if options.picture:
         _draw(report, Path(options.picture))
+    _end(failures, len(texts))
 
 
-def _check_edits(engine: Engine, options: _CheckOptions) -> None:
+def _texts(engine: Engine, folder: str) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Token ids of the texts that can be read, and why others cannot."""
+    from kvwire.runtime.text_files import read_texts
+
+    failures: dict[str, str] = {}
+
+    def skip(name: str, error: KvwireError) -> None:
+        failures[name] = str(error)
+        say(f"kvwire: {name} is left out: {error}", err=True)
+
+    texts = read_texts([folder], skip=skip)
+    if not texts:
+        raise StorageError(f"none of the {len(failures)} texts in {folder} can be read; see above")
+    return {name: list(engine.tokenize(text)) for name, text in texts.items()}, failures
+
+
+def _partial(failures: Mapping[str, str], read: int) -> PartialError | None:
+    failed = len(failures)
+    return PartialError(f"{failed} of {read + failed} documents were left out") if failed else None
+
+
+def _failed(failures: Mapping[str, str], read: int) -> dict[str, object]:
+    """What a report in JSON says of texts that were left out; nothing where there are none."""
+    error = _partial(failures, read)
+    return {"failures": failures} | error_as_data(error) if error else {}
+
+
+def _end(failures: Mapping[str, str], read: int) -> None:
+    """Leave with an error where texts were left out."""
+    if error := _partial(failures, read):
+        leave(error)
+
+
+def _check_edits(
+    engine: Engine, options: _CheckOptions, texts: Mapping[str, list[int]], failures: Mapping[str, str]
+) -> None:
     """Measure edits, and keep what was found."""
     from tqdm import tqdm
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.edit_check import EDITED, check_edits
-    from kvwire.runtime.text_files import read_texts
 
-    texts = [list(engine.tokenize(text)) for text in read_texts([options.documents]).values()]
     with tqdm(total=options.prompts * len(EDITED), unit="prompt", disable=None, desc="measuring edits") as bar:
-        report = check_edits(engine, texts, options.prompts, seed=options.seed, tell=lambda _: (bar.update(), None)[1])
+        report = check_edits(
+            engine, list(texts.values()), options.prompts, seed=options.seed,
+            tell=lambda _: (bar.update(), None)[1],
+        )  # fmt: skip
     if options.place.store:
         with closing(options.place.open_lasting()) as opened:
             Corpus(engine, opened, **options.place.whose()).set_edit_report(report)
     chosen = report.choose(len(engine.meta.layers))
     if options.as_json:
-        say(json.dumps(asdict(report) | {"share": chosen.share, "selector": chosen.selector, "safe": chosen.is_safe}))
+        said = asdict(report) | {"share": chosen.share, "selector": chosen.selector, "safe": chosen.is_safe}
+        say(json.dumps(said | _failed(failures, len(texts))))
+        _end(failures, len(texts))
         return
     say(f"{report.prompts} prompts each; KL divergence from a full prefill, in nats, by share of tokens that differ")
     rows = {"donor as it is": report.donor, "holes computed": report.holes}
@@ -130,6 +173,7 @@ def _check_edits(engine: Engine, options: _CheckOptions) -> None:
     )
     within = "within" if chosen.is_safe else "not within"
     say("", f"best: {how}, {within} {report.bound:.0%} of what the donor is wrong by: {safe}")
+    _end(failures, len(texts))
 
 
 def _draw(report: LinkReport, path: Path) -> None:
@@ -143,13 +187,13 @@ def _draw(report: LinkReport, path: Path) -> None:
         raise StorageError(f"{path} cannot be written ({error.strerror})") from error
 
 
-def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
+def _prompts(
+    engine: Engine, options: _CheckOptions, texts: Mapping[str, list[int]]
+) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
     """Prompts to measure, and others that a shift is learnt from."""
     from kvwire.runtime.link_check import CheckPrompt, prompts_of, shortened, split_prompts
-    from kvwire.runtime.text_files import read_texts
 
     window = engine.window - len(engine.opening_tokens)
-    texts = {name: list(engine.tokenize(text)) for name, text in read_texts([options.documents]).items()}
     if not options.questions:
         known, seed = list(texts.values()), options.seed
         return split_prompts(known, options.prompts, options.shift_prompts, window, seed=seed)

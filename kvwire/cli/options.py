@@ -235,9 +235,24 @@ SOFT_TOKENS = option(
     type=click.Path(dir_okay=False, path_type=Path),
 )
 
-CACHE = option("Folder of a local cache before the store.", "--cache", envvar="KVWIRE_CACHE")
+CACHE = option("Folder of a local cache before the store.", "--cache", envvar="KVWIRE_CACHE", is_eager=True)
+
+
+def _cache_size(context: click.Context, given: click.Parameter, size: str) -> str:
+    """Refuse a size on the command line where no folder is named; the variable may be set for other commands."""
+    named = context.get_parameter_source(given.name or "") is click.core.ParameterSource.COMMANDLINE
+    if named and not context.params.get("cache"):
+        raise ArgumentError("--cache-size is the size of the cache folder: name the folder with --cache, too")
+    return size
+
+
 CACHE_SIZE = option(
-    "Of the cache folder.", "--cache-size", default="10GB", envvar="KVWIRE_CACHE_SIZE", show_default=True
+    "Of the cache folder.",
+    "--cache-size",
+    default="10GB",
+    envvar="KVWIRE_CACHE_SIZE",
+    show_default=True,
+    callback=_cache_size,
 )
 MEMORY_SIZE = option("Of a cache in memory, such as 2GB.", "--memory-size", envvar="KVWIRE_MEMORY_SIZE")
 _STORE: dict[str, Parameter] = {

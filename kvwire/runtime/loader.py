@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
+    from kvwire.codec import AnyProfile
     from kvwire.controller import Objective
     from kvwire.engines.base import Engine
     from kvwire.reuse import SchemaPrompt
@@ -52,6 +54,9 @@ T = TypeVar("T")
 _ANSWER_TOKENS = 64  # memory reserved for an answer; the cache moves once if it gets longer
 _LEAST_WORTH_S = 0.25  # least time for donors, however little they should save
 _WRITING_S = 6.0  # longer than the wait for the estimates' lock, 5 s
+_PROFILE_WAITS = 4.0
+"""Longest wait for a profile when a loader opens, in multiples of ``LoadSettings.open_s``, which is for a header."""
+_log = logging.getLogger("kvwire.runtime")
 
 
 class Loader:
@@ -136,9 +141,12 @@ class Loader:
         """
         if not self._session.process.is_here:
             return
-        if self._writing is not None:
-            with suppress(TimeoutError, CancelledError):
-                self._writing.result(_WRITING_S)
+        for _ in range(2):  # the last write, and then what was gathered while it ran
+            if self._writing is not None:
+                with suppress(TimeoutError, CancelledError):
+                    self._writing.result(_WRITING_S)
+            if self._used:
+                self._remember()
         self._closer.close()
         self._warming.close()
         self._session.close()
@@ -149,24 +157,42 @@ class Loader:
         known, chosen = self._memory.recall(*self._keys), self._settings
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
-            view = partial(self._session.view, over_link=False, silence_s=chosen.open_s)  # loads can do without
-            views = [each.over(view(each.catalog.store)) for each in self._corpora]
-            profile = profile_in_use(views[0], self._read_level)
-            for variant in views[1:]:
-                with suppress(KvwireError):
-                    variant.profile(level=self._read_level)  # so that the first load does not wait for it
+            profile = self._profile_in_use()
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
                 costs = measure_costs(self._engine, profile, chosen.backend, self._beside)
-            if isinstance(profile, Profile):
-                self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
         # Remembered costs were measured on such an engine: a process that asks once need not check again.
         if estimates.joined and not (self._engine.can_join and (costs is None or joins(self._engine))):
             estimates.use_joined(None)
         return estimates
+
+    def _profile_in_use(self) -> AnyProfile | None:
+        """The profile, and those of variants, so that the first load does not wait for them; None if it is late.
+
+        A read that is late goes on, and the loads that need it share it.
+        """
+        chosen, warming = self._settings, self._warming
+        view = partial(self._session.view, over_link=False, silence_s=chosen.open_s)  # loads can do without
+        views = [each.over(view(each.catalog.store)) for each in self._corpora]
+        submit = self._session.threads.blocking.submit
+        reads = [submit(profile_in_use, each, self._read_level) for each in views]
+
+        def prepare(read: Future[AnyProfile | None]) -> None:
+            if not read.cancelled() and not read.exception() and isinstance(profile := read.result(), Profile):
+                warming.begin(expect_all(profile))
+
+        limit_s = _PROFILE_WAITS * chosen.open_s
+        wait(reads, limit_s)
+        if reads[0].done():
+            profile = reads[0].result()
+        else:
+            _log.warning("the profile was not read within %.3g s: costs are measured without it", limit_s)
+            profile = None
+        reads[0].add_done_callback(prepare)
+        return profile
 
     @property
     def costs(self) -> ctl.CostModel:

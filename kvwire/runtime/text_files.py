@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvwire.errors import ArgumentError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -16,8 +16,27 @@ _CHARACTERS_PER_TOKEN = 8
 """Characters per token of the window, more than ordinary text needs: a text of as many fills it."""
 
 
-def read_texts(paths: Sequence[str], names: Collection[str] | None = None) -> dict[str, str]:
-    """Read texts from files and folders: those of ``names``, or all."""
+def read_texts(
+    paths: Sequence[str],
+    names: Collection[str] | None = None,
+    skip: Callable[[str, KvwireError], object] | None = None,
+) -> dict[str, str]:
+    """Read texts from files and folders: those of ``names``, or all. skip: told of each that cannot be read."""
+    texts: dict[str, str] = {}
+    for name, file in _found(paths).items():
+        if names is not None and name not in names:
+            continue
+        try:
+            texts[name] = decoded_text(read_part(str(file)), str(file))
+        except KvwireError as error:
+            if skip is None:
+                raise
+            skip(name, error)
+    return texts
+
+
+def _found(paths: Sequence[str]) -> dict[str, Path]:
+    """Files of texts by document id."""
     found: dict[str, Path] = {}
     for name in paths:
         path = Path(name).expanduser()
@@ -36,8 +55,7 @@ def read_texts(paths: Sequence[str], names: Collection[str] | None = None) -> di
                 )
     if not found:
         raise NotFoundError(f"no .txt or .md files in {', '.join(paths)}")
-    wanted = {name: str(file) for name, file in found.items() if names is None or name in names}
-    return {name: decoded_text(read_part(file), file) for name, file in wanted.items()}
+    return found
 
 
 def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvwire.engines.transformers import TransformersEngine
+from kvwire.engines.transformers import TransformersEngine, chat
 from kvwire.engines.transformers.chat import render
 from kvwire.engines.transformers.tokenizing import PieceTokenizer
 from kvwire.errors import ArgumentError, NotFoundError
@@ -180,3 +182,15 @@ def test_turns_go_by_turns():
     for turns in ((Turn("user", "a"),), (Turn("assistant", "a"), Turn("user", "b"))):
         with pytest.raises(ArgumentError, match="alternate"):
             Chat(turns=turns)
+
+
+def test_a_template_that_never_ends_is_stopped(monkeypatch):
+    monkeypatch.setattr(chat, "_TEMPLATE_S", 0.2)
+    many = "range(99999)"
+    inner = "{% for b in " + many + " %}{% for c in " + many + " %}{% endfor %}{% endfor %}"
+    engine = engine_with(CHATML + "{% for a in " + many + " %}" + inner + "{% endfor %}", bos=False)
+    began, traced = time.monotonic(), sys.gettrace()
+    with pytest.raises(ArgumentError, match="look for a loop in it"):
+        engine.render_chat(Chat(), QUESTION)
+    assert time.monotonic() - began < 10
+    assert sys.gettrace() is traced

@@ -66,3 +66,14 @@ def test_names_and_links_are_refused_in_plain_words():
         read_machine("toaster")
     with pytest.raises(NotFoundError, match="llama"):
         read_shape("gpt-9")
+
+
+def test_a_size_of_a_cache_needs_its_folder(run, tmp_path, monkeypatch):
+    words = ("store", "ls", "--store", f"file://{tmp_path}")
+    code, _, err = run(*words, "--cache-size", "1GB")
+    assert code == 2
+    assert "name the folder with --cache, too" in err
+    code, _, err = run(*words, "--cache-size", "1GB", "--cache", tmp_path / "cache")
+    assert "--cache-size" not in err
+    monkeypatch.setenv("KVWIRE_CACHE_SIZE", "1GB")  # of a machine where other commands have a cache
+    assert "--cache-size" not in run(*words)[2]

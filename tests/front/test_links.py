@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -402,7 +403,9 @@ def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path, brief):
     asked = ("ask", "--docs", *names, "--question", "Who?", "--tokens", 1, "--model", demo_model, "--store", store)
     code, out, _ = run(*asked, "--json")
     assert code == 0
-    assert json.loads(out)["repair"]["rows"]  # nothing may be lost: the floor is what comes nearest
+    said = json.loads(out)
+    is_text = all(decision["action"] == "recompute" for decision in said["decisions"])  # it has seen the prompt
+    assert is_text or said["repair"]["rows"]  # nothing may be lost: the floor is what comes nearest
     code, _, err = run(*asked, "--repair", "none")
     assert code == 0
     assert "lose" in err
@@ -431,6 +434,26 @@ def test_questions_of_ones_own(run, demo_model, tmp_path, brief):
     assert run(*words)[0] == 2
     questions.write_text('{"documents": []}')
     assert run(*words)[0] == 2
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_texts_that_cannot_be_read_are_left_out_and_counted(run, demo_model, tmp_path, brief, edits):
+    documents = tmp_path / "documents"
+    shutil.copytree(demo_model.parent / "documents", documents)
+    (documents / "00-latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    words = ("check-model", demo_model, "--documents", documents, "--prompts", 1, "--shift-prompts", 0, "--json")
+    code, out, err = run(*words, *(["--edits"] if edits else []))
+    said = json.loads(out)
+    assert code == 9
+    assert list(said["failures"]) == ["00-latin"]
+    assert said["error"]["message"].startswith("1 of ")
+    assert err.count("00-latin is left out: ") == 1
+    assert said["prompts"] == 1
+    for file in documents.glob("*.txt"):
+        file.write_bytes(b"\xff")
+    code, _, err = run(*words)
+    assert code == 7
+    assert "can be read; see above" in err
 
 
 class Unread(MemoryStore):

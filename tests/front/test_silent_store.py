@@ -1,12 +1,16 @@
 """``kvwire ask --deadline`` over a real server of which some requests, or all, are never answered."""
 
 import re
+import time
 from contextlib import closing
 
 import pytest
 
 from kvwire.runtime import document, loader
-from kvwire.store import FolderStore, copy_store
+from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.settings import LoadSettings
+from kvwire.store import FolderStore, copy_store, open_store
 from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
@@ -67,3 +71,18 @@ def test_a_text_that_is_at_hand_is_computed_where_all_hangs(asked):
     code, out, err = asked(".", 20, "--texts", asked.texts)
     assert (code, "the store did not answer within 0.8 s" in err) == (0, True)
     assert "recompute" in out
+
+
+def test_a_loader_opens_before_a_slow_steady_link_has_brought_the_profile(demo_model, small, stored):
+    (profile,) = (key for key, _ in ((each.key, each) for each in stored.scan("")) if "/profiles/" in key)
+    rate = stored.stat(profile).size / 60  # a minute
+    drip = ProxyFault(FaultKind.DRIP, rate=rate)
+    settings = LoadSettings(open_s=0.3)
+    with (
+        serving(stored) as url,
+        FaultProxy(url, lambda request: drip if "/profiles/" in request.path else None) as proxy,
+        closing(open_store(proxy.url)) as store,
+    ):
+        began = time.monotonic()
+        loader.Loader(small.engine, Corpus(small.engine, store), settings=settings, memory=EstimatesFile(None)).close()
+        assert time.monotonic() - began < 30

@@ -14,9 +14,9 @@ from kvwire.store import Catalog, DonorIndex, Keyring, collect, index_documents,
 from kvwire.store.donors import _MIX, _MULTIPLIER, FEATURES, MOST_OF_FEATURE, SCHEME, SHINGLE, WINDOW, sketch
 from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.records import pack_record
-from kvwire.store.testing import CountingStore
 from kvwire.types import digest_tokens
 
+from ..store_wrappers import CountingStore
 from .conftest import CONFIG, DAY
 from .test_prefix_index import add
 
