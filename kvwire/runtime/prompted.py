@@ -102,12 +102,13 @@ class Prompter:
         may_edit = await self._may_edit(reusing, goal, timeouts, misses)
         hit, search = await self._longest(whole, timeouts, misses), None
         used = hit
-        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays
+        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays, search_can_pay
 
-        if may_edit and len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED:
+        total, is_asked = len(whole) - len(self._engine.opening_tokens), reusing.mode == "donors" or reusing.donors
+        is_long = len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED
+        if may_edit and is_long and (is_asked or search_can_pay(self._costs(), total)):
             search = await self._search(whole, hit, timeouts, goal, reusing, misses)
         if hit is not None and not save and self._engine.can_recompute:  # what is kept shares what it begins with
-            total = len(whole) - len(self._engine.opening_tokens)
             used = hit if beginning_pays(self._costs(), hit, total, goal, self._max_kl) else None
         name = hit.document.document_id if hit else ""
         return replace(await begin(used), search=search, keeps_donors=save and may_edit, document=name)

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -151,6 +152,23 @@ def test_donors_have_to_pay(small, corpus, prompt, costs, why):
         answer = made.ask_prompt(prompt, reuse="auto")
         assert bool(answer.reused.donors) == (not why)
         assert made.ask_prompt(prompt, reuse="donors").reused.donors
+
+
+def test_donors_are_not_looked_for_where_looking_takes_as_long_as_computing(small, texts, prompt):
+    class Looked(StoreWrapper):
+        keys: ClassVar[set[str]] = set()
+
+        def _do(self, request, call):
+            self.keys.add(request.key)
+            return call(request.data)
+
+    corpus = filled(small, small.engine, Looked(stored(small, texts[0]).catalog.store))
+    for mode, costs, is_looked in (("auto", CHEAP, False), ("auto", NEVER, True), ("donors", CHEAP, True)):
+        Looked.keys.clear()
+        with Loader(small.engine, corpus, costs=costs, settings=LoadSettings(**FINE)) as made:
+            answer = made.ask_prompt(prompt, reuse=mode)
+        assert any("catalog/donors" in key for key in Looked.keys) == bool(answer.reused.donors) == is_looked
+        assert not answer.misses
 
 
 def test_edited_loads_teach_what_plans_go_by(small, corpus, prompt, monkeypatch):
