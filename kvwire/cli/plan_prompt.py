@@ -27,6 +27,8 @@ def plan_prompt(options: PlanOptions) -> None:
 
     if options.names or options.context or options.is_modelled or not (options.model and options.place.store):
         raise ArgumentError("--prompt needs --model and --store, and goes without documents, --context and other costs")
+    if options.price or options.tiers:
+        raise ArgumentError("--price and --tiers are about documents that are named: leave them out with --prompt")
     engine = open_engine(options.model, options.device, options.dtype)
     settings = LoadSettings(max_kl=options.max_kl, quality_floor=options.floor, repair=repair_of(options.repair))
     with closing(options.place.open_lasting(exists=True)) as store:

@@ -95,24 +95,23 @@ class Prompter:
         self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing, *, save: bool
     ) -> Begun:
         """Find what the store has of a prompt; without it, the prompt is its own text."""
-        keep = Keep() if save else None
-        if reusing.mode == "none":
-            return await self._begun(token_ids, timeouts, keep, looks=False)
         started, misses, whole = time.monotonic(), list[str](), self._checked(token_ids)
+        begin = partial(self._begun, whole, misses, timeouts, started, Keep() if save else None)
+        if reusing.mode == "none":
+            return await begin(None)
         may_edit = await self._may_edit(reusing, goal, timeouts, misses)
         hit, search = await self._longest(whole, timeouts, misses), None
         used = hit
-        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays
+        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays, search_can_pay
 
-        if may_edit and len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED:
+        total, is_asked = len(whole) - len(self._engine.opening_tokens), reusing.mode == "donors" or reusing.donors
+        is_long = len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED
+        if may_edit and is_long and (is_asked or search_can_pay(self._costs(), total)):
             search = await self._search(whole, hit, timeouts, goal, reusing, misses)
-        if hit is not None and keep is None and self._engine.can_recompute:  # what is kept shares what it begins with
-            total = len(whole) - len(self._engine.opening_tokens)
+        if hit is not None and not save and self._engine.can_recompute:  # what is kept shares what it begins with
             used = hit if beginning_pays(self._costs(), hit, total, goal, self._max_kl) else None
-        begun = await self._begun(token_ids, timeouts, keep, hit=used, looks=False)
         name = hit.document.document_id if hit else ""
-        begun = replace(begun, search=search, keeps_donors=save and may_edit, document=name)
-        return replace(begun, started=started, misses=[*misses, *begun.misses])
+        return replace(await begin(used), search=search, keeps_donors=save and may_edit, document=name)
 
     async def search(
         self, token_ids: Sequence[int], timeouts: Timeouts, goal: Goal, reusing: Reusing, costs: ReuseCosts
@@ -195,12 +194,10 @@ class Prompter:
         return editing, editing.found([await each for each in finding])
 
     async def _begun(
-        self, token_ids: Sequence[int], timeouts: Timeouts, keep: Keep | None, chat: Chat | None = None,
-        stop: frozenset[int] = frozenset(), *, hit: PrefixHit | None = None, looks: bool = True,
+        self, whole: tuple[int, ...], misses: list[str], timeouts: Timeouts, started: float, keep: Keep | None,
+        hit: PrefixHit | None, chat: Chat | None = None, stop: frozenset[int] = frozenset(),
     ) -> Begun:  # fmt: skip
-        started, before = time.monotonic(), len(self._engine.opening_tokens)
-        whole, misses = self._checked(token_ids), list[str]()
-        hit = await self._longest(whole, timeouts, misses) if looks else hit
+        before = len(self._engine.opening_tokens)
         if hit is None:
             wanted = len(whole) - 1 - before
             found = FoundDocument(self._corpus, _PROMPT, None, None, whole[before:-1])
@@ -219,12 +216,15 @@ class Prompter:
             raise ArgumentError(f"{session!r} is a document that is kept as text: give the session another name")
         head, ids, stop = self._said(question, chat, is_first=entry is None)
         if entry is None:
-            begun = await self._begun((*head, *ids), timeouts, Keep(session, etag, len(head)), chat, stop)
-            return replace(begun, started=started)
+            whole, misses = self._checked((*head, *ids)), list[str]()
+            hit = await self._longest(whole, timeouts, misses)
+            return await self._begun(
+                whole, misses, timeouts, started, Keep(session, etag, len(head)), hit, chat, stop
+            )  # fmt: skip
         _check_tokens(self._engine, ids)
-        whole, window = len(self._engine.opening_tokens) + entry.tokens + len(ids), self._engine.window
-        if whole > window:
-            msg = f"the session would have {whole} tokens, the model's window is {window}: begin another session"
+        total, window = len(self._engine.opening_tokens) + entry.tokens + len(ids), self._engine.window
+        if total > window:
+            msg = f"the session would have {total} tokens, the model's window is {window}: begin another session"
             raise ArgumentError(msg)
         found = await self._finder.of_entry(entry, None, timeouts)
         keep = Keep(session, etag)

@@ -34,6 +34,8 @@ LEAST_SAVED = 0.1
 of no mask left out, which plans do not know."""
 LEAST_REUSED = 16
 """Tokens that a donor gives at least: fewer are a phrase."""
+SEARCH_ROUNDS = 4
+"""Requests one after the other until the first byte of a donor's rows: features, texts, headers, chunks."""
 _MOST_DONORS = 4
 _NO_GAIN = "with it, the prompt takes no less"
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
@@ -139,6 +141,11 @@ def beginning_pays(costs: ReuseCosts, hit: PrefixHit, total: int, goal: Goal, ma
     """Whether a prompt of so many tokens, opening left out, is sooner there with its stored beginning than without."""
     size = least_bytes(hit.info, ((0, min(hit.tokens - hit.opening, total - 1)),), goal, max_kl)
     return costs.begun_s(hit, total, size) <= (1 - LEAST_SAVED) * costs.text_s(total, 0)
+
+
+def search_can_pay(costs: ReuseCosts, total: int) -> bool:
+    """Whether a prompt of so many tokens takes long enough without donors for these to be looked for."""
+    return SEARCH_ROUNDS * costs.ttfb_s <= (1 - LEAST_GAIN) * costs.text_s(total, 0)
 
 
 def repaired_rows(script: EditScript, share: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,11 @@ def test_damaged_reports_are_refused(change):
         EditReport.of_json(json.dumps(data).encode())
     with pytest.raises(CorruptError):
         EditReport.of_json(b"\xff")
+
+
+def test_a_report_is_stored_as_it_was():
+    stored = (Path(__file__).parents[1] / "store" / "golden" / "edit-report.json").read_bytes()
+    repaired = {"attention": ((0.0005, 0.001), (0.0002, 0.0004))}
+    report = EditReport("m", 9, (0.02, 0.1), (1.0, 2.0), (0.001, 0.0025), (0.05, 0.15), repaired)
+    assert report.to_json() == stored
+    assert EditReport.of_json(stored) == report

@@ -75,3 +75,11 @@ def test_the_command_line_shows_devices(run):
     assert (code, "is not a device" in err) == (2, True)
     code, out, _ = run(*words, "--no-compare", "--json")
     assert "tiers" not in json.loads(out)
+
+
+@pytest.mark.parametrize("words", [("--tiers", DEVICES), ("--price", "gpu_hour=1")])
+def test_prompts_are_planned_without_devices_and_prices(run, tmp_path, words):
+    (tmp_path / "prompt.txt").write_text("The bell rang.")
+    place = ("--model", "m", "--store", str(tmp_path))
+    code, _, err = run("plan", "--prompt", tmp_path / "prompt.txt", *place, *words)
+    assert (code, "leave them out with --prompt" in err) == (2, True)

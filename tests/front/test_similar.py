@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
-from ..store_wrappers import CountingStore
+from ..store_wrappers import CountingStore, StoreWrapper
 from .test_prompts import NEVER, Failing, costs_stay, filled, full, loader
 
 __all__ = ["costs_stay"]
@@ -151,6 +154,23 @@ def test_donors_have_to_pay(small, corpus, prompt, costs, why):
         assert made.ask_prompt(prompt, reuse="donors").reused.donors
 
 
+def test_donors_are_not_looked_for_where_looking_takes_as_long_as_computing(small, texts, prompt):
+    class Looked(StoreWrapper):
+        keys: ClassVar[set[str]] = set()
+
+        def _do(self, request, call):
+            self.keys.add(request.key)
+            return call(request.data)
+
+    corpus = filled(small, small.engine, Looked(stored(small, texts[0]).catalog.store))
+    for mode, costs, is_looked in (("auto", CHEAP, False), ("auto", NEVER, True), ("donors", CHEAP, True)):
+        Looked.keys.clear()
+        with Loader(small.engine, corpus, costs=costs, settings=LoadSettings(**FINE)) as made:
+            answer = made.ask_prompt(prompt, reuse=mode)
+        assert any("catalog/donors" in key for key in Looked.keys) == bool(answer.reused.donors) == is_looked
+        assert not answer.misses
+
+
 def test_edited_loads_teach_what_plans_go_by(small, corpus, prompt, monkeypatch):
     monkeypatch.undo()  # of what keeps costs
     log = []
@@ -229,6 +249,29 @@ def test_a_store_that_fails_costs_no_answer(small, texts, prompt, unread):
     assert (len(answer.tokens), answer.reused.donors) == (2, ())
     assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 3e-3
     assert answer.misses
+
+
+def test_a_store_that_hangs_is_waited_for_once(small, texts, prompt):
+    """For ``open_s`` in all, though a search asks for many features, and then texts."""
+    is_over = threading.Event()
+
+    class Hanging(StoreWrapper):
+        def _do(self, request, call):
+            if request.method == "scan" and "catalog/donors" in request.key:
+                is_over.wait(120)
+            return call(request.data)
+
+    corpus = stored(small, texts[0])
+    with loader(small.engine, filled(small, small.engine, Hanging(corpus.catalog.store)), open_s=2.0, **FINE) as made:
+        try:
+            began = time.monotonic()
+            answer = made.ask_prompt(prompt, reuse="auto")
+            took_s = time.monotonic() - began
+        finally:
+            is_over.set()
+    assert not answer.reused.donors
+    assert sum("no similar prompt was used" in miss for miss in answer.misses) == 1
+    assert 2.0 <= took_s < 60
 
 
 def damage(store, word, change):
