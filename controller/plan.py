@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .snapshot import Flags, Ints, PlanRequest
 
 
+_EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
 LOOK_SHARE = 0.5
 """Share of the time left, and of the chunks, that may be gone when a question looks: the rest is for finer levels."""
@@ -96,7 +97,7 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     # The more time a plan leaves, the further the link may fall.
     chance = request.risk * min(1.0, plan.finish_s / left_s)
     lost = _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at))
-    if lost > _MISS * chance:
+    if _EFFORT + lost > _MISS * chance:
         return plan
     first = _written(request, coarse, *best, "coarse levels first")
     return replace(first, order=[column for column in first.order if far[column]])

@@ -358,15 +358,15 @@ def unlooked():
     return known.table.errors[0][0] / before
 
 
-def insured_from():
+def insured_from(rate, deadline_s, asked_for):
     """Least share of times at which the link falls at which coarse levels go first."""
-    for falls in np.linspace(0, 24, 49).tolist():
+    for falls in np.linspace(0, 24, 97).tolist():
         row = [{0.125: falls, 1.0: 48 - falls}.get(edge, 0.0) for edge in EDGES]
-        estimated = Estimates(COSTS, 1000 * MB, RTT_S)
+        estimated = Estimates(COSTS, rate, RTT_S)
         estimated.bandwidth.horizons = HorizonErrors((tuple(row),) * len(HORIZONS_S))
         controller = Controller(estimated, ControllerSettings(workers=2))
-        controller.handle(ev.LoadRequested(0, 1, 0, quality(0.35)), 0.0)
-        out = controller.handle(ev.IndexKnown(0, 0, (document(200, text=False),)), 0.001)
+        controller.handle(ev.LoadRequested(0, 1, 0, quality(deadline_s)), 0.0)
+        out = controller.handle(ev.IndexKnown(0, 0, (asked_for,)), 0.001)
         if {each.level for each in fetches(out)} == {0}:
             return falls / 48
     return inf
@@ -442,7 +442,8 @@ TABLE = [
     (state, "_UNSURE", reserve_of_what_is_open, (1.9, 2.1)),
     (state, "_HALF_LIVES_S", arrivals_of_a_rush, (15, 30)),
     (load, "_UNSEEN", unlooked, (0.09, 0.11)),
-    (plan, "_MISS", insured_from, (0.2, 0.35)),
+    (plan, "_MISS", lambda: insured_from(1000 * MB, 0.35, document(200, text=False)), (0.2, 0.35)),
+    (plan, "_EFFORT", lambda: insured_from(30 * MB, 0.4, document(32, text=False, scale=4)), (0.0, 0.0)),
     (plan, "LOOK_SHARE", looked_by, (0.4, 0.6)),
     (plan, "_LOOKED", looks, (True, True)),
 ]
