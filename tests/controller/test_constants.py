@@ -41,6 +41,7 @@ from kvwire.controller.workers import Job, Workers
 from kvwire.types.rates import RateTrace
 
 from .playing import COSTS, RTT_S, ByHand, document, one, quality
+from .test_interrupts import begun, told_until
 
 MB = 1_000_000
 TRUE = PrefillCost(0.01, 5e-5, 2e-9)
@@ -313,6 +314,12 @@ def unsure_pass():
     return isfinite(limits.sure_limit_s(controller._state, known, controller._state.costs_of(known)))
 
 
+def stopped_at():
+    """When a pass that became slow is stopped before a deadline of 0.7 s."""
+    steps, _ = begun()
+    return told_until(steps, ev.Interrupt, 0.7)[1]
+
+
 def rows_joined():
     """Rows of 16,000 tokens that are joined where a pass is mostly its fixed part."""
     cost = PrefillCost(10.0, 1e-9)
@@ -426,6 +433,8 @@ TABLE = [
     (estimates, "_SLOWEST", slowest_remembered, (900, 1100)),
     (learning, "UNKNOWN", joined_outlier, (0.05, 0.15)),
     (learning, "MOST_KNOWN", known, (8, 8)),
+    (learning, "_NOISE", lambda: off(learnt(0.2, 60)), (0.0, 0.025)),
+    (limits, "_STOPS_S", stopped_at, (0.5, 0.55)),
     (core, "_TICK_S", dead_for, (0.0, 0.52)),
     (core, "_LEAST_TICK_S", next_tick, (0.0009, 0.0011)),
     (core, "_PLANS", plans_of_an_event, (4, 5)),
