@@ -300,6 +300,14 @@ def first_pass(goal, chunks, rate=1.0, **settings):
     return (passes(out) or [0])[0]
 
 
+def short_pass():
+    """Times its fixed cost that a pass may take right before the hand-over."""
+    controller, _ = asked(quality(0.1), chunks=60)
+    known = controller.loads[0]
+    known.hurries = False
+    return limits.pass_limit_s(controller._state, known, controller._state.costs_of(known)) / COSTS.prefill.base_s
+
+
 def late_pass():
     """Share of the time left that the first pass before a deadline takes at most."""
     controller, _ = asked(quality(2.0), chunks=60)
@@ -444,6 +452,7 @@ TABLE = [
     (planner, "_MARGIN", margin, (0.0, 0.04)),
     (planner, "_COSTS", pause_between_plans, (0.019, 0.021)),
     (limits, "_LONG_PASS", lambda: first_pass(Goal(), 5), (1, 1)),
+    (limits, "_SHORT_PASS", short_pass, (5, 7)),
     (limits, "SLOWEST_PASS", late_pass, (0.15, 0.25)),
     (limits, "DOUBT", unsure_pass, (True, True)),
     (joining, "_MOST_PADDED", rows_joined, (2, 2)),
