@@ -19,8 +19,7 @@ EDGES = (0.0, 0.0625, 0.125, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.96, 0
 MOST_COUNTED = 48.0
 """What the counts of a horizon never exceed together."""
 _TRUSTED = 4.0  # checks that weigh as much as what is assumed without any
-_FALL = 0.5  # a ratio below: the link fell
-_FALL_BIN = EDGES.index(_FALL)
+_FALL_BIN = EDGES.index(0.5)  # in the bins before, less than half came: the link fell
 _USUAL_RISK = 0.05  # of a link of which nothing is known
 
 

@@ -29,7 +29,6 @@ _SURPRISE = 3.0  # sigma: what is further off counts as that far; twice in a row
 _NOISE = 0.05  # sigma of a measurement, relative
 _SPREAD_WEIGHT = 0.15  # of the latest error, in their mean
 _LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
-_USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 
 
 class _Learner:
@@ -175,7 +174,7 @@ class JoinedEstimator(PrefillEstimator):
     def __init__(self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = UNKNOWN, known: int = 0) -> None:
         """Start from ``prior``, as ``PrefillEstimator`` does."""
         super().__init__(prior, spread=spread, known=known)
-        self._alone, self._first_s = alone, alone.cost.seconds(_USUAL_TOKENS)
+        self._alone, self._first_s = alone, self._chunk_s(alone)
         self._scaled, self._told = (prior, 1.0), prior
 
     def add_rows(self, passes: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -186,7 +185,12 @@ class JoinedEstimator(PrefillEstimator):
 
     def _slower(self) -> float:
         """How many times as long passes alone take as they did in the beginning."""
-        return self._alone.cost.seconds(_USUAL_TOKENS) / self._first_s if self._first_s > 0 else 1.0
+        return self._chunk_s(self._alone) / self._first_s if self._first_s > 0 else 1.0
+
+    @staticmethod
+    def _chunk_s(alone: PrefillEstimator) -> float:
+        """A chunk's pass, by which an engine's speed is told."""
+        return alone.cost.seconds(256)
 
     @property
     def cost(self) -> PrefillCost:

@@ -175,7 +175,8 @@ def _earliest(request: PlanRequest) -> Plan:
     as_it_is = request if request.refinable is None else replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
-    if not split and timeline.counts[0] and not len(request.committed.wire) and request.bandwidth > 0:
+    idle = request.bandwidth > 0 and not len(request.committed.wire)
+    if not split and timeline.counts[0] and request.chunks.count > 1 and idle:
         # An idle link tells nothing. One chunk, the last that compute would come to, costs little, and may tell much.
         return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))
     return _written(request, timeline, 0, split, "soonest")

@@ -99,7 +99,7 @@ class Planner:
         if load.due < inf and load.goal.on_late == "refuse" and self._state.estimates.bandwidth.error < UNKNOWN:
             # Those that go first give their quality back where that keeps this one's deadline.
             soonest_s = min(first.finish_s - overlapped_s, self._state.floors_s(load))
-            margin_s = _MARGIN * (load.due - load.asked_at)
+            margin_s = _MARGIN * (load.due - load.asked_at) + self._state.contention_s(load)
             load.refused_s = max(0.0, now + soonest_s + margin_s - load.due)
         if not load.refused_s:
             self._state.arrivals.add(load, now)

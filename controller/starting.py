@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 SPARE = 16
 """Fetches are opened when one of so many is over, not for each alone."""
-_LATER = 0.5  # share of the reserve by which what is overwritten may be valid again after the hand-over
 
 
 class Starter:
@@ -88,7 +87,7 @@ class Starter:
         # Those that are coarsest lose most if they stay so.
         able = [place for place in load.having(REFINED) if not self._is_read(place[0])]
         able.sort(key=lambda place: load.table.valid_level[place[0].start + place[1]])
-        left_s = state.handover_at(load) + _LATER * state.steady_reserve_s - state.now
+        left_s = state.handover_at(load) + state.steady_reserve_s / 2 - state.now  # what is expected may use half of it
         if load.due < inf and left_s > 0:
             self._coarsen(load, able, left_s)
         while left_s > 0 and (places := able[: state.settings.decode_batch]):
