@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvwire.controller import fetched_levels, kl_floor
-from kvwire.errors import KvwireError
+from kvwire.errors import ArgumentError, KvwireError
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired
+    from kvwire.runtime.settings import LoadSettings
     from kvwire.types import BlobInfo, Chat, Decision, RenderedChat
 
 
@@ -162,6 +164,21 @@ class Asked:
     system: tuple[int, ...]
     stop: frozenset[int] = frozenset()
     chat: ChatAsked | None = None
+
+
+def asked_of(engine: Engine, settings: LoadSettings, question: Sequence[int] | str, chat: Chat | None) -> Asked:
+    """Tokens around the documents."""
+    if isinstance(question, str):
+        if chat is None:
+            return Asked(engine.tokenize(question, place="last", trust="frame"), settings.system)
+    elif chat is not None:
+        raise ArgumentError("in a chat the question is a text: the template is read together with it")
+    else:
+        return Asked(plain_token_ids(question), settings.system)
+    if settings.system or settings.layout:
+        raise ArgumentError("a chat's system text is Chat(system=...): leave out the settings' system and layout")
+    rendered = engine.render_chat(chat, question)
+    return Asked(rendered.tail, rendered.head, rendered.stop, ChatAsked(chat, question, rendered))
 
 
 def level_kl(info: BlobInfo, level: int | None) -> float | None:

@@ -14,8 +14,6 @@ from kvwire.reuse import LinkedPrompt, RepairInput, compute_holes, place_spans, 
 from kvwire.reuse.edits.place import BLOCK_ROWS
 from kvwire.runtime.answer import Reuse, level_kl
 from kvwire.runtime.closing import Closing
-from kvwire.runtime.links import UNREPAIRED
-from kvwire.runtime.prompt import Placement, PlainLayout
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:
@@ -25,41 +23,11 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import Repaired
     from kvwire.runtime.answer import Answer
-    from kvwire.runtime.document import FoundDocument, OpenDocument
-    from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.load import Load
     from kvwire.runtime.similar import EditPlan
 
 _ALL = 1.0
-
-
-class EditLayout:
-    """Donors one after the other, in memory of their own: the prompt is made of them afterwards."""
-
-    sees_documents = keeps_repairs = False
-    head: tuple[int, ...] = ()
-
-    def __init__(self, engine: Engine) -> None:
-        """Take the tokens that prompts begin with."""
-        self._plain, self.opening = PlainLayout(engine), engine.opening_tokens
-
-    def place(self, tokens: Sequence[int]) -> Placement:
-        """One after the other."""
-        return self._plain.place(tokens)
-
-    def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
-        """Donors are not linked."""
-        del plan, place, misses
-        return UNREPAIRED
-
-    def check(self, document: OpenDocument) -> OpenDocument:
-        """Any document fits."""
-        return self._plain.check(document)
-
-    def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
-        """Nothing is left to compute."""
-        del prompt, place, done, stop
-        return 0
 
 
 @dataclass(eq=False)
