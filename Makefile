@@ -58,7 +58,7 @@ test-servers: $(READY)
 # build for processors is taken. KVWIRE_VLLM_ENV names one that is there already.
 VLLM_ENV ?= $(or $(KVWIRE_VLLM_ENV),.venv-vllm)
 test-engines: $(READY)
-	@if $(BIN)/python scripts/vllm_environment.py "$(VLLM_ENV)"; then \
+	@if $(BIN)/python scripts/vllm_environment.py "$(VLLM_ENV)" --tests; then \
 	  "$(VLLM_ENV)/bin/python" -m pytest -W default tests/vllm/test_in_vllm*.py tests/chunks/test_in_*.py; \
 	else echo "skipped: the tests inside vLLM need $(VLLM_ENV), which could not be made (see above)"; fi
 

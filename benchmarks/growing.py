@@ -9,8 +9,10 @@ emulated link; of the same chat, one blob, and parts of several lengths.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +25,19 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import parse_link
 from kvwire.transport.testing import serving
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from store_wrappers import Request, StoreWrapper
+
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvwire.codec import AnyProfile
     from kvwire.store.base import Data
-    from kvwire.store.testing.wrapping import Request
     from kvwire.types import KVCache
 
 LEVELS = (1, 4)

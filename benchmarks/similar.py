@@ -3,8 +3,9 @@
     python benchmarks/similar.py --model SmolLM2-135M-Instruct --profile smol.kvp
 
 Quality: made reports of one template, whose values differ between donor and request; the model is asked for one that
-differs. Time: three such reports as one prompt, loaded over HTTP and an emulated link, in turns with text and with the
-exact prefix. Search: made token ids of 100,000 donors behind a store that counts requests.
+differs. The donor's cache as it is answers as the donor's prompt does, so as an answer cache (GPTCache) would. Time:
+three such reports as one prompt, loaded over HTTP and an emulated link, in turns with text and with the exact prefix.
+Search: made token ids of 100,000 donors behind a store that counts requests.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,13 +37,17 @@ from kvwire.store.base import Listed
 from kvwire.store.donors import MOST_OF_FEATURE, SCHEME, sketch
 from kvwire.store.index_records import feature_digest
 from kvwire.store.records import CatalogEntry
-from kvwire.store.testing import CountingStore
 from kvwire.transport import parse_link
 from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from store_wrappers import CountingStore
+
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvwire.engines.base import Engine
 
@@ -138,38 +144,70 @@ def pair(
     return donor, engine.tokenize(TEMPLATE.format(**made), place="first"), asked, base, made
 
 
-def quality(engine: Any, count: int, seed: int) -> dict[str, Any]:  # noqa: ANN401 - any engine
-    """Probabilities of the request's and the donor's value, and KL divergence, by share of tokens that differ."""
-    out: dict[str, Any] = {}
-    for share in SHARES:
-        rows: dict[str, list[tuple[float, float, float]]] = {}
-        differ = []
-        for number in range(count // len(SHARES)):
-            donor, request, asked, base, made = pair(engine, share, random.Random(f"{seed} {share} {number}"))
-            question = engine.tokenize("\n" + ASKED[asked], place="last")
-            wanted, stale = (engine.tokenize(" " + each[asked], place="last")[0] for each in (made, base))
-            script = align([donor], request)
-            differ.append(script.computed / len(request))
-            caches = engine.prefill([donor])[0], engine.prefill([request])[0]
-            full = _logs(engine, caches[1], question)
-            moved = edit(engine, caches[0], request, script)
-            ways = {"full prefill": caches[1], "donor as it is": caches[0], "edited": moved}
-            for repaired in (0.15, 0.3):
-                ways[f"edited, {repaired:.0%} repaired"] = cache = copied(engine, moved)
-                front = max(1, script.front)
-                given = RepairInput(engine, cache, tuple(request), (front, len(request) - front), tuple(question))
-                if front < len(request):
-                    repair_prompt(given, selector_of("attention"), repaired)
-            for name, cache in ways.items():
-                logs = full if name == "full prefill" else _logs(engine, cache, question)
-                kl = max(0.0, float((full.exp() * (full - logs)).sum()))
-                rows.setdefault(name, []).append((float(logs[wanted].exp()), float(logs[stale].exp()), kl))
-        out[f"{share:.0%}"] = {"differ": fmean(differ), "reports": len(differ)} | {
-            name: dict(zip(("request", "donor", "kl"), map(fmean, zip(*each, strict=True)), strict=True))
-            | {"kl_median": median(row[2] for row in each)}
-            for name, each in rows.items()
-        }
-        print(share, json.dumps(out[f"{share:.0%}"], indent=1), flush=True)
+def quality(engine: Any, count: int, seed: int, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:  # noqa: ANN401 - any engine
+    """What the next token is worth in each way, by share of tokens that differ; all shares in turns."""
+    found: dict[float, list[dict[str, Row]]] = {share: [] for share in SHARES}
+    differ: dict[float, list[float]] = {share: [] for share in SHARES}
+    for number in range(count // len(SHARES)):
+        for share in SHARES:
+            computed, rows = one_report(engine, *pair(engine, share, random.Random(f"{seed} {share} {number}")))
+            differ[share].append(computed)
+            found[share].append(rows)
+        if number % 5 == 4 or number + 1 == count // len(SHARES):
+            out = {f"{share:.0%}": {"differ": fmean(differ[share])} | summed(rows) for share, rows in found.items()}
+            out["all"] = summed([row for rows in found.values() for row in rows])
+            save(out)
+            print(json.dumps(out["all"], indent=1), flush=True)
+    return out
+
+
+class Row(NamedTuple):
+    """Of one report in one way: probabilities of both values, divergence, whether the likeliest token is right."""
+
+    request: float
+    donor: float
+    kl: float
+    right: float
+
+
+def one_report(
+    engine: Any, donor: list[int], request: list[int], asked: str, base: dict[str, str], made: dict[str, str]  # noqa: ANN401
+) -> tuple[float, dict[str, Row]]:  # fmt: skip
+    """The share of tokens that differ, and the next token in each way."""
+    question = engine.tokenize("\n" + ASKED[asked], place="last")
+    wanted, stale = (engine.tokenize(" " + each[asked], place="last")[0] for each in (made, base))
+    script = align([donor], request)
+    caches = engine.prefill([donor])[0], engine.prefill([request])[0]
+    full = _logs(engine, caches[1], question)
+    moved = edit(engine, caches[0], request, script)
+    ways = {"full prefill": caches[1], "donor as it is": caches[0], "edited": moved}
+    for repaired in (0.15, 0.3):
+        ways[f"edited, {repaired:.0%} repaired"] = cache = copied(engine, moved)
+        front = max(1, script.front)
+        given = RepairInput(engine, cache, tuple(request), (front, len(request) - front), tuple(question))
+        if front < len(request):
+            repair_prompt(given, selector_of("attention"), repaired)
+    rows = {}
+    for name, cache in ways.items():
+        logs = full if name == "full prefill" else _logs(engine, cache, question)
+        kl = max(0.0, float((full.exp() * (full - logs)).sum()))
+        rows[name] = Row(
+            float(logs[wanted].exp()), float(logs[stale].exp()), kl, float(int(logs.argmax()) == wanted)
+        )  # fmt: skip
+    return script.computed / len(request), rows
+
+
+def summed(reports: list[dict[str, Row]]) -> dict[str, Any]:
+    """Means of each way, and what it loses against a full prefill of the same report, with 95 % of its uncertainty."""
+    out: dict[str, Any] = {"reports": len(reports)}
+    for name in reports[0]:
+        rows = [report[name] for report in reports]
+        out[name] = dict(zip(Row._fields, map(fmean, zip(*rows, strict=True)), strict=True))
+        out[name]["kl_median"] = median(row.kl for row in rows)
+        for field in ("request", "right"):
+            lost = [getattr(report["full prefill"], field) - getattr(report[name], field) for report in reports]
+            error = 1.96 * stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0
+            out[name][f"{field}_lost"] = [fmean(lost), error]
     return out
 
 
@@ -213,34 +251,32 @@ def first_token(engine: Any, profile: Profile, links: list[str], repeats: int, s
     return out
 
 
-class MadeUp(MemoryStore):
-    """A bucket of very many donors, which are made when they are asked for."""
+class Kept(MemoryStore):
+    """A bucket of donors that is asked as any other; entries and texts are made when they are read."""
 
     is_local = False
 
-    def __init__(self, donors: int, tokens: int, family: int) -> None:
-        """Sketch all of them. family: donors of one template."""
+    def __init__(self) -> None:
+        """Keep nothing yet."""
         super().__init__()
-        self._tokens, self._family = tokens, family
         self._space = Catalog(self).keys("ab" * 32)
-        self._numbers: dict[str, int] = {}
+        self._texts: dict[str, Sequence[int] | int] = {}
         self._features: dict[str, list[str]] = {}
-        for number in range(donors):
-            ids = self.text(number)
-            digest = digest_tokens(ids)
-            self._numbers[digest] = number
-            for feature in sketch(ids):
-                named = self._features.setdefault(feature_digest(SCHEME, feature), [])
-                if len(named) < MOST_OF_FEATURE:
-                    named.append(digest)
 
-    def text(self, number: int, seed: int = 0) -> list[int]:
-        """Of a donor: that of its template, with a tenth of its tokens in runs of its own."""
-        ids = np.random.default_rng(number // self._family).integers(0, 49_152, self._tokens)
-        own = np.random.default_rng((seed, number, 1))
-        for at in own.integers(0, self._tokens - 4, self._tokens // 40):
-            ids[at : at + 4] = own.integers(0, 49_152, 4)
-        return [int(each) for each in ids]
+    def add(self, ids: Sequence[int], kept: Sequence[int] | int | None = None) -> None:
+        """Sketch a donor. kept: in place of its text, which ``text`` makes again."""
+        digest = digest_tokens(ids)
+        if digest in self._texts:
+            return
+        self._texts[digest] = ids if kept is None else kept
+        for feature in sketch(ids):
+            named = self._features.setdefault(feature_digest(SCHEME, feature), [])
+            if len(named) < MOST_OF_FEATURE:
+                named.append(digest)
+
+    def text(self, kept: Any) -> Sequence[int]:  # noqa: ANN401 - what ``add`` was given
+        """A donor's text."""
+        return kept  # type: ignore[no-any-return]
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """List a feature's donors."""
@@ -252,15 +288,33 @@ class MadeUp(MemoryStore):
         from kvwire.codec import pack_text
 
         digest = key.rpartition("/")[2].partition(".")[0]
-        if digest not in self._numbers:
+        if digest not in self._texts:
             return super().get(key, start, end)
+        ids = self.text(self._texts[digest])
         if key.endswith(".kvt"):
-            return pack_text(self.text(self._numbers[digest]), [])[start:end]
+            return pack_text(list(ids), [])[start:end]
         sha = hashlib.sha256(digest.encode()).hexdigest()
-        entry = CatalogEntry(
-            f"donor {self._numbers[digest]}", self._space.blob(sha), sha, 100, 50, self._tokens, digest, "", ()
-        )
+        entry = CatalogEntry(digest, self._space.blob(sha), sha, 100, 50, len(ids), digest, "", ())
         return entry.to_json()[start:end]
+
+
+class MadeUp(Kept):
+    """Very many donors, made of random templates."""
+
+    def __init__(self, donors: int, tokens: int, family: int) -> None:
+        """Sketch all of them. family: donors of one template."""
+        super().__init__()
+        self._tokens, self._family = tokens, family
+        for number in range(donors):
+            self.add(self.text(number), number)
+
+    def text(self, kept: int, seed: int = 0) -> list[int]:
+        """Of a donor by its number: that of its template, with a tenth of its tokens in runs of its own."""
+        ids = np.random.default_rng(kept // self._family).integers(0, 49_152, self._tokens)
+        own = np.random.default_rng((seed, kept, 1))
+        for at in own.integers(0, self._tokens - 4, self._tokens // 40):
+            ids[at : at + 4] = own.integers(0, 49_152, 4)
+        return [int(each) for each in ids]
 
 
 def search(donors: int, tokens: int) -> dict[str, Any]:
@@ -301,9 +355,12 @@ def draw(results: dict[str, Any], path: Path, model: str) -> None:
 
     links = list(dict.fromkeys(row["link"] for row in results["first_token"]))
     figure, axes = plt.subplots(1, 1 + len(links), figsize=(5 * (1 + len(links)), 4.2))
-    shares = [100 * each["differ"] for each in results["quality"].values()]
+    by_share = [each for share, each in results["quality"].items() if share != "all"]
+    shares = [100 * each["differ"] for each in by_share]
+    labels = {"donor as it is": "donor as it is, and answers of GPTCache"}
     for name in ("donor as it is", "edited", "edited, 15% repaired", "edited, 30% repaired"):
-        axes[0].plot(shares, [max(1e-5, each[name]["kl"]) for each in results["quality"].values()], "o-", label=name)
+        kls = [max(1e-5, each[name]["kl"]) for each in by_share]
+        axes[0].plot(shares, kls, "o-", label=labels.get(name, name))
     axes[0].set(
         yscale="log",
         xlabel="tokens that differ (%)",
@@ -345,18 +402,6 @@ def main() -> None:
     args = parser.parse_args()
     one_thread()
     known = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
-    results: dict[str, Any] = {}
-    if "search" in args.parts:
-        results["search"] = search(args.donors, 400)
-        print(results["search"], flush=True)
-    if set(args.parts) & {"quality", "first_token"}:
-        engine = kvwire.open_engine(str(args.model))
-        if "quality" in args.parts:
-            results["quality"] = quality(engine, args.reports, args.seed)
-        if "first_token" in args.parts:
-            profile = Profile.from_bytes(args.profile.read_bytes())
-            results["first_token"] = first_token(engine, profile, args.links, args.repeats, args.seed)
-    results = known | results
     settings = {
         "reports": args.reports,
         "repeats": args.repeats,
@@ -364,6 +409,22 @@ def main() -> None:
         "model": Path(args.model).name,
         "seed": args.seed,
     }
+    results: dict[str, Any] = {}
+    if "search" in args.parts:
+        results["search"] = search(args.donors, 400)
+        print(results["search"], flush=True)
+    if set(args.parts) & {"quality", "first_token"}:
+        engine = kvwire.open_engine(str(args.model))
+        if "quality" in args.parts:
+
+            def save(quality: dict[str, Any]) -> None:
+                write_json(args.out, "similar", settings, known | results | {"quality": quality})
+
+            results["quality"] = quality(engine, args.reports, args.seed, save)
+        if "first_token" in args.parts:
+            profile = Profile.from_bytes(args.profile.read_bytes())
+            results["first_token"] = first_token(engine, profile, args.links, args.repeats, args.seed)
+    results = known | results
     write_json(args.out, "similar", settings, results)
     if {"quality", "first_token"} <= results.keys():
         draw(results, args.out.with_suffix(".png"), args.model.name)

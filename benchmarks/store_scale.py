@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +23,17 @@ from measure import RESULTS, write_json
 
 import kvwire
 from kvwire.store import Catalog, MemoryStore, collect, verify_store
-from kvwire.store.testing import StoreWrapper
 from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, digest_tokens
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from store_wrappers import Request, StoreWrapper
+
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvwire.store.base import Data
-    from kvwire.store.testing.wrapping import Request
 
 CONFIG = "c" * 64
 _DIM = 128

@@ -1,9 +1,11 @@
-"""What the time of an answer tells: of a token that is guessed, and of content that another tenant has.
+"""What the time of an answer tells: of a token that is guessed, and of content that another tenant or writer has.
 
 Tokens: the server's decision, called directly, on guesses that share nothing with a token or all but its last two
 characters. Content: a real server over loopback with two tenants; one uploads and asks for what the other has, and for
-what nobody has. Cases are drawn in random order, one call at a time. One case is there twice, so that the difference of
-equal cases shows the noise. The mean is over the fastest nine tenths.
+what nobody has. Donors: searches for prompts like one that another tenant, or another writer of the same tenant, has
+kept, and like none; one of the own tenant's shows what would be seen. Cases are drawn in random order, one call at a
+time. One case is there twice, so that the difference of equal cases shows the noise. The mean is over the fastest nine
+tenths.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from measure import RESULTS, table, write_json
 
-from kvwire.store import FolderStore, tenant_hash
+from kvwire.store import Catalog, DonorIndex, FolderStore, tenant_hash
 from kvwire.transport import AccessSettings, new_token
 from kvwire.transport.server.access import Access
 from kvwire.transport.server.exchange import RefusedError
@@ -38,7 +40,8 @@ _SIGMAS = 4
 """Differences of so many standard errors are more than noise."""
 _GUESSES = 256
 _BLOB_BYTES = 20_000
-_CONFIG = "c0" * 8
+_PROMPT = 400
+_CONFIG = "c0" * 32
 
 
 def spread(samples: Sequence[int]) -> tuple[float, float]:
@@ -137,9 +140,35 @@ def content(folder: Path, tries: int, seed: int) -> list[dict[str, object]]:
     return compared(samples, [(f"{m}, new", f"{m}, {name}") for m in ("PUT", "GET") for name in names[1:]])
 
 
+def donors(folder: Path, tries: int, seed: int) -> list[dict[str, object]]:
+    """Searches for donors of prompts that differ by a token from one that somebody has kept."""
+    draw = random.Random(seed)
+    whose = {
+        "another tenant's": ("berta", ""),
+        "another writer's": ("anna", "mallory"),
+        "the own tenant's": ("anna", ""),
+    }
+    names = ("nobody's", "nobody's, again", *whose)
+    prompts = {name: [draw.randrange(50_000) for _ in range(_PROMPT)] for name in names}
+    with contextlib.closing(FolderStore(folder)) as store:
+        for name, (tenant, writer) in whose.items():
+            catalog, ids = Catalog(store, tenant), prompts[name]
+            entry = catalog.put_blob(
+                _CONFIG, draw.randbytes(_BLOB_BYTES), document_id=name, header_bytes=4, tokens=len(ids),
+                token_digest=catalog.texts.put(_CONFIG, ids),
+            )  # fmt: skip
+            DonorIndex(catalog, _CONFIG, writer).write(entry, ids)
+        index = DonorIndex(Catalog(store, "anna"), _CONFIG, "anna")
+        cases: dict[str, Callable[[], object]] = {
+            name: lambda ids=ids: index.find([*ids[:-1], draw.randrange(50_000)]) for name, ids in prompts.items()
+        }
+        samples = drawn(cases, tries, seed)
+    return compared(samples, [("nobody's", name) for name in names[1:]])
+
+
 def _key(tenant: str, blob: bytes) -> str:
     digest = hashlib.sha256(blob).hexdigest()
-    return f"v1/{tenant_hash(tenant)}/{_CONFIG}/{digest[:2]}/{digest}.kvw"
+    return f"v1/{tenant_hash(tenant)}/{_CONFIG[:16]}/{digest[:2]}/{digest}.kvw"
 
 
 def main() -> None:
@@ -151,7 +180,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "timing_channels.json")
     options = parser.parse_args()
     results = {}
-    for name, measure, tries in (("tokens", tokens, options.tokens), ("content", content, options.requests)):
+    parts = (
+        ("tokens", tokens, options.tokens), ("content", content, options.requests),
+        ("donors", donors, options.requests),
+    )  # fmt: skip
+    for name, measure, tries in parts:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measure(Path(folder), tries, options.seed)
     head = ("cases", "n", "mean, ns", "difference", "standard error", "within noise")

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
     from .snapshot import Policy
 
-_TICK_S = 0.05  # between looks at loads that wait for something
 _LEAST_TICK_S = 0.001  # so that a tick which changes nothing is not repeated at once
 _PLANS = 4  # made for one event, besides those of loads whose turn it is: an event takes 2 ms at most
 
@@ -271,16 +270,15 @@ class Controller:
         for load in state.loads.values():
             if load.is_undecided:
                 waits = True
-                moments.append(starter.waits_until(load))
                 idle = not link.fetches and (computes or load.may_refine)
                 if (idle or load.is_stale) and self._planner.wants_plan(load):
                     moments.append(max(self._planner.due_at(load, now), least))
             if load.goal.objective == "quality" and load.is_ready:
                 moments.append(state.handover_at(load))
         if waits:
-            moments.append(now + _TICK_S)
+            moments.append(now + self._settings.stall_s)
         if link.fetches and computes and state.policy.preemptible:
-            moments.append(max(starter.reclaimed_at + _TICK_S, least))
+            moments.append(max(starter.reclaimed_at + self._settings.stall_s, least))
         if any(load.waiting or load.refine for load in state.loads.values()):
             moments.append(max(link.opens_at(now, SPARE), least))
         if self.estimates.bandwidth.is_guess and link.fetches:

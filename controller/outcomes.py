@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -43,18 +45,20 @@ class Outcomes:
         """End a load's closing, and learn from it; of a closing that was abandoned nothing is learnt."""
         if self.load(event.load):
             raise ArgumentError(f"load {event.load} is not finished; report its closing after Finish")
+        figures = (event.seconds, *event.rows, *chain.from_iterable(event.passes))
+        if event.prompt_tokens < 1 or not all(map(isfinite, figures)) or min(figures[1:], default=0) < 0:
+            raise ArgumentError(f"a closing has tokens, and rows and passes finite figures of at least 0, got {event}")
         closing = self._state.workers.closings.get(event.load)
         if closing:
-            estimates = self._state.estimates
+            estimates, planned_s = self._state.estimates, closing.repair_s
             for each in event.passes:
                 estimates.prefill.add(*each)
-            planned_s = closing.repair_s
             if event.rows:
                 costs = replace(estimates.costs(), repair_scale=1.0)
                 planned_s = sum(replace(costs, repair_rows=rows).repair_s(event.prompt_tokens) for rows in event.rows)
             if planned_s:
                 estimates.repair.add(planned_s, event.repair_s)
-            self._state.estimates.closing.add(event.prompt_tokens, event.seconds)
+            estimates.closing.add(event.prompt_tokens, event.seconds)
             self._state.workers.closed(event.load, now)
 
     # Fetches.

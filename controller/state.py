@@ -26,7 +26,6 @@ SLOWEST_PASS = 5.0
 DOUBT = 1.6
 """Estimates that may be wrong by less are relied on."""
 _UNSURE = 2.0  # times the reserve while chunks are not begun, loads share, or the engine was slow lately
-_FEWEST = 1e-3  # loads a second
 _TURNS = 4  # every fourth thing is begun for a late load, so that none waits for ever
 
 
@@ -231,11 +230,11 @@ class State:
         if len(self.loads) > 1:
             left_s = min(left_s, min(self.handovers()[load.number]) - self.now + closing_s)
         rate, busy = self.arrivals.others(load, self.now)
-        if load.came and rate > _FEWEST:
+        if load.came and rate > 0:
             # As many loads are to find their time as came lately, and a queue is to grow by no more than what is spare.
             least_s, spare = self._queue_s(load) + load.floor_s + closing_s, max(0.0, 1 - busy)
             left_s = min(left_s, max(least_s, min(least_s + spare / rate, spare * left_s)))
-        return left_s - self.contention_s(load)
+        return left_s
 
     def _queue_s(self, load: Load) -> float:
         """Seconds of work that goes before a load's open chunks."""
@@ -243,11 +242,6 @@ class State:
         ahead = sum(other.plan_bytes for other in self.loads.values() if self.rank(other) < rank)
         busy_s = max(self.workers.left_s("prefill", self.now), self.workers.left_s("decode", self.now))
         return max(link.lead_s(self.now) + (link.open_bytes + ahead) / max(link.bandwidth_low, SLOWEST), busy_s)
-
-    def contention_s(self, load: Load) -> float:
-        """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
-        others = any(other.waiting or other.refine for other in self.loads.values() if other is not load)
-        return 2 * self.link.ttfb_s + self.settings.horizon_s if others else 0.0
 
     def room_s(self, load: Load, *, of_all: bool = False) -> float:
         """Seconds until the first hand-over of another load that goes first, or of any: a pass must not cross it."""

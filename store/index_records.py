@@ -16,8 +16,7 @@ from kvwire._json import Sha256, record
 from kvwire.errors import ArgumentError
 from kvwire.store.records import MOST_TOKENS, Name, pack_record, versioned
 
-SAVED = ("prompts/", "saved/", "sessions/")
-"""What names of documents begin with that were saved from prompts, and not encoded by name."""
+_SAVED = re.compile(r"(?:prompts|saved|sessions)/.*|head-[0-9a-f]{32}", re.DOTALL)
 _SCHEME = r"^[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}\Z"
 _HASH = r"^(?:[0-9a-f]{2}){8,64}\Z"
 
@@ -101,6 +100,11 @@ class LastUse(Struct, frozen=True):
         """Read ``pack_record``."""
         what = "the mark of a last use"
         return record(versioned(data, what), cls, what, "the next use writes it again")
+
+
+def is_saved(document_id: str) -> bool:
+    """Whether a document was saved from a prompt, or is the head of one, and was not encoded by name."""
+    return _SAVED.fullmatch(document_id) is not None
 
 
 def prefix_digest(scheme: str, chunk_hash: str, secret: bytes = b"") -> str:

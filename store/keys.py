@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,11 +52,11 @@ def check_key(key: str) -> str:
     return key
 
 
-def check_prefix(prefix: str) -> str:
-    """Check the beginning of keys."""
-    if len(prefix) > MAX_KEY_CHARS or not _PREFIX.fullmatch(prefix):
-        raise ArgumentError(f"{prefix[:80]!r} is not the beginning of a key")
-    return prefix
+def is_key(name: str) -> bool:
+    """Whether a name is a key, among other things that lie beside objects."""
+    with suppress(ArgumentError):
+        return bool(check_key(name))
+    return False
 
 
 def check_after(prefix: str, after: str) -> tuple[str, str]:
@@ -71,7 +72,8 @@ def check_after(prefix: str, after: str) -> tuple[str, str]:
     Raises:
         ArgumentError: No key could start with ``prefix``, or ``after`` is no key.
     """
-    check_prefix(prefix)
+    if len(prefix) > MAX_KEY_CHARS or not _PREFIX.fullmatch(prefix):
+        raise ArgumentError(f"{prefix[:80]!r} is not the beginning of a key")
     if after:
         check_key(after)
     return prefix, after

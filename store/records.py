@@ -42,22 +42,13 @@ _MODEL, _MODEL_ADVICE = "a model record", "encode any document again, which writ
 
 
 class BlobPart(Struct, frozen=True):
-    """One blob of a document that grew.
-
-    Attributes:
-        sha256: Of the blob.
-        size: Of the blob, in bytes.
-        header_bytes: Length of the blob's header.
-        tokens: Of this part.
-        token_digest: SHA-256 of the first part's own token ids, which names its text; empty for others, whose texts
-            are found by their blobs.
-    """
+    """One blob of a document that grew."""
 
     sha256: str
-    size: int
+    size: int  # of the blob, in bytes
     header_bytes: int
     tokens: int
-    token_digest: str = ""
+    token_digest: str = ""  # of the first part's own token ids, which names its text; others' are found by their blobs
 
     def to_row(self) -> list[object]:
         """As it is stored: digests in base85, since an entry is written again with each part."""

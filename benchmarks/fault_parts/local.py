@@ -15,17 +15,21 @@ import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fault_parts.network import RIGHT, WRONG, Row, named, seconds_since
 from kvwire.errors import KvwireError
 from kvwire.store import FolderStore, MemoryStore, S3Settings, S3Store, content_digest, open_tiers
-from kvwire.store.testing import CountingStore
 from kvwire.store.testing.samples import blob
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from store_wrappers import CountingStore
+
+sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvwire.store import Store, TieredStore
 
@@ -37,8 +41,8 @@ import json, os, resource, signal, sys
 from pathlib import Path
 from kvwire.errors import KvwireError
 from kvwire.store import FolderStore, MemoryStore, S3Settings, S3Store, open_tiers
-from kvwire.store.testing import CountingStore
 from kvwire.store.testing.samples import blob
+from store_wrappers import CountingStore
 place, size = sys.argv[1], int(sys.argv[2])
 parts = S3Settings(multipart_bytes=5 << 20, part_bytes=5 << 20)
 def tiers(remote, **options):
@@ -103,7 +107,11 @@ def _row(fault: str, when: str, where: str, outcome: str, started: float, attemp
 @contextmanager
 def _program(text: str, place: str | Path, size: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", _PREAMBLE + text, str(place), str(size)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "tests"),
+    }
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:

@@ -26,11 +26,11 @@ from .events import StoredEvents, stored_event
 from .layout import check_groups, register_pages
 from .metrics import TransferCounts, TransferMetrics
 from .opening import ConnectorSettings, check_version, log_as_vllm
-from .proxy.telling import OutcomeSender
+from .prefetching import Prefetcher, PrefetchHint
+from .proxy.outcome_socket import OutcomeSender
 from .requests import PARAMS
-from .saving import PageSave, Saver, Saving
-from .scheduling import ConnectorScheduler, PageLoad, apart, names_documents
-from .soon import Ahead, Soon
+from .saving import PageSave, PageSaver, SaveScheduler
+from .scheduling import ConnectorScheduler, PageLoad, names_documents, salt_apart
 from .working import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -58,19 +58,12 @@ _IDLE_S = 1e-3
 
 @dataclass
 class ConnectorMetadata(KVConnectorMetadata):
-    """What the scheduler tells its workers in one step.
+    """What the scheduler tells its workers in one step."""
 
-    Attributes:
-        loads: What they begin to load.
-        saves: What they copy.
-        tokens: Computed in this step.
-        hints: What they fetch ahead.
-    """
-
-    loads: list[PageLoad] = field(default_factory=list)
-    saves: list[PageSave] = field(default_factory=list)
-    tokens: int = 0
-    hints: list[Soon] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)  # what they begin to load
+    saves: list[PageSave] = field(default_factory=list)  # what they copy
+    tokens: int = 0  # computed in this step
+    hints: list[PrefetchHint] = field(default_factory=list)  # what they fetch ahead
 
 
 @dataclass
@@ -87,13 +80,12 @@ class LoadOutcomes(KVConnectorWorkerMetadata):
 class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads linked documents and stored prefixes into vLLM's pages, for requests that ask for them; keeps prompts."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Open the store of the documents.
+    _scheduler: ConnectorScheduler  # these two in the scheduler's process alone
+    _save_scheduler: SaveScheduler
+    _worker: ConnectorWorker  # in a worker's process alone
 
-        Args:
-            vllm_config: vLLM's; ``kv_connector_extra_config`` is read as ``ConnectorSettings``.
-            role: The scheduler's half or a worker's.
-            kv_cache_config: Of the pages.
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Open the store of the documents; vLLM's ``kv_connector_extra_config`` is read as ``ConnectorSettings``.
 
         Raises:
             ArgumentError: A setting is wrong, or one of vLLM's that documents need is another.
@@ -110,11 +102,9 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         check_groups(kv_cache_config, settings.save)
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._changed = _CHANGED if vllm_config.model_config.hf_overrides else ""
-        self._scheduling: ConnectorScheduler | None = None
-        self._working: ConnectorWorker | None = None
-        self._saver: Saver | None = None
-        self._ahead: Ahead | None = None
-        self._telling: OutcomeSender | None = None
+        self._saver: PageSaver | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._outcome_sender: OutcomeSender | None = None
         self._bad: set[int] = set()
         self._config = vllm_config
         self._step_tokens, self._step_began = 0, 0.0
@@ -124,36 +114,22 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         self._workers = parallel.tensor_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
-            self._telling = OutcomeSender(settings.outcomes) if settings.outcomes else None
-            self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
-            self._scheduling = ConnectorScheduler(
+            self._outcome_sender = OutcomeSender(settings.outcomes) if settings.outcomes else None
+            self._block_tokens, self._publishes_events = block, events is not None and events.enable_kv_cache_events
+            self._scheduler = ConnectorScheduler(
                 self._corpus, patience_s=settings.patience_s, pause_s=settings.pause_s,
                 is_strict=transfer.kv_load_failure_policy == "fail", index=settings.index, least_tokens=block,
                 link_bound=settings.link_bound,
             )  # fmt: skip
             least = 1 if settings.save == "named" else hash_scheme(settings.index, "").chunk_tokens
-            self._saving = Saving(settings.save, least, _other_model(vllm_config))
+            self._save_scheduler = SaveScheduler(settings.save, least, _other_model(vllm_config))
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
             rank = _rank(self._workers)
-            self._working = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
-            self._ahead = Ahead(self._corpus, self._counts)
+            self._worker = ConnectorWorker(loader, rank=rank, ranks=self._workers, counts=self._counts)
+            self._prefetcher = Prefetcher(self._corpus, self._counts)
             if settings.save != "off":
-                self._saver = Saver(self._corpus, settings.index, self._counts)
-
-    @property
-    def scheduling(self) -> ConnectorScheduler:
-        """The scheduler's half."""
-        if self._scheduling is None:
-            raise _other_half()
-        return self._scheduling
-
-    @property
-    def working(self) -> ConnectorWorker:
-        """A worker's half."""
-        if self._working is None:
-            raise _other_half()
-        return self._working
+                self._saver = PageSaver(self._corpus, settings.index, self._counts)
 
     # The scheduler's process.
 
@@ -162,33 +138,33 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         prompt, params, name = request.prompt_token_ids, request.kv_transfer_params, request.request_id
         if prompt is None:
             return
-        trouble = _other_rows(request) or self._changed
-        choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
-        if names_documents(request.cache_salt) and (
-            trouble or choice is None or not choice.mode
-        ):  # they are not loaded
-            _keep_apart(request, apart(request.cache_salt or "", prompt))
-        self._saving.begin(name, request.cache_salt, choice, trouble)
+        trouble = _why_not_plain(request) or self._changed
+        choice = self._scheduler.begin(name, params, prompt, request.cache_salt, trouble)
+        if (trouble or choice is None) and names_documents(request.cache_salt):  # they are not loaded
+            _set_salt(request, salt_apart(request.cache_salt or "", prompt))
+        self._save_scheduler.begin(name, request.cache_salt, choice, trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
-        self._saving.had(request.request_id, num_computed_tokens)
-        promised = self.scheduling.promised(request.request_id, num_computed_tokens, request.num_preemptions)
-        if promised is not None and (salt := self.scheduling.other_salt(request.request_id)):
-            _keep_apart(request, salt)
+        self._save_scheduler.note_cached(request.request_id, num_computed_tokens)
+        promised = self._scheduler.promised(request.request_id, num_computed_tokens, request.num_preemptions)
+        if promised is not None and (salt := self._scheduler.own_salt(request.request_id)):
+            _set_salt(request, salt)
             return None, False  # vLLM looks for blocks under this salt, and asks again
         return promised, bool(promised)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note where they go."""
         if num_external_tokens:
-            self._saving.loaded(request.request_id)
-            self.scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            self._save_scheduler.note_loaded(request.request_id)
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        return ConnectorMetadata(self.scheduling.take(), self._saving.take(), tokens, self.scheduling.take_hints())
+        return ConnectorMetadata(
+            self._scheduler.take(), self._save_scheduler.take(), tokens, self._scheduler.take_hints()
+        )
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -196,25 +172,25 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
         name, prompt = request.request_id, request.prompt_token_ids or []
         computed = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token's rows are not computed
-        saved = self._saving.end(
+        saved = self._save_scheduler.end(
             name, prompt, block_ids[0], is_computed=computed >= len(prompt),  # one that was preempted lost its rows
-            event=partial(stored_event, request, self._block_tokens) if self._tells else None,
+            event=partial(stored_event, request, self._block_tokens) if self._publishes_events else None,
             answer=request.all_token_ids[len(prompt) : max(computed, len(prompt))],
-            head=self.scheduling.missing_head(name),
-            built_on=lambda had: self.scheduling.built_on(name, had=had),
+            head=self._scheduler.missing_head(name),
+            built_on=lambda had: self._scheduler.built_on(name, had=had),
         )  # fmt: skip
-        told = self.scheduling.end(name)
+        told = self._scheduler.end(name)
         if told is not None and saved is not None:
             told[PARAMS] |= {"not_saved": saved} if isinstance(saved, str) else {"saving_tokens": saved}
-        if told is not None and self._telling is not None:
-            self._telling.send(request.request_id, told[PARAMS])
+        if told is not None and self._outcome_sender is not None:
+            self._outcome_sender.send(request.request_id, told[PARAMS])
         return isinstance(saved, int), told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what workers tell of loads and of the store."""
         if isinstance(ended := connector_output.kv_connector_worker_meta, LoadOutcomes):
             for request_id, outcome in ended.loads:
-                self.scheduling.loaded(request_id, outcome)
+                self._scheduler.loaded(request_id, outcome)
         if isinstance(told := connector_output.kv_cache_events, StoredEvents):
             self._events += told.get_all_events()
 
@@ -228,12 +204,12 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the pages, after a probe of their layout."""
         pages, tables = register_pages(kv_caches, self._kv_cache_config, self._config, self._corpus.meta)
-        self.working.register(pages, self._corpus.meta, tables)
+        self._worker.register(pages, self._corpus.meta, tables)
         if self._saver is not None:
             self._saver.register(pages, _shards() if self._workers > 1 else None, tables[0].block_tokens)
 
     def outcomes(self) -> dict[str, Any]:
-        """What became of documents that were saved under names; see ``Saver.outcomes``."""
+        """What became of documents that were saved under names; see ``PageSaver.outcomes``."""
         return self._saver.outcomes() if self._saver is not None else {"under_way": 0, "done": []}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -247,19 +223,19 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         if isinstance(meta, ConnectorMetadata):
             self._step_tokens = meta.tokens
-            self.working.start(meta.loads)
-            if self._ahead is not None:
-                self._ahead.start(meta.hints)
+            self._worker.start(meta.loads)
+            if self._prefetcher is not None:
+                self._prefetcher.start(meta.hints)
             if self._saver is not None:
                 self._saver.start(meta.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
-        self.working.note_step(self._step_tokens, time.perf_counter() - self._step_began)
+        self._worker.note_step(self._step_tokens, time.perf_counter() - self._step_began)
         if not self._step_tokens:
-            self.working.wait(_IDLE_S)
-        written = self.working.collect()
+            self._worker.wait(_IDLE_S)
+        written = self._worker.collect()
         self._outcomes += written.outcomes
         self._bad |= written.bad_blocks
         copied = self._saver.copied() if self._saver is not None else set()
@@ -283,7 +259,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was loaded and kept since the last step."""
         counters = getattr(self._corpus.catalog.store, "counters", None)
-        if self._working is not None and counters is not None:
+        if self.role == KVConnectorRole.WORKER and counters is not None:
             errors = counters().disk.write_errors
             self._counts.add(cache_write_errors=errors - self._disk_errors)
             self._disk_errors = errors
@@ -323,22 +299,18 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads and connections."""
-        if self._working is not None:
-            self._working.close()
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._saver is not None:
-            self._saver.close()
-        if self._scheduling is not None:
-            self._scheduling.close()
-        if self._telling is not None:
-            self._telling.close()
+        is_worker = self.role == KVConnectorRole.WORKER
+        for part in (
+            self._worker if is_worker else self._scheduler, self._prefetcher, self._saver, self._outcome_sender,
+        ):  # fmt: skip
+            if part is not None:
+                part.close()
 
 
 _CHANGED = "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
 
 
-def _other_rows(request: Request) -> str:
+def _why_not_plain(request: Request) -> str:
     """Why a request's rows are not those of its token ids alone; empty where they are."""
     if request.lora_request is not None:
         return "it has an adapter of its own (LoRA): documents and prefixes are of the model without one"
@@ -349,7 +321,7 @@ def _other_rows(request: Request) -> str:
     return ""
 
 
-def _keep_apart(request: Request, salt: str) -> None:
+def _set_salt(request: Request, salt: str) -> None:
     """Have vLLM keep what it computes of a request under a salt of its own."""
     request.cache_salt, request.block_hashes = salt, []
     request.update_block_hashes()
@@ -391,7 +363,3 @@ def _shards() -> Shards:
     from .shards import Shards
 
     return Shards(get_tp_group().ranks)
-
-
-def _other_half() -> ArgumentError:
-    return ArgumentError("this is the other half of the connector: vLLM asked the wrong one; report this")

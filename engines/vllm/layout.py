@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvwire.errors import ArgumentError, MismatchError
 
-from .pages import DTYPES, Form, PackedPages, StridedPages, Table, layers_with_rows
+from .pages import DTYPES, BlockTable, PackedPages, PageFormat, StridedPages, layers_with_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ def check_groups(config: KVCacheConfig, save: SaveMode = "off") -> None:
 
 def register_pages(
     kv_caches: Mapping[str, Tensor], config: KVCacheConfig, vllm: VllmConfig, meta: CacheMeta
-) -> tuple[Pages, list[Table]]:
+) -> tuple[Pages, list[BlockTable]]:
     """Pages of the layers that have rows, and the lists of blocks that they lie in."""
     modules: Mapping[str, Any] = vllm.compilation_config.static_forward_context
     own = [name for name in kv_caches if getattr(modules.get(name), "kv_sharing_target_layer_name", None) is None]
@@ -86,25 +86,25 @@ def _specs(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
         yield from ((name, group.kv_cache_spec) for name in group.layer_names)
 
 
-def _table(group: KVCacheGroupSpec, place: Mapping[str, int]) -> Table:
+def _table(group: KVCacheGroupSpec, place: Mapping[str, int]) -> BlockTable:
     layers = tuple(place[name] for name in group.layer_names if name in place)
     is_whole = not any(isinstance(spec, SlidingWindowSpec) for _, spec in _specs(group))
-    return Table(layers, group.kv_cache_spec.block_size, is_whole)
+    return BlockTable(layers, group.kv_cache_spec.block_size, is_whole)
 
 
-def _form(view: Tensor, module: Any, given: torch.dtype) -> Form:  # noqa: ANN401 - a layer of vLLM's
+def _form(view: Tensor, module: Any, given: torch.dtype) -> PageFormat:  # noqa: ANN401 - a layer of vLLM's
     kind = str(getattr(module, "kv_cache_dtype", ""))
     if view.dtype in DTYPES or not kind.startswith("fp8"):
-        return Form()
+        return PageFormat()
     if module._k_scale.numel() > 1 or module._v_scale.numel() > 1:  # noqa: SLF001 - they have no other name
         raise MismatchError(
             "the model has a scale of fp8 for each head, which kvwire does not write: serve with --kv-cache-dtype auto"
         )
     dtype = torch.float8_e5m2 if kind == "fp8_e5m2" else current_platform.fp8_dtype()
-    return Form(dtype, given, float(module._k_scale_float), float(module._v_scale_float))  # noqa: SLF001 - they have no other name
+    return PageFormat(dtype, given, float(module._k_scale_float), float(module._v_scale_float))  # noqa: SLF001 - they have no other name
 
 
-def _cpu_kernel(view: Tensor, slots: Tensor, keys: Tensor, values: Tensor, form: Form) -> None:
+def _cpu_kernel(view: Tensor, slots: Tensor, keys: Tensor, values: Tensor, form: PageFormat) -> None:
     """Write as vLLM does on a processor."""
     from vllm._custom_ops import cpu_attn_reshape_and_cache
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

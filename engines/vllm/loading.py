@@ -50,21 +50,13 @@ def without_weights(corpus: Corpus, dtype: torch.dtype) -> WeightlessEngine:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What of a prompt is there.
+    """What of a prompt is there."""
 
-    Attributes:
-        cache: All documents, linked at positions from 0; None where nothing could be laid out.
-        tokens: Of the prompt's front, up to the first that is missing.
-        level: The lowest level of any chunk of these; -1 where there is none.
-        bytes: Received over the link.
-        troubles: What went wrong, in words.
-    """
-
-    cache: KVCache | None
-    tokens: int
-    level: int = -1
-    bytes: int = 0
-    troubles: tuple[str, ...] = ()
+    cache: KVCache | None  # all documents, linked at positions from 0; None where nothing could be laid out
+    tokens: int  # of the prompt's front, up to the first that is missing
+    level: int = -1  # the lowest level of any chunk of these; -1 where there is none
+    bytes: int = 0  # received over the link
+    troubles: tuple[str, ...] = ()  # what went wrong, in words
 
 
 class PageLoader(Loader):
@@ -111,7 +103,7 @@ class PageLoader(Loader):
         total, limit_s = min(sum(map(len, texts)), wanted or 1 << 40), self._settings.patience_s
 
         def grace_s(work: PromptWorker) -> float:
-            return self.token_s * (total - (0 if self.is_whole else _front(work, len(documents), least)[0]))
+            return self.token_s * (total - (0 if self.is_whole else _loaded_front(work, len(documents), least)[0]))
 
         worth_s = None if goal.deadline_s is None else goal.deadline_s + self.token_s * total
         request = LoadRequest(
@@ -133,13 +125,13 @@ class PageLoader(Loader):
             async with self._runner.load(request) as load:
                 work = load.work
                 await asyncio.to_thread(work.leave)
-                tokens, level = _front(work, len(documents), least)
+                tokens, level = _loaded_front(work, len(documents), least)
                 if not (tokens or self._has_profile):  # one that takes longer than a deadline is read beside the loads
                     self._runner.warming.begin(self._get_profile())
                 if load.is_finished:
                     load.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
                 if kept is not None and (
-                    trouble := _lay_over(work, documents, await self._in_time(reading, until), front)
+                    trouble := _apply_repair(work, documents, await self._in_time(reading, until), front)
                 ):
                     tokens = min(tokens, sum(len(texts[name]) for name in documents[: front + 1]))
                     work.misses.append(trouble)
@@ -181,7 +173,7 @@ class PageLoader(Loader):
             return KeptLookup(None, in_words(error))
 
 
-def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, int]:
+def _loaded_front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, int]:
     """How far a prompt is filled from its beginning, and the lowest level of that."""
     tokens, lowest = 0, inf
     for index in range(documents):
@@ -200,7 +192,7 @@ def _front(work: PromptWorker, documents: int, least: int | None) -> tuple[int, 
     return tokens, int(lowest) if lowest < inf else -1
 
 
-def _lay_over(work: PromptWorker, names: Sequence[str], found: KeptLookup, front: int) -> str:
+def _apply_repair(work: PromptWorker, names: Sequence[str], found: KeptLookup, front: int) -> str:
     """Write rows into a prompt that an earlier load repaired and kept; returns why not, in words."""
     documents = [each for _, each in sorted(work.documents.items()) if each.info is not None]
     decisions = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvwire.errors import KvwireError
 from kvwire.store.prefix.index import after_opening, opening_of
@@ -13,15 +13,13 @@ from kvwire.types import digest_tokens
 from .requests import entries_of, kept_of, missing_level, no_head, profile_in_use, salt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry, KeptRepair, PrefixIndex
 
     from .quality import LinkQuality
     from .requests import Choice
-
-    Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
 
 
 _UNREPAIRED = (
@@ -36,61 +34,43 @@ _AGAIN = "run kvwire encode again; it is computed"
 
 @dataclass(frozen=True)
 class Piece:
-    """A document whose beginning, or all of it, stands in a prompt.
+    """A document whose beginning, or all of it, stands in a prompt."""
 
-    Attributes:
-        document_id: Its name.
-        token_ids: Its whole text.
-        tokens: How many of its first tokens stand in the prompt.
-    """
-
-    document_id: str
-    token_ids: tuple[int, ...]
-    tokens: int
+    document_id: str  # its name
+    token_ids: tuple[int, ...]  # its whole text
+    tokens: int  # how many of its first tokens stand in the prompt
 
 
 @dataclass(frozen=True)
-class Matched:
-    """What of a prompt can be loaded.
+class MatchResult:
+    """What of a prompt can be loaded."""
 
-    Attributes:
-        salt: The ``cache_salt`` that the request needs for that.
-        pieces: From the prompt's first token on, one after the other; all but the last are whole documents.
-        trouble: Why it is not more, in words; empty where nothing went wrong.
-        kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
-        is_other_text: The prompt has other text than the salt names, and what agrees of it is not loaded.
-        refused: Why the request cannot be served as asked, in words.
-        lacks_head: The store lacks the rows of what stands before the documents.
-        expected_kl: Of linked documents that nothing repairs, from full prefill, as it was measured; None: it was not.
-        front: How many first pieces stand before the documents that the request names.
-        context: The level that rows of the pieces were computed over; None: none was lossy.
-    """
-
-    salt: str
+    salt: str  # the ``cache_salt`` that the request needs for that
+    # from the prompt's first token on, one after the other; all but the last are whole documents
     pieces: tuple[Piece, ...]
-    trouble: str = ""
-    kept: KeptRepair | None = None
-    is_other_text: bool = False
-    refused: str = ""
-    lacks_head: bool = False
+    trouble: str = ""  # why it is not more, in words; empty where nothing went wrong
+    kept: KeptRepair | None = None  # repaired rows to be laid over the pieces, all of which it names; None: none
+    is_other_text: bool = False  # the prompt has other text than the salt names, and what agrees of it is not loaded
+    refused: str = ""  # why the request cannot be served as asked, in words
+    lacks_head: bool = False  # the store lacks the rows of what stands before the documents
+    # of linked documents that nothing repairs, from full prefill, as it was measured; None: it was not
     expected_kl: float | None = None
-    context: int | None = None
-    front: int = 0
+    context: int | None = None  # the level that rows of the pieces were computed over; None: none was lossy
+    front: int = 0  # how many first pieces stand before the documents that the request names
 
 
 def match_documents(
     corpus: Corpus, choice: Choice, prompt: Sequence[int], quality: LinkQuality | None = None
-) -> Matched:
+) -> MatchResult:
     """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
     entries = entries_of(corpus, choice)
     kept = kept_of(corpus, choice, entries, prompt)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
-    missing = next(filter(None, (missing_level(entry, choice.level) for entry in entries if entry)), "")
-    if missing:
-        return Matched(salt, (), refused=missing)
-    front, trouble = _front(corpus, choice, entries[0], prompt)
+    if missing := missing_level(entries, choice.level):
+        return MatchResult(salt, (), refused=missing)
+    front, trouble = _before_documents(corpus, choice, entries[0], prompt)
     if trouble:
-        return Matched(salt, (), trouble, is_other_text=True, lacks_head=choice.head > 0)
+        return MatchResult(salt, (), trouble, is_other_text=True, lacks_head=choice.head > 0)
     pieces = list(front)
     position = sum(piece.tokens for piece in pieces)
     is_other = False
@@ -123,10 +103,10 @@ def match_documents(
         if why := quality.trouble(level):
             pieces, trouble, expected = pieces[: 1 + len(front)], why, None
     kept = kept if kept and len(pieces) == repaired + len(front) else None
-    return Matched(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected, front=len(front))
+    return MatchResult(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected, front=len(front))
 
 
-def _front(
+def _before_documents(
     corpus: Corpus, choice: Choice, first: CatalogEntry | None, prompt: Sequence[int]
 ) -> tuple[tuple[Piece, ...], str]:
     """What stands before the documents: a chat's head or a BOS; or why its rows cannot be had, in words."""
@@ -152,7 +132,7 @@ def _beginning(corpus: Corpus, entry: CatalogEntry, prompt: Sequence[int]) -> Pi
     return Piece(entry.document_id, text, tokens)
 
 
-def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:
+def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> MatchResult:
     """The longest prefix of a prompt that a document begins with, but for the prompt's last token."""
     profile = profile_in_use(corpus)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), (), profile)
@@ -164,21 +144,21 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
     if hit is not None and hit.info.prefix_layers:
         troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
         hit = None
-    if hit is not None and (missing := missing_level(hit.document, choice.level)):
-        return Matched(salt, (), refused=missing)
+    if hit is not None and (missing := missing_level([hit.document], choice.level)):
+        return MatchResult(salt, (), refused=missing)
     if hit is not None and hit.info.context_level is not None and hit.info.context_level < (choice.level or 0):
         troubles.append(f"rows of {hit.document.document_id!r} were computed over a coarser level: compact it")
         hit = None
     tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
     if hit is None or not tokens:
-        return Matched(salt, (), "; ".join(troubles))
+        return MatchResult(salt, (), "; ".join(troubles))
     front = _opening_piece(corpus, opening_of(hit.info))
     if front is None and hit.opening:
         troubles.append(f"{_NO_OPENING} of document {hit.document.document_id!r}: {_AGAIN}")
-        return Matched(salt, (), "; ".join(troubles))
+        return MatchResult(salt, (), "; ".join(troubles))
     name, ids, rest = hit.document.document_id, hit.token_ids[hit.opening :], tokens - hit.opening
     pieces = (*([front] if front else []), *([Piece(name, ids, rest)] if rest > 0 else []))
-    return Matched(salt, pieces, "; ".join(troubles), context=hit.info.context_level)
+    return MatchResult(salt, pieces, "; ".join(troubles), context=hit.info.context_level)
 
 
 def _opening_piece(corpus: Corpus, opening: tuple[int, ...]) -> Piece | None:

@@ -17,7 +17,7 @@ from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
 
 from .loading import PageLoader
-from .proxy.telling import check_path
+from .proxy.outcome_socket import check_path
 
 if TYPE_CHECKING:
     import torch
@@ -59,29 +59,19 @@ def log_as_vllm() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings(CorpusSettings):
-    """vLLM's ``kv_connector_extra_config``, what names the corpus included; without a model it is vLLM's own folder.
+    """vLLM's ``kv_connector_extra_config``, what names the corpus included; without a model it is vLLM's own folder."""
 
-    Attributes:
-        link: An emulated link, such as ``50mbit,20ms``, for measurements.
-        patience_s: Longest wait for the catalog.
-        load_s: Longest load without a deadline.
-        pause_s: How long a store that failed three times in a row is left alone; 0: it is always asked.
-        max_kl: See ``LoadSettings``; null: any level. A request that names a level gets that.
-        link_bound: Of what documents tell a question, the share that links may lose by ``kvwire check-model``; else
-            only the first of linked documents is loaded. null: any.
-        index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
-        save: Which prompts are kept that vLLM computes; see ``Saving``.
-        outcomes: Path of the socket at which a proxy is told what became of requests (``kvwire vllm-proxy``).
-    """
-
-    link: str | None = None
-    patience_s: float = 5.0
-    load_s: float = 30.0
-    pause_s: float = 10.0
-    max_kl: float | None = MAX_KL
+    link: str | None = None  # an emulated link, such as ``50mbit,20ms``, for measurements
+    patience_s: float = 5.0  # longest wait for the catalog
+    load_s: float = 30.0  # longest load without a deadline
+    pause_s: float = 10.0  # how long a store that failed three times in a row is left alone; 0: it is always asked
+    max_kl: float | None = MAX_KL  # see ``LoadSettings``; null: any level. A request that names a level gets that
+    # of what documents tell a question, the share that links may lose by ``kvwire check-model``; else only the first
+    # of linked documents is loaded. null: any
     link_bound: float | None = None
-    index: str = "kvwire"
-    save: SaveMode = "off"
+    index: str = "kvwire"  # by which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it
+    save: SaveMode = "off"  # which prompts are kept that vLLM computes; see ``SaveScheduler``
+    # path of the socket at which a proxy is told what became of requests (``kvwire vllm-proxy``)
     outcomes: str | None = None
 
     @classmethod

@@ -8,23 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """One load of a request.
+    """One load of a request."""
 
-    Attributes:
-        number: Of the load, among the request's; a preempted request has several.
-        loaded: Tokens whose rows are in the pages.
-        lost: Tokens that were promised and are computed.
-        level: The lowest level of any chunk that was loaded; -1: none, or the rows were in memory.
-        bytes: Received.
-        trouble: What went wrong, in words.
-    """
-
-    number: int
-    loaded: int
-    lost: int
-    level: int = -1
-    bytes: int = 0
-    trouble: str = ""
+    number: int  # of the load, among the request's; a preempted request has several
+    loaded: int  # tokens whose rows are in the pages
+    lost: int  # tokens that were promised and are computed
+    level: int = -1  # the lowest level of any chunk that was loaded; -1: none, or the rows were in memory
+    bytes: int = 0  # received
+    trouble: str = ""  # what went wrong, in words
 
     def joined(self, other: LoadOutcome) -> LoadOutcome:
         """The same load, as another worker saw it: its heads are lost where any worker lost them."""
@@ -46,7 +37,7 @@ class RequestOutcome:
         known = self._loads.get(outcome.number)
         self._loads[outcome.number] = outcome if known is None else known.joined(outcome)
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What the client is told."""
         loads = list(self._loads.values())
         if not loads:

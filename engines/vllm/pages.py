@@ -6,8 +6,9 @@ vLLM's own kernel, so that only that kernel may write it; where an element then 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvwire.types import CacheMeta
 
-    Write = Callable[[Tensor, Tensor, Tensor, Tensor, "Form"], None]
+    Write = Callable[[Tensor, Tensor, Tensor, Tensor, "PageFormat"], None]
 
 _RANK = 4
 _DIGIT, _FP8_DIGIT = 7, 3  # bits of a number that every dtype of a cache holds exactly
@@ -33,20 +34,14 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
-    """How a layer's pages hold rows.
+class PageFormat:
+    """How a layer's pages hold rows."""
 
-    Attributes:
-        dtype: Of the numbers in memory; None: the view's own. Of fp8, whose views are of bytes: e4m3 or e5m2.
-        given: In which vLLM's own writer takes keys and values; None: ``dtype``.
-        key_scale: What keys are divided by.
-        value_scale: What values are divided by.
-    """
-
+    # of the numbers in memory; None: the view's own. Of fp8, whose views are of bytes: e4m3 or e5m2
     dtype: torch.dtype | None = None
-    given: torch.dtype | None = None
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    given: torch.dtype | None = None  # in which vLLM's own writer takes keys and values; None: ``dtype``
+    key_scale: float = 1.0  # what keys are divided by
+    value_scale: float = 1.0  # what values are divided by
 
     @property
     def digit(self) -> int:
@@ -76,123 +71,80 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Layers that share a list of blocks in each request.
+class BlockTable:
+    """Layers that share a list of blocks in each request."""
 
-    Attributes:
-        layers: Their numbers among the pages'.
-        block_tokens: Tokens of a block of that list, which may be several blocks of a view.
-        is_whole: No block of a request is left out, as those before a sliding window are.
-    """
-
-    layers: tuple[int, ...]
-    block_tokens: int
-    is_whole: bool = True
+    layers: tuple[int, ...]  # their numbers among the pages'
+    block_tokens: int  # tokens of a block of that list, which may be several blocks of a view
+    is_whole: bool = True  # no block of a request is left out, as those before a sliding window are
 
 
-class Pages(Protocol):
+class Pages(ABC):
     """All layers' pages of one worker."""
 
-    @property
-    def views(self) -> Sequence[Tensor]:
-        """Of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``."""
-        ...
+    def __init__(self, views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[PageFormat] = ()) -> None:
+        """Refuse what are no pages.
 
-    @property
-    def key_dims(self) -> Sequence[int]:
-        """Of each layer."""
-        ...
-
-    @property
-    def forms(self) -> Sequence[Form]:
-        """Of each layer."""
-        ...
-
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of one layer.
-
-        Args:
-            layer: Number of the layer.
-            slots: Int64 ``[tokens]``: block times block_tokens plus place in the block.
-            keys: ``[heads, tokens, key_dim]``, of any float dtype.
-            values: ``[heads, tokens, value_dim]``.
+        views: of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first. forms: of each layer;
+        empty: numbers of the views' own dtype.
         """
-        ...
+        self.views, self.key_dims, self.forms = views, key_dims, forms or [PageFormat()] * len(views)
+        check_views(views, key_dims, self.forms)
 
+    @abstractmethod
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write tokens of one layer: ``[heads, tokens, key_dim or value_dim]`` of any float dtype; see ``slots_of``."""
+
+    @abstractmethod
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens of one layer: keys ``[heads, tokens, key_dim]`` and values ``[heads, tokens, value_dim]``."""
-        ...
+        """Copy tokens of one layer, as ``write`` takes them."""
 
 
-@dataclass(frozen=True, eq=False)
-class StridedPages:
-    """Pages whose blocks hold their elements where the view says, in any order of strides.
-
-    Attributes:
-        views: Of each layer, ``[blocks, heads, block_tokens, key_dim + value_dim]``, keys first.
-        key_dims: Of each layer.
-        forms: Of each layer; empty: numbers of the views' own dtype.
-    """
-
-    views: Sequence[Tensor]
-    key_dims: Sequence[int]
-    forms: Sequence[Form] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse what are no pages."""
-        object.__setattr__(self, "forms", self.forms or [Form()] * len(self.views))
-        check_views(self.views, self.key_dims, self.forms)
+class StridedPages(Pages):
+    """Pages whose blocks hold their elements where the view says, in any order of strides."""
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view = self.views[layer]
         rows = self.forms[layer].rows(keys, values, view).transpose(0, 1)
         slots = slots.to(view.device)
         view[slots // view.shape[2], :, slots % view.shape[2]] = rows
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view = self.views[layer]
         slots = slots.to(view.device)
         rows = view[slots // view.shape[2], :, slots % view.shape[2]].transpose(0, 1)
         return self.forms[layer].sides(rows, self.key_dims[layer])
 
 
-@dataclass(eq=False)
-class PackedPages:
-    """Pages whose blocks' insides are packed by the kernel that reads them: written by that kernel alone.
+class PackedPages(Pages):
+    """Pages whose blocks' insides are packed by the kernel that reads them: written by that kernel alone."""
 
-    Attributes:
-        views: As of ``StridedPages``; each block of a view is one run of memory.
-        key_dims: Of each layer.
+    def __init__(
+        self, views: Sequence[Tensor], key_dims: Sequence[int], kernel: Write, forms: Sequence[PageFormat] = ()
+    ) -> None:
+        """Learn where elements lie; each block of a view is one run of memory.
+
         kernel: ``kernel(view, slots, keys, values, form)`` writes tokens; keys are ``[tokens, heads, key_dim]``.
-        forms: As of ``StridedPages``.
-    """
-
-    views: Sequence[Tensor]
-    key_dims: Sequence[int]
-    kernel: Write
-    forms: Sequence[Form] = ()
-    _orders: dict[tuple[torch.Size, torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        """Learn where elements lie; refuse what are no pages."""
-        self.forms = self.forms or [Form()] * len(self.views)
-        check_views(self.views, self.key_dims, self.forms)
-        if any(not view[0].is_contiguous() for view in self.views):
+        """
+        super().__init__(views, key_dims, forms)
+        if any(not view[0].is_contiguous() for view in views):
             raise MismatchError("a packed block must be one run of memory: kvwire does not know this layout of vLLM's")
-        for view, dim, form in zip(self.views, self.key_dims, self.forms, strict=True):
+        self._kernel = kernel
+        self._orders: dict[tuple[torch.Size, torch.dtype, int], Tensor] = {}
+        for view, dim, form in zip(views, key_dims, self.forms, strict=True):
             if (key := (view.shape[1:], view.dtype, dim)) not in self._orders:
-                self._orders[key] = learn_order(view, dim, self.kernel, form)
+                self._orders[key] = learn_order(view, dim, kernel, form)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view, form = self.views[layer], self.forms[layer]
         keys, values = (side.transpose(0, 1).to(form.given or view.dtype).contiguous() for side in (keys, values))
-        self.kernel(view, slots, keys, values, form)
+        self._kernel(view, slots, keys, values, form)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens of one layer, see ``Pages``."""
+        """See ``Pages``."""
         view, dim = self.views[layer], self.key_dims[layer]
         order = self._orders[view.shape[1:], view.dtype, dim]
         blocks, at = torch.unique(slots // view.shape[2], return_inverse=True)
@@ -205,7 +157,7 @@ def layers_with_rows(meta: CacheMeta) -> list[int]:
     return [layer for layer, spec in enumerate(meta.layers) if spec.kind != "none"]
 
 
-def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[Form]) -> None:
+def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[PageFormat]) -> None:
     """Refuse what are no pages."""
     if not views or not len(views) == len(key_dims) == len(forms):
         raise MismatchError(f"{len(views)} layers of pages for {len(key_dims)} layers of a cache")
@@ -219,19 +171,9 @@ def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequenc
 
 
 def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) -> Tensor:
-    """Where tokens of a request lie.
+    """Where a request's tokens lie: int64 ``[stop - start]``, block times block_tokens plus place in the block.
 
-    Args:
-        blocks: The request's blocks, from its first token on.
-        block_tokens: Tokens of a block.
-        start: First token.
-        stop: Behind the last token.
-
-    Returns:
-        Int64 ``[stop - start]``: block times block_tokens plus place in the block.
-
-    Raises:
-        ArgumentError: The blocks hold fewer tokens.
+    blocks: the request's, from its first token on.
     """
     if not 0 <= start <= stop <= len(blocks) * block_tokens:
         raise ArgumentError(f"tokens {start} to {stop} do not lie in {len(blocks)} blocks of {block_tokens}")
@@ -239,21 +181,11 @@ def slots_of(blocks: Sequence[int], block_tokens: int, start: int, stop: int) ->
     return torch.tensor(list(blocks), dtype=torch.int64)[at // block_tokens] * block_tokens + at % block_tokens
 
 
-def learn_order(view: Tensor, key_dim: int, kernel: Write, form: Form) -> Tensor:
+def learn_order(view: Tensor, key_dim: int, kernel: Write, form: PageFormat) -> Tensor:
     """Learn where a kernel puts the elements of a block, by having it write numbers into the null block.
 
-    Args:
-        view: ``[blocks, heads, block_tokens, key_dim + value_dim]``; the null block is zeros afterwards.
-        key_dim: Of the layer.
-        kernel: See ``PackedPages``.
-        form: Of the layer.
-
-    Returns:
-        Int64 ``[elements of a block]``: for element ``[head, place, dim]`` of the logical block, counted in that order,
-        its place in the block's memory.
-
-    Raises:
-        MismatchError: The kernel does not put every element in a place of its own.
+    Gives for each element ``[head, place, dim]`` of the logical block, counted in that order, its place in the block's
+    memory. The null block is zeros afterwards.
     """
     heads, tokens, width = view.shape[1:]
     count = heads * tokens * width
@@ -278,14 +210,7 @@ def learn_order(view: Tensor, key_dim: int, kernel: Write, form: Form) -> Tensor
 
 
 def probe(pages: Pages) -> None:
-    """Write numbers into the null block of every layer, read them back and compare; zeros are left there.
-
-    Args:
-        pages: All layers'.
-
-    Raises:
-        MismatchError: Something else came back, or a neighbouring block was written to.
-    """
+    """Write numbers into the null block of every layer, read them back and compare; zeros are left there."""
     for layer, (view, dim) in enumerate(zip(pages.views, pages.key_dims, strict=True)):
         heads, tokens, width = view.shape[1:]
         form, most = pages.forms[layer], (1 << pages.forms[layer].digit) - 1

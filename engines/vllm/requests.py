@@ -15,7 +15,7 @@ from kvwire.store import check_new_name, read_ahead
 from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvwire.controller import Goal, Objective
     from kvwire.runtime.corpus import Corpus
@@ -25,6 +25,8 @@ PARAMS = "kvwire"
 """Name of the parameters in ``kv_transfer_params``."""
 SALTED = "kvwire-"
 """What the salts of all caches begin with that may hold loaded rows."""
+OWN = "+"
+"""Stands in a salt before what a client adds, whose requests then share their rows with none without it."""
 KEPT = "kept"
 """The one repair that vLLM can serve: rows that an earlier load computed and kept."""
 _NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair", "head", "soon"}
@@ -111,11 +113,7 @@ class Choice:
         return "documents" if self.documents else "prefix" if self.prefix else ""
 
     def goal(self, left_s: float | None) -> Goal:
-        """What the controller is to reach.
-
-        Args:
-            left_s: Seconds that are left of the deadline; None: there is none.
-        """
+        """What the controller is to reach; left_s: seconds until the deadline, None without one."""
         from kvwire.controller import Goal
 
         usual: Objective = "earliest" if left_s is None else "quality"
@@ -210,31 +208,29 @@ def kept_of(
     return kept if kept is not None and kept.level >= (choice.level or 0) else None
 
 
-def missing_level(entry: CatalogEntry, level: int | None) -> str:
-    """Why a document cannot be loaded at a level, in words; empty where it can."""
-    if level is None or entry.is_text or level < len(entry.levels):
-        return ""
-    there = ", ".join(f"{number} ({name})" for number, (name, _) in enumerate(entry.levels))
-    return f"document {entry.document_id!r} has no level {level}, but {there}: ask for one of these"
+def missing_level(entries: Iterable[CatalogEntry | None], level: int | None) -> str:
+    """Which document cannot be loaded at a level, in words; empty where all can."""
+    for entry in entries:
+        if level is not None and entry is not None and not entry.is_text and level >= len(entry.levels):
+            there = ", ".join(f"{number} ({name})" for number, (name, _) in enumerate(entry.levels))
+            return f"document {entry.document_id!r} has no level {level}, but {there}: ask for one of these"
+    return ""
 
 
 def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> str:
-    """The salt of a request for documents of a corpus.
+    """The ``cache_salt`` of a request for documents of a corpus.
 
     Args:
         corpus: The documents'.
         choice: The request's.
         prompt: Its token ids; needed where a repair is asked for and tokens stand before the documents.
 
-    Returns:
-        See ``salt_of``.
-
     Raises:
         NotFoundError: A document is not in the catalog, or a repair is asked for and none is kept.
         ArgumentError: A document has no such level.
     """
     entries = [corpus.find(name) for name in choice.documents]
-    if missing := next(filter(None, (missing_level(entry, choice.level) for entry in entries)), ""):
+    if missing := missing_level(entries, choice.level):
         raise ArgumentError(missing)
     profile = profile_in_use(corpus) if choice.prefix else ""
     kept = kept_of(corpus, choice, entries, prompt)
@@ -291,8 +287,16 @@ def request_body(
     return body_of(corpus, choice, prompt, more)
 
 
+def with_own(salt: str, own: object) -> str:
+    """A salt of kvwire's, and what a client adds to it."""
+    if own and not isinstance(own, str):
+        raise ArgumentError("cache_salt is a text")
+    return f"{salt}{OWN}{own}" if own else salt
+
+
 def body_of(corpus: Corpus, choice: Choice, prompt: list[int], more: Mapping[str, object]) -> dict[str, object]:
     """The body of a request with this prompt."""
-    salted = {"cache_salt": request_salt(corpus, choice, prompt)} if choice.mode else {}
+    own = more.get("cache_salt")
+    salted = {"cache_salt": with_own(request_salt(corpus, choice, prompt), own)} if choice.mode else {}
     fields: Mapping[str, object] = {"prompt": prompt, "kv_transfer_params": {PARAMS: choice.params()}}
     return {**more, **fields, **salted}

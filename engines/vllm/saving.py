@@ -20,7 +20,7 @@ import torch
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.coding import Document
 from kvwire.runtime.saving import Rows
-from kvwire.runtime.saving import Saver as RowsSaver
+from kvwire.runtime.saving import Saver as PartSaver
 from kvwire.store.prefix.index import opening_of
 from kvwire.types import KVCache, digest_tokens
 
@@ -54,33 +54,23 @@ _LOG = logging.getLogger("kvwire.vllm")
 
 @dataclass(frozen=True)
 class PageSave:
-    """What a worker is to keep.
+    """What a worker is to keep."""
 
-    Attributes:
-        request_id: Whose pages.
-        token_ids: Of the prompt, all of whose rows were computed.
-        blocks: The request's, from its first token on; they are not given away before they were copied.
-        event: What is told once the prompt is in the store; None: nothing.
-        document: The name that the request gave; empty: it is kept under one of its own.
-        trouble: Why it is not kept after all, which who asked for a document of this name is told.
-        way: ``whole``: as a document of its own; ``grown``: behind what the store has of it; ``exact``: without loss.
-        level: The coarsest that any of these rows is of, or was computed over; None: vLLM computed them all.
-        head: How many first tokens are no part of the document of that name, but stood before it: BOS.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    blocks: tuple[int, ...]
-    event: object = None
-    document: str = ""
-    trouble: str = ""
+    request_id: str  # whose pages
+    token_ids: tuple[int, ...]  # of the prompt, all of whose rows were computed
+    blocks: tuple[int, ...]  # the request's, from its first token on; they are not given away before they were copied
+    event: object = None  # what is told once the prompt is in the store; None: nothing
+    document: str = ""  # the name that the request gave; empty: it is kept under one of its own
+    trouble: str = ""  # why it is not kept after all, which who asked for a document of this name is told
+    # ``whole``: as a document of its own; ``grown``: behind what the store has of it; ``exact``: without loss
     way: Literal["whole", "grown", "exact"] = "whole"
+    # the coarsest that any of these rows is of, or was computed over; None: vLLM computed them all
     level: int | None = None
-    head: int = 0
+    head: int = 0  # how many first tokens are no part of the document of that name, but stood before it: BOS
 
 
 @dataclass(eq=False)
-class _Watched:
+class _Candidate:
     """One request. trouble: why it is not kept. grows: it may stand on loaded rows. had: vLLM had rows of it."""
 
     salt: str
@@ -92,13 +82,13 @@ class _Watched:
     head: int = 0
 
 
-class Saving:
+class SaveScheduler:
     """The scheduler's half: which requests are kept. Called from one thread."""
 
     def __init__(self, mode: SaveMode, least_tokens: int, trouble: str = "") -> None:
         """Watch nothing yet."""
         self._mode, self._least, self._trouble = mode, least_tokens, trouble
-        self._watched: dict[str, _Watched] = {}
+        self._candidates: dict[str, _Candidate] = {}
         self._saves: list[PageSave] = []
 
     def begin(self, request_id: str, salt: str | None, choice: Choice | None, trouble: str = "") -> None:
@@ -109,7 +99,9 @@ class Saving:
             why = self._other_mode(document) or self._trouble or trouble
             grows = choice.prefix and choice.save is True
             head = choice.head if document else 0
-            self._watched[request_id] = _Watched(salt or "", why, document, grows, choice.level is not None, head=head)
+            self._candidates[request_id] = _Candidate(
+                salt or "", why, document, grows, choice.level is not None, head=head
+            )
 
     def _other_mode(self, document: str) -> str:
         """Why no request like this one is kept: whoever may ask may not write over other documents, too."""
@@ -121,19 +113,19 @@ class Saving:
             return 'this vLLM keeps prompts under the names of documents: say "save": NAME'
         return ""
 
-    def had(self, request_id: str, tokens: int) -> None:
+    def note_cached(self, request_id: str, tokens: int) -> None:
         """Note what vLLM has of a prompt before it computes: rows of other requests with the same salt."""
-        watched = self._watched.get(request_id)
-        if watched and tokens and watched.salt.startswith(SALTED):
-            watched.had = True
-            if not (watched.grows and watched.has_level):
-                more = ": ask for a level" if watched.grows else ""
-                watched.trouble = watched.trouble or f"vLLM had rows of it that may have been loaded{more}"
+        candidate = self._candidates.get(request_id)
+        if candidate and tokens and candidate.salt.startswith(SALTED):
+            candidate.had = True
+            if not (candidate.grows and candidate.has_level):
+                more = ": ask for a level" if candidate.grows else ""
+                candidate.trouble = candidate.trouble or f"vLLM had rows of it that may have been loaded{more}"
 
-    def loaded(self, request_id: str) -> None:
+    def note_loaded(self, request_id: str) -> None:
         """Note that rows of a request are loaded."""
-        if (watched := self._watched.get(request_id)) and not watched.grows:
-            watched.trouble = watched.trouble or "some of its rows were loaded"
+        if (candidate := self._candidates.get(request_id)) and not candidate.grows:
+            candidate.trouble = candidate.trouble or "some of its rows were loaded"
 
     def end(
         self, request_id: str, prompt: Sequence[int], blocks: Sequence[int], *, is_computed: bool,
@@ -145,26 +137,26 @@ class Saving:
         answer: tokens behind the prompt whose rows are there, too. head: how many first tokens the store lacks the rows
         of, that later requests will load. built_on: the level of rows that were loaded, by whether vLLM had some.
         """
-        watched = self._watched.pop(request_id, None)
+        candidate = self._candidates.pop(request_id, None)
         if head and is_computed and not self._trouble and self._mode in ("asked", "all"):
             self._saves.append(PageSave(request_id, tuple(prompt[:head]), tuple(blocks), way="exact"))
             return head
-        if watched is None:
+        if candidate is None:
             return None
-        why = watched.trouble
+        why = candidate.trouble
         if not why and not is_computed:
             why = "it ended before its prompt was computed"
         if not why and len(prompt) < self._least:
             why = f"its prompt has fewer than {self._least} tokens"
-        document = watched.document if self._mode == "named" else ""
-        if not why and watched.grows:
-            level, ids = built_on(watched.had) if built_on else None, (*prompt, *answer)
+        document = candidate.document if self._mode == "named" else ""
+        if not why and candidate.grows:
+            level, ids = built_on(candidate.had) if built_on else None, (*prompt, *answer)
             told = event() if event else None
             self._saves.append(PageSave(request_id, ids, tuple(blocks), told, way="grown", level=level))
             return len(ids)
         if not why:
             told = event() if event else None
-            head = watched.head if document else 0
+            head = candidate.head if document else 0
             self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks), told, document, head=head))
         elif document:
             self._saves.append(PageSave(request_id, (), (), document=document, trouble=why))
@@ -176,7 +168,7 @@ class Saving:
         return saves
 
 
-class Saver:
+class PageSaver:
     """A worker's half: copies pages, and encodes and stores them, in a thread each."""
 
     def __init__(self, corpus: Corpus, index: str, counts: Counts | None = None) -> None:
@@ -191,7 +183,7 @@ class Saver:
         self._stored = threading.Condition(self._lock)
         self._copied: set[str] = set()
         self._waiting: dict[str, int] = {}  # bytes of what is not stored yet, by the prompt's digest or the request
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._events: list[object] = []
         self._outcomes: list[dict[str, Any]] = []
         self._under_way = 0  # documents with names
@@ -270,7 +262,7 @@ class Saver:
                 self._waiting[key] = size
         if is_full:
             self._counts.add(unsaved_prompts=1)
-            self._tell("full", "prompts come faster than they are encoded: some are not kept")
+            self._warn_once("full", "prompts come faster than they are encoded: some are not kept")
         return not is_full
 
     def _wait_for_room(self, key: str, tokens: int) -> None:
@@ -315,7 +307,7 @@ class Saver:
         view = self._pages.views[0]
         slots = slots_of(save.blocks, self._block_tokens, 0, len(save.token_ids))
         sides = []
-        with _beside(view):
+        with _own_stream(view):
             for layer in range(len(self._pages.views)):
                 sides += [side.cpu().contiguous() for side in self._pages.read(layer, slots)]
         return sides
@@ -388,7 +380,7 @@ class Saver:
             level, hit.document if hit else None, hit.tokens - count if hit else 0, hit.tokens if hit else 0,
         )  # fmt: skip
         corpus = self._corpus.computed_by(without_weights(self._corpus, first.keys[0].dtype))
-        return RowsSaver(corpus, self._index).save(rows)
+        return PartSaver(corpus, self._index).save(rows)
 
     def _note(self, document: str, encode_s: float = 0.0, error: str = "", message: str = "") -> None:
         """With the lock held: what became of a document."""
@@ -397,7 +389,7 @@ class Saver:
 
     def _failed(self, error: Exception, key: str, document: str = "") -> None:
         words = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
-        self._tell(type(error).__name__, f"a prompt was not kept: {words}")
+        self._warn_once(type(error).__name__, f"a prompt was not kept: {words}")
         with self._stored:
             self._waiting.pop(key, None)
             self._stored.notify_all()
@@ -406,16 +398,16 @@ class Saver:
         if self._is_first:
             self._counts.add(unsaved_prompts=1)
 
-    def _tell(self, kind: str, words: str) -> None:
+    def _warn_once(self, kind: str, words: str) -> None:
         """Say once what goes wrong for each request."""
         with self._lock:
-            is_new = kind not in self._told
-            self._told.add(kind)
+            is_new = kind not in self._warned
+            self._warned.add(kind)
         if is_new:
             _LOG.warning("%s (told once)", words)
 
 
-def _beside(view: torch.Tensor) -> AbstractContextManager[object]:
+def _own_stream(view: torch.Tensor) -> AbstractContextManager[object]:
     """On a GPU a stream of its own, so that copying does not wait for the model's steps."""
     if view.device.type != "cuda":
         return nullcontext()

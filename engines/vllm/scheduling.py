@@ -13,9 +13,9 @@ from kvwire.runtime.threads import DaemonThreads
 
 from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
+from .prefetching import NO_CACHE, PrefetchHint, has_cache
 from .quality import LinkQuality
-from .requests import PARAMS, SALTED, Choice
-from .soon import NO_CACHE, Soon, has_cache
+from .requests import OWN, PARAMS, SALTED, Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import KeptRepair
 
-    from .matching import Matched, Piece
+    from .matching import MatchResult, Piece
 
 _LOOK_UPS = 8
 """Threads that ask the catalog; more requests wait for these."""
@@ -35,63 +35,51 @@ _LOG = logging.getLogger("kvwire.vllm")
 
 @dataclass(frozen=True)
 class PageLoad:
-    """What a worker is to load.
+    """What a worker is to load."""
 
-    Attributes:
-        request_id: Whose.
-        choice: How.
-        documents: Ids of documents, in the prompt's order: those that hold any token to load.
-        texts: Token ids of each.
-        position: The prompt's token at which the first of them begins.
-        start: First token of the prompt to load.
-        stop: Behind the last one.
-        blocks: The request's, from its first token on; a list for each of the worker's tables.
-        salt: Names mode and quality, and in documents mode all that their cache depends on.
-        left_s: Seconds until the deadline; None: there is none.
-        kept: Repaired rows to be laid over the documents, which then are all that it names; None: none.
-        number: Of the load, among the request's.
-        front: How many of the documents, the first ones, stand before those that the request names.
-    """
-
-    request_id: str
-    choice: Choice
-    documents: tuple[str, ...]
-    texts: tuple[tuple[int, ...], ...]
-    position: int
-    start: int
-    stop: int
+    request_id: str  # whose
+    choice: Choice  # how
+    documents: tuple[str, ...]  # ids of documents, in the prompt's order: those that hold any token to load
+    texts: tuple[tuple[int, ...], ...]  # token ids of each
+    position: int  # the prompt's token at which the first of them begins
+    start: int  # first token of the prompt to load
+    stop: int  # behind the last one
+    # the request's, from its first token on; a list for each of the worker's tables
     blocks: tuple[tuple[int, ...], ...]
-    salt: str
-    left_s: float | None
+    salt: str  # names mode and quality, and in documents mode all that their cache depends on
+    left_s: float | None  # seconds until the deadline; None: there is none
+    # repaired rows to be laid over the documents, which then are all that it names; None: none
     kept: KeptRepair | None = None
-    number: int = 0
-    front: int = 0
+    number: int = 0  # of the load, among the request's
+    front: int = 0  # how many of the documents, the first ones, stand before those that the request names
 
 
 @dataclass(eq=False)
-class _Asked:
+class _RequestState:
     """One request. pieces: of documents at the prompt's front that can be promised, once they are known."""
 
     prompt: tuple[int, ...]
     salt: str
     arrived: float
     choice: Choice | None = None
-    looking: Future[Matched] | None = None
+    looking: Future[MatchResult] | None = None
     pieces: tuple[Piece, ...] | None = None
     kept: KeptRepair | None = None
     computed: int = 0
     loads: int = 0
-    told: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
     front: int = 0
     lacks_head: bool = False
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    is_other_text: bool = False
+    needs_own_salt: bool = False
 
     @property
     def fails(self) -> bool:
         """Something kept the request from the rows that it asked for."""
-        return "refused" in self.told or ("trouble" in self.told and self.choice is not None and bool(self.choice.mode))
+        return "refused" in self.report or (
+            "trouble" in self.report and self.choice is not None and bool(self.choice.mode)
+        )
 
 
 class ConnectorScheduler:
@@ -120,9 +108,9 @@ class ConnectorScheduler:
         self._failures, self._paused_until = 0, 0.0
         self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = DaemonThreads(_LOOK_UPS, "kvwire-look-up")  # one in a hung store does not hold vLLM's end
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._loads: list[PageLoad] = []
-        self._hints: list[Soon] = []
+        self._hints: list[PrefetchHint] = []
 
     def begin(
         self,
@@ -135,24 +123,24 @@ class ConnectorScheduler:
         """Take in a request, and begin to look up what it may begin with."""
         if not params or PARAMS not in params:
             return None
-        asked = self._asked[request_id] = _Asked(tuple(prompt), salt or "", self._clock())
+        state = self._requests[request_id] = _RequestState(tuple(prompt), salt or "", self._clock())
         try:
-            asked.choice = Choice.read(params[PARAMS])
+            state.choice = Choice.read(params[PARAMS])
         except ArgumentError as error:
-            self._refuse(request_id, asked, str(error))
+            self._refuse(request_id, state, str(error))
             return None
-        if asked.choice.soon and has_cache(self._corpus):
-            self._hints.append(Soon(asked.choice.soon, asked.choice.level))
-        elif asked.choice.soon:
-            asked.told["not_soon"] = NO_CACHE
-        trouble = trouble or (self._paused() if asked.choice.mode else "")
+        if state.choice.soon and has_cache(self._corpus):
+            self._hints.append(PrefetchHint(state.choice.soon, state.choice.level))
+        elif state.choice.soon:
+            state.report["not_soon"] = NO_CACHE
+        trouble = trouble or (self._paused() if state.choice.mode else "")
         if trouble:
-            asked.told["trouble"] = trouble
-        elif asked.choice.mode == "documents":
-            asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt, self._quality)
-        elif asked.choice.mode == "prefix":
-            asked.looking = self._pool.submit(match_prefix, self._corpus, self._index, asked.choice, asked.prompt)
-        return asked.choice
+            state.report["trouble"] = trouble
+        elif state.choice.mode == "documents":
+            state.looking = self._pool.submit(match_documents, self._corpus, state.choice, state.prompt, self._quality)
+        elif state.choice.mode == "prefix":
+            state.looking = self._pool.submit(match_prefix, self._corpus, self._index, state.choice, state.prompt)
+        return state.choice
 
     def promised(self, request_id: str, computed: int, preemptions: int = 0) -> int | None:
         """How many tokens behind those that are computed will be loaded.
@@ -160,50 +148,50 @@ class ConnectorScheduler:
         A load that brought nothing is not begun again, for which vLLM would ask for ever; one whose pages were taken
         away is.
         """
-        asked = self._asked.get(request_id)
-        if asked is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return 0
-        if asked.pieces is None:
-            if asked.looking is not None and not self._is_answered(asked):
+        if state.pieces is None:
+            if state.looking is not None and not self._is_answered(state):
                 return None
-            asked.pieces = self._matching(request_id, asked)
-        if asked.loads > preemptions:
+            state.pieces = self._matching(request_id, state)
+        if state.loads > preemptions:
             return 0
-        asked.computed = computed
-        most = len(asked.prompt) - 1  # vLLM computes the last token, and drops rows that its window has left before
-        if self._is_strict and asked.fails:  # a load that brings nothing: vLLM fails the request for it
+        state.computed = computed
+        most = len(state.prompt) - 1  # vLLM computes the last token, and drops rows that its window has left before
+        if self._is_strict and state.fails:  # a load that brings nothing: vLLM fails the request for it
             return max(most - computed, 0)
-        tokens = min(sum(piece.tokens for piece in asked.pieces), most) - computed
-        least = self._least_tokens if asked.choice and asked.choice.prefix else 1
+        tokens = min(sum(piece.tokens for piece in state.pieces), most) - computed
+        least = self._least_tokens if state.choice and state.choice.prefix else 1
         return tokens if tokens >= least else 0
 
     def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """Note where tokens go that were promised; blocks: see ``PageLoad``."""
-        asked = self._asked.get(request_id)
-        if asked is None or not tokens:
+        state = self._requests.get(request_id)
+        if state is None or not tokens:
             return
-        choice, pieces = asked.choice or Choice(), () if self._is_strict and asked.fails else asked.pieces or ()
-        start, first, position = asked.computed, 0, 0
-        while pieces and asked.kept is None and position + pieces[first].tokens <= start:
+        choice, pieces = state.choice or Choice(), () if self._is_strict and state.fails else state.pieces or ()
+        start, first, position = state.computed, 0, 0
+        while pieces and state.kept is None and position + pieces[first].tokens <= start:
             position += pieces[first].tokens
             first += 1
         pieces, deadline_s = pieces[first:], choice.deadline_s
-        left_s = None if deadline_s is None else deadline_s - (self._clock() - asked.arrived)
+        left_s = None if deadline_s is None else deadline_s - (self._clock() - state.arrived)
         load = PageLoad(
             request_id, choice, tuple(piece.document_id for piece in pieces),
             tuple(piece.token_ids for piece in pieces), position, start, start + tokens,
-            tuple(map(tuple, blocks)), asked.salt, left_s, asked.kept, asked.loads, asked.front,
+            tuple(map(tuple, blocks)), state.salt, left_s, state.kept, state.loads, state.front,
         )  # fmt: skip
         self._loads.append(load)
-        asked.loads += 1
-        asked.told["promised_tokens"] = asked.told.get("promised_tokens", 0) + tokens
+        state.loads += 1
+        state.report["promised_tokens"] = state.report.get("promised_tokens", 0) + tokens
 
     def take(self) -> list[PageLoad]:
         """Loads that were noted since the last call."""
         loads, self._loads = self._loads, []
         return loads
 
-    def take_hints(self) -> list[Soon]:
+    def take_hints(self) -> list[PrefetchHint]:
         """What is to be fetched ahead since the last call."""
         hints, self._hints = self._hints, []
         return hints
@@ -214,53 +202,53 @@ class ConnectorScheduler:
             self._failed()
         elif outcome.bytes:
             self._failures = 0
-        if asked := self._asked.get(request_id):
-            asked.outcome.add(outcome)
+        if state := self._requests.get(request_id):
+            state.outcome.add(outcome)
 
-    def other_salt(self, request_id: str) -> str | None:
-        """The salt of a request whose rows must not stand under the one that it sent; None: it may.
+    def own_salt(self, request_id: str) -> str | None:
+        """A salt for a request whose own one names documents that it does not get; None: it may keep that.
 
-        A salt names documents. What is computed for another text, or without them, would answer later requests.
+        What is computed for another text, or without the documents, would answer later requests. It is told once.
         """
-        asked = self._asked.get(request_id)
-        if asked is None or not asked.is_other_text:
+        state = self._requests.get(request_id)
+        if state is None or not state.needs_own_salt:
             return None
-        asked.is_other_text = False
-        return apart(asked.salt, asked.prompt)
+        state.needs_own_salt = False
+        return salt_apart(state.salt, state.prompt)
 
     def missing_head(self, request_id: str) -> int:
         """How many first tokens of a request's prompt its documents stand behind, and the store lacks the rows of."""
-        asked = self._asked.get(request_id)
-        return asked.choice.head if asked is not None and asked.lacks_head and asked.choice else 0
+        state = self._requests.get(request_id)
+        return state.choice.head if state is not None and state.lacks_head and state.choice else 0
 
     def built_on(self, request_id: str, *, had: bool) -> int | None:
         """The coarsest level that rows of a request are of, or were computed over; None: all were computed here.
 
         had: vLLM had some in its memory, under a salt that names the level.
         """
-        asked = self._asked.get(request_id)
-        if asked is None or asked.choice is None:
+        state = self._requests.get(request_id)
+        if state is None or state.choice is None:
             return None
-        told = asked.outcome.told()
-        levels = [asked.choice.level if had else None]
-        levels += [told.get("level"), asked.context] if told.get("loaded_tokens") else []
+        report = state.outcome.report()
+        levels = [state.choice.level if had else None]
+        levels += [report.get("level"), state.context] if report.get("loaded_tokens") else []
         return min((each for each in levels if each is not None), default=None)
 
     def end(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request."""
-        asked = self._asked.pop(request_id, None)
-        if asked is None:
+        state = self._requests.pop(request_id, None)
+        if state is None:
             return None
-        told = asked.told = asked.outcome.told() | asked.told
+        report = state.outcome.report() | state.report
         words = (
-            f"{told.get('loaded_tokens', 0)} of {told.get('promised_tokens', 0)} promised tokens were loaded"
-            f" at level {told.get('level', '-')}, {told.get('bytes', 0)} bytes"
+            f"{report.get('loaded_tokens', 0)} of {report.get('promised_tokens', 0)} promised tokens were loaded"
+            f" at level {report.get('level', '-')}, {report.get('bytes', 0)} bytes"
         )  # streams carry no parameters back: the log tells their clients' operators
-        if trouble := told.get("trouble"):
+        if trouble := report.get("trouble"):
             _LOG.warning("request %s: %s: %s", request_id, words, trouble)
         else:
             _LOG.info("request %s: %s", request_id, words)
-        return {PARAMS: told}
+        return {PARAMS: report}
 
     def close(self) -> None:
         """End the look-ups."""
@@ -282,59 +270,64 @@ class ConnectorScheduler:
             return ""
         return f"the store failed {self._failures} times in a row; it is asked once in {self._pause_s:g} s"
 
-    def _is_answered(self, asked: _Asked) -> bool:
-        is_late = self._clock() - asked.arrived > self._patience_s
-        return is_late or (asked.looking is not None and asked.looking.done())
+    def _is_answered(self, state: _RequestState) -> bool:
+        is_late = self._clock() - state.arrived > self._patience_s
+        return is_late or (state.looking is not None and state.looking.done())
 
-    def _matching(self, request_id: str, asked: _Asked) -> tuple[Piece, ...]:
+    def _matching(self, request_id: str, state: _RequestState) -> tuple[Piece, ...]:
         """What the prompt begins with, as far as it can be loaded."""
-        if asked.choice is None or asked.looking is None:
+        state.needs_own_salt = names_documents(state.salt)
+        if state.choice is None or state.looking is None:
             return ()
-        if not asked.looking.done():
-            asked.looking.cancel()
+        if not state.looking.done():
+            state.looking.cancel()
             self._failed()
-            asked.told["trouble"] = f"the catalog did not answer within {self._patience_s:g} s"
+            state.report["trouble"] = f"the catalog did not answer within {self._patience_s:g} s"
             return ()
         try:
-            matched = asked.looking.result()
+            matched = state.looking.result()
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would end with it
             self._failed()
-            asked.told["trouble"] = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
+            state.report["trouble"] = (
+                str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
+            )
             return ()
         self._failures = 0
-        asked.told["cache_salt"] = matched.salt
-        asked.is_other_text = matched.is_other_text and asked.salt == matched.salt
-        asked.lacks_head = matched.lacks_head
+        state.report["cache_salt"] = matched.salt
+        state.lacks_head = matched.lacks_head
         if matched.refused:
-            self._refuse(request_id, asked, matched.refused)
+            self._refuse(request_id, state, matched.refused)
             return ()
-        if asked.salt != matched.salt:
+        if state.salt.partition(OWN)[0] != matched.salt:
             missing = f"{matched.trouble}. " if matched.trouble and not matched.pieces else ""
             self._refuse(
                 request_id,
-                asked,
+                state,
                 f"{missing}A request for linked documents or for stored prefixes needs the cache_salt that names them, "
                 f'or others would get its cache: send "cache_salt": "{matched.salt}" (kvwire salt prints it)',
             )
             return ()
+        state.needs_own_salt &= matched.is_other_text
         if matched.trouble:
-            asked.told["trouble"] = matched.trouble
-        asked.kept, asked.context, asked.front = matched.kept, matched.context, matched.front
+            state.report["trouble"] = matched.trouble
+        state.kept, state.context, state.front = matched.kept, matched.context, matched.front
         if matched.expected_kl is not None:
-            asked.told["expected_kl"] = round(matched.expected_kl, 5)
+            state.report["expected_kl"] = round(matched.expected_kl, 5)
         return matched.pieces
 
-    def _refuse(self, request_id: str, asked: _Asked, why: str) -> None:
+    def _refuse(self, request_id: str, state: _RequestState, why: str) -> None:
         """Have a request computed, and its answer say why: vLLM gives a connector no way to refuse it."""
-        asked.told["refused"] = why
+        state.report["refused"] = why
         _LOG.warning("request %s is served without documents: %s", request_id, why)
 
 
-def apart(salt: str, prompt: Sequence[int]) -> str:
+def salt_apart(salt: str, prompt: Sequence[int]) -> str:
     """A salt for what is computed of this prompt alone, where the request's own names documents."""
-    return f"{salt}-other-{hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]}"
+    named, mark, own = salt.partition(OWN)
+    return f"{named}-other-{hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]}{mark}{own}"
 
 
 def names_documents(salt: str | None) -> bool:
     """Whether a salt is one of kvwire's for linked documents."""
-    return (salt or "").startswith(f"{SALTED}documents-") and "-other-" not in (salt or "")
+    named = (salt or "").partition(OWN)[0]
+    return named.startswith(f"{SALTED}documents-") and "-other-" not in named

@@ -25,12 +25,7 @@ _WAIT = timedelta(days=7)
 
 
 class Shards:
-    """One worker's end of the group.
-
-    Attributes:
-        rank: This worker's place among them.
-        count: How many there are.
-    """
+    """One worker's end of the group: ``rank`` is its place among ``count`` workers."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """Join the group; all its workers do so at the same time."""

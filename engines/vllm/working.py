@@ -16,7 +16,7 @@ from kvwire.reuse.assemble import moved
 from .counting import Counts
 from .loading import Loaded
 from .outcomes import LoadOutcome
-from .pages import NULL_BLOCK, Table, layers_with_rows, probe, slots_of
+from .pages import NULL_BLOCK, BlockTable, layers_with_rows, probe, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,19 +40,12 @@ _LOG = logging.getLogger("kvwire.vllm")
 
 @dataclass(frozen=True)
 class Written:
-    """What became of loads since the last look.
+    """What became of loads since the last look."""
 
-    Attributes:
-        requests: Whose loads have ended.
-        bad_blocks: Blocks of these that hold nothing of use.
-        outcomes: Of each load.
-        failed: Those of which nothing is of use.
-    """
-
-    requests: frozenset[str]
-    bad_blocks: frozenset[int]
-    outcomes: tuple[tuple[str, LoadOutcome], ...] = ()
-    failed: frozenset[str] = frozenset()
+    requests: frozenset[str]  # whose loads have ended
+    bad_blocks: frozenset[int]  # blocks of these that hold nothing of use
+    outcomes: tuple[tuple[str, LoadOutcome], ...] = ()  # of each load
+    failed: frozenset[str] = frozenset()  # those of which nothing is of use
 
 
 class ConnectorWorker:
@@ -68,15 +61,15 @@ class ConnectorWorker:
         self._done: list[tuple[PageLoad, Loaded]] = []
         self._tails: OrderedDict[str, tuple[int, KVCache]] = OrderedDict()
         self._pages: Pages | None = None
-        self._tables: tuple[Table, ...] = ()
+        self._tables: tuple[BlockTable, ...] = ()
         self._layers: list[int] = []  # of the documents' caches: some have no rows, and no pages
 
-    def register(self, pages: Pages, meta: CacheMeta, tables: Sequence[Table] = ()) -> None:
+    def register(self, pages: Pages, meta: CacheMeta, tables: Sequence[BlockTable] = ()) -> None:
         """Take the pages to write into, once they are known to hold what is written."""
         check_layers(pages, meta)
         probe(pages)
         self._pages, self._layers = pages, layers_with_rows(meta)
-        self._tables = tuple(tables) or (Table(tuple(range(len(pages.views))), pages.views[0].shape[2]),)
+        self._tables = tuple(tables) or (BlockTable(tuple(range(len(pages.views))), pages.views[0].shape[2]),)
         self._loader.is_whole = not self._takes_parts
 
     @property
@@ -121,14 +114,8 @@ class ConnectorWorker:
             elif there < load.stop:
                 failed.add(load.request_id)
             trouble = "; ".join(loaded.troubles) if there < load.stop else ""
-            outcomes.append(
-                (
-                    load.request_id,
-                    LoadOutcome(
-                        load.number, there - load.start, load.stop - there, loaded.level, loaded.bytes, trouble
-                    ),
-                )
-            )
+            counts = (load.number, there - load.start, load.stop - there)
+            outcomes.append((load.request_id, LoadOutcome(*counts, loaded.level, loaded.bytes, trouble)))
             requests.add(load.request_id)
         return Written(frozenset(requests), frozenset(bad), tuple(outcomes), frozenset(failed))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from kvwire.cli.options import (
 from kvwire.cli.printing import LevelTotals, describe
 from kvwire.cli.say import error_as_data, leave, say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
-from kvwire.errors import ArgumentError, KvwireError, PartialError
+from kvwire.errors import ArgumentError, KvwireError, NotFoundError, PartialError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvwire.offline import DocumentRef, Row, RunOptions
     from kvwire.runtime.coding import Encoded, Extent
     from kvwire.runtime.corpus import Corpus
+    from kvwire.types import Chat
 
 
 def print_row(row: Row) -> None:
@@ -135,6 +136,7 @@ def _described(row: Row, encoded: Encoded | None) -> dict[str, Any]:
 
 
 _progress = logging.getLogger("kvwire.progress")
+_ANY_QUESTION = "Why?"
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,19 @@ def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentR
     if options.chat:
         from kvwire.types import Chat
 
-        corpus.put_chat_head(Chat(options.system, before=options.before))
+        _prepare_chats(corpus, Chat(options.system, before=options.before), refs)
+
+
+def _prepare_chats(corpus: Corpus, chat: Chat, refs: Sequence[DocumentRef]) -> None:
+    """Keep the rows before the documents, and tell of documents whose end a chat's template would cut otherwise."""
+    corpus.put_chat_head(chat)
+    engine = corpus.encoder().engine
+    rendered = engine.render_chat(chat, _ANY_QUESTION)
+    for ref in refs:
+        with suppress(NotFoundError):  # what was left out was told
+            text = corpus.text(corpus.find(ref.document_id))
+            if trouble := engine.check_chat(chat, _ANY_QUESTION, [text], rendered):
+                _progress.warning("document %r in a chat: %s", ref.document_id, trouble)
 
 
 def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:

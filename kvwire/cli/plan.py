@@ -30,6 +30,7 @@ def plan(options: PlanOptions) -> None:
     from kvwire.controller.repair import unmeasured
     from kvwire.whatif.plan import plan_load
     from kvwire.whatif.price import Prices, price_plan
+    from kvwire.whatif.tiers import parse_tiers
 
     if options.prompt:
         plan_prompt(options)
@@ -37,6 +38,7 @@ def plan(options: PlanOptions) -> None:
     options.check()
     place = options.place
     prices = None if options.price is None else Prices.parse(options.price)
+    tiers = () if options.tiers is None else parse_tiers(options.tiers)
     without = place.store is None and not options.needs_store
     with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
         sources = Sources(options, store)
@@ -52,6 +54,8 @@ def plan(options: PlanOptions) -> None:
         details=prompt.details,
         compare=options.compare,
         repair=unmeasured(repair_of(options.repair)),
+        tiers=tiers,
+        stored_bytes=prompt.stored_bytes,
     )
     priced = None if prices is None else price_plan(made, prices, prompt.stored_bytes, prompt.raw_bytes)
     error, ttft_s = None, made.prediction.ttft_s

@@ -85,6 +85,11 @@ class PlanOptions:
     price: str | None = option(
         "Also print costs in money, by prices such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES"
     )
+    tiers: str | None = option(
+        "Also from devices, and which is the cheapest that is fast enough: NAME=BANDWIDTH,LATENCY,PRICE of a GB and "
+        'month, such as "nvme=38gbit,0.1ms,0.08 s3=1gbit,20ms,0.023".',
+        metavar="DEVICES",
+    )
     compare: bool = option("Also work out alternatives and break-even points.", "--compare/--no-compare", default=True)
     place: StoreOptions = STORE
     as_json: bool = JSON

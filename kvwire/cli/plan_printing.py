@@ -59,6 +59,8 @@ def print_plan(
     if plan.alternatives:
         for line in (*_alternatives(plan), *_break_evens(plan)):
             say(line)
+    for line in _tiers(plan) if plan.tiers else ():
+        say(line)
     for line in () if priced is None else price_lines(priced, plan.prediction.name):
         say(line)
 
@@ -66,7 +68,8 @@ def print_plan(
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
     """Turn a plan into plain data."""
     below, above = plan.unchanged
-    return {
+    tiers = [{**asdict(each), "prediction": _described(each.prediction)} for each in plan.tiers]
+    return ({"tiers": tiers} if tiers else {}) | {
         "documents": list(names),
         "goal": asdict(plan.goal),
         "link": {"bandwidth": plan.bandwidth, "ttfb_s": plan.ttfb_s},
@@ -168,6 +171,18 @@ def _break_evens(plan: LoadPlan) -> Iterator[str]:
     below, above = (None if edge is None else _rate(edge) for edge in plan.unchanged)
     edges = [f"below {below}" if below else "", f"above {above}" if above else ""]
     yield f"some chunk changes: {' and '.join(filter(None, edges)) or 'at no bandwidth'}"
+
+
+def _tiers(plan: LoadPlan) -> Iterator[str]:
+    yield ""
+    yield f"{'kept on':<{_NAME}}{'first token':>12}{'bytes':>10}{'KL':>9}{'a month':>12}  fast enough"
+    for each in plan.tiers:
+        made = each.prediction
+        kl = "-" if made.kl is None else f"{made.kl:.1e}"
+        yield (
+            f"{_short(each.tier.name):<{_NAME}}{_time(made.ttft_s):>12}{_size(made.bytes):>10}{kl:>9}"
+            f"{_money(each.month):>12}  {'yes, and the cheapest' if each.is_best else 'yes' if each.is_fast else 'no'}"
+        )
 
 
 def _point(point: BreakEven) -> str:

@@ -157,8 +157,8 @@ class _GcOptions:
     allow_empty_catalog: bool = flag("Collect even if the catalog is empty or names nothing that exists.")
     part: str = _PART
     parts: int = option(
-        "The whole as N parts, one after the other: an Nth of the memory. Entries are read once, into a temporary file "
-        "of some 34 bytes for each object that is named; TMPDIR has to be on a disk with room for it, not in memory.",
+        "The whole as N parts, one after the other; entries are read once, and each object that they name takes some "
+        "8 bytes of memory.",
         default=1,
         metavar="N",
         type=click.IntRange(1, 65536),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired
+    from kvwire.runtime.document import OpenDocument
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import BlobInfo, Chat, Decision, RenderedChat
 
@@ -181,6 +183,16 @@ def asked_of(engine: Engine, settings: LoadSettings, question: Sequence[int] | s
     return Asked(rendered.tail, rendered.head, rendered.stop, ChatAsked(chat, question, rendered))
 
 
+def check_length(tokens: int) -> None:
+    """Refuse a length of an answer that is none."""
+    try:
+        is_length = operator.index(tokens) >= 1
+    except TypeError:
+        is_length = False
+    if not is_length:
+        raise ArgumentError(f"an answer has one token at least: tokens is a whole number from 1 on, got {tokens!r}")
+
+
 def level_kl(info: BlobInfo, level: int | None) -> float | None:
     """Expected KL divergence of a blob's level; None if not known."""
     if level is None:
@@ -211,21 +223,22 @@ def floor_trouble(info: BlobInfo, max_kl: float, floor: int | None = None, ceili
     )
 
 
-def with_expected_kl(answer: Answer, infos: Sequence[BlobInfo | None]) -> Answer:
-    """Add the expected KL divergence of the documents' levels to an answer."""
-    tokens, sums = [0] * len(infos), [0.0] * len(infos)
+def with_expected_kl(answer: Answer, documents: Sequence[OpenDocument]) -> Answer:
+    """Add the expected KL divergence of the documents' levels to an answer: of the tokens that the prompt has."""
+    tokens, sums = [0] * len(documents), [0.0] * len(documents)
     unknown: set[int] = set()
     for decision in answer.decisions:
-        at, info = decision.chunk.document, infos[decision.chunk.document]
-        if info is None:
+        at, document = decision.chunk.document, documents[decision.chunk.document]
+        if document.info is None:
             continue
-        start, stop = info.chunk_span(decision.chunk.chunk)
-        kl = level_kl(info, decision.level)
-        tokens[at] += stop - start
+        start, stop = document.span(decision.chunk.chunk)
+        used = min(stop, document.wanted_tokens or stop) - start
+        kl = level_kl(document.info, decision.level)
+        tokens[at] += used
         if kl is None:
             unknown.add(at)
         else:
-            sums[at] += (stop - start) * kl
+            sums[at] += used * kl
     each = tuple(
         None if at in unknown else total / max(1, count)
         for at, (total, count) in enumerate(zip(sums, tokens, strict=True))

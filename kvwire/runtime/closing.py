@@ -152,7 +152,7 @@ class AnswerStage:
             closing.shifted,
         )  # fmt: skip
         if edit is None:
-            answer = with_expected_kl(answer, [document.info for document in load.documents])
+            answer = with_expected_kl(answer, load.documents)
         return answer if then is None else await then(answer, driver, load, closing.past)
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:

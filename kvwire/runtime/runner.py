@@ -16,10 +16,10 @@ from kvwire import controller as ctl
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
 from kvwire.errors import ArgumentError, AuthError, KvwireError
-from kvwire.runtime.answer import Asked
+from kvwire.runtime.answer import Asked, check_length
 from kvwire.runtime.closing import AnswerStage
 from kvwire.runtime.costs import joins, measure_costs, warm_up
-from kvwire.runtime.document import Timeouts
+from kvwire.runtime.document import FoundDocument, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, keys_of
 from kvwire.runtime.find import DocumentFinder, profile_in_use
 from kvwire.runtime.links import LinkPlanner
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.load import Load
     from kvwire.runtime.prompted import Begun, Prompter, Reusing
     from kvwire.runtime.similar import EditPlan, ReuseCosts
@@ -117,9 +116,12 @@ class LoadRunner:
         """End running loads, connections and threads, after writing estimates."""
         if not self.session.process.is_here:
             return
-        if self.writing is not None:
-            with suppress(TimeoutError, CancelledError):
-                self.writing.result(_WRITING_S)
+        for _ in range(2):  # the last write, and then what was gathered while it ran
+            if self.writing is not None:
+                with suppress(TimeoutError, CancelledError):
+                    self.writing.result(_WRITING_S)
+            if self._used:
+                self.remember()
         self.closer.close()
         self.warming.close()
         self.session.close()
@@ -216,8 +218,11 @@ class LoadRunner:
         texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None, begun: Begun | None = None,
     ) -> Answer:  # fmt: skip
         """Load documents, run the question and generate; on the session's loop."""
+        check_length(tokens)
         if isinstance(documents, str):
             raise ArgumentError(f"documents are a sequence of names, got one text: [{documents!r}]?")
+        if wrong := [each for each in documents if not isinstance(each, (str, FoundDocument))]:
+            raise ArgumentError(f"documents are given by their names, which are texts, got {wrong[0]!r}")
         with self.warming.paused():
             layout, question, texts = laid_out(self.engine, self.settings, asked, texts, schema)
             if not documents or not question:
@@ -264,6 +269,7 @@ class LoadRunner:
         if self.settings.system or self.settings.layout or self.settings.first_tokens:
             msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
             raise ArgumentError(msg)
+        check_length(tokens)
         timeouts = self.timeouts(goal.deadline_s)
         begun = await begin(self.prompter(), timeouts)
         if begun.search is not None and begun.search.plan is not None:

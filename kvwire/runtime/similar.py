@@ -7,7 +7,7 @@ the prompt takes without it. Blocks, so that loads run it in a thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from kvwire.codec import CHUNK_TOKENS
@@ -275,12 +275,15 @@ class _Plans:
         return min(text_s, self._costs.begun_s(hit, total, size))
 
     def best(self, check: Callable[[Donor], BlobInfo | str]) -> EditPlan | None:
-        """The soonest plan; donors are taken in one by one, those that share most first."""
+        """The soonest plan; donors are taken in one by one, those first that are soonest by themselves."""
+        begun = [0] if self._begins else []
+        taken, best = begun, self._plan(begun) if begun else None
         order = sorted(range(self._begins, len(self._known)), key=lambda at: -_reused(self._known[at][1]))
-        taken = [0] if self._begins else []
-        best = self._plan(taken) if taken else None
-        for at in order:
-            plan, why = self._with(taken, at, check)
+        alone = {at: self._with(begun, at, check) for at in order}
+        for at in sorted(order, key=lambda at: plan.seconds if (plan := alone[at][0]) else inf):
+            plan, why = alone[at]
+            if plan is not None and taken != begun:
+                plan, why = self._with(taken, at, check)
             if plan is None or (best is not None and plan.seconds >= best.seconds):
                 self._refused[at] = why or _NO_GAIN
             else:

@@ -16,12 +16,14 @@ from kvwire.whatif.alternatives import predict_alternatives
 from kvwire.whatif.break_even import find_break_evens, find_unchanged
 from kvwire.whatif.records import Details
 from kvwire.whatif.situation import PlanScenario, planned_chunks
+from kvwire.whatif.tiers import plan_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.whatif.break_even import BreakEven
     from kvwire.whatif.records import PlannedChunk, Prediction
+    from kvwire.whatif.tiers import PlannedTier, Tier
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
@@ -45,9 +47,10 @@ class LoadPlan:
     # nearest bandwidths below and above with another first plan; None if there is none within bounds
     unchanged: tuple[float | None, float | None]
     level_names: tuple[str, ...]  # for tables; level 0 first
+    tiers: tuple[PlannedTier, ...] = ()  # the same load from each of the devices that were named
 
 
-def plan_load(
+def plan_load(  # noqa: PLR0913 - what is loaded, how, and what is compared
     documents: Sequence[ctl.DocumentPlanInput | Variants],
     estimates: ctl.Estimates,
     goal: ctl.Goal | None = None,
@@ -57,8 +60,10 @@ def plan_load(
     details: Details | None = None,
     compare: bool = True,
     repair: ctl.RepairOption | None = None,
+    tiers: tuple[Tier, ...] = (),
+    stored_bytes: int = 0,
 ) -> LoadPlan:
-    """Plan a load of these documents, each one input or several variants of one."""
+    """Plan a load of these documents, each one input or several variants of one; stored_bytes: of all their levels."""
     if not 1 <= len(documents) <= MOST_DOCUMENTS:
         msg = f"a plan needs at least one document and takes up to {MOST_DOCUMENTS}, got {len(documents)}; plan fewer"
         raise ArgumentError(msg)
@@ -86,4 +91,5 @@ def plan_load(
         break_evens=tuple(find_break_evens(situation)) if compare else (),
         unchanged=find_unchanged(situation, forecast) if compare else (None, None),
         level_names=situation.details.level_names,
+        tiers=plan_tiers(situation, tiers, stored_bytes) if tiers else (),
     )

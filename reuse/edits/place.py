@@ -9,7 +9,7 @@ import torch
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -51,10 +51,7 @@ def place_spans(prompt: LinkedPrompt, donors: Sequence[KVCache], script: EditScr
     return torch.cat(parts or [torch.arange(0)])
 
 
-def compute_holes(
-    engine: RowsEngine, prompt: LinkedPrompt, token_ids: Sequence[int], rows: Tensor,
-    stop: Callable[[], bool] = lambda: False,
-) -> int:  # fmt: skip
+def compute_holes(engine: RowsEngine, prompt: LinkedPrompt, token_ids: Sequence[int], rows: Tensor) -> None:
     """Compute the rows of holes, each at its position against all that stands before it.
 
     Args:
@@ -62,21 +59,12 @@ def compute_holes(
         prompt: With its spans, in the engine's own memory; it is written to.
         token_ids: Of the whole prompt, its opening included.
         rows: From ``place_spans``.
-        stop: Asked between blocks whether nobody waits any more.
-
-    Returns:
-        How many were computed.
 
     Raises:
         ArgumentError: The cache cannot be written in place.
         MismatchError: The model cannot run rows.
     """
-    done = 0
     for start in range(0, len(rows), BLOCK_ROWS):
-        if stop():
-            break
         block = rows[start : start + BLOCK_ROWS]
         end = int(block[-1]) + 1  # what stands behind is not seen, and may be nothing yet
         engine.update_rows(prompt.cache.slice(0, end), token_ids[:end], block)
-        done += len(block)
-    return done

@@ -116,7 +116,7 @@ class EditScript:
         spans = list(self.spans)
         for donor, first, stop in lost:
             spans = [part for span in spans for part in _cut(span, donor, first, stop)]
-        return EditScript(self.tokens, tuple(spans))
+        return EditScript(self.tokens, _longest(spans))
 
     def check(self, donors: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
         """Compare all that is reused, token by token.
@@ -136,16 +136,6 @@ class EditScript:
             theirs = texts[span.donor][span.at : span.at + span.tokens]
             if not np.array_equal(theirs, whole[span.start : span.stop]):
                 raise ArgumentError(f"the tokens of {span} are not those of the prompt")
-
-    def apply_naive(self, donors: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[int]:
-        """Make the prompt's tokens, token by token: of donors in spans, its own in holes. For tests."""
-        made = [-1] * self.tokens
-        for span in self.spans:
-            for step in range(span.tokens):
-                made[span.start + step] = donors[span.donor][span.at + step]
-        for start, stop in self.holes:
-            made[start:stop] = token_ids[start:stop]
-        return made
 
 
 def align(donors: Sequence[Sequence[int]], token_ids: Sequence[int], least: int = LEAST_SPAN) -> EditScript:
@@ -201,8 +191,12 @@ def combine_spans(found: Sequence[Sequence[Span]], tokens: int, least: int = LEA
     runs = [run for runs in found for run in runs]
     if len(found) > 1:
         runs = _longest_first(runs, tokens, least)
-    longest = sorted(runs, key=lambda run: -run.tokens)[:MAX_SPANS]
-    return EditScript(tokens, tuple(sorted(longest)))
+    return EditScript(tokens, _longest(runs))
+
+
+def _longest(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """As many as a script may have, in order."""
+    return tuple(sorted(sorted(spans, key=lambda span: -span.tokens)[:MAX_SPANS]))
 
 
 def _common(donor: list[int], whole: list[int], number: int) -> Iterator[Span]:

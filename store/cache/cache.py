@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
 from kvwire.store.cache.eviction import TierIndex
-from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead, ObjectSizes
+from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead
 from kvwire.store.cache.local import Worker
 from kvwire.store.cache.settings import Counters, RemoteCounters, TierCounters
+from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
     from kvwire.store.cache.disk_tier import DiskTier, StoredFile
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 EXTENT_BYTES = 512
 """Charged for each extent beyond its content: what Python needs to know of it."""
 T = TypeVar("T")
+_MOST_SIZES = 1 << 16  # of objects, as the remote or a file of the disk tier says, until one is distrusted
 _LOAD_THREADS = 4  # that read files of the disk tier
 
 
@@ -74,7 +76,7 @@ class RangeCache:
         self.stall_s = settings.stall_s
         self._lock = lock
         self._reads: dict[bytes, ExtentMap[InflightRead]] = {}
-        self.sizes = ObjectSizes()
+        self.sizes: Recent[bytes, int] = Recent(_MOST_SIZES)
         self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
         self._quiet = threading.Condition(lock)
@@ -90,7 +92,7 @@ class RangeCache:
     def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
         """What to do for the next byte of a range."""
         with self._lock:
-            size = self.sizes.stated(name)
+            size = self.sizes.get(name)
             stop = size if end is None or (size is not None and size < end) else end
             if stop is not None and position >= stop:
                 return None
@@ -159,7 +161,8 @@ class RangeCache:
             counters.hits += 1
             counters.hit_bytes += len(data)
             if not extent.value.dropped:
-                self.sizes.hint(name, size)
+                if size is not None and self.sizes.get(name) is None:
+                    self.sizes.put(name, size)
                 self._keep(name, extent.start, data)
         return data
 
@@ -176,7 +179,8 @@ class RangeCache:
             flight.error = error if isinstance(error, KvwireError) else None
             self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
             if not flight.stale:
-                self.sizes.confirm(flight.name, size)
+                if size is not None:
+                    self.sizes.put(flight.name, size)
                 if flight.data:
                     self._keep(flight.name, flight.start, flight.data)
         flight.pieces = []
@@ -192,7 +196,8 @@ class RangeCache:
     def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
         """Take in bytes that came without a flight."""
         with self._lock:
-            self.sizes.confirm(name, size)
+            if size is not None:
+                self.sizes.put(name, size)
             self._keep(name, start, data)
 
     def fetched(self, size: int) -> None:
@@ -243,7 +248,7 @@ class RangeCache:
             if not has_room and not self._disk.drain(max(0.0, give_up_at - time.monotonic())):
                 break
             with self._lock:
-                self._disk.add(name, extent.start, extent.value, self.sizes.stated(name))
+                self._disk.add(name, extent.start, extent.value, self.sizes.get(name))
         self._disk.close()
 
     # Under the lock.
@@ -292,7 +297,7 @@ class RangeCache:
         leaving += [(gone, extent.start, extent.value) for gone, extent in memory.overflow()]
         if self._disk:
             for gone, first, part in leaving:
-                self._disk.add(gone, first, part, self.sizes.stated(gone))
+                self._disk.add(gone, first, part, self.sizes.get(gone))
 
 
 def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Hit:

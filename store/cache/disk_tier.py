@@ -91,27 +91,15 @@ def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) 
     """Write the file. It is not flushed: a crash may tear it, and the checksum tells."""
     fields = _FIELDS.pack(_MAGIC, extent.name, extent.start, len(data), _UNKNOWN if size is None else size)
     header = fields + _CRC.pack(crc32(data, crc32(fields)))
-    descriptor = os.open(path, _CREATE_FLAGS, _MODE)
-    try:
-        left = [memoryview(header), memoryview(data)]
-        while left:
-            written = os.writev(descriptor, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if left:
-                left[0] = left[0][written:]
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, _CREATE_FLAGS, _MODE), "wb") as file:
+        file.write(header)
+        file.write(data)
 
 
 def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
     """Read the file."""
-    descriptor = os.open(path, _READ_FLAGS)
-    try:
-        header = os.read(descriptor, HEADER_BYTES)
-        data = _read_fully(descriptor, extent.end - extent.start)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, _READ_FLAGS), "rb") as file:
+        header, data = file.read(HEADER_BYTES), file.read(extent.end - extent.start + 1)  # one more: where it goes on
     if len(header) == HEADER_BYTES:
         fields = header[: _FIELDS.size]
         magic, name, start, length, size = _FIELDS.unpack(fields)
@@ -120,16 +108,6 @@ def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
         if is_right and len(data) == length and crc32(data, crc32(fields)) == crc:
             return data, None if size == _UNKNOWN else size
     raise CorruptError("an extent's file is torn or rotten: drop it and read the bytes again")
-
-
-def _read_fully(descriptor: int, length: int) -> bytes:
-    """The next bytes; fewer only where the file ends, one more where it goes on."""
-    pieces = []
-    left = length + 1
-    while left and (piece := os.read(descriptor, left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class StoredFile:

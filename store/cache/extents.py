@@ -1,4 +1,4 @@
-"""What is known of an object's bytes: which are there, which are on their way, and how long the object is.
+"""What is known of an object's bytes: which are there, and which are on their way.
 
 No locks and no I/O: the cache calls all of it under its lock.
 """
@@ -6,15 +6,12 @@ No locks and no I/O: the cache calls all of it under its lock.
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from bisect import bisect_left, bisect_right
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError
-from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,9 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FINAL = (ArgumentError, AuthError, NotFoundError)  # asking again gives the same answer
 _MOST_FAILURES = 2
-_MOST = 1 << 16
-TRUST_S = 30.0
-"""How long a stated length is not asked for again by reads that end at it and wanted more, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,58 +150,3 @@ class InflightRead:
         if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
             return None
         return copy.copy(self.error)  # one exception raised in many places would gather all their tracebacks
-
-
-@dataclass(frozen=True)
-class _Size:
-    bytes: int
-    stated_at: float | None
-
-
-class ObjectSizes:
-    """Lengths by the objects' names; the oldest go where there are too many. For any number of threads."""
-
-    def __init__(self) -> None:
-        """Know none."""
-        self._sizes: Recent[bytes, _Size] = Recent(_MOST)
-        self._lock = threading.Lock()  # around what looks before it writes
-
-    def stated(self, name: bytes, *, recent: bool = False) -> int | None:
-        """What the remote has said."""
-        found = self._sizes.get(name)
-        if found is None or found.stated_at is None:
-            return None
-        return None if recent and time.monotonic() - found.stated_at > TRUST_S else found.bytes
-
-    def confirm(self, name: bytes, size: int | None) -> None:
-        """Hear from the remote."""
-        if size is not None:
-            self._sizes.put(name, _Size(size, time.monotonic()))
-
-    def hint(self, name: bytes, size: int | None) -> None:
-        """Hear from a file; what the remote has said is worth more."""
-        with self._lock:
-            if size is not None and self._sizes.get(name) is None:
-                self._sizes.put(name, _Size(size, None))
-
-    def invalidate(self, name: bytes) -> bool:
-        """Believe a length less that was stated a while ago: a read ended short of what it asked for."""
-        with self._lock:
-            found = self._sizes.get(name)
-            if found is None or found.stated_at is None or time.monotonic() - found.stated_at <= TRUST_S:
-                return False
-            self._sizes.put(name, _Size(found.bytes, None))
-        return True
-
-    def accept_hint(self, name: bytes, position: int) -> bool:
-        """Take a length that was told for stated, as the remote cannot be asked."""
-        with self._lock:
-            found = self._sizes.get(name)
-            if found is None or position < found.bytes:
-                return False
-            self.confirm(name, found.bytes)
-        return True
-
-    def forget(self, name: bytes) -> None:
-        """Know nothing of an object."""
-        self._sizes.forget(name)

@@ -153,15 +153,12 @@ class PendingFolder:
         """Some of the bytes; all are checked, as ``read`` does it, the first time alone."""
         if not pending.is_checked:
             return self.read(pending)[start:end]
-        pieces = []
-        with (self._folder / _file(pending.number)).open("rb", buffering=0) as file:
+        with (self._folder / _file(pending.number)).open("rb") as file:
             file.seek(_HEADER_BYTES + len((pending.key or "").encode()) + start)
-            while start < end and (piece := file.read(end - start)):
-                pieces.append(piece)
-                start += len(piece)
-        if start < end:
+            data = file.read(end - start)
+        if len(data) < end - start:
             raise _damaged(pending)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return data
 
     def remove(self, pending: PendingWrites) -> None:
         """Forget a write; flushed, or an old entry could come back after a crash."""

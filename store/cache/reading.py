@@ -82,8 +82,7 @@ class TierReading:
         while True:
             match self._cache.step(self._name, self._position, end, self._owner, whole=self._whole):
                 case None:
-                    if self._is_done or end is None or not self._cache.sizes.invalidate(self._name):
-                        return
+                    return
                 case Hit(data):
                     self._give(data, is_local=True)
                 case DiskHit(extent):
@@ -137,9 +136,6 @@ class TierReading:
                 raise StorageError(msg)  # noqa: TRY301 - the flight fails with it
         except BaseException as error:
             self._cache.complete(flight, error=error)
-            is_empty = isinstance(error, KvwireError) and flight.position == flight.start
-            if is_empty and self._cache.sizes.accept_hint(self._name, flight.start):
-                return  # as the disk remembers, the object ends here
             raise
         self._cache.complete(flight, size)
 

@@ -107,7 +107,7 @@ class TieredStore(Store):
         """Size and entity tag, from the remote: this tells what is there, not what is cached."""
         found = self._remote.stat(key)
         if (name := self.name(key)) is not None:
-            self.cache.sizes.confirm(name, found.size)
+            self.cache.sizes.put(name, found.size)
         return found
 
     def snapshot(self, key: str) -> ObjectReader:
@@ -118,7 +118,7 @@ class TieredStore(Store):
         name = self.name(key)
         if name is None:
             return open_object(self._remote, key)
-        size = self.cache.sizes.stated(name)
+        size = self.cache.sizes.get(name)
         if size is None:
             size = self.stat(key).size
         self.cache.use(name)

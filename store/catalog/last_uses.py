@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, KvwireError, NotFoundError
-from kvwire.store.index_records import SAVED, LastUse
+from kvwire.store.index_records import LastUse, is_saved
 from kvwire.store.records import pack_record
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LastUses:
             Saved prompts among them that this process has not marked within ``every_s``.
         """
         due = time.monotonic() - self._every_s
-        saved = (one for one in entries if one.document_id.startswith(SAVED) and not one.is_text)
+        saved = (one for one in entries if is_saved(one.document_id) and not one.is_text)
         return [one for one in saved if self._may_write and self._marked.get(one.document_id, due) <= due]
 
     def mark(self, entries: Iterable[CatalogEntry]) -> int:

@@ -86,7 +86,11 @@ def replace_file(folder: int, name: str, data: Data) -> None:
     """Write a file under another name, flush it, rename it into place and flush the rename."""
     temporary = temporary_name()
     try:
-        _write_file(folder, temporary, data)
+        descriptor = os.open(temporary, CREATE_FLAGS, NEW_FILE_MODE, dir_fd=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(OSError):
@@ -104,20 +108,6 @@ def put_in_place(written: Path, target: Path) -> None:
         os.close(descriptor)
     written.replace(target)
     sync_folder(target.parent)
-
-
-def _write_file(folder: int, name: str, data: Data) -> None:
-    descriptor = os.open(name, CREATE_FLAGS, NEW_FILE_MODE, dir_fd=folder)
-    try:
-        view = memoryview(data)
-        while view:
-            written = os.write(descriptor, view)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            view = view[written:]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_folder(folder: str | Path, within: int | None = None) -> None:

@@ -1,8 +1,4 @@
-"""For authors and testers of stores: the conformance suite, a state machine, and stores that misbehave on purpose.
-
-``StoreConformance``, ``BlobConformance`` and ``StoreMachine`` need pytest and hypothesis and are imported when they are
-asked for; the wrappers need neither.
-"""
+"""For authors of stores: the conformance suite and a state machine. They need pytest and hypothesis."""
 
 from __future__ import annotations
 
@@ -10,26 +6,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvwire.store.testing.faulty import FaultyStore, StoreFault
-from kvwire.store.testing.wrapping import CountingStore, Request, SlowStore, StoreWrapper, Tally
-
 if TYPE_CHECKING:
     from kvwire.store.testing.blobs import BlobConformance
     from kvwire.store.testing.conformance import StoreConformance
     from kvwire.store.testing.machine import StoreMachine
 
-__all__ = [
-    "BlobConformance",
-    "CountingStore",
-    "FaultyStore",
-    "Request",
-    "SlowStore",
-    "StoreConformance",
-    "StoreFault",
-    "StoreMachine",
-    "StoreWrapper",
-    "Tally",
-]
+__all__ = ["BlobConformance", "StoreConformance", "StoreMachine"]
 
 _HOMES = {
     "BlobConformance": "kvwire.store.testing.blobs",

@@ -23,8 +23,8 @@ ended before it. So, wherever the two meet:
   and compute the text, encoding the document again heals it.
 - A writer of content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
 - An entry that is removed or replaced between C1 and C5 keeps its content until the next collection.
-- Of several parts all have the same C1, which goes on before each part with what was written since; a dry look at all
-  of them before is that C1, too. Marks only ever come, so that C2 to C5 find what they would after a C1 of their own.
+- Of several parts all have the same C1, which goes on before each part with what was written since; a dry look before
+  is that C1, too. Marks only ever come, so that C2 to C5 find what they would after a C1 of their own.
 
 Entries of token sequences are hints. One that no document shares any more is deleted; losing one costs an encoding.
 Entries of prefixes are read once they are old, and deleted where no document has their text any more; losing one costs
@@ -44,9 +44,9 @@ from typing import TYPE_CHECKING, TypeVar
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, StorageError
 from kvwire.store.base import is_there, modified
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
-from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds, mark
+from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds
 from kvwire.store.listing import WHOLE, Part, read_ahead
-from kvwire.store.upkeep.marks import SAMPLE, MarksFile, SpilledMarks
+from kvwire.store.upkeep.marks import Marks
 from kvwire.store.upkeep.walk import (
     TELL_EVERY,
     Collected,
@@ -110,9 +110,7 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
             part is kept in memory. Parts may be collected side by side and in any order; unfinished files go with the
             first. An entry of a prefix that leads into other parts goes once those were collected.
         parts: Collect the whole as so many parts, one after the other. Entries are read once for all of them, with
-            ``max_fraction`` too, and before each part those that were written since, into a temporary file of some 34
-            bytes for each object that is named. Of these a part is in memory at a time. ``TMPDIR`` names the file's
-            folder, which is not to be one in memory. With ``max_fraction`` the file has all tenants at once.
+            ``max_fraction`` too, and before each part those that were written since.
         on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
 
     Returns:
@@ -131,12 +129,10 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
         raise ArgumentError("choose one part (--part K/N, part=) or the whole as several (--parts N, parts=), not both")
     chosen = (part,) if parts == 1 else tuple(Part(number, parts) for number in range(1, parts + 1))
     tell = on_progress or (lambda _what, _count: None)
-    with MarksFile() as file:
-        settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell, file=file)
-        if max_fraction < 1 and not dry_run:
-            looking = replace(settings, dry_run=True, keeps=True)
-            check_fraction(_sweep(store, tenant_hash, keyring, looking), max_fraction)
-        total = _sweep(store, tenant_hash, keyring, replace(settings, dry_run=dry_run))
+    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell, dry_run=dry_run)
+    if max_fraction < 1 and not dry_run:
+        check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
+    total = _sweep(store, tenant_hash, keyring, settings)
     if not dry_run and chosen[0].number == 1:
         total += remove_leftovers(store, grace_s)
     return total
@@ -148,10 +144,8 @@ class _Settings:
     allow_empty_catalog: bool
     parts: tuple[Part, ...]
     tell: OnProgress
-    file: MarksFile
-    dry_run: bool = False
-    keeps: bool = False  # marks, for the next sweep
-    kept: dict[str, SpilledMarks] = field(default_factory=dict)  # by the root of their configuration
+    dry_run: bool
+    marks: dict[str, Marks] = field(default_factory=dict)  # of a dry look, by the root of their configuration
 
 
 def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, settings: _Settings) -> Collected:
@@ -166,41 +160,34 @@ def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, setti
 
 
 def _collect_parts(catalog: Catalog, space: KeySpace, settings: _Settings) -> Collected:
-    if len(settings.parts) == 1:
-        return _Sweep(catalog, space, settings, settings.parts[0]).run()
-    total, size = Collected(), settings.file.size
-    marks = settings.kept.get(space.root) or SpilledMarks(settings.file)
-    for part in settings.parts:
+    parts, total = settings.parts, Collected()
+    marks = settings.marks.pop(space.root, None) or Marks(parts[0] if len(parts) == 1 else WHOLE)
+    for part in parts:
         total += _Sweep(catalog, space, settings, part, marks).run()
         if not marks.at:  # the entries cannot be read, and would not be for the other parts
             break
-    if settings.keeps and marks.at:
-        settings.kept[space.root] = marks
-    else:
-        settings.file.cut(size)
+    if settings.dry_run:
+        marks.pack()
+        settings.marks[space.root] = marks
     return total
 
 
 class _Sweep:
-    """One configuration, or its part. marked: digests that are needed; elsewhere: some that are, of other parts."""
+    """One configuration, or its part. marks: what entries name, for all parts that are collected together."""
 
-    def __init__(
-        self, catalog: Catalog, space: KeySpace, settings: _Settings, part: Part, spilled: SpilledMarks | None = None
-    ) -> None:
+    def __init__(self, catalog: Catalog, space: KeySpace, settings: _Settings, part: Part, marks: Marks) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._space = space
         self._grace_s, self._dry_run, self._tell = settings.grace_s, settings.dry_run, settings.tell
-        self._allow_empty_catalog, self._part, self._spilled = settings.allow_empty_catalog, part, spilled
-        self._marked: set[bytes] = set()
-        self._elsewhere: list[str] = []
-        self._marked_at = 0.0
+        self._allow_empty_catalog, self._part, self._marks = settings.allow_empty_catalog, part, marks
         self._done = Collected()
 
     def run(self) -> Collected:
         try:
             refuse_unknown_kinds(self._store, self._space)
-            self._mark()
+            if not (self._marks.at and self._dry_run):
+                self._mark()
             if not self._allow_empty_catalog:
                 self._refuse_lost_catalog()
             self._batches(self._stale_hints(), partial(self._delete_entries, self._keys_of_garbage))
@@ -213,36 +200,20 @@ class _Sweep:
         return self._done
 
     def _mark(self) -> None:
-        """Read the entries: all at first, unless they have been read, later those that may have been written since."""
-        if self._spilled and not self._marked_at:
-            if not self._spilled.at:
-                self._read_on(self._spilled)
-            if not self._dry_run:  # all that came since: within a lease there would be no time for it
-                self._read_on(self._spilled)
-            self._marked_at = self._spilled.at
-            self._marked.update(self._spilled.of(self._part))
-            self._elsewhere = self._spilled.elsewhere(self._part)
-            return
-        since, self._marked_at = self._marked_at, time.time()
-        for key in named(self._catalog, self._space, since, self._tell):
-            if self._part.has(key):
-                self._marked.add(mark(key))
-            elif len(self._elsewhere) < SAMPLE:
-                self._elsewhere.append(key)
-
-    def _read_on(self, spilled: SpilledMarks) -> None:
-        keys = named(self._catalog, self._space, spilled.at, self._tell)
-        spilled.add_all(keys, time.time(), self._part)
+        """Read the entries: all at first, later those that may have been written since."""
+        now = time.time()
+        self._marks.add_all(named(self._catalog, self._space, self._marks.at, self._tell), now)
 
     def _refuse_lost_catalog(self) -> None:
         """Raise CorruptError where there is garbage, and nothing that is there is named: the catalog is lost, then."""
         garbage = False
         for found in objects(self._store, self._space, self._part):
             listed = found.listed
-            if self._is_collected(listed.key) and mark(listed.key) in self._marked:
+            if self._is_collected(listed.key) and listed.key in self._marks:
                 return
             garbage = garbage or self._is_garbage(listed.key, listed.modified)
-        if garbage and not any(is_there(self._store, key) for key in self._elsewhere):
+        elsewhere = (key for key in self._marks.sample if not self._part.has(key))
+        if garbage and not any(is_there(self._store, key) for key in elsewhere):
             raise CorruptError(
                 "the catalog names none of the content that is there: it may be lost, so nothing is deleted; kvwire "
                 "store rebuild makes it anew from blobs and texts; where all documents were taken out on purpose, pass "
@@ -250,7 +221,7 @@ class _Sweep:
             )
 
     def _is_garbage(self, key: str, modified: float) -> bool:
-        return self._is_old(modified) and self._is_collected(key) and mark(key) not in self._marked
+        return self._is_old(modified) and self._is_collected(key) and key not in self._marks
 
     def _is_old(self, modified: float) -> bool:
         return 0 < modified < time.time() - self._grace_s
@@ -301,8 +272,8 @@ class _Sweep:
                 yield key
 
     def _is_needed(self, key: str) -> bool:
-        """Whether a document names what lies there; in other parts, whether it is there still."""
-        return mark(key) in self._marked if self._part.has(key) else is_there(self._store, key)
+        """Whether a document names what lies there; where that is not known, whether it is there still."""
+        return key in self._marks if self._marks.part.has(key) else is_there(self._store, key)
 
     def _delete_entries(self, still: Callable[[list[str]], Iterable[str]], batch: list[str]) -> None:
         """Delete what ``still`` gives of the batch after one more look at what is named."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError, AuthError
 from kvwire.store.base import modified
 from kvwire.store.catalog.announcements import GRACE_S
-from kvwire.store.index_records import SAVED
+from kvwire.store.index_records import is_saved
 from kvwire.store.listing import ahead
 from kvwire.store.upkeep.walk import added, catalogs
 
@@ -193,7 +193,7 @@ class _Look:
             key, name = space.document(entry.document_id), entry.document_id
             times = written.get(key, 0.0), marked.get(space.last_use(name), 0.0)
             self._places[key] = catalog, space, name
-            may_go = times[0] > 0 and max(times) < self.young and (self._named or name.startswith(SAVED))
+            may_go = times[0] > 0 and max(times) < self.young and (self._named or is_saved(name))
             self.documents.append(Stored(key, tuple(blobs), max(times), may_go))
         self._tell("entries", count % _TELL_EVERY)
 

@@ -135,7 +135,7 @@ TABLE = [
     (estimators, "_LEAST_ERROR", steadiness, (0.975, 0.985)),
     (estimators, "_WINDOW", lambda: trip_after(4) + trip_after(5), (0.055, 0.065)),
     (horizons, "_TRUSTED", checks_without_a_word, (0.7, 0.8)),
-    (learning, "_SURPRISE", lambda: off(learnt(0.03, 2, 3.0), TRUE.scaled(3.0)), (0.0, 0.05)),
+    (learning, "_SURPRISE", lambda: off(learnt(0.03, 2, 3.0), TRUE.scaled(3.0)), (0.0, 0.03)),
     (learning, "_DRIFT", creeping, (0.0, 0.16)),
     (learning, "_UNSEEN", lambda: without_pairs(3), (0.0, 0.07)),
     (learning, "_SPREAD_WEIGHT", lambda: spread_after_calm(8), (0.02, 0.06)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -125,6 +126,23 @@ def test_a_closing_is_reported_once():
     assert controller.estimates.closing.link_s_per_token == learnt
     with pytest.raises(ArgumentError, match="never asked for"):
         controller.handle(ev.PromptAssembled(7, 256, 0.001), 0.17)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"passes": ((32, 256, 0.02), (32, 256, -1.0))}, {"passes": ((32, 256, 0.02), (32, inf, 0.02))},
+        {"seconds": inf, "passes": ((32, 256, 0.02),)}, {"rows": (20, -1), "passes": ((32, 256, 0.02),)},
+        {"prompt_tokens": 0, "passes": ((32, 256, 0.02),)},
+    ],
+)  # fmt: skip
+def test_a_closing_that_cannot_be_changes_nothing(wrong):
+    controller = finished(workers=2)
+    before = controller.estimates.to_state()
+    with pytest.raises(ArgumentError):
+        controller.handle(replace(ev.PromptAssembled(0, 256, 0.001), **wrong), 0.14)
+    assert controller.estimates.to_state() == before
+    assert controller.is_under_way(0)
 
 
 def test_a_closing_teaches_what_its_rows_and_passes_took():

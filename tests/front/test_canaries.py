@@ -33,10 +33,11 @@ from kvwire.errors import KvwireError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import Catalog, FolderStore, Keyring, MemoryStore, tenant_hash
 from kvwire.store.schemes import open_store
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import AccessSettings, HttpStore, HttpStoreSettings, sign_url
 from kvwire.transport.testing import serving
 from kvwire.types import KVCache
+
+from ..store_wrappers import StoreWrapper
 
 WORDS = ("Quetzalcoatlus9137", "zephyrous")
 TEXT = f"The {WORDS[0]} told the {WORDS[1]} password to nobody but its mother. " * 30

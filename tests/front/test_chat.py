@@ -145,6 +145,12 @@ def test_what_does_not_go_together_is_refused(small, chatting, corpus, names):
             asked(small, chatting, corpus, names, **settings)
 
 
+@pytest.mark.parametrize("wrong", [[1], [b"a"], "a", [None]])
+def test_documents_are_names(small, chatting, corpus, wrong):
+    with pytest.raises(ArgumentError, match="documents are"):
+        asked(small, chatting, corpus, wrong)
+
+
 def test_a_question_may_be_a_text_without_a_chat(small, chatting, corpus, names):
     text = asked(small, chatting, corpus, names, chat=None, repair="none")
     ids = asked(small, chatting, corpus, names, chatting.tokenize(QUESTION, place="last"), chat=None, repair="none")

@@ -18,11 +18,11 @@ from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import Catalog, FolderStore, HttpAddress, MemoryStore, collect, open_tiers, tenant_hash
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import AccessSettings, HttpSource, HttpStore, open_session, sign_url
 from kvwire.transport.server.access import Access
 from kvwire.transport.testing import serving
 
+from ..store_wrappers import StoreWrapper
 from .answers import troubles
 from .tiny_engine import VOCABULARY, TinyEngine
 

@@ -57,6 +57,21 @@ def test_fewer_chunks_are_fetched_and_a_level_is_cut_as_it_is_decoded(small):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+def test_the_expected_divergence_is_of_the_tokens_that_the_prompt_has(small):
+    corpus = small.corpus(chunk_tokens=64)
+    entries = [corpus.find(name) for name in small.tokens]
+    infos = [corpus.read_header(entry) for entry in entries]
+    for entry, info in zip(entries, infos, strict=True):  # the second chunk is damaged, and so computed
+        (key,) = corpus.catalog.blobs.of(entry)
+        at, data = info.reads(1, 0)[0].offset, corpus.catalog.store.get(key)
+        corpus.catalog.store.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    answer = ask(small, corpus, FETCHED, first_tokens=70, quality_floor=2, quality_ceiling=2, repair="none")
+    assert [each.level for each in answer.decisions] == [2, None] * len(entries)
+    wanted = [info.levels[2].predicted_kl * 64 / 70 for info in infos]
+    assert answer.document_kl == pytest.approx(wanted)
+    assert answer.expected_kl == pytest.approx(sum(wanted) / len(wanted))
+
+
 @pytest.mark.parametrize("selector", ["attention", "product", "first"])
 def test_what_is_cut_is_repaired_behind_a_system_text(small, selector):
     corpus = small.corpus(deviation=True)

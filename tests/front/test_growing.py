@@ -23,11 +23,11 @@ from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, Keyring, MemoryStore, collect, copy_store, rebuild, verify_store
 from kvwire.store.schemes import open_store
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import ServerSettings
 from kvwire.transport.testing import serving
 from kvwire.types import BlobPrefix, digest_tokens
 
+from ..store_wrappers import StoreWrapper
 from .answers import troubles
 
 TURNS = (120, 30, 1, 77, 256, 40)

@@ -14,11 +14,11 @@ from kvwire.errors import ArgumentError, ConflictError, NotFoundError, StorageEr
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import FolderStore, Keyring, MemoryStore, collect, copy_store, index_documents, verify_store
 from kvwire.store.schemes import open_store
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings
 from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
+from ..store_wrappers import StoreWrapper
 
 LOST = ProxyFault(FaultKind.LOST_ANSWER)
 TURN = (5, 6, 7)

@@ -15,9 +15,10 @@ from kvwire.store import FolderStore, Keyring, MemoryStore, TierSettings, open_t
 from kvwire.store.backends.http import exchange
 from kvwire.store.records import BlobPart
 from kvwire.store.schemes import open_store
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import ServerSettings
 from kvwire.transport.testing import serving
+
+from ..store_wrappers import StoreWrapper
 
 DIGEST = "0" * 64
 

@@ -16,8 +16,9 @@ from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import TierSettings, open_tiers
-from kvwire.store.testing import CountingStore, SlowStore, StoreWrapper
 from kvwire.transport.testing import serving
+
+from ..store_wrappers import CountingStore, SlowStore, StoreWrapper
 
 
 def test_what_is_fetched_ahead_is_there_when_it_is_decoded(small):

@@ -21,9 +21,9 @@ from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.saving import Saver
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, collect, forget
-from kvwire.store.testing import StoreWrapper
 
 from ..store.conftest import DAY, AgedStore
+from ..store_wrappers import StoreWrapper
 from .tiny_engine import TinyEngine
 
 TEMPLATE = (
@@ -46,6 +46,20 @@ class Failing(StoreWrapper):
         if word and word in request.key:
             msg = "the disk is full"
             raise StorageError(msg)
+        return call(request.data)
+
+
+class SlowToMark(StoreWrapper):
+    """Writes the first mark of a last use only when it is let."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def _do(self, request, call):
+        if request.method == "put" and "/catalog/used/" in request.key:
+            self.begun.set()
+            assert self.let.wait(60)
         return call(request.data)
 
 
@@ -104,6 +118,21 @@ def test_a_prompt_begins_with_what_is_stored(corpus, chatting, ids):
         assert (same.reused.saved, len(documents(corpus))) == ("", 1)
 
 
+def test_uses_while_the_last_are_written_down_are_written_when_the_loader_closes(small, chatting, ids):
+    store = SlowToMark(MemoryStore())
+    corpus = filled(small, chatting, store)
+    for name, text in (("prompts/1", ids), ("prompts/2", ids[7:])):
+        list(corpus.encode([Document(name, text)], index=("kvwire",)))
+    made = loader(chatting, corpus)
+    made.ask_prompt([*ids, 7])
+    assert store.begun.wait(60)
+    made.ask_prompt([*ids[7:], 7])
+    threading.Timer(0.2, store.let.set).start()
+    made.close()
+    space = corpus.catalog.keys(corpus.config)
+    assert {*store.keys(space.last_uses)} == {space.last_use("prompts/1"), space.last_use("prompts/2")}
+
+
 def test_a_prompt_of_which_nothing_is_stored_is_a_prefill(corpus, chatting, ids):
     with loader(chatting, corpus) as made:
         answer = made.ask_prompt(ids)
@@ -126,6 +155,19 @@ def test_a_prompt_of_which_nothing_is_stored_is_a_prefill(corpus, chatting, ids)
 def test_what_is_no_prompt_is_refused(corpus, chatting, token_ids, why):
     with loader(chatting, corpus) as made, pytest.raises(ArgumentError, match=why):
         made.ask_prompt(token_ids)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, None])
+def test_an_answer_without_a_length_is_refused(corpus, chatting, ids, tokens):
+    with loader(chatting, corpus) as made:
+        asking = (
+            lambda: made.ask(["a"], ids[:2], tokens=tokens),
+            lambda: made.ask_prompt(ids, tokens=tokens),
+            lambda: made.converse("anna", ids[:2], tokens=tokens),
+        )
+        for ask in asking:
+            with pytest.raises(ArgumentError, match=f"a whole number from 1 on, got {tokens}"):
+                ask()
 
 
 def test_what_stands_around_documents_does_not_go_with_a_prompt(corpus, chatting, ids):

@@ -26,11 +26,11 @@ from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import DaemonThreads, Threads
 from kvwire.store import open_store
-from kvwire.store.testing import CountingStore
 from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
 from kvwire.transport.server.connections import Connections
 from kvwire.transport.testing import serving
 
+from ..store_wrappers import CountingStore
 from .answers import troubles
 
 pytestmark = pytest.mark.usefixtures("few_objects")

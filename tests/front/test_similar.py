@@ -17,8 +17,8 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
-from kvwire.store.testing import CountingStore
 
+from ..store_wrappers import CountingStore
 from .test_prompts import NEVER, Failing, costs_stay, filled, full, loader
 
 __all__ = ["costs_stay"]

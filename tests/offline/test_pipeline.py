@@ -22,7 +22,8 @@ from kvwire.offline.batches import Batches
 from kvwire.offline.pipeline import ahead
 from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import MemoryStore
-from kvwire.store.testing import StoreWrapper
+
+from ..store_wrappers import StoreWrapper
 
 EMPTY = 2
 TIMES = dict.fromkeys(["read_s", "tokenize_s", "look_up_s", "prefill_s", "encode_s", "upload_s"], 0.0)

@@ -13,9 +13,9 @@ from msgspec.structs import asdict, replace
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, open_tiers, tenant_hash
 from kvwire.store.listing import tenants
-from kvwire.store.testing import FaultyStore, StoreFault
 from kvwire.types import digest_tokens
 
+from ..store_wrappers import FaultyStore, StoreFault
 from .conftest import CONFIG
 
 OTHER_CONFIG = "d" * 64

@@ -15,11 +15,11 @@ from kvwire.codec import pack_text
 from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, FolderStore, tenant_hash
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
-from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.store.upkeep import collect as collecting
 from kvwire.store.upkeep.collect import Collected
 from kvwire.types import digest_tokens
 
+from ..store_wrappers import FaultyStore, StoreFault, StoreWrapper
 from .conftest import CONFIG, DAY, AgedStore
 
 IDS = (5, 6, 7)

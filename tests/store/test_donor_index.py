@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +14,9 @@ from kvwire.store import Catalog, DonorIndex, Keyring, collect, index_documents,
 from kvwire.store.donors import _MIX, _MULTIPLIER, FEATURES, MOST_OF_FEATURE, SCHEME, SHINGLE, WINDOW, sketch
 from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.records import pack_record
-from kvwire.store.testing import CountingStore
 from kvwire.types import digest_tokens
 
+from ..store_wrappers import CountingStore
 from .conftest import CONFIG, DAY
 from .test_prefix_index import add
 
@@ -220,6 +222,20 @@ def test_damaged_entries_are_refused(data, error):
         DonorEntry.from_json(data)
 
 
-def test_an_entry_says_what_it_was_told():
-    entry = DonorEntry(SCHEME, "a", "0" * 64)
-    assert DonorEntry.from_json(pack_record(entry)) == entry
+def test_entries_and_names_of_features_stay_as_they_were(store, catalog):
+    ids = list(range(40))
+    golden = Path(__file__).parent / "golden"
+    stored = (golden / "donor-entry.json").read_bytes()
+    entry = DonorEntry("sketch-64", "a/b", digest_tokens(ids))
+    assert pack_record(entry) == stored
+    assert DonorEntry.from_json(stored) == entry
+    lines = [line.split() for line in (golden / "donor-features.txt").read_text().splitlines()]
+    features = sketch(ids)
+    how = (("", b""), ("anna", b""), ("", bytes(range(32))))
+    for (writer, secret), wanted in zip(how, zip(*lines, strict=True), strict=True):
+        assert tuple(feature_digest("sketch-64", each, writer, secret) for each in features) == wanted
+    put(catalog, "a/b", ids)
+    root = catalog.keys(CONFIG).donor_entries
+    names_of = [f"{root}{each[:2]}/{each}/{entry.token_digest}.json" for each, *_ in lines]
+    assert sorted(store.keys(root)) == sorted(names_of)
+    assert {store.get(key) for key in store.keys(root)} == {stored}

@@ -13,11 +13,12 @@ from kvwire.runtime.prompted import SESSIONS
 from kvwire.runtime.saving import PROMPTS
 from kvwire.store import collect, forget
 from kvwire.store.catalog.last_uses import LastUses
-from kvwire.store.index_records import SAVED, LastUse
+from kvwire.store.index_records import LastUse, is_saved
 from kvwire.store.records import pack_record
-from kvwire.store.testing import StoreWrapper
 from kvwire.store.upkeep.forget import Stored, _windows, choose
+from kvwire.types import digest_tokens
 
+from ..store_wrappers import StoreWrapper
 from .conftest import CONFIG, DAY
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
@@ -201,4 +202,25 @@ def test_the_mark_is_written_as_the_specification_shows_it():
 
 
 def test_what_counts_as_saved_is_what_the_runtime_saves():
-    assert SAVED == (PROMPTS, FROM_VLLM, SESSIONS)
+    digest = digest_tokens([1, 2, 3])[:32]
+    for beginning in (PROMPTS, FROM_VLLM, SESSIONS, "head-"):
+        assert is_saved(f"{beginning}{digest}")
+    assert is_saved(f"{SESSIONS}anna\nand others")
+    for name in (
+        "head-of-state",
+        f"head-{digest}0",
+        f"head-{digest.upper()}",
+        f"my/head-{digest}",
+        f"x{PROMPTS}1",
+        "saved",
+    ):
+        assert not is_saved(name)
+
+
+def test_heads_of_prompts_are_forgotten_like_prompts(store, catalog):
+    head = f"head-{'0' * 32}"
+    for name in (head, "head-of-state"):
+        put(catalog, name)
+    store.age(8 * DAY)
+    assert forget(store, unused_s=7 * DAY).documents == 1
+    assert names(catalog) == {"head-of-state"}

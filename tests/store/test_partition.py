@@ -1,22 +1,20 @@
 """Parts of a store: together they are the whole, and each is what a walk over everything would keep."""
 
 import hashlib
-import os
 import random
-import resource
-import signal
-import tempfile
-from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, Collected, MemoryStore, Part, collect, index_documents, verify_store
-from kvwire.store.key_kinds import kinds, mark
-from kvwire.store.listing import content
-from kvwire.store.testing import StoreWrapper
-from kvwire.store.upkeep.marks import MarksFile, SpilledMarks
+from kvwire.store.key_kinds import kinds
+from kvwire.store.listing import WHOLE, content
+from kvwire.store.upkeep.marks import Marks
 from kvwire.types import digest_tokens
+
+from ..store_wrappers import StoreWrapper
 
 COUNTS = [1, 2, 3, 7, 16, 255, 256, 257]
 CONFIG = hashlib.sha256(b"a model").hexdigest()
@@ -167,10 +165,11 @@ class Reading(StoreWrapper):
         return call(request.data)
 
 
+@pytest.mark.parametrize("parts", [1, 16])
 @pytest.mark.parametrize("options", [{"dry_run": True}, {"max_fraction": 0.99}, {}])
-def test_entries_are_read_once_for_all_parts(catalog, options):
+def test_entries_are_read_once_for_all_parts_and_for_a_look_before(catalog, options, parts):
     store = Reading(littered(catalog))
-    done = collect(store, parts=16, **options)
+    done = collect(store, parts=parts, **options)
     assert (done.failures, done.blobs) == ((), 40)
     assert (store.reads, store.late_reads) == (80, 0)
 
@@ -214,133 +213,51 @@ def test_as_parts_what_an_entry_names_meanwhile_stays_however_old(catalog, when,
 
 
 def test_what_came_during_earlier_parts_is_read_before_anything_is_announced(catalog, monkeypatch):
-    """Once, so that late parts have no more to read within their leases than early ones."""
+    """Once, by the part in which it was written."""
     monkeypatch.setattr("kvwire.store.upkeep.walk._SKEW_S", 0.0)
     inner, (entry, key, data) = littered(catalog), in_the_last_of(8, catalog)
     store = Reading(inner)
     collect(Meanwhile(store, lambda: inner.put(key, data)), parts=8)
     assert inner.get(entry.blob_key)
-    assert (store.reads, store.late_reads) == (80 + 1, 1)  # late: by the part in which it was written
+    assert (store.reads, store.late_reads) == (80, 1)
 
 
-def test_nobody_can_take_the_marks_away_meanwhile(catalog, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store, seen = littered(catalog), []
-
-    def clean(_what, _count):
-        for path in tmp_path.rglob("*"):
-            seen.append(path)
-            if path.is_file():
-                path.unlink()
-
-    done = collect(store, parts=8, on_progress=clean)
-    assert (done.failures, done.blobs) == ((), 40)
-    for number in range(120):
-        if number % 3:
-            entry = Catalog(store).by_document(CONFIG, f"document {number}")
-            assert store.get(entry.blob_key)
-            assert store.get(Catalog(store).keys(CONFIG).text(entry.token_digest))
-    assert not seen  # so that nothing stays where a collector is killed
+DIGESTS = st.integers(0, 50).map(lambda number: hashlib.sha256(bytes([number])).hexdigest())
+NAMED = st.one_of(
+    DIGESTS.map(lambda digest: f"v1/t/c/{digest[:2]}/{digest}.kvw"), st.sampled_from(["v1/t/a", "v1/t/b"])
+)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "empty", "zeros", "one byte"])
-def test_marks_that_are_not_as_they_were_written_delete_nothing(catalog, monkeypatch, damage):
-    files = []
-
-    def temporary(**options):
-        files.append(tempfile.NamedTemporaryFile(**options))  # noqa: SIM115 - the collection closes it
-        return files[-1]
-
-    monkeypatch.setattr("tempfile.TemporaryFile", temporary)
-    store = littered(catalog)
-    before = set(store.keys(""))
-
-    def harm(what, _count):
-        if what != "entries" or not files:
-            return
-        path = Path(files[0].name)
-        data = path.read_bytes()
-        at = len(data) // 2
-        if damage == "zeros":
-            path.write_bytes(bytes(len(data)))
-        elif damage == "one byte":
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        else:
-            os.truncate(path, 0 if damage == "empty" else len(data) - 1)
-
-    done = collect(store, parts=2, on_progress=harm)
-    named = {key for number in range(120) if number % 3 for key in _named_by(catalog, number)}
-    assert named <= set(store.keys(""))
-    assert done.failures
-    assert all("TMPDIR" in failure for failure in done.failures)
-    if damage in ("empty", "zeros"):
-        assert set(store.keys("")) == before
-        assert len(done.failures) == 1
+@given(st.lists(st.tuples(st.lists(NAMED), st.booleans()), max_size=6), st.integers(1, 3))
+def test_marks_are_what_a_set_of_keys_says(steps, count):
+    part = Part(1, count)
+    marks, plain, every = Marks(part), set(), []
+    for number, (keys, packs) in enumerate(steps, 1):
+        marks.add_all(keys, float(number))
+        plain |= {key for key in keys if part.has(key)}
+        every += keys
+        if packs:
+            marks.pack()
+        assert marks.at == number
+    for key in {*every, "v1/t/c", "v1/t/d"}:
+        assert (key in marks) == (key in plain)
+    assert marks.sample == every[:64]
 
 
-def _named_by(catalog, number):
-    entry = catalog.by_document(CONFIG, f"document {number}")
-    return entry.blob_key, catalog.keys(CONFIG).text(entry.token_digest)
-
-
-def test_without_room_for_marks_the_other_tenants_are_collected_and_it_says_what_to_do(catalog):
-    """Files of this process may not be longer than a few kilobytes."""
-    store = littered(catalog)
-    small = Catalog(store, "small")
-    small.add_text(CONFIG, "kept", (1, 2))
-    small.add_text(CONFIG, "gone", (3, 4))
-    small.remove(CONFIG, "gone")
-    for key in store.keys(small.keys(CONFIG).root):
-        store._objects[key].modified -= 2 * 24 * 3600.0
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
-        done = collect(store, parts=4, max_fraction=0.99)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-    assert (done.blobs, done.texts) == (0, 1)
-    (failure,) = done.failures
-    assert tempfile.gettempdir() in failure
-    assert "set TMPDIR to a folder on a disk with room" in failure
-
-
-def test_without_a_folder_for_marks_nothing_is_deleted(catalog, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    store = littered(catalog)
-    before = set(store.keys(""))
-    done = collect(store, parts=4)
-    assert set(store.keys("")) == before
-    assert len(done.failures) == 1
-    assert str(tmp_path / "nowhere") in done.failures[0]
-    assert not collect(store).failures  # which needs none
-
-
-def test_marks_that_are_needed_no_more_give_their_room_back(catalog, monkeypatch):
-    sizes = []
-    monkeypatch.setattr(MarksFile, "cut", lambda file, size: sizes.append((file.size, size)))
-    collect(littered(catalog), parts=4)
-    (size, kept), *_ = sizes
-    assert size > kept == 0
-
-
-def test_marks_of_many_pieces(monkeypatch):
-    monkeypatch.setattr("kvwire.store.upkeep.marks._BUFFERED", 100)
+def test_marks_are_packed_as_they_come(monkeypatch):
+    monkeypatch.setattr("kvwire.store.upkeep.marks._MOST_RECENT", 10)
     keys = [f"v1/t/c/ab/{hashlib.sha256(bytes([n])).hexdigest()}.kvw" for n in range(200)]
-    with MarksFile() as file:
-        several = [SpilledMarks(file) for _ in range(2)]
-        for first in (0, 1):
-            for number, marks in enumerate(several):
-                marks.add_all(keys[2 * number + first :: 4], 5.0 + first, Part(1, 7))
-        for number, marks in enumerate(several):
-            own = keys[2 * number :: 4] + keys[2 * number + 1 :: 4]
-            assert marks.at == 6.0
-            for part in (Part(number, 7) for number in range(1, 8)):
-                assert sorted(marks.of(part)) == sorted(mark(key) for key in own if part.has(key))
-                elsewhere = marks.elsewhere(part)
-                assert 32 <= len(elsewhere) <= 64
-                assert {key for key in own if not part.has(key)} >= set(elsewhere)
+    marks = Marks(WHOLE)
+    marks.add_all(keys[:100], 1.0)
+    assert len(marks._recent) < 10
+    assert [key in marks for key in keys] == [True] * 100 + [False] * 100
+
+
+def test_two_keys_that_share_their_first_bytes_both_stay():
+    one, other = (f"v1/t/c/00/{'0' * 16}{digit * 48}.kvw" for digit in "ab")
+    marks = Marks(WHOLE)
+    marks.add_all([one], 1.0)
+    assert other in marks
 
 
 @pytest.mark.parametrize(

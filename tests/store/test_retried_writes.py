@@ -16,12 +16,12 @@ from botocore.exceptions import ClientError
 from kvwire.errors import StorageError
 from kvwire.store import Catalog, FolderStore, KeySpace, MemoryStore, S3Settings, S3Store, TierSettings, open_tiers
 from kvwire.store.backends.s3 import requests
-from kvwire.store.testing import StoreWrapper
 from kvwire.transport import HttpStore, HttpStoreSettings, ServerSettings
 from kvwire.transport.testing import serving
 
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
 from ..s3_servers import S3Server
+from ..store_wrappers import StoreWrapper
 
 LOST = ProxyFault(FaultKind.LOST_ANSWER)
 SPACE = KeySpace("ab" * 16, "cd" * 8)

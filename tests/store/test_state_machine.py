@@ -11,10 +11,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvwire.errors import NotFoundError
 from kvwire.store import FolderStore, MemoryStore
-from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine
+from kvwire.store.testing import StoreMachine
 from kvwire.store.testing.samples import blob, catalog_entry
 from kvwire.transport import HttpStore
 from kvwire.transport.testing import serving
+
+from ..store_wrappers import CountingStore, FaultyStore, StoreFault
 
 
 def blobs_and_entries():

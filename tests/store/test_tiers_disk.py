@@ -12,8 +12,10 @@ import pytest
 from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
 from kvwire.store.cache import disk_tier
 from kvwire.store.cache.disk_tier import HEADER_BYTES
-from kvwire.store.testing import CountingStore, samples
+from kvwire.store.testing import samples
 from kvwire.store.testing.conformance import together
+
+from ..store_wrappers import CountingStore
 
 MIB = 1 << 20
 

@@ -28,8 +28,9 @@ from kvwire.store import (
 )
 from kvwire.store.cache import pending, write_back
 from kvwire.store.catalog.announcements import announce
-from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreWrapper, samples
+from kvwire.store.testing import samples
 
+from ..store_wrappers import CountingStore, FaultyStore, StoreFault, StoreWrapper
 from .conftest import until
 
 MIB = 1 << 20
@@ -543,11 +544,13 @@ def test_new_folders_are_flushed_and_file_systems_that_cannot_are_borne_with(rem
     assert {tmp_path, tmp_path / "a", folder, folder / "slot-0", folder / "slot-0" / "pending"} <= flushed
 
 
+ROOT = Path(__file__).resolve().parents[2]
 VICTIM = """
 import sys
 from kvwire.errors import StorageError
 from kvwire.store import FolderStore, TierSettings, open_tiers
-from kvwire.store.testing import FaultyStore, StoreFault, samples
+from kvwire.store.testing import samples
+from tests.store_wrappers import FaultyStore, StoreFault
 
 remote, folder, first = FolderStore(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 faulty = FaultyStore(remote, rates={StoreFault.ERROR: 0.5}, seed=first)
@@ -573,6 +576,7 @@ def test_what_was_acknowledged_survives_a_kill_and_entries_never_lead_nowhere(tm
                 subprocess.Popen(
                     [sys.executable, "-c", VICTIM, remote.root, tmp_path / "cache", str(1000 * turn)],
                     stdout=subprocess.PIPE,
+                    cwd=ROOT,
                 )
             )
             stack.callback(victim.kill)

@@ -8,16 +8,9 @@ import pytest
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, FolderStore, HttpAddress, MemoryStore, Snapshots, open_object
-from kvwire.store.testing import (
-    CountingStore,
-    FaultyStore,
-    SlowStore,
-    StoreConformance,
-    StoreFault,
-    StoreWrapper,
-    Tally,
-)
+from kvwire.store.testing import StoreConformance
 
+from ..store_wrappers import CountingStore, FaultyStore, SlowStore, StoreFault, StoreWrapper, Tally
 from .conftest import BehindMemory
 
 

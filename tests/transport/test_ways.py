@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
-from kvwire.store import S3Settings, S3Store
+from kvwire.store import Catalog, S3Settings, S3Store
 from kvwire.transport import (
     HttpSource,
     HttpStore,
@@ -351,6 +351,21 @@ async def test_what_stays_refused_is_asked_for_once_and_not_put_off(web, status)
         for error in (fails(store.get, "k"), await failed(store)):
             assert "later" not in str(error)
             assert "check the store's address" in str(error)
+
+
+async def test_a_web_page_of_a_network_that_asks_for_a_login_is_no_object(web):
+    """It has status 200, and says nothing of the object."""
+    page = (200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>Log in first")
+    with closing(HttpStore(web.url, settings=ONCE)) as store:
+        catalog = Catalog(store)
+        entry = catalog.keys("c" * 64).document("d")
+        web.chosen |= dict.fromkeys((f"/{entry}", "/k", "/?list&prefix=&after=&limit=1000"), page)
+        lookups = (lambda _: catalog.by_document("c" * 64, "d"), store.stat, lambda key: store.get(key, 5, 9))
+        for error in (*(fails(look, "k") for look in lookups), await failed(store)):
+            assert isinstance(error, StorageError)
+            assert web.url in str(error)
+            assert "asks for a login first" in str(error)
+        assert "asks for a login first" in str(fails(lambda _: list(store.scan("")), ""))
 
 
 def refused(code):

@@ -10,7 +10,7 @@ from contextlib import closing
 import torch
 
 from kvwire.engines.vllm.pages import StridedPages
-from kvwire.engines.vllm.saving import PageSave, Saver
+from kvwire.engines.vllm.saving import PageSave, PageSaver
 from kvwire.engines.vllm.shards import Shards
 from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore
@@ -38,7 +38,7 @@ def main(place: str, store: str, rank: int, ranks: int, prompt: list[int], block
             broken,
             PageSave("plain", ids[:64], tuple(blocks)),
         ]
-        with closing(Saver(corpus, "kvwire:16")) as saver:
+        with closing(PageSaver(corpus, "kvwire:16")) as saver:
             saver.register(pages, Shards(range(ranks)))
             saver.start(saves)
             until, back, done = time.monotonic() + 60, set(), []

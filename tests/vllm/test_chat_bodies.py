@@ -115,6 +115,9 @@ def test_commands_keep_a_chats_head_and_print_its_body(model, tmp_path, monkeypa
         with closing(Halves(Told(tmp_path / "kv", None, corpus, {}))) as halves:
             body = json.loads(out)
             assert halves.load(body)[3] == body["kv_transfer_params"]["kvwire"]["head"] + corpus.find("one").tokens
+    (tmp_path / "two.txt").write_text(TEXTS[0] * 40 + " \n")
+    code, _, err = run("encode", str(tmp_path / "two.txt"), str(tmp_path / "one.txt"), *said)
+    assert (code, "'two' in a chat: the tokens differ" in err, "'one' in a chat" in err) == (0, True, False)
     code, _, err = run(*asked, *said, "--before", "Read:")
     assert (code, "run kvwire encode --chat once" in err) == (3, True)
     for words in (("--before", "Read:"), ("--chat", "--computed", "one")):

@@ -14,7 +14,7 @@ from kvwire.engines.vllm import loading
 from kvwire.engines.vllm.counting import Counts
 from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.opening import ConnectorSettings
-from kvwire.engines.vllm.pages import StridedPages, Table, slots_of
+from kvwire.engines.vllm.pages import BlockTable, StridedPages, slots_of
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
 from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
@@ -95,7 +95,7 @@ LISTS = [list(range(20, 0, -1)), [*[0] * 15, 45, 44, 43, 42, 41]]
 
 @pytest.fixture
 def windowed(told):
-    with closing(Halves(told, tables=[Table((0,), BLOCK), Table((1,), BLOCK, is_whole=False)])) as made:
+    with closing(Halves(told, tables=[BlockTable((0,), BLOCK), BlockTable((1,), BLOCK, is_whole=False)])) as made:
         yield made
 
 
@@ -123,7 +123,7 @@ def test_a_part_of_what_windows_need_is_nothing(windowed, told):
 
 
 def test_blocks_longer_than_those_of_the_pages_hold_the_same_tokens(told):
-    with closing(Halves(told, tables=[Table((0, 1), 4 * BLOCK)])) as halves:
+    with closing(Halves(told, tables=[BlockTable((0, 1), 4 * BLOCK)])) as halves:
         cache, tables = expected(told, "abc"), [3, 9, 1, 12, 5]
         bad, *_ = halves.load(halves.body("abc"), 0, [tables])
         assert bad == set()
@@ -180,6 +180,14 @@ def test_a_request_with_another_salt_gets_nothing_and_is_told(halves, salt):
     bad, _, said, promised = halves.load(body | {"cache_salt": salt})
     assert (bad, promised) == (set(), 0)
     assert f'send "cache_salt": "{body["cache_salt"]}"' in said["refused"]
+
+
+@pytest.mark.parametrize("names", [["absent"], ["absent", "a"]])
+def test_a_document_that_is_not_in_the_catalog_is_named(halves, names):
+    said = {"documents": names, "level": 1}
+    _, _, report, promised = halves.load(halves.body("a") | {"kv_transfer_params": {"kvwire": said}})
+    assert promised == 0
+    assert report["refused"].startswith("document 'absent' is not in the catalog: encode it")
 
 
 def test_requests_that_name_no_documents_are_none_of_ours(halves):

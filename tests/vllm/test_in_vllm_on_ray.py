@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 pytest.importorskip("ray", reason="Ray is not installed here: make test-engines installs it")
@@ -21,7 +21,7 @@ from kvwire.cli.app import main
 from kvwire.engines.transformers import open_engine
 from kvwire.offline import RaySettings, VllmSettings, encode_serially, find_documents, read_manifest
 from kvwire.offline.on_vllm import processor_of
-from kvwire.runtime.corpus import Coding, Corpus
+from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore, MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -135,6 +135,37 @@ def test_documents_are_those_of_transformers_and_are_encoded_once(cluster, run, 
         (folder / f"{name}.txt").unlink()
     assert run("encode", folder, *common, *vllm)[0] == 0
     assert {row.status for row in read_manifest(str(tmp_path / "m.jsonl"))} == {"there already"}
+
+
+def test_a_model_with_windows_is_encoded_without_the_hybrid_manager(cluster, run, demo_model, tmp_path):
+    """docs/how-to/encode-with-vllm.md: a window's rows are given away otherwise, before they are saved."""
+    folder, texts = tmp_path / "model", demo_model.parent / "documents"
+    torch.manual_seed(3)
+    config = GptOssConfig(
+        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, initializer_range=0.15, sliding_window=96,
+        layer_types=["sliding_attention", "full_attention"], num_local_experts=4, num_experts_per_tok=2,
+        bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    GptOssForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, folder / name)
+    (tmp_path / "short.txt").write_text((texts / "09-the-toll-gate.txt").read_text()[:900])
+    common = ["--model", folder, "--store", f"file://{tmp_path}/store"]
+    assert run("encode", texts / "09-the-toll-gate.txt", *common)[0] == 0
+    vllm = ["--on", "ray", "--engine", "vllm", "--cpus", 0.5, "--engine-args"]
+    args = ARGS | {"disable_hybrid_kv_cache_manager": True}
+    assert run("encode", tmp_path / "short.txt", *common, *vllm, json.dumps(args))[0] == 0
+    engine = open_engine(folder, dtype=torch.float32)
+    with closing(FolderStore(tmp_path / "store")) as store:
+        corpus = Corpus.open(store)
+        serial = Corpus(engine, MemoryStore(), coding=Coding(neutral_prefix=0))
+        serial.set_profile(corpus.profile())
+        list(serial.encode([Document("short", tuple(corpus.text(corpus.find("short"))))]))
+        loaded, expected = (each.decode("short", 2, dtype=torch.float32) for each in (corpus, serial))
+        assert loaded.tokens > 2 * config.sliding_window
+        for mine, theirs in zip([*loaded.keys, *loaded.values], [*expected.keys, *expected.values], strict=True):
+            assert (mine - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_a_vllm_that_cannot_start_ends_the_run_and_says_where_to_look(cluster, run, model, demo_model, tmp_path):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +19,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.connector import KvwireConnector
 from kvwire.engines.vllm.requests import PARAMS, Choice
-from kvwire.engines.vllm.saving import Saving
+from kvwire.engines.vllm.saving import SaveScheduler
 from kvwire.store import FolderStore
 
 from ..small_disk import on_small_disk
@@ -102,14 +107,14 @@ def test_a_request_with_an_adapter_gets_no_documents():
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-    from kvwire.engines.vllm.connector import _other_rows
+    from kvwire.engines.vllm.connector import _why_not_plain
 
     plain, adapted = (
         Request("a", [1, 2], SamplingParams(), None, lora_request=adapter)
         for adapter in (None, LoRARequest("l", 1, "/l"))
     )
-    assert _other_rows(plain) == ""
-    assert "adapter" in _other_rows(adapted)
+    assert _why_not_plain(plain) == ""
+    assert "adapter" in _why_not_plain(adapted)
 
 
 def test_strict_requests_without_their_documents_end_with_an_error(served):
@@ -179,42 +184,89 @@ with closing(FolderStore(root)) as store, serving_llm(Path(model), f"file://{roo
 def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outputs, is_saved):
     """Its blocks are taken again and not all of its rows are there, though it has answered already."""
     connector = object.__new__(KvwireConnector)
-    connector._saving, connector._tells, connector._telling = Saving("asked", 1), False, None
-    connector._scheduling = SimpleNamespace(
+    connector._save_scheduler, connector._publishes_events, connector._outcome_sender = (
+        SaveScheduler("asked", 1),
+        False,
+        None,
+    )
+    connector._scheduler = SimpleNamespace(
         missing_head=lambda _: 0, built_on=lambda _, had: 1 if had else None, end=lambda _: {PARAMS: {}}
     )
-    connector._saving.begin("r", None, Choice(prefix=True, save=True, level=1))
+    connector._save_scheduler.begin("r", None, Choice(prefix=True, save=True, level=1))
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[*range(20)], all_token_ids=[*range(20 + outputs)],
         num_computed_tokens=computed, num_tokens=20 + outputs, num_output_tokens=outputs,
     )  # fmt: skip
     holds, told = connector.request_finished_all_groups(request, ([4, 5],))
-    assert holds == is_saved == bool(connector._saving.take())
+    assert holds == is_saved == bool(connector._save_scheduler.take())
     assert told == {
         PARAMS: {"saving_tokens": 22} if is_saved else {"not_saved": "it ended before its prompt was computed"}
     }
 
 
-def test_start_up_errors_end_the_server(model, tmp_path):
+def deepseek(folder):
+    """A tiny model with latent attention."""
+    config = DeepseekV3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=2048,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wrong", "say"),
+    [
+        ("no record", "NotFoundError: .* has no record"),
+        ("another model", "NotFoundError: .* has no record"),
+        ("nobody listens", "StorageError"),
+        ("no answer", "StorageError"),
+        ("a setting", "ArgumentError: kv_connector_extra_config has no 'stor'"),
+        ("latent attention", "ArgumentError: .* pages of the kind MLAAttention"),
+    ],
+)
+def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
     """vLLM's API server waits for its engine, which must end, too."""
-    store = tmp_path / "empty"
+    store, extra = tmp_path / "empty", {}
     store.mkdir()
-    transfer = {
-        "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": f"file://{store}"},
-    }  # fmt: skip
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
-        "--enforce-eager", "--block-size", "32", "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        told = None
-        try:
-            for line in server.stdout:
-                if told is None and "NotFoundError" in line:
-                    told = time.monotonic()
-            assert server.wait(60) != 0
-        finally:
-            server.kill()
-    assert told is not None
-    assert time.monotonic() - told < 60
+    address = f"file://{store}"
+    if wrong == "another model":
+        save_model(tmp_path / "other", seed=4)
+        with closing(FolderStore(store)) as other:
+            encoded(open_engine(tmp_path / "other", dtype=torch.float32), other)
+    elif wrong == "a setting":
+        extra = {"stor": address}
+    elif wrong == "latent attention":
+        model = deepseek(tmp_path / "deepseek")
+        with closing(FolderStore(store)) as other:
+            encoded(open_engine(model, dtype=torch.float32), other)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        port = silent.getsockname()[1] if wrong == "no answer" else 9
+        if wrong in ("no answer", "nobody listens"):
+            address = f"http://127.0.0.1:{port}"
+        transfer = {
+            "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": address} | extra,
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
+            "--enforce-eager", "--block-size", "32", "--skip-tokenizer-init", "--kv-transfer-config",
+            json.dumps(transfer),
+        ]  # fmt: skip
+        seen, began = {}, time.monotonic()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+            try:
+                for line in server.stdout:
+                    for name, words in {"asked": "Creating v1 connector", "told": say}.items():
+                        if name not in seen and re.search(words, line):
+                            seen[name] = time.monotonic() - began
+                assert server.wait(60) != 0
+            finally:
+                server.kill()
+        seen["ended"] = time.monotonic() - began
+    if path := os.environ.get("KVWIRE_STARTS"):  # a file for the figures
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"wrong": wrong} | seen) + "\n")
+    assert seen["ended"] - seen["told"] < 30

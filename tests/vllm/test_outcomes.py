@@ -41,12 +41,12 @@ def test_an_answer_tells_what_was_loaded_and_lost(halves, told, caplog):
 
 def test_outcomes_of_workers_join_and_those_of_loads_add_up():
     outcome = RequestOutcome()
-    assert outcome.told() == {}
+    assert outcome.report() == {}
     for each in (
         LoadOutcome(0, 10, 0, 2, 100), LoadOutcome(0, 4, 6, 1, 50, "late"), LoadOutcome(1, 6, 0, 3, 30),
     ):  # fmt: skip
         outcome.add(each)
-    assert outcome.told() == {"loaded_tokens": 10, "lost_tokens": 6, "bytes": 180, "level": 1, "trouble": "late"}
+    assert outcome.report() == {"loaded_tokens": 10, "lost_tokens": 6, "bytes": 180, "level": 1, "trouble": "late"}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves, monk
     other = body | {"prompt": [*body["prompt"][:20], 255, *body["prompt"][21:]]}
     for each, tokens in ((body, 247), (other, 20)):
         name, promised = halves.promise(each)
-        assert (promised, halves.scheduling.other_salt(name)) == (tokens, None)
+        assert (promised, halves.scheduling.own_salt(name)) == (tokens, None)
 
     def lost(*_):
         msg = "the text is lost"
@@ -93,16 +93,62 @@ def test_rows_of_another_text_do_not_stand_under_the_documents_salt(halves, monk
 
     monkeypatch.setattr(Corpus, "text", lost)
     name, promised = halves.promise(other)
-    salt = halves.scheduling.other_salt(name)
+    salt = halves.scheduling.own_salt(name)
     assert promised == 0
     assert salt.startswith(body["cache_salt"])
     assert names_documents(body["cache_salt"])
     assert not names_documents(salt)
-    assert halves.scheduling.other_salt(name) is None  # it is told once
+    assert halves.scheduling.own_salt(name) is None  # it is told once
     name, _ = halves.promise(other | {"prompt": other["prompt"][:-1]})
-    assert halves.scheduling.other_salt(name) not in (salt, None)
+    assert halves.scheduling.own_salt(name) not in (salt, None)
     name, _ = halves.promise(other | {"cache_salt": "mine"})
-    assert halves.scheduling.other_salt(name) is None
+    assert halves.scheduling.own_salt(name) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"prefix": True, "level": 1},
+        {"documents": ["c"], "level": 1},
+        {"documents": ["a", "b"], "level": 0},
+        {"documents": ["a", "b"]},
+        {"save": True},
+    ],
+)
+@pytest.mark.parametrize("own", ["", "+mine-other-"])
+def test_what_is_computed_under_a_salt_of_other_documents_gets_one_of_its_own(halves, said, own):
+    body = halves.body("ab")
+    salt = body["cache_salt"] + own
+    name, promised = halves.promise(body | {"cache_salt": salt, "kv_transfer_params": {"kvwire": said}})
+    assert promised == 0
+    other = halves.scheduling.own_salt(name)
+    assert other.startswith(f"{body['cache_salt']}-other-")
+    assert other.endswith(own)
+    assert not names_documents(other)
+
+
+def test_a_store_that_is_left_alone_gives_a_salt_of_its_own(halves):
+    body = halves.body("ab")
+    for _ in range(3):
+        halves.scheduling.loaded("none", LoadOutcome(0, 0, 9))
+    name, promised = halves.promise(body)
+    assert promised == 0
+    assert halves.scheduling.own_salt(name).startswith(f"{body['cache_salt']}-other-")
+
+
+def test_a_client_adds_its_own_to_a_salt(halves, told):
+    """Its documents are loaded, and in vLLM's memory nobody without its word finds them."""
+    body = request_body(told.corpus, Choice(("a", "b"), level=1), QUESTION, cache_salt="mine+2")
+    assert body["cache_salt"] == f"{halves.body('ab')['cache_salt']}+mine+2"
+    assert names_documents(body["cache_salt"])
+    name, promised = halves.promise(body)
+    assert (promised, halves.scheduling.own_salt(name)) == (247, None)
+    _, _, said, _ = halves.load(body | {"cache_salt": f"other+{body['cache_salt']}"})
+    assert "needs the cache_salt" in said["refused"]
+    plain = request_body(told.corpus, Choice(save=True), QUESTION, cache_salt="mine")
+    assert plain["cache_salt"] == "mine"
+    with pytest.raises(ArgumentError, match="cache_salt is a text"):
+        request_body(told.corpus, Choice(("a",), level=1), QUESTION, cache_salt=3)
 
 
 @pytest.mark.parametrize(

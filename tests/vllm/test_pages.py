@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.engines.vllm.pages import Form, PackedPages, StridedPages, learn_order, probe, slots_of
+from kvwire.engines.vllm.pages import PackedPages, PageFormat, StridedPages, learn_order, probe, slots_of
 from kvwire.engines.vllm.working import check_layers
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import CacheMeta, LayerSpec
@@ -129,7 +129,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 2.6)])
 def test_fp8_pages_hold_a_number_over_its_scale(dtype, given, scales):
-    form = Form(dtype, given, *scales)
+    form = PageFormat(dtype, given, *scales)
     pages = StridedPages(views("LBNHC", 1, 4, 2, 16, 10, torch.uint8), [4], [form])
     probe(pages)
     slots = slots_of([3, 1], 16, 5, 30)
@@ -148,7 +148,7 @@ def test_a_packed_order_of_fp8_is_learnt_and_read(dtype):
         sides = ((keys, form.key_scale), (values, form.value_scale))
         packed(view, slots, *((side.float() / scale).to(dtype).view(torch.uint8) for side, scale in sides), form)
 
-    form = Form(dtype, torch.bfloat16, 0.37, 2.6)
+    form = PageFormat(dtype, torch.bfloat16, 0.37, 2.6)
     pages = PackedPages(views("LBHNC", 1, 4, 2, 16, 12, torch.uint8), [6], kernel, [form])
     probe(pages)
     slots, sides = slots_of([3, 1], 16, 5, 25), [torch.randn(2, 20, 6).bfloat16() for _ in range(2)]
@@ -165,7 +165,7 @@ def test_a_kernel_that_drops_or_doubles_elements_is_refused():
         view[:, 0, 0, 0] = view[:, 0, 1, 0]
 
     with pytest.raises(MismatchError, match="in a place of its own"):
-        learn_order(views("LBHNC", 1, 2, 2, 16, 8)[0], 4, doubling, Form())
+        learn_order(views("LBHNC", 1, 2, 2, 16, 8)[0], 4, doubling, PageFormat())
 
 
 def test_a_layout_that_does_not_give_back_what_was_written_is_refused():

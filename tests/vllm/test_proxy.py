@@ -21,9 +21,9 @@ import torch
 from aiohttp import web
 
 from kvwire.engines.transformers.opening import open_tokenizer
+from kvwire.engines.vllm.proxy.outcome_socket import OutcomeSender
 from kvwire.engines.vllm.proxy.placeholders import RequestError
 from kvwire.engines.vllm.proxy.streaming import EventStream
-from kvwire.engines.vllm.proxy.telling import OutcomeSender
 from kvwire.errors import ArgumentError, AuthError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Corpus
@@ -168,9 +168,11 @@ def test_other_requests_stay_as_they_are(place, maker):
         turns("Why?"),
         {"prompt": [1], "cache_salt": "kvwire-documents-x", "kv_transfer_params": {"kvwire": {"documents": ["a"]}}},
     )
-    for body in (plain, {"prompt": [1, 2]}, {"prompt": "x"}, {"messages": "nonsense"}, made):
+    for body in (plain, {"prompt": [1, 2]}, {"prompt": "x"}, {"messages": "nonsense"}):
         assert maker().prepare(body, is_chat="messages" in body).kind == "plain"
-    assert maker().prepare(made, is_chat=False).body is made
+    ready = maker().prepare(made, is_chat=False)
+    assert ready.body is made
+    assert ready.kind == "documents"  # what becomes of it is told, in streams too
     prefix = maker(prefix=True, save=True).prepare(plain, is_chat=True)
     assert (prefix.kind, asked(prefix)) == ("prefix", {"prefix": True, "save": True, "level": 2})
     choice = Choice(prefix=True, level=2)
@@ -178,6 +180,16 @@ def test_other_requests_stay_as_they_are(place, maker):
     assert prefix.body["messages"] == plain["messages"]
     own = maker(prefix=True).prepare(plain | {"cache_salt": "mine"}, is_chat=True)
     assert own.kind == "plain"
+
+
+def test_a_clients_own_salt_stays_behind_the_documents(maker):
+    for content, asks, is_chat in (("{{kvwire:one}}Why?", {}, True), ("Why?", {"prefix": True}, True)):
+        body = turns(content) | {"kv_transfer_params": {"kvwire": asks}}
+        salt = maker().prepare(body, is_chat=is_chat).body["cache_salt"]
+        own = maker().prepare(body | {"cache_salt": "mine"}, is_chat=is_chat).body["cache_salt"]
+        assert own == f"{salt}+mine"
+        with pytest.raises(RequestError, match="cache_salt is a text"):
+            maker().prepare(body | {"cache_salt": 3}, is_chat=is_chat)
 
 
 def test_tools_and_calls_are_rendered_as_vllm_does(pieces, maker, monkeypatch):
@@ -250,7 +262,8 @@ class Upstream:
         if not told.get("stream"):
             answer = {"choices": [], "kv_transfer_params": {"kvwire": self.told}}
             return web.json_response(answer, headers={"X-Own": "1"})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        named = {"X-Request-Id": request.headers["X-Request-Id"]}  # as vLLM does, where it is started so
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"} | named)
         await response.prepare(request)
         for piece in self.pieces:
             await response.write(piece)
@@ -309,7 +322,8 @@ def test_a_stream_comes_as_it_was_with_the_truth_before_its_end(proxied):
                 )
             )
             response = await asking
-            sender.send(f"chatcmpl-{name}-1f", {"loaded_tokens": 5, "lost_tokens": 0})
+            _, target, headers, body = upstream.seen[0]
+            sender.send(f"chatcmpl-{headers['X-Request-Id']}-1f", {"loaded_tokens": 5, "lost_tokens": 0})
             data = await response.read()
             whole = b"".join(upstream.pieces)
             events = data.split(b"\n\n")
@@ -319,8 +333,8 @@ def test_a_stream_comes_as_it_was_with_the_truth_before_its_end(proxied):
                 "id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [],
                 "kv_transfer_params": {"kvwire": {"loaded_tokens": 5, "lost_tokens": 0}},
             }  # fmt: skip
-            _, target, headers, body = upstream.seen[0]
-            assert (target, headers["X-Mine"], headers["X-Request-Id"]) == ("/v1/chat/completions?x=1", "2", name)
+            assert (target, headers["X-Mine"]) == ("/v1/chat/completions?x=1", "2")
+            assert headers["X-Request-Id"].startswith(f"{name}-")
             assert headers["Accept-Encoding"] == "identity"
             assert json.loads(body)["messages"][0]["content"] == f"{ONE}Why?"
             async with client.post(f"{url}/v1/chat/completions", json=turns("Why?")) as response:
@@ -339,6 +353,28 @@ def test_a_stream_comes_as_it_was_with_the_truth_before_its_end(proxied):
 
     run(work)
     assert not path.exists()
+
+
+def test_requests_of_one_id_get_each_its_own_truth(proxied):
+    path = Path(tempfile.gettempdir()) / f"kvwire-{os.getpid()}.sock"
+
+    async def work():
+        async with proxied(outcomes=path) as (upstream, client, url):
+            body, sent = DOCUMENTS | {"wait": True}, {"X-Request-Id": "1"}  # the stand-in ends when it is let
+            asking = [client.post(f"{url}/v1/chat/completions", json=body, headers=sent) for _ in range(2)]
+            responses = await asyncio.gather(*asking)
+            names = [headers["X-Request-Id"] for _, _, headers, _ in upstream.seen]
+            assert len(set(names)) == 2
+            with closing(OutcomeSender(str(path))) as sender:
+                for number, name in reversed([*enumerate(names)]):
+                    sender.send(f"chatcmpl-{name}-1f", {"loaded_tokens": number, "lost_tokens": 0})
+                upstream.gate.set()
+                told = [await response.read() for response in responses]
+            assert {response.headers["X-Request-Id"] for response in responses} == {"1"}
+            assert sorted(data.count(b'"loaded_tokens": 0') for data in told) == [0, 1]
+            assert sorted(data.count(b'"loaded_tokens": 1') for data in told) == [0, 1]
+
+    run(work)
 
 
 def test_an_answer_that_is_no_stream_comes_as_it_was(proxied):

@@ -19,7 +19,7 @@ import torch
 from kvwire.engines.vllm import saving as module
 from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.pages import StridedPages, slots_of
-from kvwire.engines.vllm.saving import SAVED, PageSave, Saver, Saving
+from kvwire.engines.vllm.saving import SAVED, PageSave, PageSaver, SaveScheduler
 from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 from kvwire.reuse import link
@@ -43,12 +43,12 @@ IDS = tuple(random.Random(11).choices(range(200), k=170))
 def decided(
     mode="asked", *, asks=True, salt=None, trouble="", here="", had=(), loaded=False, prompt=IDS, computed=True
 ):
-    saving = Saving(mode, 16, here)
+    saving = SaveScheduler(mode, 16, here)
     saving.begin("r", salt, Choice(save=asks), trouble)
     for tokens in had:
-        saving.had("r", tokens)
+        saving.note_cached("r", tokens)
     if loaded:
-        saving.loaded("r")
+        saving.note_loaded("r")
     why = saving.end("r", prompt, BLOCKS, is_computed=computed)
     saves = saving.take()
     assert bool(saves) == isinstance(why, int)
@@ -64,7 +64,7 @@ def test_a_document_is_kept_under_the_name_that_is_asked_for_where_that_is_allow
     assert "names of its own" in decided("all", asks="x")
     assert 'say "save": NAME' in decided("named", asks=True)
     assert decided("named", asks=False) is None
-    saving = Saving("named", 1)
+    saving = SaveScheduler("named", 1)
     for name, computed in (("kept", True), ("early", False)):
         saving.begin(name, None, Choice(save=f"books/{name}"))
         saving.end(name, IDS[:1], BLOCKS, is_computed=computed)
@@ -106,11 +106,11 @@ def test_only_rows_that_were_computed_here_are_kept(given, why):
     [(0, False, 1, None), (0, True, 1, 2), (64, False, 1, 1), (64, True, 1, 1), (64, False, None, "ask for a level")],
 )
 def test_a_prefix_that_is_saved_grows_over_what_was_loaded(had, loaded, level, built_on):
-    saving, asked = Saving("asked", 16), Choice(prefix=True, save=True, level=level, deadline_s=9.0)
+    saving, asked = SaveScheduler("asked", 16), Choice(prefix=True, save=True, level=level, deadline_s=9.0)
     saving.begin("r", "kvwire-prefix-x", asked)
-    saving.had("r", had)
+    saving.note_cached("r", had)
     if loaded:
-        saving.loaded("r")
+        saving.note_loaded("r")
     level_of = lambda is_had: level if is_had else 2 if loaded else None  # noqa: E731 - short
     found = saving.end("r", IDS, BLOCKS, is_computed=True, answer=(5, 6), built_on=level_of)
     if isinstance(built_on, str):
@@ -122,7 +122,7 @@ def test_a_prefix_that_is_saved_grows_over_what_was_loaded(had, loaded, level, b
 
 def test_what_stands_before_documents_is_kept_once_it_was_computed():
     for mode, kept in (("asked", 24), ("all", 24), ("off", None), ("named", None)):
-        saving = Saving(mode, 16)
+        saving = SaveScheduler(mode, 16)
         saving.begin("r", "kvwire-documents-x", Choice(("a",), level=1, head=24))
         assert saving.end("r", IDS, BLOCKS, is_computed=True, head=24) == kept or mode == "all"
         assert saving.take() == ([PageSave("r", IDS[:24], BLOCKS, way="exact")] if kept else [])
@@ -155,7 +155,7 @@ def model(told):
 
 @pytest.fixture
 def saver(told, model):
-    with closing(Saver(told.corpus, "kvwire:16")) as made:
+    with closing(PageSaver(told.corpus, "kvwire:16")) as made:
         made.register(model.pages)
         yield made
 
@@ -288,7 +288,7 @@ def test_what_one_keeps_another_loads(told, model, saver):
 
 def test_pages_of_another_dtype_are_kept_as_they_are(told):
     model = Model(told, torch.bfloat16)
-    with closing(Saver(told.corpus, "kvwire:16")) as saver:
+    with closing(PageSaver(told.corpus, "kvwire:16")) as saver:
         saver.register(model.pages)
         model.compute(IDS)
         saver.start([PageSave("r", IDS, BLOCKS)])
@@ -374,7 +374,7 @@ def test_a_store_that_fails_costs_nothing_but_what_is_kept(model, saver, monkeyp
 
 
 def test_blocks_that_cannot_be_copied_are_given_back(told, caplog):
-    with closing(Saver(told.corpus, "kvwire:16")) as saver, caplog.at_level(logging.WARNING, "kvwire.vllm"):
+    with closing(PageSaver(told.corpus, "kvwire:16")) as saver, caplog.at_level(logging.WARNING, "kvwire.vllm"):
         saver.start([PageSave("r", IDS, BLOCKS)])
         wait(saver, ["r"])
         saver.register(Model(told).pages)
@@ -426,7 +426,7 @@ def test_who_waits_for_room_while_vllm_stops_is_told(told, model, monkeypatch):
         return keep(*given, **more)
 
     monkeypatch.setattr(told.corpus, "save", slow)
-    saver = Saver(told.corpus, "kvwire:16")
+    saver = PageSaver(told.corpus, "kvwire:16")
     saver.register(model.pages)
     saver.start(named(3))
     assert encoding.wait(60)
@@ -484,7 +484,7 @@ def test_the_first_worker_keeps_all_heads(told, tmp_path, ranks):
     assert done == {"whole": "", "broken": "another of vLLM's workers could not read its pages; its log says why"}
     theirs = Corpus(told.engine, MemoryStore())
     theirs.set_profile(told.corpus.profile())
-    with closing(Saver(theirs, "kvwire:16")) as alone:
+    with closing(PageSaver(theirs, "kvwire:16")) as alone:
         alone.register(pages_of(told.corpus, BLOCK))
         alone.start([PageSave("r", IDS, BLOCKS, document="alone")])
         outcomes(alone, 1)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvwire.engines.vllm.counting import Counts
+from kvwire.engines.vllm.prefetching import NO_CACHE, Prefetcher, PrefetchHint
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
-from kvwire.engines.vllm.soon import NO_CACHE, Ahead, Soon
 from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore, TierSettings, open_tiers
 from kvwire.vllm import Choice, request_salt
@@ -56,14 +56,14 @@ def wait(counts, tiers, documents):
 def test_what_was_fetched_ahead_is_loaded_without_the_store(slow):
     told, remote, tiers = slow
     counts = Counts()
-    with closing(Halves(told)) as halves, closing(Ahead(told.corpus, counts)) as ahead:
+    with closing(Halves(told)) as halves, closing(Prefetcher(told.corpus, counts)) as ahead:
         hint = {"documents": ["b"], "soon": ["a", "c"], "level": 1}
         salt = request_salt(told.corpus, Choice(("b",), level=1))
         first = halves.body("b") | {"kv_transfer_params": {"kvwire": hint}}
         assert first["cache_salt"] == salt  # what comes later changes no cache
         halves.load(first)
         hints = halves.scheduling.take_hints()
-        assert hints == [Soon(("a", "c"), 1)]
+        assert hints == [PrefetchHint(("a", "c"), 1)]
         ahead.start(hints)
         assert wait(counts, tiers, 2) == {"soon_documents": 2}
         assert halves.scheduling.take_hints() == []
@@ -79,8 +79,8 @@ def test_one_document_after_the_other_is_fetched(told, hints, became):
     """A cache queues a bounded number of ranges, and a document has one for each of its chunks: here up to 5."""
     counts, few = Counts(), TierSettings(prefetch_hints=hints)
     tiers = open_tiers(FolderStore(told.root), memory_bytes=1 << 24, settings=few)
-    with closing(tiers), closing(Ahead(Corpus.open(tiers), counts)) as ahead:
-        ahead.start([Soon(("a", "b", "c") * 9, 1)])
+    with closing(tiers), closing(Prefetcher(Corpus.open(tiers), counts)) as ahead:
+        ahead.start([PrefetchHint(("a", "b", "c") * 9, 1)])
         assert wait(counts, tiers, 27) == {became: 27}
 
 
@@ -89,21 +89,21 @@ def test_a_request_may_say_nothing_else(slow):
     with closing(ConnectorScheduler(told.corpus)) as scheduling:
         scheduling.begin("r", {"kvwire": {"soon": ["a"]}}, QUESTION, None)
         assert scheduling.promised("r", 0) == 0
-        assert scheduling.take_hints() == [Soon(("a",))]
+        assert scheduling.take_hints() == [PrefetchHint(("a",))]
         assert scheduling.end("r") == {"kvwire": {}}
 
 
 def test_documents_that_are_lost_or_too_many_are_counted(slow, monkeypatch, caplog):
     told, _, tiers = slow
-    monkeypatch.setattr("kvwire.engines.vllm.soon._MOST", 3)
+    monkeypatch.setattr("kvwire.engines.vllm.prefetching._MOST", 3)
     counts = Counts()
-    with closing(Ahead(told.corpus, counts)) as ahead:
-        ahead.start([Soon(("absent",)), Soon(("gone", "c"), 9)])
+    with closing(Prefetcher(told.corpus, counts)) as ahead:
+        ahead.start([PrefetchHint(("absent",)), PrefetchHint(("gone", "c"), 9)])
         assert wait(counts, tiers, 3) == {"soon_dropped": 3}
         assert caplog.text.count("told once") == 2  # lost; no such level
-    with closing(Ahead(told.corpus, counts)) as ahead:
+    with closing(Prefetcher(told.corpus, counts)) as ahead:
         monkeypatch.setattr(ahead._threads, "submit", lambda *_: None)
-        ahead.start([Soon(("a",) * 5)])
+        ahead.start([PrefetchHint(("a",) * 5)])
         assert counts.take() == {"soon_dropped": 2}
 
 

@@ -134,22 +134,14 @@ class LinkMeter:
 
 
 class Transfer:
-    """One request and its answer; made by ``LinkMeter.begin``.
-
-    Attributes:
-        asked_at: When it was sent, on the meter's clock.
-        last_at: When anything was last heard of it.
-        first_byte_s: Seconds to the first byte; None before it.
-        bytes: Received so far over the link.
-        local_bytes: Received so far from copies on this side of the link.
-    """
+    """One request and its answer; made by ``LinkMeter.begin``."""
 
     def __init__(self, meter: LinkMeter, asked_at: float) -> None:
         """Start waiting for the first byte."""
         self._meter = meter
-        self.asked_at = self.last_at = asked_at
+        self.asked_at = self.last_at = asked_at  # sent, and last heard of, on the meter's clock
         self.first_byte_s: float | None = None
-        self.bytes = self.local_bytes = 0
+        self.bytes = self.local_bytes = 0  # over the link, and from copies on this side of it
 
     def received_locally(self, size: int) -> None:
         """Bytes came without crossing the link: they say nothing about it."""

@@ -35,21 +35,13 @@ _LOOK_S = 0.05  # how often running requests are looked at, at most
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A segment that is wanted.
-
-    Attributes:
-        segment: What the index says of it.
-        failures: Failed attempts at its parts, by offset and length.
-        spent_bytes: Bytes that they cost.
-        done: It has come, or was given up.
-        parts: Parts that are in, by offset.
-    """
+    """A segment that is wanted."""
 
     segment: SegmentInfo
-    failures: dict[tuple[int, int], int] = field(default_factory=dict)
+    failures: dict[tuple[int, int], int] = field(default_factory=dict)  # of its parts, by offset and length
     spent_bytes: int = 0
-    done: bool = False
-    parts: dict[int, bytes] = field(default_factory=dict)
+    done: bool = False  # it has come, or was given up
+    parts: dict[int, bytes] = field(default_factory=dict)  # that are in, by offset
 
     @property
     def failed(self) -> int:
@@ -325,16 +317,13 @@ class FetchRun:
             by_failures.setdefault(piece.tag.fail(piece), []).append(piece)
         for failed, group in by_failures.items():
             delay_s = settings.backoff(failed, self._jitter(), error)
-            if failed > settings.retries or self._is_past(delay_s):
+            is_late = self._deadline is not None and self._meter.now() + delay_s >= self._deadline
+            if failed > settings.retries or is_late:
                 self._give_up([piece.tag for piece in group], error)
                 continue
             self._counts.retried += len(group)
             apart = failed == settings.retries and not isinstance(error, StalledError)
             self._spawn(self._ask_later(group, delay_s, apart=apart))
-
-    def _is_past(self, delay_s: float) -> bool:
-        """Whether the deadline will have passed after that time."""
-        return self._deadline is not None and self._meter.now() + delay_s >= self._deadline
 
     def _give_up(self, wants: Sequence[Want], error: KvwireError) -> None:
         for want in wants:
@@ -362,8 +351,11 @@ class FetchRun:
             began = transfer.first_byte_s is not None
             if now - transfer.last_at >= (patience.stall_s if began else patience.first_byte_s):
                 attempt.break_off(patience.stalled(self._source.url, began=began))
-            elif attempt.twin is None and self._is_overdue(attempt, now):
-                self._hedge(attempt)
+            elif attempt.twin is None and (factor := self._settings.hedge_factor):
+                size, age_s = attempt.wanted.end - attempt.wanted.start, now - transfer.asked_at
+                least_s = self._settings.hedge_least_s
+                if self._meter.pace.is_overdue(age_s, size, factor=factor, least_s=least_s):
+                    self._hedge(attempt)
         self._look_later()
 
     def _too_late(self) -> None:
@@ -373,13 +365,6 @@ class FetchRun:
         self._give_up(undone, DeadlineError("the deadline has passed"))
         for attempt in self._running:
             attempt.break_off(_SupersededError())
-
-    def _is_overdue(self, attempt: _Attempt, now: float) -> bool:
-        settings, pace = self._settings, self._meter.pace
-        size, age_s = attempt.wanted.end - attempt.wanted.start, now - attempt.transfer.asked_at
-        if not settings.hedge_factor:
-            return False
-        return pace.is_overdue(age_s, size, factor=settings.hedge_factor, least_s=settings.hedge_least_s)
 
     def _hedge(self, slow: _Attempt) -> None:
         pieces = [piece for piece in slow.cutter.pending if _is_wanted(piece)]

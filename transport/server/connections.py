@@ -123,14 +123,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's protocol with a clock for headers.
-
-    Attributes:
-        give_up_at: Instant of the loop's clock.
-        task: Answers a request.
-        is_spare: It is over the limit: only whether the server is alive is answered.
-        opening: The handshake, where it is under way.
-    """
+    """aiohttp's protocol with a clock for headers."""
 
     __slots__ = ("_connections", "_hung_up", "_in_header", "_link", "give_up_at", "is_spare", "opening", "task")
 
@@ -151,10 +144,10 @@ class Connection(web.RequestHandler):
         self._link: asyncio.Transport | None = None  # aiohttp forgets its own at force_close, before all is sent
         self._hung_up = False
         self._in_header = True
-        self.is_spare = is_spare
-        self.task: asyncio.Task[Any] | None = None
-        self.opening: asyncio.Task[Any] | None = None
-        self.give_up_at = math.inf
+        self.is_spare = is_spare  # over the limit: only whether the server is alive is answered
+        self.task: asyncio.Task[Any] | None = None  # that answers a request
+        self.opening: asyncio.Task[Any] | None = None  # the handshake, where it is under way
+        self.give_up_at = math.inf  # on the loop's clock
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin; the clock for the first header starts."""

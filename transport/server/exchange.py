@@ -41,21 +41,13 @@ class RefusedError(KvwireError):
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a request may touch.
+    """What a request may touch."""
 
-    Attributes:
-        client: Names the bucket that its requests are counted in; secret enough to stay out of logs.
-        prefix: Keys must start with it.
-        key: The one key; None for all that start with ``prefix``.
-        write: Also writing.
-        full: Also metrics.
-    """
-
-    client: str
-    prefix: str = ""
-    key: str | None = None
+    client: str  # names the bucket that its requests are counted in; secret enough to stay out of logs
+    prefix: str = ""  # keys must start with it
+    key: str | None = None  # the one key; None for all that start with ``prefix``
     write: bool = False
-    full: bool = False
+    full: bool = False  # metrics, too
 
     def sees(self, key: str) -> bool:
         """Whether the key exists at all for these credentials."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from functools import lru_cache, partial
 from itertools import islice
-from typing import IO, TYPE_CHECKING, Protocol, cast
+from typing import IO, TYPE_CHECKING, cast
 from urllib.parse import parse_qs
 
 from aiohttp import web
@@ -24,6 +24,7 @@ from .storage import conditions
 
 if TYPE_CHECKING:
     from kvwire.store import Listed, ObjectReader
+    from kvwire.store.files.files import FileReader
 
     from .exchange import Exchange, Rights
     from .settings import ServerSettings
@@ -34,18 +35,6 @@ _MAX_LISTED = 1000
 _FILE_PIECE = 1 << 20  # sent before the clock for a client that takes nothing starts again
 _GONE = "the client went away"
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-
-
-class _OpenFile(Protocol):
-    """A reader whose object is one plain file."""
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        ...
-
-    def read(self, start: int, end: int) -> bytes:
-        """Bytes ``start`` to ``end``."""
-        ...
 
 
 class Objects:
@@ -130,7 +119,7 @@ class Objects:
     ) -> None:
         """Send headers and bytes. What fails before the headers is raised; later, the connection is broken off."""
         exchange = request[EXCHANGE]
-        file = cast("_OpenFile", reader) if hasattr(reader, "fileno") and _takes_files(request) else None
+        file = cast("FileReader", reader) if hasattr(reader, "fileno") and _takes_files(request) else None
         first = b"" if file else await self._piece(reader, start, min(end, start + self._settings.piece_bytes))
         try:
             mark(response, exchange.request_id)
@@ -184,7 +173,7 @@ class Objects:
         return piece
 
     async def _send_file(
-        self, request: web.BaseRequest, exchange: Exchange, file: _OpenFile, start: int, end: int
+        self, request: web.BaseRequest, exchange: Exchange, file: FileReader, start: int, end: int
     ) -> None:
         while start < end:
             count = min(end - start, _FILE_PIECE)
@@ -196,7 +185,7 @@ class Objects:
             start += sent
             exchange.sent_bytes += sent
 
-    async def _send_from(self, request: web.BaseRequest, file: _OpenFile, start: int, count: int) -> int:
+    async def _send_from(self, request: web.BaseRequest, file: FileReader, start: int, count: int) -> int:
         """Send without waiting what the socket takes at once, and only the rest through the event loop."""
         transport = request.transport
         if transport is None or transport.is_closing():
@@ -240,7 +229,7 @@ def _takes_files(request: web.BaseRequest) -> bool:
     return plain and isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
 
 
-def _is_cold(file: _OpenFile, start: int, count: int) -> bool:
+def _is_cold(file: FileReader, start: int, count: int) -> bool:
     """Whether the disk would have to be waited for, judged by the first and the last byte."""
     try:
         for at in (start, start + count - 1):

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
-from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, ETAG, LOCATION
+from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, CONTENT_TYPE, ETAG, LOCATION
 from yarl import URL
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
@@ -27,6 +27,7 @@ from kvwire.store.http_clients import (
     keeps_credentials,
     proxy_for,
     redirected,
+    refuse_web_page,
     too_many_redirects,
 )
 from kvwire.transport.errors import BusyError, RejectedError, ReplacedError
@@ -266,6 +267,7 @@ class HttpSource(ByteSource):
             return 0
         if status not in (_OK, _PARTIAL):
             raise self._refusal(status, response)
+        refuse_web_page(self.url, status, response.headers.get(CONTENT_TYPE))
         if response.headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
             raise StorageError(f"{self.url}: the answer is compressed in transit; switch that off for these objects")
         if status == _OK:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from kvwire.store import Addressed, Catalog, CatalogEntry, Data, HttpAddress, Store, TieredStore
+    from kvwire.store import Addressed, Catalog, CatalogEntry, Data, Store, TieredStore
     from kvwire.store.crypto.joined import Extents, Piece
     from kvwire.transport.sources.base import Sink
 
@@ -48,7 +48,7 @@ class TieredSource(ByteSource):
     @property
     def size(self) -> int | None:
         """Length of the object, once a read has told it, be it another reader's."""
-        return self._cache.sizes.stated(self._name, recent=True) or self._remote.size
+        return self._cache.sizes.get(self._name) or self._remote.size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
         """Give bytes ``start`` to ``end``, each from the nearest tier that has it, as they arrive."""
@@ -194,7 +194,8 @@ def open_source(store: Store, key: str, session: Session = None) -> ByteSource:
     from kvwire.transport.sources.http import HttpSource
 
     addressed = cast("Addressed", store)
-    return HttpSource(session() if callable(session) else session, partial(_address, addressed, key))
+    opened = session() if callable(session) else session
+    return HttpSource(opened, lambda refused: addressed.http_address(key, renew=refused))
 
 
 def open_document(catalog: Catalog, entry: CatalogEntry, session: Session = None) -> ByteSource:
@@ -217,7 +218,3 @@ def open_document(catalog: Catalog, entry: CatalogEntry, session: Session = None
     from kvwire.store.crypto.joined import Extents
 
     return PartsSource(sources, Extents(entry.parts))
-
-
-def _address(store: Addressed, key: str, refused: bool) -> HttpAddress:  # noqa: FBT001 - called through a type alias
-    return store.http_address(key, renew=refused)

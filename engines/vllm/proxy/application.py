@@ -22,9 +22,9 @@ from kvwire.transport.server.access import is_loopback
 
 from ..requests import PARAMS
 from .counting import CONTENT_TYPE, ProxyMetrics
+from .outcome_socket import OutcomeListener, check_path
 from .placeholders import RequestError
 from .streaming import EventStream, error_event
-from .telling import OutcomeListener, check_path
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -40,7 +40,7 @@ _HOP = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade",
 }  # fmt: skip
-_REQUEST_ID = re.compile(r"[\w-]{16,128}")
+_REQUEST_ID = re.compile(r"[\w-]{1,128}", re.ASCII)
 _HOST = re.compile(r"(?:\[([^\]]+)\]|([^:]+))(?::\d+)?")
 _KEEPALIVE_S = 3.0
 """Less than the 5 s after which vLLM closes a connection that rests, so that no request meets its end."""
@@ -170,7 +170,7 @@ class VllmProxy:
         finally:
             metrics.in_flight -= 1
             metrics.ended(run.kind, status)
-            self._listener.forget(run.request_id)
+            self._listener.forget(run.upstream_id)
             _LOG.info(
                 "%s %s %d", request.method, request.path, status,
                 extra={"request": {
@@ -212,7 +212,7 @@ class VllmProxy:
         run.kind, run.documents = prepared.kind, prepared.documents
         data = raw if prepared.body is body else json.dumps(prepared.body).encode()
         if run.kind != "plain" and body.get("stream") and self._listener.is_open:
-            self._listener.expect(run.request_id)
+            self._listener.expect(run.upstream_id)
         return await self._pass(request, run, data, is_stream=bool(body.get("stream")))
 
     async def _prepared(self, body: dict[str, Any], *, is_chat: bool) -> Prepared:
@@ -240,7 +240,7 @@ class VllmProxy:
         assert self._client is not None  # noqa: S101 - set before anything listens
         url = self._settings.upstream.rstrip("/") + request.rel_url.raw_path_qs
         headers = _handed_on(request.headers, "host", "content-length", "accept-encoding")
-        headers["X-Request-Id"] = run.request_id
+        headers["X-Request-Id"] = run.upstream_id
         headers["Accept-Encoding"] = "identity"  # answers are read on their way; aiohttp would ask for gzip
         if self._settings.upstream_token:
             headers["Authorization"] = f"Bearer {self._settings.upstream_token}"
@@ -250,7 +250,7 @@ class VllmProxy:
             is_completion = run.is_completion
             if is_completion and not is_stream and (upstream.content_length or 0) <= _MOST_READ:
                 return await self._whole(run, upstream)
-            run.response = response = web.StreamResponse(status=upstream.status, headers=_handed_on(upstream.headers))
+            run.response = response = web.StreamResponse(status=upstream.status, headers=run.answered(upstream))
             if is_stream:
                 response.headers.popall("Content-Length", None)
             await response.prepare(request)
@@ -272,7 +272,7 @@ class VllmProxy:
         if not end:
             return
         if run.kind != "plain":
-            run.told = await self._listener.told(run.request_id, self._settings.told_s)
+            run.told = await self._listener.told(run.upstream_id, self._settings.told_s)
             self._metrics.told(run.told)
             if run.told is not None:
                 await response.write(events.event({"kv_transfer_params": {PARAMS: run.told}}))
@@ -286,7 +286,8 @@ class VllmProxy:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 run.told = json.loads(data)["kv_transfer_params"][PARAMS]
             self._metrics.told(run.told if isinstance(run.told, dict) else None)
-        headers = _handed_on(upstream.headers, "content-length")
+        headers = run.answered(upstream)
+        headers.popall("Content-Length", None)
         return web.Response(body=data, status=upstream.status, headers=headers)
 
     async def _failed(self, run: _Run, error: Exception) -> web.StreamResponse:
@@ -308,17 +309,25 @@ class VllmProxy:
 
 
 class _Run:
-    """One request on its way."""
+    """One request on its way. Clients may send an id twice, vLLM gets each with a suffix of its own."""
 
     def __init__(self, request: web.Request) -> None:
         given = request.headers.get("X-Request-Id", "")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        own = uuid4().hex
+        self.request_id, self.upstream_id = (given, f"{given}-{own}") if _REQUEST_ID.fullmatch(given) else (own, own)
         self.is_completion = request.path in _COMPLETIONS and request.method == "POST"
         self.kind, self.documents = ("plain" if self.is_completion else "other"), tuple[str, ...]()
         self.told: dict[str, Any] | None = None
         self.response: web.StreamResponse | None = None
         self.events: EventStream | None = None
         self._started, self.sent_bytes = time.perf_counter(), 0
+
+    def answered(self, upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
+        """Headers of vLLM's answer, with the client's id."""
+        headers = _handed_on(upstream.headers)
+        if "X-Request-Id" in headers:
+            headers["X-Request-Id"] = self.request_id
+        return headers
 
     def takes(self, metrics: ProxyMetrics, count: int) -> None:
         """Note bytes of an answer, and when the first of a completion came."""

@@ -13,7 +13,7 @@ from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.combinations import Combination
 from kvwire.store import read_ahead
 
-from ..requests import KEPT, PARAMS, SALTED, Choice, kept_of, missing_level, profile_in_use, salt_of
+from ..requests import KEPT, PARAMS, SALTED, Choice, kept_of, missing_level, profile_in_use, salt_of, with_own
 from .placeholders import (
     RequestError,
     cut,
@@ -81,17 +81,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A body for vLLM.
+    """A body for vLLM."""
 
-    Attributes:
-        body: Its fields.
-        kind: What it asks for.
-        documents: Ids of the documents that are to be loaded.
-    """
-
-    body: dict[str, Any]
-    kind: Kind = "plain"
-    documents: tuple[str, ...] = ()
+    body: dict[str, Any]  # its fields
+    kind: Kind = "plain"  # what it asks for
+    documents: tuple[str, ...] = ()  # ids of the documents that are to be loaded
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,8 @@ class BodyMaker:
         if asked is not None and not isinstance(asked, dict):
             raise RequestError(f"kv_transfer_params.{PARAMS} is an object", param="kv_transfer_params")
         if asked and str(body.get("cache_salt") or "").startswith(SALTED):
-            return Prepared(body)  # made by kvwire salt or request_body
+            mode: Kind = "prefix" if asked.get("prefix") else "documents"
+            return Prepared(body, mode)  # made by kvwire salt or request_body
         body, asked = self._placed(dict(body), dict(asked or {}), is_chat=is_chat)
         texts = texts_of(body.get("messages")) if is_chat else [body.get("prompt")]
         names = [name for text in texts if isinstance(text, str) for name in names_in(text)]
@@ -182,7 +177,7 @@ class BodyMaker:
                 profile, config = profile_in_use(self._corpus), self._corpus.meta.config_digest()
                 salt = salt_of(choice, self._corpus.catalog.tenant, config, (), profile)
                 given[PARAMS] = choice.params()
-                return Prepared(body | {"cache_salt": salt, "kv_transfer_params": given}, "prefix")
+                return Prepared(body | {"cache_salt": self._salted(body, salt), "kv_transfer_params": given}, "prefix")
             given[PARAMS] = choice.params()
             return Prepared(body | {"kv_transfer_params": given})
         return Prepared(body)
@@ -268,7 +263,7 @@ class BodyMaker:
     def _with(self, body: dict[str, Any], choice: Choice, named: _Named, head: tuple[int, ...]) -> dict[str, Any]:
         """What the connector must be told."""
         entries = [named.entries[name] for name in choice.documents]
-        if missing := next(filter(None, (missing_level(entry, choice.level) for entry in entries)), ""):
+        if missing := missing_level(entries, choice.level):
             raise RequestError(missing, code="no_such_level", param="kv_transfer_params")
         kept = kept_of(self._corpus, choice, entries, head)
         if self._combinations is not None and len(entries) > 1:
@@ -279,9 +274,17 @@ class BodyMaker:
                 whole = kept is not None and len(kept.documents) == len(entries)
                 choice, kept = (better, kept) if whole else (choice, None)
         config, tenant = self._corpus.meta.config_digest(), self._corpus.catalog.tenant
-        salt = salt_of(choice, tenant, config, entries, kept=kept)
+        salt = self._salted(body, salt_of(choice, tenant, config, entries, kept=kept))
         given = body.get("kv_transfer_params") or {}
         return body | {"cache_salt": salt, "kv_transfer_params": {**given, PARAMS: choice.params()}}
+
+    @staticmethod
+    def _salted(body: Mapping[str, Any], salt: str) -> str:
+        """A salt of kvwire's, and the client's own."""
+        try:
+            return with_own(salt, body.get("cache_salt"))
+        except ArgumentError as error:
+            raise RequestError(str(error), param="cache_salt") from error
 
     def _found(self, names: Mapping[str, None]) -> dict[str, CatalogEntry]:
         """Look documents up, several at a time where the store is far."""

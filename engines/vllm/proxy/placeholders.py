@@ -34,17 +34,12 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Cut:
-    """A text in which documents stand.
+    """A text in which documents stand."""
 
-    Attributes:
-        before: The text before the first of them.
-        documents: Ids that follow one another there, with nothing but white space between, which is left out.
-        after: The text behind these; further placeholders are still in it.
-    """
-
-    before: str
+    before: str  # the text before the first of them
+    # ids that follow one another there, with nothing but white space between, which is left out
     documents: tuple[str, ...]
-    after: str
+    after: str  # the text behind these; further placeholders are still in it
 
 
 def names_in(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire.store.base import Listed
 from kvwire.store.files.files import TEMPORARY, make_folders, reading, replace_file, sync_folder
-from kvwire.store.keys import check_key
+from kvwire.store.keys import is_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -229,9 +229,7 @@ def _names(folder: int, what: str) -> list[str]:
 
 
 def _listed(entry: os.DirEntry[str]) -> str | None:
-    try:
-        check_key(entry.name)
-    except ValueError:
+    if not is_key(entry.name):
         return None
     if entry.is_dir(follow_symlinks=False):
         return entry.name + "/"

@@ -6,14 +6,12 @@ import random
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import urllib3
-from urllib3.connection import ProxyConfig
 from urllib3.exceptions import EmptyPoolError, HTTPError, NewConnectionError, ProxyError
 from urllib3.exceptions import TimeoutError as UrllibTimeoutError
-from urllib3.util import parse_url
 
 from kvwire._forks import OwnProcess
 from kvwire.errors import StorageError
@@ -32,12 +30,10 @@ from kvwire.store.http_clients import (
 )
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Iterator, Mapping
     from urllib.parse import SplitResult
 
     from kvwire.store.base import Data
-    from kvwire.store.http_clients import Proxy
 
 _PIECE_BYTES = 256 * 1024
 _TLS_PIECE_BYTES = 16 * 1024  # one record: a socket's limit of time over TLS is for one
@@ -92,14 +88,7 @@ class _KeptClosedError(_BrokenError):
 
 
 class HttpExchange:
-    """Connections to one server and those that it leads to, shared by all threads, each with its own while it asks.
-
-    The token goes to no other server than the first one. Cookies are not kept.
-
-    Attributes:
-        tls: Whom the clients of this server trust; None for plain http.
-        proxy: The proxy before it; None: it is asked directly.
-    """
+    """Connections to one server, and to those that it leads to without the token. Shared by all threads."""
 
     def __init__(self, parts: SplitResult, token: str | None, settings: HttpStoreSettings) -> None:
         """Keep the address; nothing is connected yet."""
@@ -114,7 +103,7 @@ class HttpExchange:
 
     def _connect(self) -> None:
         self._process, self._lock = OwnProcess("connections"), threading.Lock()
-        self._pools = {self._origin: _Pool(self._parts, self._settings, self.tls, self.proxy)}
+        self._pools: dict[str, urllib3.HTTPConnectionPool] = {}  # by origin
 
     def ask(
         self,
@@ -125,10 +114,9 @@ class HttpExchange:
         data: Data | None = None,
         limit: int | None = None,
     ) -> Reply:
-        """Send a request and read its answer. Redirects are followed; the request's headers travel along.
+        """Send a request, follow redirects and read the answer.
 
-        All requests of a store can be sent twice without harm; a conditional write is refused then by what it wrote
-        itself (``Reply.is_repeated``).
+        Each can be sent twice without harm; a conditional write is refused then by what it wrote (``is_repeated``).
         """
         give_up_at = time.monotonic() + self._settings.total_s
         url, sent = self._origin + target, {**self._headers, **headers}
@@ -178,7 +166,7 @@ class HttpExchange:
     ) -> Reply:
         give_up_at = time.monotonic() + self._settings.total_s
         try:
-            response = self._pool_of(url).send(method, url, headers, data)
+            response = self._send(method, url, headers, data)
             try:
                 body, cut = _body(response, limit if response.status < _FIRST_REFUSAL else _MAX_REFUSAL_BYTES)
             finally:
@@ -217,70 +205,48 @@ class HttpExchange:
             for pool in self._pools.values():
                 pool.close()
 
-    def _pool_of(self, url: str) -> _Pool:
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        if not self._process.is_here:  # the parent process goes on with the connections that it had
-            self._connect()
-        with self._lock:
-            if origin not in self._pools:
-                while len(self._pools) > _MOST_ORIGINS:  # a server may lead to any number of others
-                    self._pools.pop(next(name for name in self._pools if name != self._origin)).close()
-                tls = (self.tls or client_tls()) if parts.scheme == "https" else None
-                self._pools[origin] = _Pool(parts, self._settings, tls, proxy_for(origin))
-            return self._pools[origin]
-
-
-class _Pool:
-    """Connections to one server, through its proxy where it has one."""
-
-    def __init__(
-        self, parts: SplitResult, settings: HttpStoreSettings, tls: ssl.SSLContext | None, proxy: Proxy | None
-    ) -> None:
-        stall_s, total_s, size = settings.stall_s, settings.total_s, settings.connections
-        limits: dict[str, Any] = {"maxsize": size, "block": True, "stall_s": stall_s, "total_s": total_s}
-        limits["timeout"] = urllib3.Timeout(connect=stall_s, read=stall_s)
-        self._stall_s = stall_s
-        self._piece_bytes = _TLS_PIECE_BYTES if tls else _PIECE_BYTES
-        self._forwards = proxy is not None and not tls
-        self._proxy_headers = proxy.headers if proxy and self._forwards else {}
-        asked = parse_url(proxy.url) if proxy and self._forwards else parse_url(f"{parts.scheme}://{parts.netloc}")
-        if tls and proxy:
-            limits |= {"_proxy": parse_url(proxy.url), "_proxy_headers": proxy.headers}
-            limits["_proxy_config"] = ProxyConfig(
-                client_tls(), use_forwarding_for_https=False, assert_hostname=None, assert_fingerprint=None
-            )
-        self._pool: urllib3.HTTPConnectionPool
-        if tls or asked.scheme == "https":
-            self._pool = BoundedTlsPool(asked.host or "", asked.port, ssl_context=tls or client_tls(), **limits)
-        else:
-            self._pool = BoundedPool(asked.host or "", asked.port, **limits)
-
-    def send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
+    def _send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
         """Send a request; the answer's body is still to be read."""
-        parts = urlsplit(url)
-        target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-        sent = {**headers, **self._proxy_headers}
-        if self._forwards:
-            target, sent["Host"] = url, parts.netloc
+        scheme, _, rest = url.partition("://")
+        origin, body = f"{scheme}://{rest.partition('/')[0]}", None
+        pool = self._pool(origin)
         if data is not None:
-            sent["Content-Length"] = str(memoryview(data).nbytes)
-        return self._pool.urlopen(
+            headers = {**headers, "Content-Length": str(memoryview(data).nbytes)}
+            body = _pieces(data, _TLS_PIECE_BYTES if scheme == "https" else _PIECE_BYTES)
+        return pool.urlopen(
             method,
-            target,
-            body=None if data is None else _pieces(data, self._piece_bytes),  # type: ignore[arg-type]  # any buffer
-            headers=sent,
-            retries=False,
+            url if pool.proxy and scheme == "http" else url[len(origin) :] or "/",
             redirect=False,
+            body=body,  # type: ignore[arg-type]  # any buffer
+            headers=headers,
+            retries=False,
             assert_same_host=False,  # a proxy is asked for other hosts' addresses
-            pool_timeout=self._stall_s,  # type: ignore[arg-type]  # seconds, whole or not
+            pool_timeout=self._settings.stall_s,  # type: ignore[arg-type]  # seconds, whole or not
             preload_content=False,
             decode_content=False,
         )
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._pool.close()
+    def _pool(self, origin: str) -> urllib3.HTTPConnectionPool:
+        if not self._process.is_here:  # the parent process goes on with the connections that it had
+            self._connect()
+        with self._lock:
+            if origin in self._pools:
+                return self._pools[origin]
+            while len(self._pools) > _MOST_ORIGINS:  # a server may lead to any number of others
+                self._pools.pop(next(name for name in self._pools if name != self._origin)).close()
+            settings, proxy = self._settings, self.proxy if origin == self._origin else proxy_for(origin)
+            limits: dict[str, Any] = {"maxsize": settings.connections, "block": True}
+            limits["timeout"] = urllib3.Timeout(connect=settings.stall_s, read=settings.stall_s)
+            if origin.startswith("https:") or (proxy and proxy.url.startswith("https:")):
+                limits["ssl_context"] = self.tls or client_tls()
+            if proxy:
+                limits |= {"proxy_url": proxy.url, "proxy_headers": proxy.headers, "proxy_ssl_context": client_tls()}
+            manager = urllib3.ProxyManager(**limits) if proxy else urllib3.PoolManager(**limits)
+            bounds: dict[str, Any] = {"stall_s": settings.stall_s, "total_s": settings.total_s}
+            kinds = {"http": partial(BoundedPool, **bounds), "https": partial(BoundedTlsPool, **bounds)}
+            manager.pool_classes_by_scheme = kinds  # type: ignore[assignment]  # made with the limits of time
+            pool = self._pools[origin] = manager.connection_from_url(origin)
+            return pool
 
 
 def _pieces(data: Data, piece_bytes: int) -> Iterator[memoryview]:

@@ -19,7 +19,7 @@ from kvwire.errors import (
     StorageError,
 )
 from kvwire.store.base import Listed
-from kvwire.store.http_clients import PROXY_ADVICE, WRONG_ADDRESS
+from kvwire.store.http_clients import LOGIN_ADVICE, PROXY_ADVICE, WRONG_ADDRESS
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed],
         raise refusal(reply, "GET", prefix, url)
     if not isinstance(told, dict) or "objects" not in told:
         msg = f"{url} cannot list its keys: look documents up by id, or list the store on the server's side"
-        raise ArgumentError(msg)
+        raise ArgumentError(f"{msg}; or {LOGIN_ADVICE}" if reply.body.lstrip().startswith(b"<") else msg)
     try:
         return _objects(record(told, _Page, "a listing", "ask again"), prefix, after)
     except (ArgumentError, CorruptError) as error:

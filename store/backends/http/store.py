@@ -18,7 +18,7 @@ from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings,
 from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, is_hidden, page, refusal
 from kvwire.store.backends.http.semantics import strong_etag
 from kvwire.store.base import ObjectStat, Store, clamp_range, holds
-from kvwire.store.http_clients import HttpAddress, content_range, range_header, range_told
+from kvwire.store.http_clients import HttpAddress, content_range, range_header, range_told, refuse_web_page
 from kvwire.store.key_kinds import check_place
 from kvwire.store.keys import check_after, check_key
 
@@ -188,6 +188,7 @@ class HttpStore(Store):
         return NotFoundError(msg)
 
     def _check_plain(self, key: str, reply: Reply) -> None:
+        refuse_web_page(self.object_url(key), reply.status, reply.fields.get("Content-Type"))
         if reply.fields.get("Content-Encoding", "identity").lower() != "identity":
             msg = f"{self.object_url(key)}: the answer is compressed in transit; switch that off for these objects"
             raise StorageError(msg)

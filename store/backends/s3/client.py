@@ -10,15 +10,16 @@ import re
 import threading
 import time
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import boto3
+import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import BotoCoreError
 from botocore.httpsession import get_cert_path
-from botocore.loaders import JSONFileLoader
 
 from kvwire._forks import OwnProcess
 from kvwire.errors import ArgumentError, AuthError, KvwireError
@@ -43,15 +44,7 @@ _LEAST_LIFE_S = 1
 
 
 class S3Client:
-    """One boto3 client for all threads, no more requests at a time than it keeps connections.
-
-    Endpoint, region, credentials, proxy and trust are decided here, for boto3 and for the addresses that it signs. What
-    boto3 learns from answers, such as the bucket's region, holds for both.
-
-    Attributes:
-        tls: Whom boto3 trusts; None where the endpoint is plain http.
-        proxy: The proxy that boto3 takes; None: the endpoint is asked directly.
-    """
+    """One boto3 client for all threads. What it trusts (``tls``) and goes through (``proxy``) holds for addresses."""
 
     def __init__(self, address: S3Address, settings: S3Settings) -> None:
         """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet."""
@@ -83,10 +76,7 @@ class S3Client:
 
     @contextmanager
     def asking(self, what: str = "") -> Iterator[BotoClient]:
-        """boto3's client, for one request and its answer. Errors inside become kvwire's.
-
-        Whatever is left of the answer at the end is closed: boto3 itself drops the body of one that it cannot parse.
-        """
+        """boto3's client, for one request and its answer. Errors inside become kvwire's."""
         self._stay_in_process()
         what = f"{what} in {self._address.url}" if what else self._address.url
         try:
@@ -94,7 +84,7 @@ class S3Client:
                 try:
                     yield self._here()
                 finally:
-                    body = self._answers.__dict__.pop("body", None)
+                    body = self._answers.__dict__.pop("body", None)  # boto3 drops that of an answer it cannot parse
                     if body is not None:
                         body.close()
         except AuthError:
@@ -129,10 +119,7 @@ class S3Client:
             return self._boto
 
     def _learn(self, response: Any, attempts: int, **_: object) -> int | None:  # noqa: ANN401 - botocore's
-        """Note where the bucket is; 0, which repeats the request, where other credentials lie ready.
-
-        boto3 finds a bucket of another region by itself, but signs addresses for its own.
-        """
+        """Note where the bucket is, for signing; 0, which repeats the request, where other credentials lie ready."""
         status, error = (0, {}) if response is None else (response[0].status_code, response[1].get("Error", {}))
         if status in _ELSEWHERE:
             region = response[0].headers.get("x-amz-bucket-region") or error.get("Region")
@@ -183,28 +170,16 @@ class S3Client:
             boto.close()
 
 
-class _Files(JSONFileLoader):
-    """botocore's descriptions of services, which are large, each read once: a session of its own would read them anew.
-
-    Sessions may merge a description's extras into it; that gives the same again.
-    """
-
-    def __init__(self) -> None:
-        self._read: dict[str, Any] = {}
-
-    def load_file(self, file_path: str) -> Any:  # noqa: ANN401 - as it is in the file
-        if file_path not in self._read and (found := super().load_file(file_path)) is not None:
-            self._read[file_path] = found
-        return self._read.get(file_path)
-
-
-_FILES = _Files()
-
-
 def _session(address: S3Address) -> Any:  # noqa: ANN401 - boto3's session has no type of its own
     session = boto3.session.Session(profile_name=address.profile, region_name=address.region)
-    session._session.get_component("data_loader").file_loader = _FILES  # noqa: SLF001 - boto3 has no other way
+    session._session.register_component("data_loader", _descriptions())  # noqa: SLF001 - boto3 has no other way
     return session
+
+
+@cache
+def _descriptions() -> Any:  # noqa: ANN401 - botocore has no types
+    """Botocore's descriptions of services, which are large: each session would read them anew."""
+    return botocore.session.get_session().get_component("data_loader")
 
 
 def _bundle(session: Any) -> str:  # noqa: ANN401 - as above

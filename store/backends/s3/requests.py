@@ -9,11 +9,11 @@ from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.errors import KvwireError, StorageError
 from kvwire.store.backends.s3.errors import NoSuchUploadError, code_of, error_of, plain_code, status_of
 from kvwire.store.base import Listed
 from kvwire.store.http_clients import range_told
-from kvwire.store.keys import check_key
+from kvwire.store.keys import is_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -63,18 +63,14 @@ def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total
     """Read a range from S3's answer."""
     length = size_told(answer)
     if answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL:
-        _check_range(answer.get("ContentRange"), length, start, end, what)
+        told = range_told(answer.get("ContentRange"), start, end)
+        if told is None or told[2] is None or length != told[1] - told[0]:
+            raise StorageError(
+                f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
+            )
         return _read(answer["Body"], length, total_s, what)
     wanted = length if end is None else min(end, length)  # the whole object, asked for or not
     return _read(answer["Body"], wanted, total_s, what)[start:]
-
-
-def _check_range(field: str | None, length: int, start: int, end: int | None, what: str) -> None:
-    """Check that the answer's range is the one asked for, as long as the body, and names the object's size."""
-    told = range_told(field, start, end)
-    if told is not None and told[2] is not None and length == told[1] - told[0]:
-        return
-    raise StorageError(f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken")
 
 
 def _read(body: Any, length: int, total_s: float, what: str) -> bytes:  # noqa: ANN401 - botocore's StreamingBody
@@ -129,30 +125,20 @@ def _objects(page: Any, root: str, prefix: str, after: str) -> Iterator[Listed]:
     for one in page.get("Contents") or ():
         name = one.get("Key", "")
         key = name.removeprefix(root)
-        if not name.startswith(root + prefix) or key <= after or not _is_key(key):
+        if not name.startswith(root + prefix) or key <= after or not is_key(key):
             continue
         yield Listed(key, max(0, one.get("Size", 0)), modified_at(one))
 
 
-def _is_key(name: str) -> bool:
-    try:
-        check_key(name)
-    except ArgumentError:
-        return False
-    return True
-
-
 def delete_in_batches(client: S3Client, bucket: str, names: Iterable[str]) -> None:
-    """Remove objects, 250 with each request, or one by one where the server has no such request.
-
-    Raises at the first batch of which the server refused something; the rest of that batch is gone.
-    """
+    """Remove objects, 250 with each request, up to the first batch of which the server refuses something."""
     names = iter(names)
     while batch := list(dict.fromkeys(islice(names, _BATCH))):
         _delete_batch(client, bucket, batch)
 
 
 def _delete_batch(client: S3Client, bucket: str, names: list[str]) -> None:
+    """In one request, or one by one where the server has no such request."""
     with client.asking() as boto:
         try:
             wanted = [{"Key": name} for name in names]

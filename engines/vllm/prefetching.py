@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,11 @@ _LOG = logging.getLogger("kvwire.vllm")
 
 
 @dataclass(frozen=True)
-class Soon:
-    """What a request says of later ones.
+class PrefetchHint:
+    """What a request says of later ones."""
 
-    Attributes:
-        documents: Their ids.
-        level: The level that will be loaded; None: the finest that is not lossless.
-    """
-
-    documents: tuple[str, ...]
-    level: int | None = None
+    documents: tuple[str, ...]  # their ids
+    level: int | None = None  # the level that will be loaded; None: the finest that is not lossless
 
 
 def has_cache(corpus: Corpus) -> bool:
@@ -40,25 +36,24 @@ def has_cache(corpus: Corpus) -> bool:
     return hasattr(corpus.catalog.store, "prefetch")
 
 
-class Ahead:
+class Prefetcher:
     """A worker's half: a thread asks the catalog and queues ranges, which the store's cache reads when it is quiet."""
 
     def __init__(self, corpus: Corpus, counts: Counts | None = None) -> None:
         """Fetch nothing yet."""
         self._corpus, self._counts = corpus, counts or Counts()
         self._threads = DaemonThreads(1, "kvwire-soon")
-        self._waiting = 0  # an estimate is enough: two threads count, and the bound is no promise
-        self._told: set[str] = set()
+        self._room = threading.BoundedSemaphore(_MOST)
+        self._warned: set[str] = set()
 
-    def start(self, hints: Sequence[Soon]) -> None:
+    def start(self, hints: Sequence[PrefetchHint]) -> None:
         """Begin to fetch ahead; returns at once."""
         for hint in hints:
             for name in hint.documents:
-                if self._waiting >= _MOST:
+                if self._room.acquire(blocking=False):
+                    self._threads.submit(self._fetch, name, hint.level)
+                else:
                     self._counts.add(soon_dropped=1)
-                    continue
-                self._waiting += 1
-                self._threads.submit(self._fetch, name, hint.level)
 
     def close(self) -> None:
         """Leave out what waits."""
@@ -66,13 +61,13 @@ class Ahead:
 
     def _fetch(self, name: str, level: int | None) -> None:
         """In a thread: nothing that goes wrong here is any request's trouble."""
-        self._waiting -= 1
+        self._room.release()
         try:
             is_there = self._corpus.prefetch((name,), level).wait()  # the cache takes few ranges at a time
             self._counts.add(**{"soon_documents" if is_there else "soon_dropped": 1})
         except Exception as error:  # noqa: BLE001 - see above
-            self._counts.add(soon_dropped=1)
-            if (kind := type(error).__name__) not in self._told:
-                self._told.add(kind)
+            if (kind := type(error).__name__) not in self._warned:
+                self._warned.add(kind)
                 words = str(error) if isinstance(error, KvwireError) else f"{kind}: {error}"
                 _LOG.warning("document %r is not fetched ahead: %s (told once)", name, words)
+            self._counts.add(soon_dropped=1)

@@ -31,7 +31,7 @@ class OutcomeSender:
         """Open a socket."""
         self._path, self._socket = path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._has_told = False
+        self._has_warned = False
 
     def send(self, request_id: str, told: Mapping[str, Any]) -> None:
         """Tell what became of a request's documents."""
@@ -39,9 +39,9 @@ class OutcomeSender:
         try:
             self._socket.sendto(json.dumps({"request": request_id, "told": short}).encode(), self._path)
         except OSError as error:
-            if not self._has_told:
+            if not self._has_warned:
                 _LOG.warning("outcomes cannot be told to a proxy at %s: %s (told once)", self._path, error)
-            self._has_told = True
+            self._has_warned = True
 
     def close(self) -> None:
         """Close the socket."""
