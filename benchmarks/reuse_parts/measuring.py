@@ -12,7 +12,7 @@ import kvwire
 from kvwire import link
 from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
 from kvwire.reuse.repair.selectors.cacheblend import CacheBlend
-from kvwire.runtime.links import by_token
+from kvwire.runtime.repair import by_token
 from reuse_parts.prompts import DOCUMENTS, LENGTH, QUESTION, TOKENS, Judge, Prompt, copy
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvwire._forks import lock_of_process
-from kvwire.codec import StatisticsBuilder
 from kvwire.engines.transformers.latent import Expansion, Scatter, expansion_of
 from kvwire.engines.transformers.plain import is_plain
 
@@ -67,6 +66,8 @@ class QueryRecorder:
 
     def __init__(self, meta: CacheMeta, model: PreTrainedModel) -> None:
         """Start without samples."""
+        from kvwire.codec import StatisticsBuilder  # only fits need it
+
         self._meta = meta
         self.builder = StatisticsBuilder(meta)
         self._thread = threading.get_ident()

@@ -17,12 +17,12 @@ from kvwire.engines.weightless import WeightlessEngine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.costs import warm_up_decoding
 from kvwire.runtime.document import in_words
-from kvwire.runtime.execute import NO_ENGINE, PromptWorker
 from kvwire.runtime.find import profile_in_use
 from kvwire.runtime.kept import KeptLookup, RepairKeeper
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.passes import NO_ENGINE, PromptWorker
 from kvwire.runtime.prompt import PlainLayout
-from kvwire.runtime.request import LoadRequest
+from kvwire.runtime.request import LoadRequest, PartialLoad
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store.prefix.index import opening_of
 from kvwire.types import ChunkId, Decision
@@ -82,11 +82,11 @@ class PageLoader(Loader):
         super().__init__(without_weights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
         self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
         # Silence is waited out: nothing here can be computed meanwhile.
-        self._controls = replace(self._controls, stall_s=chosen.patience_s)
+        self._runner.controls = replace(self._runner.controls, stall_s=chosen.patience_s)
         self._has_profile = False
         self.token_s = 0.0  # what computing a token costs the model, once that is known
         self.is_whole = False  # a load of which a part is missing is worth nothing
-        self._warming.begin(self._get_ready())
+        self._runner.warming.begin(self._get_ready())
 
     def load(
         self,
@@ -107,9 +107,9 @@ class PageLoader(Loader):
 
         worth_s = None if goal.deadline_s is None else goal.deadline_s + self.token_s * total
         request = LoadRequest(
-            layout=PlainLayout(self._engine), fetch=self._settings.fetch, backend=self._settings.backend, goal=goal,
-            timeouts=self._timeouts(worth_s), wanted=wanted, is_partial=True,
-            limit_s=limit_s, grace_s=grace_s,
+            documents=list(documents), texts=known, layout=PlainLayout(self._engine), settings=self._settings,
+            goal=goal, timeouts=self._runner.timeouts(worth_s), started=time.monotonic(), wanted=wanted,
+            partial=PartialLoad(limit_s=limit_s, grace_s=grace_s),
         )  # fmt: skip
         return self._session.run(self._load_front(list(documents), known, request, least, kept, front))
 
@@ -121,21 +121,21 @@ class PageLoader(Loader):
         until = None if deadline_s is None else time.monotonic() + deadline_s
         reading = asyncio.create_task(self._read_kept(kept, [texts[name] for name in documents], front))
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        with self._warming.paused():
-            async with self._filled(documents, texts, request, time.monotonic()) as filled:
-                load, work = filled.load, filled.load.work
+        with self._runner.warming.paused():
+            async with self._runner.load(request) as load:
+                work = load.work
                 await asyncio.to_thread(work.leave)
                 tokens, level = _loaded_front(work, len(documents), least)
                 if not (tokens or self._has_profile):  # one that takes longer than a deadline is read beside the loads
-                    self._warming.begin(self._get_profile())
+                    self._runner.warming.begin(self._get_profile())
                 if load.is_finished:
-                    filled.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
+                    load.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
                 if kept is not None and (
                     trouble := _apply_repair(work, documents, await self._in_time(reading, until), front)
                 ):
                     tokens = min(tokens, sum(len(texts[name]) for name in documents[: front + 1]))
                     work.misses.append(trouble)
-                self._remember(load)
+                self._runner.remember(load)
                 prompt = getattr(work, "prompt", None)
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
                     return Loaded(None, 0, -1, load.bytes, tuple(work.misses))
@@ -148,7 +148,7 @@ class PageLoader(Loader):
         yield from self._get_profile()
 
     def _get_profile(self) -> Iterator[None]:
-        profile = profile_in_use(self._corpora[0], self._read_level)
+        profile = profile_in_use(self._corpus, self._runner.read_level)
         yield
         if isinstance(profile, Profile):
             yield from expect_all(profile)

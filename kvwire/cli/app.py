@@ -27,17 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """Where a command is.
+    """Where a command is."""
 
-    Attributes:
-        module: To import.
-        attribute: The command's name in that module.
-        help: One line for the list of commands.
-    """
-
-    module: str
-    attribute: str
-    help: str
+    module: str  # to import
+    attribute: str  # the command's name in that module
+    help: str  # one line for the list of commands
 
     def load(self) -> click.Command:
         """Import the command."""

@@ -25,15 +25,15 @@ class _AppendOptions:
     """What ``kvwire append`` is given."""
 
     document: str = argument()
-    text: str | None = option("What follows the document's last token.")
-    file: Path | None = option("A file of it, in UTF-8.", type=click.Path(path_type=Path))
+    text: str | None = option("Text to append.")
+    file: Path | None = option("File with the text to append, in UTF-8.", type=click.Path(path_type=Path))
     after: int | None = option(
         "Append only where DOCUMENT has so many tokens, as the last append told: then repeating the command is safe.",
         metavar="TOKENS",
         type=click.IntRange(0),
     )
-    fork: str = option("Leave DOCUMENT as it is, and give what it would be to NAME.", default="", metavar="NAME")
-    compact: bool = flag("Encode DOCUMENT anew as one blob, after what is appended.")
+    fork: str = option("Leave DOCUMENT unchanged, and store the result under NAME.", default="", metavar="NAME")
+    compact: bool = flag("Encode DOCUMENT again as one blob, after appending.")
     model: str = MODEL
     place: StoreOptions = STORE
     device: str = DEVICE

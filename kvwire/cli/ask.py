@@ -38,6 +38,8 @@ from kvwire.cli.say import leave, stages
 from kvwire.errors import ArgumentError, DeadlineError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvwire.codec import Backend
     from kvwire.controller import Objective, OnLate
     from kvwire.engines.base import Engine
@@ -59,7 +61,7 @@ class AskOptions:
 
     docs: tuple[str, ...] = option("Ids of documents, in the prompt's order.", multiple=True)
     prompt: Path | None = option(
-        "File of a whole prompt: what the store has of it is loaded, the rest computed.",
+        "File with a whole prompt: its stored part is loaded, the rest computed.",
         type=click.Path(path_type=Path),
     )
     reuse: ReuseMode | None = option(
@@ -68,35 +70,31 @@ class AskOptions:
         type=click.Choice(["auto", "exact", "donors", "none"]),
     )
     donor: tuple[str, ...] = option(
-        "Document that the prompt is much like; repeatable. Else they are searched.", multiple=True
+        "Document similar to the prompt; repeatable. By default such documents are searched.", multiple=True
     )
-    session: str | None = option("Conversation that the question is the next turn of; each turn is kept.")
-    save: bool = flag("Keep prompt and answer, for prompts that begin with them.")
+    session: str | None = option("Name of a conversation; the question is its next turn, and each turn is stored.")
+    save: bool = flag("Store prompt and answer, for prompts that begin with them.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
-    question: str = option("What the model continues after the documents, or behind the prompt.", default="")
-    deadline: float | None = option("Seconds to the first token.", type=click.FloatRange(min=0, min_open=True))
-    soon: tuple[str, ...] = option(
-        "Document of a later question, fetched into --cache once this one is answered; repeatable.", multiple=True
-    )
+    question: str = option("Text that the model continues, after the documents or the prompt.", default="")
+    deadline: float | None = option("Seconds until the first token.", type=click.FloatRange(min=0, min_open=True))
+    soon: tuple[str, ...] = option("Document to prefetch into --cache after the answer; repeatable.", multiple=True)
     first: int | None = option(
         "Load only the first N tokens of each document, as if it ended there.", metavar="N", type=click.IntRange(min=1)
     )
     link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
-    exact: bool = flag(
-        "Caches bit for bit as the model computes them: lossless levels (encode --lossless), or the texts computed."
-    )
+    exact: bool = flag("Bit-exact caches only: lossless levels (encode --lossless), or recomputed text.")
     max_kl: float | None = MAX_KL
     floor: int | None = FLOOR
-    ceiling: int | None = option("Finest level that is worth waiting for; any without it.", type=click.IntRange(0, 7))
+    ceiling: int | None = option("Finest level worth waiting for; by default any.", type=click.IntRange(0, 7))
     on_late: OnLate = option(
-        "What to do where the first token cannot be in time: serve it as soon as possible, or refuse at once.",
+        "If the first token cannot be in time: serve it as soon as possible, or refuse at once.",
         default="serve",
         show_default=True,
         type=click.Choice(["serve", "refuse"]),
     )
     repair: str = REPAIR
     repair_floor: float | None = option(
-        "Share that auto repairs at least; by default what check-model found that the model needs.",
+        "Least share that auto repairs; by default what check-model found the model to need.",
         type=click.FloatRange(0, 1),
     )
     selector: str = option(
@@ -126,22 +124,22 @@ class AskOptions:
     keep_repairs: bool = flag(
         "Keep rows that were computed anew, for the same documents in the same order, and use what is kept."
     )
-    kept_size: str | None = option("Of all rows that are kept of the model and tenant, such as 2GB; 1GiB without it.")
+    kept_size: str | None = option("Limit of all kept rows of the model and tenant, such as 2GB; by default 1GiB.")
     objective: Objective | None = option(
         "The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality "
         "with a deadline, and earliest without.",
         type=click.Choice(["earliest", "quality", "cheapest"]),
     )
-    tokens: int = option("Length of the answer at most.", default=32, show_default=True, type=click.IntRange(min=1))
-    texts: str | None = option("Folder of the documents' texts, for those whose blob is lost.")
+    tokens: int = option("Most tokens of the answer.", default=32, show_default=True, type=click.IntRange(min=1))
+    texts: str | None = option("Folder with the documents' texts, for those whose blob is lost.")
     variants: tuple[str, ...] = option(
         "Tenant that has the documents encoded for another head start, to be used where that is sooner; repeatable.",
         "--variant-tenant",
         multiple=True,
     )
-    schema: str | None = option("JSON file of modules with places of their own, which --docs names.", metavar="FILE")
+    schema: str | None = option("JSON file of a Prompt Cache schema, whose modules --docs names.", metavar="FILE")
     arguments: tuple[str, ...] = option(
-        "Text that takes the place of a slot of the schema; repeatable.",
+        "Text for a parameter of the schema; repeatable.",
         "--argument",
         multiple=True,
         metavar="MODULE.PARAMETER=TEXT",
@@ -160,7 +158,7 @@ class AskOptions:
     device: str = DEVICE
     dtype: str = DTYPE
     backend: Backend = BACKEND
-    verbose: bool = flag("Tell what is measured before the answer, also off a terminal.", "-v", "--verbose")
+    verbose: bool = flag("Print progress before the answer, even if stderr is no terminal.", "-v", "--verbose")
     as_json: bool = JSON
 
 
@@ -257,7 +255,6 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     """The answer, and names of what stands in the prompt, in its order; what the stack has to do comes after it."""
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
-    from kvwire.runtime.text_files import read_texts, token_ids
     from kvwire.transport import parse_link
 
     chat, plain = _chat(options), _settings(options)
@@ -272,8 +269,7 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
         stack.push(partial(_fetch_ahead, corpus, options))
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
-    texts = read_texts([options.texts], schema.documents if schema else names) if options.texts else {}
-    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in texts.items()}
+    known = _texts(engine, options.texts, schema.documents if schema else names) if options.texts else {}
     with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
         if not names:
             return _answer_prompt(loader, engine, options, chat)
@@ -285,6 +281,13 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
             question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
         )
         return (list(schema.names) if schema else names), answer
+
+
+def _texts(engine: Engine, folder: str, names: Sequence[str]) -> dict[str, list[int]]:
+    """Token ids of the documents' texts in a folder."""
+    from kvwire.runtime.text_files import read_texts, token_ids
+
+    return {name: token_ids(engine.tokenize, engine.window, text) for name, text in read_texts([folder], names).items()}
 
 
 def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: AskOptions) -> SchemaPrompt:

@@ -35,17 +35,17 @@ class _CheckOptions:
     questions: str | None = option(
         "JSON list of {documents, question, answer}; without it, texts are cut into prompts."
     )
-    prompts: int = option("How many are measured.", default=12, show_default=True, type=click.IntRange(min=1))
+    prompts: int = option("Number of prompts to measure.", default=12, show_default=True, type=click.IntRange(min=1))
     bound: float = option(
-        "Share of what documents tell the model that links may lose.",
+        "Largest share of the documents' effect on the model that links may lose.",
         default=0.1,
         show_default=True,
         type=click.FloatRange(0, 1),
     )
-    picture: str | None = option("PNG that is drawn.")
-    seed: int = option("Of the choice of prompts.", default=0, show_default=True)
+    picture: str | None = option("PNG file to draw.")
+    seed: int = option("Seed for the choice of prompts.", default=0, show_default=True)
     shift_prompts: int = option(
-        "Prompts that the mean shift of linked documents is learnt from, other ones than those measured; 0: none is.",
+        "Further prompts to learn the mean shift of linked documents from; 0: learn none.",
         default=48,
         show_default=True,
         type=click.IntRange(min=0),
@@ -56,7 +56,7 @@ class _CheckOptions:
         metavar="N",
         type=click.IntRange(0),
     )
-    edits: bool = flag("Measure prompts that are made of similar ones instead: kvwire ask --reuse.")
+    edits: bool = flag("Measure prompts made of similar ones instead (kvwire ask --reuse).")
     place: StoreOptions = STORE
     device: str = DEVICE
     dtype: str = DTYPE

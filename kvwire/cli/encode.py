@@ -148,11 +148,11 @@ class _EncodeOptions:
     place: StoreOptions = STORE
     device: str = DEVICE
     dtype: str = DTYPE
-    force: bool = flag("Encode again even what the store seems to have.")
-    refit: bool = flag("Fit a new profile, and encode again what has another one.")
+    force: bool = flag("Encode again what the store already has.")
+    refit: bool = flag("Fit a new profile, and encode again documents with another one.")
     method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
     prefix_layers: int = PREFIX_LAYERS
-    lossless: bool = flag("Add a level that holds every number bit for bit.")
+    lossless: bool = flag("Add a bit-exact level.")
     deviation: bool = flag("Measure how far tokens move behind others, for ask --selector product.")
     neutral_prefix: int = option(
         "Compute documents behind N tokens of a neutral text, which are dropped: links without repair lose less, "
@@ -184,17 +184,15 @@ class _EncodeOptions:
     text_column: str = option("The text's field in rows.", default="text", show_default=True, metavar="NAME")
     id_column: str = option("The document id's field in rows.", default="id", show_default=True, metavar="NAME")
     manifest: str | None = option("Write a row for each document: .parquet, or .jsonl.", metavar="FILE")
-    on: str | None = option("Encode on the machines of a Ray cluster (RAY_ADDRESS).", type=click.Choice(["ray"]))
+    on: str | None = option("Encode on a Ray cluster (RAY_ADDRESS).", type=click.Choice(["ray"]))
     engine: str = option(
         "What runs the model; vllm, on Ray, for one that needs several GPUs: the store has its profile before.",
         type=click.Choice(["transformers", "vllm"]),
         default="transformers",
         show_default=True,
     )
-    tensor_parallel: int = option(
-        "Workers of vLLM that share the model.", default=1, type=click.IntRange(1), metavar="N"
-    )
-    engine_args: str = option("Further arguments of vLLM's engine, as an object.", default="", metavar="JSON")
+    tensor_parallel: int = option("Tensor-parallel workers of vLLM.", default=1, type=click.IntRange(1), metavar="N")
+    engine_args: str = option("Further arguments of vLLM's engine, as a JSON object.", default="", metavar="JSON")
     actors: int = option("Engines on Ray; 0: as many as fit.", default=0, type=click.IntRange(0), metavar="N")
     gpus: float = option("GPUs of each engine on Ray.", default=0.0, type=click.FloatRange(0), metavar="G")
     cpus: float = option("Processors of each engine on Ray.", default=1.0, type=click.FloatRange(0), metavar="C")

@@ -35,19 +35,12 @@ _NUMBER = re.compile(r"[0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?")
 
 @dataclass(frozen=True)
 class NamedLink:
-    """A link.
+    """A link."""
 
-    Attributes:
-        name: As it was typed.
-        rate: Of the link.
-        rtt_s: Seconds of a round trip, where the name says so.
-        start_s: Where loads begin; None: anywhere.
-    """
-
-    name: str
-    rate: RateTrace
-    rtt_s: float | None = None
-    start_s: float | None = None
+    name: str  # as it was typed
+    rate: RateTrace  # of the link
+    rtt_s: float | None = None  # seconds of a round trip, where the name says so
+    start_s: float | None = None  # where loads begin; None: anywhere
 
 
 def steady_link(text: str) -> NamedLink:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from _typeshed import DataclassInstance
 
-    from kvwire.runtime.links import RepairMode
+    from kvwire.runtime.settings import RepairMode
     from kvwire.store import Catalog, Keyring, Store, UseFile
 
     Command = Callable[..., None]
@@ -61,7 +61,9 @@ MODEL = option(
     required=True,
     envvar="KVWIRE_MODEL",
 )
-DEVICE = option("Where the model runs.", "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True)
+DEVICE = option(
+    "Device of the model, such as cpu or cuda:0.", "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True
+)
 DTYPE = option(
     "auto: float32 on the CPU, elsewhere as the weights are stored.",
     "--dtype",
@@ -70,7 +72,7 @@ DTYPE = option(
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
 )
 BACKEND = option(
-    "Kernels that code caches; auto: Triton's on a GPU.",
+    "Kernels that encode and decode; auto: Triton on a GPU.",
     "--backend",
     default="auto",
     show_default=True,
@@ -80,21 +82,21 @@ BACKEND = option(
 
 
 CALIBRATION = option(
-    "Tokens that a profile is fitted on: 16,384 or 2,048 at most, and no more than half of the text.",
+    "Tokens to fit a profile on: at most 16,384 (full) or 2,048 (quick), and half of the text.",
     "--calibration",
     type=click.Choice(["full", "quick"]),
     default="full",
     show_default=True,
 )
 PREFIX_LAYERS = option(
-    "Layers that readers compute anew, which makes blobs smaller.",
+    "Layers that readers recompute, which makes blobs smaller.",
     "--prefix-layers",
     default=0,
     show_default=True,
     type=click.IntRange(0),
 )
 RESUME = option(
-    "Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
+    "File for the progress of a profile's fit; an interrupted fit resumes from it.",
     "--resume",
     type=click.Path(dir_okay=False, path_type=Path),
 )
@@ -119,7 +121,7 @@ INDEX = option(
     callback=_schemes,
     metavar="NAME[,NAME...]",
 )
-USES = option("Where uses of documents are counted.", "--uses", envvar="KVWIRE_USES", metavar="FILE")
+USES = option("File in which uses of documents are counted.", "--uses", envvar="KVWIRE_USES", metavar="FILE")
 REPAIR = option(
     "Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
     "leaves time for, all, or a share from 0 to 1.",
@@ -155,34 +157,63 @@ MAX_KL = option(
     metavar="NATS|none",
 )
 FLOOR = option(
-    "Lowest level to use where there is a choice, in place of --max-kl.", "--floor", type=click.IntRange(0, 7)
+    "Coarsest level to use if there is a choice, in place of --max-kl.", "--floor", type=click.IntRange(0, 7)
 )
 JSON = flag("Print JSON on stdout.", "--json", "as_json")
 
 
+CACHE = option("Folder of a local cache before the store.", "--cache", envvar="KVWIRE_CACHE", is_eager=True)
+
+
+def _cache_size(context: click.Context, given: click.Parameter, size: str) -> str:
+    """Refuse a size on the command line where no folder is named; the variable may be set for other commands."""
+    named = context.get_parameter_source(given.name or "") is click.core.ParameterSource.COMMANDLINE
+    if named and not context.params.get("cache"):
+        raise ArgumentError("--cache-size is the size of the cache folder: name the folder with --cache, too")
+    return size
+
+
+CACHE_SIZE = option(
+    "Size of the cache folder.",
+    "--cache-size",
+    default="10GB",
+    envvar="KVWIRE_CACHE_SIZE",
+    show_default=True,
+    callback=_cache_size,
+)
+MEMORY_SIZE = option("Size of a cache in memory, such as 2GB.", "--memory-size", envvar="KVWIRE_MEMORY_SIZE")
+
+
+def _field(parameter: Parameter, *, shown: bool = True) -> Any:  # noqa: ANN401 - of any field
+    """A field with an option's default, for objects that are made in Python, too."""
+    return field(default=parameter.settings.get("default"), repr=shown, metadata={"option": parameter})
+
+
 @dataclass(frozen=True)
 class StoreOptions:
-    """A store and a tenant, as options name them.
+    """A store and a tenant, as options name them."""
 
-    Attributes:
-        store: Address of the store; None where a command can do without.
-        token: Bearer token for HTTP stores.
-        tenant: Whose documents.
-        salt: The deployment's secret.
-        keys: File of master keys, where this tenant's objects are sealed.
-        cache: Folder of the tier before the store.
-        cache_size: Of that folder, such as 10GB.
-        memory_size: Of the tier in memory, such as 2GB; None: there is none.
-    """
-
-    store: str | None
-    token: str | None = field(default=None, repr=False)
-    tenant: str = "default"
-    salt: str = field(default="", repr=False)
-    keys: str | None = None
-    cache: str | None = None
-    cache_size: str = "10GB"
-    memory_size: str | None = None
+    store: str | None = _field(  # None where a command can do without
+        option(
+            "file:///folder, http://host:port, or s3://bucket/prefix?endpoint=http://host:port.", envvar="KVWIRE_STORE"
+        )
+    )
+    token: str | None = _field(option("Bearer token for http stores.", envvar="KVWIRE_TOKEN"), shown=False)
+    tenant: str = _field(
+        option("Tenant that owns the documents.", default="default", envvar="KVWIRE_TENANT", show_default=True)
+    )
+    salt: str = _field(
+        option(
+            "Secret of the deployment, hashed into keys so that they do not show tenants.",
+            default="",
+            envvar="KVWIRE_SALT",
+        ),
+        shown=False,
+    )
+    keys: str | None = _field(option("File of master keys: objects are encrypted (kvwire key).", envvar="KVWIRE_KEYS"))
+    cache: str | None = _field(CACHE)
+    cache_size: str = _field(CACHE_SIZE)
+    memory_size: str | None = _field(MEMORY_SIZE)
 
     def open(self) -> Store:
         """Open the store, behind its tiers where some were asked for."""
@@ -229,53 +260,26 @@ LINKS = option(
     metavar="LAYOUT",
 )
 SOFT_TOKENS = option(
-    "Trained embeddings that are no entries of the vocabulary, as kvwire train-links writes them.",
+    "File of trained embeddings outside the vocabulary, written by kvwire train-links.",
     "--soft-tokens",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
 )
 
-CACHE = option("Folder of a local cache before the store.", "--cache", envvar="KVWIRE_CACHE", is_eager=True)
+
+def usual(options: type[T]) -> dict[str, Any]:
+    """What the fields of a command's options are where nothing is given, before callbacks read it."""
+    defaults: dict[str, Any] = {}
+    for each in fields(options):
+        settings = each.default.settings if isinstance(each.default, Parameter) else {}
+        several = settings.get("multiple") or settings.get("nargs") == -1
+        nothing = () if several else False if settings.get("is_flag") else None
+        defaults[each.name] = settings.get("default", nothing)
+    return defaults
 
 
-def _cache_size(context: click.Context, given: click.Parameter, size: str) -> str:
-    """Refuse a size on the command line where no folder is named; the variable may be set for other commands."""
-    named = context.get_parameter_source(given.name or "") is click.core.ParameterSource.COMMANDLINE
-    if named and not context.params.get("cache"):
-        raise ArgumentError("--cache-size is the size of the cache folder: name the folder with --cache, too")
-    return size
-
-
-CACHE_SIZE = option(
-    "Of the cache folder.",
-    "--cache-size",
-    default="10GB",
-    envvar="KVWIRE_CACHE_SIZE",
-    show_default=True,
-    callback=_cache_size,
-)
-MEMORY_SIZE = option("Of a cache in memory, such as 2GB.", "--memory-size", envvar="KVWIRE_MEMORY_SIZE")
-_STORE: dict[str, Parameter] = {
-    "store": option(
-        "file:///folder, http://host:port, or s3://bucket/prefix?endpoint=http://host:port.",
-        "--store",
-        envvar="KVWIRE_STORE",
-    ),
-    "token": option("Bearer token for http stores.", "--token", envvar="KVWIRE_TOKEN"),
-    "tenant": option("Whose documents.", "--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True),
-    "salt": option("The deployment's secret: hides whose part is whose.", "--salt", default="", envvar="KVWIRE_SALT"),
-    "keys": option("File of master keys: objects are encrypted (kvwire key).", "--keys", envvar="KVWIRE_KEYS"),
-    "cache": CACHE,
-    "cache_size": CACHE_SIZE,
-    "memory_size": MEMORY_SIZE,
-}
 STORE: Any = object()
 """The default of a field that takes ``StoreOptions``, as ``command`` fills it."""
-
-
-def _place(given: dict[str, Any]) -> StoreOptions:
-    """Take the options of a store out of what was given."""
-    return StoreOptions(**{name: given.pop(name) for name in _STORE})
 
 
 def command(
@@ -283,14 +287,17 @@ def command(
 ) -> Callable[[Callable[[T], None]], click.Command]:
     """Make a command of a function that takes its options as one dataclass, whose fields' defaults are parameters."""
     parameters: dict[str, Parameter] = {}
+    store = {each.name: each.metadata["option"] for each in fields(StoreOptions)}
     for each in fields(options):
-        parameters |= _STORE if each.default is STORE else {each.name: cast("Parameter", each.default)}
+        parameters |= store if each.default is STORE else {each.name: cast("Parameter", each.default)}
     place = next((each.name for each in fields(options) if each.default is STORE), None)
 
     def made(work: Callable[[T], None]) -> click.Command:
         @functools.wraps(work)
         def called(**given: Any) -> None:  # noqa: ANN401 - click's values
-            work(options(**({place: _place(given)} if place else {}), **given))
+            if place:
+                given[place] = StoreOptions(**{name: given.pop(name) for name in store})
+            work(options(**given))
 
         return (group or click).command(name)(_with(parameters, called))
 

@@ -11,7 +11,20 @@ import click
 
 from kvwire._json import json_object
 from kvwire.cli.inputs import open_engine, read_file_header, read_link, read_machine, read_shape, read_tokens
-from kvwire.cli.options import DEVICE, DTYPE, FLOOR, JSON, MAX_KL, REPAIR, STORE, StoreOptions, argument, flag, option
+from kvwire.cli.options import (
+    DEVICE,
+    DTYPE,
+    FLOOR,
+    JSON,
+    MAX_KL,
+    REPAIR,
+    STORE,
+    StoreOptions,
+    argument,
+    flag,
+    option,
+    usual,
+)  # fmt: skip
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -39,33 +52,39 @@ class PlanOptions:
         "Ids of documents of the store, or .kvw files, in the prompt's order.", multiple=True
     )
     more_docs: tuple[str, ...] = argument(nargs=-1)
-    context: str | None = option("Instead of --docs: a prompt of so many tokens, such as 32k.", metavar="TOKENS")
-    prompt: Path | None = option(
-        "Instead of --docs: a whole prompt, and what ask --prompt would make it of.", type=click.Path(path_type=Path)
+    context: str | None = option(
+        "Instead of --docs: a made-up prompt of so many tokens, such as 32k.", metavar="TOKENS"
     )
-    documents: int = option("Of which --context is made.", default=1, show_default=True, type=click.IntRange(1, 128))
-    model: str | None = option("Folder of the model, whose costs are remembered or measured.", envvar="KVWIRE_MODEL")
+    prompt: Path | None = option(
+        "Instead of --docs: file with a whole prompt, planned as for ask --prompt.", type=click.Path(path_type=Path)
+    )
+    documents: int = option(
+        "Number of documents that --context is split into.", default=1, show_default=True, type=click.IntRange(1, 128)
+    )
+    model: str | None = option("Folder of the model; its costs are remembered or measured.", envvar="KVWIRE_MODEL")
     device: str = DEVICE
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = DTYPE
     machine: str | None = option("Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
-    workers: str | None = option("2: decoding and recomputing run side by side.", type=click.Choice(["1", "2"]))
+    workers: str | None = option("2: decode while recomputing.", type=click.Choice(["1", "2"]))
     config: str = option("Without --model: configuration, as in kvwire store.", default="", metavar="PREFIX")
     link: str | None = option("1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
-    deadline: float | None = option("Seconds to the first token.", type=click.FloatRange(min=0, min_open=True))
+    deadline: float | None = option("Seconds until the first token.", type=click.FloatRange(min=0, min_open=True))
     objective: Objective | None = option(
         "By default the best quality within the deadline, without one the earliest first token.",
         type=click.Choice(["earliest", "quality", "cheapest"]),
     )
-    exact: bool = flag("Lossless levels alone, and texts where there is none; as ask has it.")
+    exact: bool = flag("Bit-exact caches only, as in ask.")
     max_kl: float | None = MAX_KL
     floor: int | None = FLOOR
     question_tokens: int = option(
         "Length of the question.", default=32, show_default=True, type=click.IntRange(1, 1 << 20)
     )
     repair: str = REPAIR
-    price: str | None = option("Also in money, such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES")
+    price: str | None = option(
+        "Also print costs in money, by prices such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES"
+    )
     tiers: str | None = option(
         "Also from devices, and which is the cheapest that is fast enough: NAME=BANDWIDTH,LATENCY,PRICE of a GB and "
         'month, such as "nvme=38gbit,0.1ms,0.08 s3=1gbit,20ms,0.023".',
@@ -77,17 +96,10 @@ class PlanOptions:
 
     @classmethod
     def of_document(cls, name: str, config: str, **given: Any) -> Self:  # noqa: ANN401 - options' values
-        """Options for one document of a store, as the command line's defaults are."""
+        """Options for one document of a store, as the command line's defaults are, but without repair."""
         from kvwire.controller import MAX_KL
 
-        usual: dict[str, Any] = {
-            "docs": (name,), "more_docs": (), "context": None, "prompt": None, "documents": 1, "model": None,
-            "device": "cpu", "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None,
-            "config": config, "link": None, "deadline": None, "objective": None, "exact": False, "max_kl": MAX_KL,
-            "floor": None, "question_tokens": 32, "repair": "none", "price": None, "tiers": None, "compare": True,
-            "place": None, "as_json": False,
-        }  # fmt: skip
-        return cls(**usual | given)
+        return cls(**usual(cls) | {"docs": (name,), "config": config, "max_kl": MAX_KL, "repair": "none"} | given)
 
     def check(self) -> None:
         """Refuse options that do not go together, and files that are none."""
@@ -139,21 +151,13 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents as planning takes them.
+    """Documents as planning takes them."""
 
-    Attributes:
-        names: In prompt order.
-        inputs: In prompt order.
-        details: Beyond what planning needs.
-        sizes: Where sizes come from that are not the documents' own, in words; empty where they are.
-        notes: What is to be told of documents, in words.
-    """
-
-    names: tuple[str, ...]
-    inputs: tuple[DocumentPlanInput, ...]
-    details: Details
-    sizes: str = ""
-    notes: tuple[str, ...] = ()
+    names: tuple[str, ...]  # in prompt order
+    inputs: tuple[DocumentPlanInput, ...]  # in prompt order
+    details: Details  # beyond what planning needs
+    sizes: str = ""  # where sizes come from that are not the documents' own, in words; empty where they are
+    notes: tuple[str, ...] = ()  # what is to be told of documents, in words
 
     @property
     def stored_bytes(self) -> int:

@@ -81,16 +81,16 @@ class _ServeOptions:
     status: bool = _option(
         "--status", is_flag=True, help="Show /status, a live page for people, to those who may see /metrics."
     )
-    spool: Path | None = _option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
-    max_upload_bytes: int = _number("--max-upload-bytes", 16 * _GIB, "Of one upload.")
+    spool: Path | None = _option("--spool", type=_FOLDER, help="Folder for running uploads.")
+    max_upload_bytes: int = _number("--max-upload-bytes", 16 * _GIB, "Largest upload.")
     max_spool_bytes: int = _number(
-        "--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way; one client has half of it."
+        "--max-spool-bytes", 64 * _GIB, "Limit of all running uploads together; half of it for one client."
     )
-    max_requests: int = _number("--max-requests", 512, "Answered at a time.", least=1)
-    max_connections: int = _number("--max-connections", 1024, "Open at a time.", least=1)
+    max_requests: int = _number("--max-requests", 512, "Most requests answered at once.", least=1)
+    max_connections: int = _number("--max-connections", 1024, "Most open connections.", least=1)
     rate: float = _number("--rate", 0.0, "Requests a second of one credential, or address without any; 0: no limit.")
-    burst: int = _number("--burst", 100, "Requests at once, before the rate counts.")
-    shutdown_seconds: float = _number("--shutdown-seconds", 30.0, "Given to running answers after SIGTERM.")
+    burst: int = _number("--burst", 100, "Requests allowed at once before --rate applies.")
+    shutdown_seconds: float = _number("--shutdown-seconds", 30.0, "Seconds for running answers after SIGTERM.")
     log_level: str = _option(
         "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
     )
@@ -208,8 +208,10 @@ class _SignOptions:
     signing_keys: Path = _option(
         "--signing-keys", required=True, type=click.Path(path_type=Path), help="The server's file of keys."
     )
-    key_id: str = _option("--key-id", required=True, help="Which of its keys signs.")
-    seconds: int = option("How long the URL is good.", default=3600, show_default=True, type=click.IntRange(1))
+    key_id: str = _option("--key-id", required=True, help="Id of the key to sign with.")
+    seconds: int = option(
+        "Seconds for which the URL is valid.", default=3600, show_default=True, type=click.IntRange(1)
+    )
     method: str = option(default="GET", show_default=True, type=click.Choice(["GET", "PUT", "DELETE"]))
     as_json: bool = JSON
 

@@ -38,16 +38,16 @@ class _Asked:
     """What ``kvwire simulate`` is given."""
 
     models: tuple[str, ...] = option(
-        "Named shapes.", "--model", "models", multiple=True, default=["llama-3.1-8b"], show_default=True
+        "Model shape, by name.", "--model", "models", multiple=True, default=["llama-3.1-8b"], show_default=True
     )
     machines: tuple[str, ...] = option(
-        "One for all models, or one for each.", "--machine", "machines", multiple=True, default=["h100"],
-        show_default=True,
+        "Machine, by name: one for all models, or one for each.", "--machine", "machines", multiple=True,
+        default=["h100"], show_default=True,
     )  # fmt: skip
     contexts: str | None = option(
         "Lengths of prompts, such as 4k,32k.  [default: 8k]", "--context", "contexts", metavar="TOKENS"
     )
-    documents: int | None = option("Of a prompt, equally long.  [default: 4]", type=click.IntRange(1, 10_000))
+    documents: int | None = option("Documents of a prompt, equally long.  [default: 4]", type=click.IntRange(1, 10_000))
     methods: tuple[str, ...] = option(
         "Whose measured segment sizes; several: blobs of each lie in the store, and the best is taken.",
         "--method", "methods", multiple=True, default=["kvwire"], show_default=True,
@@ -56,10 +56,10 @@ class _Asked:
         "Take real documents instead: .kvw files.", "--blob", "blobs", multiple=True, metavar="FILE"
     )
     links: tuple[str, ...] = option(
-        "Steady: 1gbit, or 1gbit,5ms with a round trip.", "--link", "links", multiple=True, metavar="RATE"
+        "Steady link: 1gbit, or 1gbit,5ms with a round trip.", "--link", "links", multiple=True, metavar="RATE"
     )
     traces: tuple[str, ...] = option(
-        "Recorded: .json, or lines of s and Mbit/s.", "--trace", "traces", multiple=True, metavar="FILE"
+        "File of a recorded link: .json, or lines of s and Mbit/s.", "--trace", "traces", multiple=True, metavar="FILE"
     )
     mean: str | None = option("Scale recorded links to this mean.", metavar="RATE")
     stretch: float | None = option("Stretch recorded links in time; below 1: faster.  [default: 1]", type=float)
@@ -68,13 +68,15 @@ class _Asked:
         multiple=True, metavar="FORMULA",
     )  # fmt: skip
     outages: tuple[str, ...] = option(
-        "On every link, in seconds.", "--outage", "outages", multiple=True, metavar="START,LENGTH"
+        "Outage of every link, in seconds.", "--outage", "outages", multiple=True, metavar="START,LENGTH"
     )
     rtt_s: float = option(
         "Round trip, where the link names none.", "--rtt", "rtt_s", default=0.002, show_default=True,
         type=click.FloatRange(0, 60), metavar="SECONDS",
     )  # fmt: skip
-    deadline: float | None = option("To the first token.", type=click.FloatRange(0, min_open=True), metavar="SECONDS")
+    deadline: float | None = option(
+        "Seconds until the first token.", type=click.FloatRange(0, min_open=True), metavar="SECONDS"
+    )
     objective: Objective | None = option(
         "Default: quality with a deadline, earliest without.", type=click.Choice(["earliest", "quality", "cheapest"])
     )
@@ -89,12 +91,12 @@ class _Asked:
         "[default: all]",
         "--policy", "policies", multiple=True,
     )  # fmt: skip
-    loads: int = option("One after another.", default=1, show_default=True, type=click.IntRange(1, 10_000))
+    loads: int = option("Loads, one after the other.", default=1, show_default=True, type=click.IntRange(1, 10_000))
     together: int = option(
-        "Loads that share link and machine each time.", default=1, show_default=True, type=click.IntRange(1, 1000)
+        "Concurrent loads that share link and machine.", default=1, show_default=True, type=click.IntRange(1, 1000)
     )
     every_s: float = option(
-        "Between loads that come together.", "--every", "every_s", default=0.1, show_default=True,
+        "Seconds between concurrent loads.", "--every", "every_s", default=0.1, show_default=True,
         type=click.FloatRange(0, 3600), metavar="SECONDS",
     )  # fmt: skip
     trouble: str = option(
@@ -102,10 +104,10 @@ class _Asked:
         default="", metavar="NAME=VALUE,...",
     )  # fmt: skip
     patience_s: float = option(
-        "After which a load counts as failed.", "--patience", "patience_s", default=600.0, show_default=True,
+        "Seconds after which a load counts as failed.", "--patience", "patience_s", default=600.0, show_default=True,
         metavar="SECONDS", type=click.FloatRange(0, 86400, min_open=True),
     )  # fmt: skip
-    cold: bool = flag("No earlier load has taught the estimates.")
+    cold: bool = flag("Begin with priors, without estimates of earlier loads.")
     prior: str = option(
         "Priors are wrong by factors, bandwidth=2,prefill=0.5; implies --cold.", default="", metavar="NAME=FACTOR,..."
     )

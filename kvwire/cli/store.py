@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _JSON = flag("Print JSON on stdout; lists: one object a line.", "--json", "as_json")
 _CONFIG = option("Model configuration, as --configs lists them.", default="", metavar="PREFIX")
 _ALL = flag("Every tenant of the store, not only --tenant.")
-_JOBS = option("Objects at once.", default=4, show_default=True, type=click.IntRange(1, 64))
+_JOBS = option("Objects handled in parallel.", default=4, show_default=True, type=click.IntRange(1, 64))
 _PART = option("One of N equal parts alone, which is a random sample too.", metavar="K/N", default="1/1")
 _MOST_COLLECTED = 0.5
 """Part of all bytes that gc deletes without being told to."""
@@ -48,8 +48,8 @@ class _LsOptions:
     prefix: str | None = option(
         "List all keys that start with this, with sizes.", "--keys-of", "prefix", metavar="PREFIX"
     )
-    after: str = option("Go on behind this key, the last of a list that was cut off.", default="")
-    limit: int | None = option("At most so many.", type=click.IntRange(1))
+    after: str = option("Continue after this key, the last of a list that was cut off.", default="")
+    limit: int | None = option("Most rows to list.", type=click.IntRange(1))
     as_json: bool = _JSON
 
 
@@ -141,8 +141,8 @@ class _GcOptions:
 
     place: StoreOptions = STORE
     all_tenants: bool = _ALL
-    grace: str = option("Younger content stays: 90s, 30m, 24h, 7d.", default="24h", show_default=True)
-    dry_run: bool = flag("Delete nothing, and tell what would be.")
+    grace: str = option("Keep content younger than this: 90s, 30m, 24h, 7d.", default="24h", show_default=True)
+    dry_run: bool = flag("Delete nothing; print what would be deleted.")
     keep: str | None = option(
         "Forget saved prompts and sessions first, the longest unused before others, until no more than this is left: "
         "500GB, 20GiB.",
@@ -154,7 +154,7 @@ class _GcOptions:
     )
     named: bool = flag("Forget documents that were encoded by name, too; those count as used when they were written.")
     yes: bool = flag("Delete even more than half of all bytes, or of all documents'.")
-    allow_empty_catalog: bool = flag("Collect where the catalog names nothing that is there.")
+    allow_empty_catalog: bool = flag("Collect even if the catalog is empty or names nothing that exists.")
     part: str = _PART
     parts: int = option(
         "The whole as N parts, one after the other; entries are read once, and each object that they name takes some "
@@ -252,7 +252,7 @@ class _RebuildOptions:
 
     place: StoreOptions = STORE
     all_tenants: bool = _ALL
-    dry_run: bool = flag("Write nothing, and tell what would be.")
+    dry_run: bool = flag("Write nothing; print what would be written.")
     as_json: bool = _JSON
 
 

@@ -39,7 +39,7 @@ class _TrainOptions:
         required=True,
         metavar="PATH[=WEIGHT]",
     )
-    out: Path = option("Folder of what is written.", required=True, type=click.Path(file_okay=False, path_type=Path))
+    out: Path = option("Output folder.", required=True, type=click.Path(file_okay=False, path_type=Path))
     method: Literal["links", "wrappers", "anchors"] = option(
         type=click.Choice(["links", "wrappers", "anchors"]), default="links", show_default=True
     )
@@ -50,19 +50,23 @@ class _TrainOptions:
         type=click.Choice(["small", "kvlink", "kv-packet"]),
     )
     steps: int | None = option(type=click.IntRange(1))
-    batch: int | None = option("Samples of a step.", type=click.IntRange(1))
-    micro_batch: int | None = option("Samples in memory at a time.", type=click.IntRange(1))
+    batch: int | None = option("Samples per step.", type=click.IntRange(1))
+    micro_batch: int | None = option("Samples in memory at once.", type=click.IntRange(1))
     learning_rate: float | None = option(type=click.FloatRange(0, min_open=True))
     warm_up: int | None = option("Steps over which the rate rises.", type=click.IntRange(0))
-    most_tokens: int | None = option("Longest sample, laid out.", type=click.IntRange(1))
-    passages: int = option("Most documents cut of a text.", default=10, show_default=True, type=click.IntRange(1))
-    passage_tokens: int = option("Of each of them.", default=128, show_default=True, type=click.IntRange(1))
-    rest_tokens: int = option("Text behind them.", default=128, show_default=True, type=click.IntRange(2))
-    given_tokens: int = option("Of it, not learnt.", default=16, show_default=True, type=click.IntRange(1))
-    skip_long: bool = flag("Leave out samples that do not fit, where else they are errors.")
+    most_tokens: int | None = option("Longest sample, in tokens.", type=click.IntRange(1))
+    passages: int = option("Most documents cut from a text.", default=10, show_default=True, type=click.IntRange(1))
+    passage_tokens: int = option(
+        "Tokens of each of these documents.", default=128, show_default=True, type=click.IntRange(1)
+    )
+    rest_tokens: int = option("Tokens of text after them.", default=128, show_default=True, type=click.IntRange(2))
+    given_tokens: int = option(
+        "First tokens of that text, which are not learnt.", default=16, show_default=True, type=click.IntRange(1)
+    )
+    skip_long: bool = flag("Skip samples that do not fit, instead of failing.")
     seed: int = option(default=0, show_default=True)
-    keep_every: int = option("Steps between kept states.", default=100, show_default=True, type=click.IntRange(1))
-    resume: bool = flag("Go on where the training in --out was interrupted.")
+    keep_every: int = option("Steps between saved states.", default=100, show_default=True, type=click.IntRange(1))
+    resume: bool = flag("Resume the interrupted training in --out.")
     device: str = DEVICE
     dtype: str = DTYPE
     as_json: bool = JSON

@@ -60,13 +60,18 @@ class _ProxyOptions:
         "Count linked documents here; kvwire repair repairs those that are linked often, and they are loaded so.",
         metavar="FILE",
     )
-    max_body_bytes: int = option("Of a request.", default=32 << 20, show_default=True, type=click.IntRange(1))
-    max_requests: int = option("Answered at a time.", default=512, show_default=True, type=click.IntRange(1))
+    max_body_bytes: int = option("Largest request body.", default=32 << 20, show_default=True, type=click.IntRange(1))
+    max_requests: int = option(
+        "Most requests answered at once.", default=512, show_default=True, type=click.IntRange(1)
+    )
     answer_seconds: float = option(
-        "Longest silence of vLLM.", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True)
+        "Longest silence of vLLM, in seconds.",
+        default=600.0,
+        show_default=True,
+        type=click.FloatRange(min=0, min_open=True),
     )
     shutdown_seconds: float = option(
-        "Given to running answers after SIGTERM.", default=30.0, show_default=True, type=click.FloatRange(0)
+        "Seconds for running answers after SIGTERM.", default=30.0, show_default=True, type=click.FloatRange(0)
     )
     log_level: str = option(default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
     log_format: str = option(default="json", show_default=True, type=click.Choice(["json", "text"]))

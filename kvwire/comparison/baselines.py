@@ -45,15 +45,10 @@ def text_ttft(
 
 @dataclass(frozen=True)
 class RawCaches:
-    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer.
+    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer."""
 
-    Attributes:
-        keys: Keys of the stored objects, by document.
-        tokens: Length of each document.
-    """
-
-    keys: Mapping[str, str]
-    tokens: Mapping[str, int]
+    keys: Mapping[str, str]  # keys of the stored objects, by document
+    tokens: Mapping[str, int]  # length of each document
 
     @classmethod
     def write(cls, store: Store, engine: Engine, documents: Mapping[str, Sequence[int]]) -> RawCaches:

@@ -61,23 +61,14 @@ _QUESTION = "\n\nWhen all this had been told, it was plain that"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents by id, and a question or text to continue.
+    """Documents by id, and a question or text to continue."""
 
-    Attributes:
-        documents: Their ids, in order.
-        question: Token ids.
-        asked: The question's text if the model answers in its chat template; empty if it continues text.
-        right: The right answer, if known.
-        head: Token ids of the template before the documents.
-        stop: Token ids that end the answer.
-    """
-
-    documents: tuple[str, ...]
-    question: tuple[int, ...]
-    asked: str = ""
-    right: str = ""
-    head: tuple[int, ...] = ()
-    stop: frozenset[int] = frozenset()
+    documents: tuple[str, ...]  # their ids, in order
+    question: tuple[int, ...]  # token ids
+    asked: str = ""  # the question's text if the model answers in its chat template; empty if it continues text
+    right: str = ""  # the right answer, if known
+    head: tuple[int, ...] = ()  # token ids of the template before the documents
+    stop: frozenset[int] = frozenset()  # token ids that end the answer
 
     def ask(self, loader: Loader, **how: Any) -> Answer:  # noqa: ANN401 - of ``Loader.ask``
         """Ask a loader."""

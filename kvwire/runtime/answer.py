@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import fetched_levels, kl_floor
 from kvwire.errors import ArgumentError, KvwireError
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired
     from kvwire.runtime.document import OpenDocument
+    from kvwire.runtime.settings import LoadSettings
     from kvwire.types import BlobInfo, Chat, Decision, RenderedChat
 
 
@@ -164,6 +166,21 @@ class Asked:
     system: tuple[int, ...]
     stop: frozenset[int] = frozenset()
     chat: ChatAsked | None = None
+
+
+def asked_of(engine: Engine, settings: LoadSettings, question: Sequence[int] | str, chat: Chat | None) -> Asked:
+    """Tokens around the documents."""
+    if isinstance(question, str):
+        if chat is None:
+            return Asked(engine.tokenize(question, place="last", trust="frame"), settings.system)
+    elif chat is not None:
+        raise ArgumentError("in a chat the question is a text: the template is read together with it")
+    else:
+        return Asked(plain_token_ids(question), settings.system)
+    if settings.system or settings.layout:
+        raise ArgumentError("a chat's system text is Chat(system=...): leave out the settings' system and layout")
+    rendered = engine.render_chat(chat, question)
+    return Asked(rendered.tail, rendered.head, rendered.stop, ChatAsked(chat, question, rendered))
 
 
 def check_length(tokens: int) -> None:

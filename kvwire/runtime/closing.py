@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvwire.controller import events as ev
 from kvwire.runtime.answer import Answer, Timing, with_expected_kl
-from kvwire.runtime.links import RepairContext, Repairer
+from kvwire.runtime.repair import RepairContext, Repairer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
-    import torch
     from torch import Tensor
 
-    from kvwire.controller import Estimates, Goal
+    from kvwire.controller import Estimates
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift, Repaired
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.kept import KeptLookup, RepairKeeper
-    from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.links import LinkPlanner
     from kvwire.runtime.load import Load
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
@@ -44,16 +42,6 @@ _BOS = (
     "and this one stands behind documents; make the question's token ids with engine.tokenize(text, place='last'), or "
     "with add_special_tokens=False"
 )
-
-
-class CompletedLoad(NamedTuple):
-    """A finished load, its start, and the time spent finding its documents."""
-
-    driver: ControllerDriver
-    load: Load
-    finish: ev.Finish
-    started: float
-    asked_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,29 +75,14 @@ class AnswerStage:
 
     def __init__(
         self, engine: Engine, corpus: Corpus, session: Session, settings: LoadSettings,
-        estimates: Estimates,
+        estimates: Estimates, planner: LinkPlanner,
     ) -> None:  # fmt: skip
         """Take the parts."""
         self._engine, self._session, self._settings = engine, session, settings
-        self._estimates = estimates
+        self._estimates, self._planner = estimates, planner
         self._repairer = Repairer(engine)
         self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
         self._keeping: Future[int] | None = None
-        self._corpus = corpus
-        self._shifts: ShiftReader | None = None
-
-    def begin(self, links: LinkPlan, documents: int) -> None:
-        """Start reads for the load's end, while its chunks are fetched; on the session's loop."""
-        if not links.shift or documents == 1:
-            return
-        if self._shifts is None:
-            self._shifts = ShiftReader(self._corpus, self._session, self._engine.device)
-        self._shifts.begin(links.shift)
-
-    @property
-    def trouble(self) -> str:
-        """Why links can never be repaired; empty if they can."""
-        return self._repairer.trouble
 
     def close(self) -> None:
         """Wait until repaired rows are stored."""
@@ -118,12 +91,12 @@ class AnswerStage:
                 self._keeping.result(_KEEPING_S)
 
     async def answer(
-        self, filled: CompletedLoad, goal: Goal, question: list[int], tokens: int,
-        stop: frozenset[int] = frozenset(), then: Then | None = None, edit: Edit | None = None,
+        self, load: Load, tokens: int, stop: frozenset[int] = frozenset(), then: Then | None = None,
+        edit: Edit | None = None,
     ) -> Answer:  # fmt: skip
         """Repair the prompt if wanted, or edit it; run the question, and generate."""
-        driver, load, finish, started, asked_s = filled
-        finish = replace(finish, front=load.front_of(finish))  # the controller counts documents' tokens only
+        driver, request, question = load.driver, load.request, list(load.request.question)
+        finish, started, goal = replace(load.finish, front=_front_of(load)), request.started, request.goal
         due = None if goal.deadline_s is None else started + goal.deadline_s
         found = await self._kept_rows(load, finish, due)
         shift = await self._shift(load, finish, due)
@@ -146,7 +119,7 @@ class AnswerStage:
             load.work.misses.append(_BOS)
         timing = Timing(
             ttft_s=closing.done - started,
-            fetch_s=max(0.0, load.fetched_at - started),
+            fetch_s=max(0.0, load.jobs.fetched_at - started),
             decode_s=load.work.decode_s,
             recompute_s=load.work.recompute_s,
             link_s=closing.link_s,
@@ -170,7 +143,7 @@ class AnswerStage:
         )
         if edit is None:
             self._keep(load, closing.repaired, found, finish)
-        predicted_s = None if load.predicted_s is None else asked_s + load.predicted_s
+        predicted_s = None if load.predicted_s is None else load.asked_s + load.predicted_s
         answer = Answer(
             first, closing.logits.cpu(), tuple(out), text, load.work.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, load.bytes, tuple(load.work.misses), predicted_s,
@@ -201,10 +174,10 @@ class AnswerStage:
 
     async def _shift(self, load: Load, finish: ev.Finish, due: float | None) -> LinkShift | None:
         """The mean shift, if the prompt is linked like those it was learnt on, and not computed whole."""
-        if not load.links.shift or not load.takes_shift or finish.repair >= 1 or self._shifts is None:
+        if not load.links.shift or not _takes_shift(load) or finish.repair >= 1:
             return None
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
-        found = await self._shifts.get(limit_s)
+        found = await self._planner.shift(limit_s)
         if isinstance(found, str):
             load.work.misses.append(found)
             return None
@@ -288,35 +261,23 @@ def _error(load: Load, decisions: Sequence[Decision]) -> float:
     return total / max(tokens, 1)
 
 
-_LATE = "the mean shift of links was not added: it has not come in time"
+def _takes_shift(load: Load) -> bool:
+    """Whether the prompt is like those of the mean shift: whole documents, each computed alone."""
+    infos, opening = [document.info for document in load.documents], load.engine.opening_tokens
+    is_whole = not load.request.cuts and load.place.starts is None and load.work.prompt.cache.kept is None
+    alone = all(info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos)
+    return is_whole and alone and len(infos) > 1
 
 
-class ShiftReader:
-    """Reads a model's mean shift once, with the first load that needs it; use it on the session's loop."""
-
-    def __init__(self, corpus: Corpus, session: Session, device: torch.device) -> None:
-        """Do not read yet."""
-        self._corpus, self._session, self._device = corpus, session, device
-        self._reading: Future[LinkShift | str] | None = None
-
-    def begin(self, digest: str) -> None:
-        """Start to read, unless it was read or is being read."""
-        known = self._reading
-        if known is None or (known.done() and isinstance(known.result(), str)):
-            self._reading = self._session.threads.blocking.submit(self._read, digest)
-
-    def _read(self, digest: str) -> LinkShift | str:
-        """The shift, or why it cannot be read."""
-        view = self._corpus.over(self._session.view(self._corpus.catalog.store, over_link=False))
-        try:
-            return view.link_shift(digest).on(self._device)
-        except Exception as error:  # noqa: BLE001 - whatever it is, loads go without
-            return f"the mean shift of links was not added: {error}"
-
-    async def get(self, limit_s: float) -> LinkShift | str:
-        """Wait for the result."""
-        if self._reading is None:
-            return _LATE
-        if not self._reading.done():
-            await asyncio.wait({asyncio.wrap_future(self._reading)}, timeout=max(0.0, limit_s))
-        return self._reading.result() if self._reading.done() else _LATE
+def _front_of(load: Load) -> int:
+    """Number of the prompt's first tokens, head included, that see all before them."""
+    finish, head = load.finish, len(load.layout.opening)  # the controller counts documents' tokens alone
+    if not load.layout.head:
+        return finish.front + head if finish.front else 0
+    computed = 0
+    levels = {each.chunk.chunk: each.level for each in finish.decisions if each.chunk.document == 0}
+    for chunk, tokens in enumerate(load.work.inputs[0].tokens):  # a fetched one has not seen the system text
+        if levels.get(chunk, 0) is not None:
+            return head + computed
+        computed += tokens
+    return head + max(computed, finish.front)

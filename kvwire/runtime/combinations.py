@@ -31,15 +31,10 @@ _MOST_DOCUMENTS, _MOST_HEAD = 4096, 1 << 20
 
 @dataclass(frozen=True)
 class Combination:
-    """Documents of a prompt, in its order.
+    """Documents of a prompt, in its order."""
 
-    Attributes:
-        documents: Their ids.
-        head: Token ids before them: a chat's, a BOS, or none.
-    """
-
-    documents: tuple[str, ...]
-    head: tuple[int, ...] = ()
+    documents: tuple[str, ...]  # their ids
+    head: tuple[int, ...] = ()  # token ids before them: a chat's, a BOS, or none
 
     def to_json(self) -> str:
         """As it is counted; ``of_json`` reads it."""
@@ -61,17 +56,11 @@ class Combination:
 
 @dataclass(frozen=True)
 class RepairedCombination:
-    """What became of a combination.
+    """What became of a combination."""
 
-    Attributes:
-        documents: Their ids.
-        rows: How many were kept; 0: none.
-        trouble: Why not, in words.
-    """
-
-    documents: tuple[str, ...]
-    rows: int = 0
-    trouble: str = ""
+    documents: tuple[str, ...]  # their ids
+    rows: int = 0  # how many were kept; 0: none
+    trouble: str = ""  # why not, in words
 
 
 class CombinationRepairer:
@@ -84,15 +73,7 @@ class CombinationRepairer:
         self._failed: set[str] = set()
 
     def repair_due(self, counts: UseCounts, after: int) -> Iterator[RepairedCombination]:
-        """Repair what was asked for often enough and is not kept yet, the most asked for first.
-
-        Args:
-            counts: Of combinations.
-            after: Uses from which on one is repaired.
-
-        Yields:
-            What became of each that was due; one that fails is not tried again.
-        """
+        """Repair what was asked for often enough and is not kept yet, the most asked for first."""
         for text in counts.reached(self._corpus.scope, after):
             if text in self._failed:
                 continue
@@ -110,18 +91,7 @@ class CombinationRepairer:
                 yield RepairedCombination(names, rows, "" if rows else "its rows were not kept")
 
     def repair(self, combination: Combination) -> int | None:
-        """Compute all rows of a combination in one prefill, and keep them.
-
-        Args:
-            combination: Of documents that are in the catalog.
-
-        Returns:
-            How many rows were kept; None where they are kept already.
-
-        Raises:
-            NotFoundError: A document, or its text, is lost.
-            ArgumentError: It is longer than the model's window.
-        """
+        """Compute all rows of a combination in one prefill, and keep them."""
         corpus, head = self._corpus, combination.head
         entries = [corpus.find(name) for name in combination.documents]
         known = [(entry.token_digest, None if entry.is_text else corpus.read_header(entry)) for entry in entries]

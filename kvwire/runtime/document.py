@@ -45,29 +45,19 @@ CHANGED = "its text has changed since it was encoded; encode it again"
 
 @dataclass(frozen=True, eq=False)
 class FoundDocument:
-    """What the catalog says of a document.
+    """What the catalog says of a document."""
 
-    Attributes:
-        corpus: Corpus in which it was looked up.
-        document_id: Its name there.
-        entry: Its entry; None if only its text is known or stored.
-        profile: Profile of its blob; None if the blob carries its own, or it could not be read (see ``trouble``).
-        text: Token ids, if known without its blob.
-        trouble: Why the blob cannot be used.
-        entry_is_kept: Whether the entry is from an earlier load, and may be out of date.
-        variants: The same text in other corpora.
-        ranges: Token ranges that the load needs, each with its end excluded; empty: the whole document. Chunks outside
-            them are skipped, and no chunk is recomputed from the text.
-    """
-
-    corpus: Corpus
-    document_id: str
-    entry: CatalogEntry | None
+    corpus: Corpus  # corpus in which it was looked up
+    document_id: str  # its name there
+    entry: CatalogEntry | None  # its entry; None if only its text is known or stored
+    # profile of its blob; None if the blob carries its own, or it could not be read (see ``trouble``)
     profile: AnyProfile | None
-    text: tuple[int, ...] | None
-    trouble: str = ""
-    entry_is_kept: bool = False
-    variants: tuple[FoundDocument, ...] = ()
+    text: tuple[int, ...] | None  # token ids, if known without its blob
+    trouble: str = ""  # why the blob cannot be used
+    entry_is_kept: bool = False  # whether the entry is from an earlier load, and may be out of date
+    variants: tuple[FoundDocument, ...] = ()  # the same text in other corpora
+    # token ranges that the load needs, each with its end excluded; empty: the whole document. Chunks outside them are
+    # skipped, and no chunk is recomputed from the text.
     ranges: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -87,37 +77,21 @@ class FoundDocument:
 
 @dataclass(frozen=True, eq=False)
 class OpenDocument:
-    """A document with an open blob, or with its text instead.
+    """A document with an open blob, or with its text instead."""
 
-    Attributes:
-        found: What the catalog says.
-        token_ids: Token ids; None if not known.
-        info: The header; None if the text replaces the blob.
-        reader: Reads the stored blob, sealed or plain.
-        fetcher: Fetches the blob's ranges; None if the blob cannot be used.
-        trouble: Why it cannot.
-        decoder: Decodes chunks into the prompt; None before ``decode_into``.
-        prefix_layers: Layers to compute before decoding; 0 without a blob.
-        wanted_tokens: How many of its first tokens the load needs; None: all.
-        is_cut: Whether the prompt has no room for the others.
-        layout: Layout of the anchors in its cache; None: no anchors.
-        has_unknown_holes: Whether its cache is pruned in a way that its text does not tell.
-        exact: Whether only its lossless level may be used.
-    """
-
-    found: FoundDocument
-    token_ids: tuple[int, ...] | None
-    info: BlobInfo | None = None
-    reader: BlobReader = field(default_factory=PlainBlob)
-    fetcher: BlobFetcher | None = None
-    trouble: str = ""
-    decoder: BlobDecoder | None = None
-    prefix_layers: int = 0
-    wanted_tokens: int | None = None
-    is_cut: bool = False
-    layout: LinkLayout | None = None
-    has_unknown_holes: bool = False
-    exact: bool = False
+    found: FoundDocument  # what the catalog says
+    token_ids: tuple[int, ...] | None  # token ids; None if not known
+    info: BlobInfo | None = None  # the header; None if the text replaces the blob
+    reader: BlobReader = field(default_factory=PlainBlob)  # reads the stored blob, sealed or plain
+    fetcher: BlobFetcher | None = None  # fetches the blob's ranges; None if the blob cannot be used
+    trouble: str = ""  # why it cannot
+    decoder: BlobDecoder | None = None  # decodes chunks into the prompt; None before ``decode_into``
+    prefix_layers: int = 0  # layers to compute before decoding; 0 without a blob
+    wanted_tokens: int | None = None  # how many of its first tokens the load needs; None: all
+    is_cut: bool = False  # whether the prompt has no room for the others
+    layout: LinkLayout | None = None  # layout of the anchors in its cache; None: no anchors
+    has_unknown_holes: bool = False  # whether its cache is pruned in a way that its text does not tell
+    exact: bool = False  # whether only its lossless level may be used
 
     @property
     def document_id(self) -> str:
@@ -337,19 +311,12 @@ def in_words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds to wait for the catalog, a header or a text.
+    """Seconds to wait for the catalog, a header or a text."""
 
-    Attributes:
-        soon: If the document's text is known, or for a header if it may be stored.
-        patience: For anything else.
-        extra: Further wait for variants, see ``gather_optional``.
-        profile: For a profile; the read goes on for later loads, and the document's text replaces it here.
-    """
-
-    soon: float
-    patience: float
-    extra: float
-    profile: float
+    soon: float  # if the document's text is known, or for a header if it may be stored
+    patience: float  # for anything else
+    extra: float  # further wait for variants, see ``gather_optional``
+    profile: float  # for a profile; the read goes on for later loads, and the document's text replaces it here
 
     @classmethod
     def of(cls, open_s: float, patience_s: float, deadline_s: float | None, extra: float) -> Timeouts:

@@ -52,18 +52,7 @@ class EditPrompt:
 def edit_prompts(
     texts: Sequence[Sequence[int]], count: int, share: float, window: int, *, seed: int = 0
 ) -> list[EditPrompt]:
-    """Cut prompts from texts, and make a donor of each: runs of a share of its tokens come from elsewhere.
-
-    Args:
-        texts: Token ids of each.
-        count: How many prompts.
-        share: Of tokens that differ.
-        window: Of the model.
-        seed: Of the choice of places and runs.
-
-    Raises:
-        ArgumentError: No text is long enough.
-    """
+    """Cut prompts from texts, and make a donor of each: runs of a share of its tokens come from elsewhere."""
     size = min(TOKENS, window - QUESTION_TOKENS - LONGEST_EDIT, max(map(len, texts), default=0))
     places = [(which, at) for which, ids in enumerate(texts) for at in range(0, len(ids) - size + 1, size)]
     if size < _LEAST_TOKENS or not places:
@@ -94,20 +83,7 @@ def check_edits(
     engine: Engine, texts: Sequence[Sequence[int]], count: int = 12, *, bound: float = EDIT_BOUND, seed: int = 0,
     tell: Callable[[int], object] = lambda _: None,
 ) -> EditReport:  # fmt: skip
-    """Measure edits: the donor's own cache, holes alone, and every selector, by share of tokens that differ.
-
-    Args:
-        engine: Runs the model.
-        texts: Token ids of texts like those that will be asked.
-        count: Prompts at each share.
-        bound: Of what the donor's cache is wrong by, what edits may lose.
-        seed: See ``edit_prompts``.
-        tell: Called with how many prompts were measured.
-
-    Raises:
-        ArgumentError: No text is long enough.
-        MismatchError: The engine cannot compute rows.
-    """
+    """Measure edits: the donor's own cache, holes alone, and every selector, by share of tokens that differ."""
     rows: dict[object, list[float]] = {}
     done = 0
     for share in EDITED:

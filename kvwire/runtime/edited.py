@@ -14,8 +14,6 @@ from kvwire.reuse import LinkedPrompt, RepairInput, compute_holes, place_spans, 
 from kvwire.reuse.edits.place import BLOCK_ROWS
 from kvwire.runtime.answer import Reuse, level_kl
 from kvwire.runtime.closing import Closing
-from kvwire.runtime.links import UNREPAIRED
-from kvwire.runtime.prompt import PlainLayout
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:
@@ -26,23 +24,10 @@ if TYPE_CHECKING:
     from kvwire.reuse import Repaired
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.document import FoundDocument
-    from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompt import Placement
     from kvwire.runtime.similar import EditPlan
 
 _ALL = 1.0
-
-
-class EditLayout(PlainLayout):
-    """Donors one after the other, in memory of their own: the prompt is made of them afterwards, and nothing linked."""
-
-    sees_documents = keeps_repairs = False
-
-    def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
-        """Donors are not linked."""
-        del plan, place, misses
-        return UNREPAIRED
 
 
 @dataclass(eq=False)

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+import msgspec
 
 from kvwire._json import strict_json
 from kvwire._user_file import FILE_MODE, check_owner, read_at_most, replace_unflushed, user_file, writable_place
@@ -32,13 +34,11 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
 
-    Entries = dict[str, dict[str, object]]
-
 _log = logging.getLogger(__name__)
 
 VARIABLE = "KVWIRE_ESTIMATES"
 """Environment variable: path of the file, or ``off``."""
-_VERSION = 1
+_VERSION: Literal[1] = 1
 _PARTS = ("link", "engine")
 _MOST_ENTRIES = 128  # per part
 _MOST_KEY_CHARS = 300
@@ -50,6 +50,26 @@ _END_OF_TIME = 1e11  # seconds since 1970
 _PORTS = {"http": 80, "https": 443}
 _PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # written as it is; anything else as a digest
 _NO_COSTS = CostModel(PrefillCost(0, 0), DecodeCost(0, 0))
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """An estimate's state, and when it was saved."""
+
+    saved: Annotated[float, msgspec.Meta(ge=0, lt=_END_OF_TIME)]
+    state: Any
+
+
+_Entries = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=_MOST_KEY_CHARS)], _Entry], msgspec.Meta(max_length=_MOST_ENTRIES)
+]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """The file's content."""
+
+    version: Literal[1]
+    link: _Entries
+    engine: _Entries
 
 
 @dataclass(frozen=True)
@@ -87,16 +107,16 @@ class EstimatesFile:
 
     def recall(self, link: str, engine: str) -> Remembered:
         """Read the estimates of a link and an engine from the file."""
-        entries = self._read()
+        file = self._read()
         state: dict[str, object] = {"version": _VERSION}
         age_s = 0.0
         for part, key in zip(_PARTS, (link, engine), strict=True):
-            entry = entries[part].get(key) if entries else None
-            if entry is None or not self._is_sound(part, entry["state"]):
+            entry: _Entry | None = getattr(file, part).get(key) if file else None
+            if entry is None or not self._is_sound(part, entry.state):
                 continue
-            state[part] = entry["state"]
+            state[part] = entry.state
             if part == "link":
-                age_s = max(0.0, self._clock() - _saved(entry))
+                age_s = max(0.0, self._clock() - entry.saved)
         return Remembered(state, age_s)
 
     def remember(self, link: str, engine: str | None, estimates: Estimates) -> None:
@@ -113,20 +133,21 @@ class EstimatesFile:
         try:
             path = writable_place(self._path)
             with _locked(path):
-                read = self._read()
-                if read is None:
+                file, now = self._read(), self._clock()
+                if file is None:
                     return
-                entries, now = self._sound(read), self._clock()
                 for part, (key, value) in new.items():
-                    if part == "link" or estimates.knows_engine or key not in entries[part]:
-                        entries[part][key] = {"saved": now, "state": value}
-                replace_unflushed(path, _encoded(entries, now))
+                    entries = {at: each for at, each in getattr(file, part).items() if self._is_sound(part, each.state)}
+                    if part == "link" or estimates.knows_engine or key not in entries:
+                        entries[key] = _Entry(now, value)
+                    setattr(file, part, entries)
+                replace_unflushed(path, _encoded(file, now))
         except (OSError, ValueError) as error:
             self._warn(f"cannot write {self._path}: {_words(error)}; estimates are not remembered")
 
-    def _read(self) -> dict[str, Entries] | None:
+    def _read(self) -> _File | None:
         """Read the file; None if it holds anything else, which must not be overwritten."""
-        nothing: dict[str, Entries] = {part: {} for part in _PARTS}
+        nothing = _File(_VERSION, {}, {})
         if self._path is None:
             return nothing
         try:
@@ -148,12 +169,6 @@ class EstimatesFile:
                 f"{self._path} {other + ', and is left as it is' if other else 'is damaged; it is written again'}"
             )
             return None if other else nothing
-
-    def _sound(self, entries: dict[str, Entries]) -> dict[str, Entries]:
-        return {
-            part: {key: entry for key, entry in entries[part].items() if self._is_sound(part, entry["state"])}
-            for part in _PARTS
-        }
 
     def _is_sound(self, part: str, state: object) -> bool:
         try:
@@ -231,24 +246,14 @@ def _digest(text: str) -> str:
     return "#" + sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _decoded(content: bytes) -> dict[str, Entries]:
-    """Entries by part and key; CorruptError or ArgumentError for a file written elsewhere."""
+def _decoded(content: bytes) -> _File:
+    """The file's content; CorruptError or ArgumentError for a file written elsewhere."""
     if len(content) > _MOST_BYTES:
-        _refuse()
-    whole = strict_json(content)
-    if not isinstance(whole, dict) or set(whole) != {"version", *_PARTS} or whole["version"] != _VERSION:
-        _refuse()
-    for part in _PARTS:
-        entries = whole[part]
-        if not isinstance(entries, dict) or len(entries) > _MOST_ENTRIES:
-            _refuse()
-        for key, entry in entries.items():
-            if len(key) > _MOST_KEY_CHARS or not isinstance(entry, dict) or set(entry) != {"saved", "state"}:
-                _refuse()
-            saved = entry["saved"]
-            if isinstance(saved, bool) or not isinstance(saved, (int, float)) or not 0 <= saved < _END_OF_TIME:
-                _refuse()
-    return {part: whole[part] for part in _PARTS}
+        raise CorruptError("not a file of estimates")
+    try:
+        return msgspec.convert(strict_json(content), _File)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise CorruptError("not a file of estimates") from error
 
 
 def _what_else(content: bytes) -> str:
@@ -271,27 +276,15 @@ def _words(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _refuse() -> NoReturn:
-    raise CorruptError("not a file of estimates")
-
-
-def _saved(entry: dict[str, object]) -> float:
-    return cast("float", entry["saved"])
-
-
-def _saved_item(item: tuple[str, dict[str, object]]) -> float:
-    return _saved(item[1])
-
-
-def _encoded(entries: dict[str, Entries], now: float) -> bytes:
+def _encoded(file: _File, now: float) -> bytes:
     """The file's content, without the oldest entries beyond the limit."""
-    whole: dict[str, object] = {"version": _VERSION}
     for part in _PARTS:
-        for entry in entries[part].values():
-            entry["saved"] = min(_saved(entry), now)  # an entry from a wrong clock must not stay forever
-        latest = sorted(entries[part].items(), key=_saved_item, reverse=True)
-        whole[part] = dict(latest[:_MOST_ENTRIES])
-    return json.dumps(whole, allow_nan=False).encode()
+        entries: dict[str, _Entry] = getattr(file, part)
+        for entry in entries.values():
+            entry.saved = min(entry.saved, now)  # an entry from a wrong clock must not stay forever
+        latest = sorted(entries.items(), key=lambda item: item[1].saved, reverse=True)
+        setattr(file, part, dict(latest[:_MOST_ENTRIES]))
+    return json.dumps(msgspec.to_builtins(file), allow_nan=False).encode()
 
 
 @contextlib.contextmanager

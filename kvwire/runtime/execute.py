@@ -1,164 +1,235 @@
-"""Computing jobs of a load: decode and recompute chunks into the prompt, and run the question on it.
+"""The controller's instructions, each as a job: what a load fetches, decodes, computes and repairs.
 
-The engine works in one thread and decoding in the same or in another (see ``driver``).
+It decides nothing. Fetching runs on the event loop, the engine in one thread and decoding in the same or in another
+(see ``driver``), so that the link and the processor are busy at once.
 """
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
+import asyncio
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvwire.controller import PrefillCost
+from kvwire.codec import Profile
+from kvwire.codec.prediction.text import expect
 from kvwire.controller import events as ev
-from kvwire.engines.base import PassStoppedError
-from kvwire.errors import ArgumentError, MismatchError, StorageError
+from kvwire.errors import ArgumentError, OverloadedError, StorageError
 from kvwire.runtime.document import in_words
-from kvwire.runtime.prefill import opening_of, states_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Iterator
 
-    from torch import Tensor
-
-    from kvwire.codec import Backend, BlobDecoder, Pending
+    from kvwire.codec import BlobDecoder, Pending
     from kvwire.controller import DocumentPlanInput
     from kvwire.engines.base import Engine
-    from kvwire.reuse import AttentionSummary, LinkedPrompt
     from kvwire.runtime.document import OpenDocument
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.types import ChunkId, KVCache
+    from kvwire.runtime.passes import PromptWorker
+    from kvwire.types import ChunkId
 
-Piece = tuple[int, list[bytes], int]
-"""A chunk's number, the segments of its level, and the level."""
-LOAD_CANCELLED = "the load was cancelled"
-"""Why a job stopped early."""
-NO_ENGINE = PrefillCost(0.0, 10.0)
-"""Cost of passes if ``Engine.can_recompute`` is false, in seconds: so high that the controller gives up a chunk only if
-it cannot be loaded. Without it, all later chunks of the prompt are useless, but not the earlier ones, so the load goes
-on."""
+    Piece = tuple[int, list[bytes], int]
+    """A chunk's number, the segments of its level, and the level."""
+
+_log = logging.getLogger("kvwire.runtime")
 
 
-class PromptWorker:
-    """Jobs of one load on engine and processor; each reports its outcome to the controller.
+class Executor:
+    """Executes the instructions for one load, until the controller ends it.
 
     Attributes:
-        prompt: The linked cache of all documents.
-        number: The load's number for the controller; -1 before it has one.
-        inputs: Inputs of planning, by document.
-        misses: In words: faults healed by recomputing.
-        decode_s: Compute time of decoding, in seconds.
-        recompute_s: Compute time of recomputing, in seconds.
-        seen: The question's attention to the prompt; None before a look, or without one.
-        look_s: Compute time of the look, in seconds.
-        can_look: Whether the engine may show its attention: false once it has refused.
-        documents: Open documents, by number.
-        room: The prompt's memory with at least one row behind it, where documents are cut; else None.
-        parts: Fetched segments that are still needed, by chunk and level.
-        levels: Decoded level of each chunk.
-        is_gone: Whether the load is over; jobs then stop.
+        work: The load's prompt.
+        variants: For each document the open ones to choose from, with their inputs for planning.
+        done: The controller's last word; None if the load cannot go on with the documents that were found.
+        fetched_at: When the last used bytes arrived, on the driver's clock.
+        repair: Repairs rows for ``Repair`` in the compute thread; returns how many, how many are left, and seconds.
     """
 
-    prompt: LinkedPrompt
-
     def __init__(
-        self, engine: Engine, names: Sequence[str], driver: ControllerDriver, backend: Backend,
-        question: Sequence[int], *, sees_documents: bool = True, sees_head: bool = False,
+        self, engine: Engine, driver: ControllerDriver, work: PromptWorker,
+        repair: Callable[[ev.Repair], tuple[int, int, float]],
     ) -> None:  # fmt: skip
-        """Take the parts.
+        """Start nothing yet; on the session's loop."""
+        self._engine, self._driver, self.work, self.repair = engine, driver, work, repair
+        self.done: asyncio.Future[ev.Finish | None] = asyncio.get_running_loop().create_future()
+        self.variants: dict[int, list[tuple[OpenDocument, DocumentPlanInput]]] = {}
+        self.fetched_at = 0.0
+        self._parts: dict[ChunkId, dict[int, bytes]] = {}  # fetched segments that are still needed, by level
+        self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expected: set[int] = set()
 
-        sees_documents: whether recomputed text may see all that precedes its document. sees_head: whether the first
-        document's text always does.
-        """
-        self._engine, self._names, self._driver = engine, names, driver
-        self._backend, self._question = backend, question
-        self._sees_documents, self._sees_head = sees_documents, sees_head
-        self.seen: AttentionSummary | None = None
-        self.can_look = True
-        self.number = -1
-        self.room: KVCache | None = None
-        self.documents: dict[int, OpenDocument] = {}
-        self.parts: dict[ChunkId, dict[int, bytes]] = {}
-        self.levels: dict[ChunkId, int] = {}
-        self.is_gone = False
-        self._stop = threading.Event()  # for the forward pass requested last
-        self._seeing: set[ChunkId] = set()
-        self._at_work, self._changed = 0, threading.Condition()  # threads writing decoded chunks
-        self.inputs: dict[int, DocumentPlanInput] = {}
-        self.misses: list[str] = []
-        self.decode_s = self.recompute_s = self.look_s = 0.0
+    async def close(self) -> None:
+        """Stop the jobs, except one running in a thread."""
+        self.done.cancel()
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._parts.clear()
 
-    def leave(self) -> None:
-        """Stop all writing into the prompt; waits for chunks being decoded."""
-        with self._changed:
-            self.is_gone = True
-            self._changed.wait_for(lambda: not self._at_work)
+    def fail(self, error: BaseException) -> None:
+        """End the load with an error."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
-    def begin_pass(self) -> None:
-        """Start a new forward pass for ``stop_pass``, which no longer affects earlier ones."""
-        self._stop = threading.Event()
+    def give_up(self) -> None:
+        """End the load: its documents are not those that were found."""
+        if not self.done.done():
+            self.done.set_result(None)
 
-    def stop_pass(self) -> None:
-        """Let the last forward pass end early, if the engine can."""
-        self._stop.set()
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run a job of the load, whose error ends the load."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
-    @property
-    def seeing(self) -> list[tuple[int, int]]:
-        """Spans of recomputed chunks that saw all that precedes them: first position, and one after the last."""
-        spans = []
-        for chunk in self._seeing:
-            at = self.prompt.offset(chunk.document)
-            first, stop = self.documents[chunk.document].span(chunk.chunk)
-            spans.append((at + first, at + stop))
-        return spans
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Fail with the error of a broken task: it will report nothing."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
 
-    def lose(self, chunk: ChunkId, words: str) -> None:
-        """Record a fault of a chunk."""
-        self.misses.append(f"{self._names[chunk.document]} chunk {chunk.chunk}: {words}")
+    def execute(self, instruction: ev.Instruction) -> None:
+        """Start an instruction."""
+        match instruction:
+            case ev.Fetch(chunk=chunk):
+                self._choose(chunk.document, instruction.variant)
+                self._expect(chunk.document, instruction.level)
+                self._fetches[chunk] = self.spawn(self._fetch(instruction))
+            case ev.Decode(chunks, levels):
+                self._driver.run(self._decode(chunks, levels))
+            case ev.Recompute() | ev.RecomputeTogether() | ev.Look() | ev.Repair():
+                self.work.begin_pass()
+                self._driver.run(self._pass(instruction))
+            case ev.Interrupt():
+                self.work.stop_pass()
+            case ev.ComputePrefix(document=document):
+                self._choose(document, instruction.variant)
+                self._driver.run(self.work.start_head(document))
+            case ev.Cancel(chunk, reason):
+                self._cancel(chunk, reason)
+            case ev.Release(chunk):
+                self._parts.pop(chunk, None)
+            case ev.Finish() | ev.Fail() | ev.Refuse():
+                self._end(instruction)
 
-    def decoding(self, index: int, document: OpenDocument, hidden: Tensor | None = None) -> OpenDocument:
-        """A copy of a document with a decoder into its place in the prompt."""
-        part, offset = self.prompt.document(index), self.prompt.offset(index)
-        if document.is_cut and self.room is not None:
-            part = self.room
-        return document.decode_into(part, offset, hidden, self._backend, rounded=self._engine.can_recompute)
+    def _end(self, instruction: ev.Finish | ev.Fail | ev.Refuse) -> None:
+        match instruction:
+            case ev.Finish() if not self.done.done():
+                self.done.set_result(instruction)
+            case ev.Fail(reason=reason):
+                advice = (document.advice for document in self.work.documents.values() if document.advice)
+                self.fail(StorageError("; ".join([reason, *advice][:2])))
+            case ev.Refuse(late_s=late_s):
+                msg = f"there is no room before the deadline; ask again in {late_s:.3f} s, or with a longer deadline"
+                self.fail(OverloadedError(msg, late_s))
 
-    def use(self, index: int, document: OpenDocument) -> None:
-        """Set an open document."""
-        if document.decoder is not None and document.decoder.kept is not None:
-            self.prompt.keep(index, document.decoder.kept)
-        self.documents[index] = document
+    async def _pass(self, instruction: ev.Recompute | ev.RecomputeTogether | ev.Look | ev.Repair) -> None:
+        """Run an instruction for the engine."""
+        match instruction:
+            case ev.Recompute():
+                self._driver.tell(await self.work.recompute(instruction))
+            case ev.RecomputeTogether():
+                from kvwire.runtime.together import recompute_together  # few loads need it
 
-    async def decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
+                handlers = (self._driver.handler(each.first.load) for each in instruction.passes)
+                loads = [each.work for each in handlers if isinstance(each, Executor)]
+                await recompute_together(self._engine, self._driver, instruction, loads)
+            case ev.Look():
+                await self.work.look()
+            case ev.Repair():
+                await self._repair(instruction)
+
+    async def _repair(self, asked: ev.Repair) -> None:
+        """Repair rows of documents in their final state."""
+        rows, left, trouble, began = 0, 0, "", self._driver.clock()
+        try:
+            rows, left, seconds = await self._driver.compute(partial(self.repair, asked))
+        except Exception as error:  # noqa: BLE001 - rows can be computed at the end, where what is wrong is told
+            trouble, seconds = in_words(error), max(0.0, self._driver.clock() - began)
+        self._driver.tell(ev.RepairDone(self.work.number, asked.documents, rows, left, seconds, trouble))
+
+    def _choose(self, index: int, variant: int) -> None:
+        """Switch to a document's variant; the controller chooses one before any other instruction about it."""
+        document, made = self.variants[index][variant]
+        if document.found is not self.work.documents[index].found:
+            self.work.documents[index], self.work.inputs[index] = document, made
+
+    # The link.
+
+    def _expect(self, index: int, level: int) -> None:
+        """Compute predictions from a document's text while its first chunks are fetched."""
+        document = self.work.documents[index]
+        info, decoder, profile, ids = document.info, document.decoder, document.found.profile, document.token_ids
+        if index in self._expected or info is None or info.levels[level].lossless:
+            return
+        self._expected.add(index)
+        if isinstance(profile, Profile) and ids is not None and decoder is not None and not decoder.on_gpu:
+            self.spawn(self._prepare(expect(profile, ids[: document.wanted_tokens])))
+
+    async def _prepare(self, steps: Iterator[None]) -> None:
+        """Prepare decoding in steps, until the load is over."""
+        try:
+            await self._driver.in_steps(steps, lambda: not self.done.done())
+        except Exception:  # noqa: BLE001 - whatever it is, no load needs it
+            _log.warning("what decoding will need could not be prepared; decoding prepares it itself", exc_info=True)
+
+    async def _fetch(self, asked: ev.Fetch) -> None:
+        chunk, document = asked.chunk, self.work.documents[asked.chunk.document]
+        reads = [each for each in document.reads(chunk.chunk, asked.level) if each.level >= asked.first]
+        parts: dict[int, bytes] = {}
+        trouble = await document.fetch(reads, asked.until, parts)
+        sound = next((at for at, each in enumerate(reads) if each.level not in parts), len(reads))
+        if trouble and not asked.first:
+            self.work.lose(chunk, trouble)
+        if not sound:
+            self._driver.tell(ev.ChunkFailed(chunk, trouble))
+            return
+        self.fetched_at = self._driver.clock()
+        self._parts.setdefault(chunk, {}).update((each.level, parts[each.level]) for each in reads[:sound])
+        self._driver.tell(ev.ChunkArrived(chunk, reads[sound - 1].level, trouble))
+
+    def _cancel(self, chunk: ChunkId, reason: str) -> None:
+        task = self._fetches.pop(chunk, None)
+        if task:
+            task.cancel()
+        if chunk not in self._parts:
+            self.work.lose(chunk, f"given up: {reason}")
+
+    # Decoding.
+
+    async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
         """Decode chunks whose segments are fetched."""
         bad: dict[ChunkId, Exception] = {}
-        began = seconds = 0.0
+        work, began, seconds = self.work, 0.0, 0.0
         try:
             began, seconds = await self._driver.decode(
-                partial(self.timed, partial(self._decode_here, chunks, levels, bad))
+                partial(work.timed, partial(self._decode_here, chunks, levels, bad))
             )
         except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
             bad = dict.fromkeys(chunks, error)
-        self.decode_s += seconds
+        work.decode_s += seconds
         if not bad:
             # The lane was taken from the thread's start until here: a busy loop costs as much as computing. Earlier
             # work of the thread, such as a closing pass, is not this job's.
             self._driver.tell(ev.DecodeDone(chunks, self._driver.clock() - began))
             return
         for chunk, trouble in bad.items():
-            self.lose(chunk, in_words(trouble))
+            work.lose(chunk, in_words(trouble))
         lost = tuple(chunk for chunk in chunks if chunk in bad)
         self._driver.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
 
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
         """Decode chunks in the decode thread; failures go into ``bad``."""
-        if self.is_gone:
-            raise StorageError(LOAD_CANCELLED)
+        self.work.check_here()
         pieces: dict[int, dict[ChunkId, Piece]] = {}
         for chunk, level in zip(chunks, levels, strict=True):
-            document = self.documents[chunk.document]
-            segments = [self.parts[chunk][each.level] for each in document.reads(chunk.chunk, level)]
+            document = self.work.documents[chunk.document]
+            segments = [self._parts[chunk][each.level] for each in document.reads(chunk.chunk, level)]
             piece = (document.numbers[chunk.chunk], segments, level)
             pieces.setdefault(chunk.document, {})[chunk] = piece
         left = self._left_by_gpu(pieces)
@@ -168,19 +239,12 @@ class PromptWorker:
     def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
         """Decode one chunk, on the processor or alone on a GPU; returns the error, if any."""
         chunk, piece = what
-        with self._changed:
-            if self.is_gone:
-                return StorageError(LOAD_CANCELLED)
-            self._at_work += 1
         try:
-            self._decoder_of(chunk.document).decode_chunk(*piece)
-            self.levels[chunk] = piece[2]
+            with self.work.writing():
+                self._decoder_of(chunk.document).decode_chunk(*piece)
+                self.work.levels[chunk] = piece[2]
         except Exception as error:  # noqa: BLE001 - the others are not concerned
             return error
-        finally:
-            with self._changed:
-                self._at_work -= 1
-                self._changed.notify_all()
         return None
 
     def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
@@ -202,176 +266,13 @@ class PromptWorker:
         for pending, mine in given:
             try:
                 pending.wait()
-                self.levels.update((chunk, level) for chunk, (_, _, level) in mine.items())
+                self.work.levels.update((chunk, level) for chunk, (_, _, level) in mine.items())
             except Exception:  # noqa: BLE001 - see above
                 left.update(mine)
         return left
 
     def _decoder_of(self, document: int) -> BlobDecoder:
-        decoder = self.documents[document].decoder
+        decoder = self.work.documents[document].decoder
         if decoder is None:
             raise ArgumentError(f"document {document} has no decoder yet: its prefix layers come first")
         return decoder
-
-    async def recompute(self, request: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed | ev.RecomputeInterrupted:
-        """Recompute chunks in a pass of their own, in the compute thread."""
-        first = request.first
-        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, request.last.chunk + 1))
-        if not self._engine.can_recompute:  # the engine elsewhere computes these, too
-            document = self.documents[first.document]
-            tokens = document.span(request.last.chunk)[1] - document.span(first.chunk)[0]
-            return ev.RecomputeDone(chunks, NO_ENGINE.seconds(tokens))
-        behind = request.behind and self._sees_documents
-        failed, without_context, began = [first], request.behind and not behind, self._driver.clock()
-        try:
-            try:
-                seconds = await self._extend_timed(chunks, failed, behind=behind)
-            except Exception as error:
-                if not behind or self.is_gone or isinstance(error, PassStoppedError):
-                    raise
-                without_context = True
-                self.lose(failed[0], f"computed without the documents before it: {in_words(error)}")
-                seconds = await self._extend_timed(chunks, failed, behind=False)
-        except PassStoppedError:
-            return ev.RecomputeInterrupted(chunks, self._driver.clock() - began)
-        except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
-            self.lose(failed[0], in_words(error))
-            return ev.RecomputeFailed(failed[0], in_words(error))
-        self.note_recomputed(request, chunks, seconds, blind=without_context)
-        return ev.RecomputeDone(chunks, seconds, without_context)
-
-    def note_recomputed(
-        self, request: ev.Recompute, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False
-    ) -> None:
-        """Record the outcome of a pass."""
-        self.recompute_s += seconds
-        if request.behind and not blind:
-            self._seeing.update(chunks)
-
-    async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:
-        """Run ``_extend_all`` in the compute thread; returns its seconds."""
-        work = partial(self._extend_all, chunks, failed, behind=behind)
-        return (await self._driver.compute(partial(self.timed, work)))[1]
-
-    def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> None:
-        """Recompute chunks in one pass or, if that fails, one by one: shorter passes need less memory.
-
-        failed: set to the chunk being computed. behind: see ``Recompute``.
-        """
-        if self.is_gone:
-            raise StorageError(LOAD_CANCELLED)
-        with self._engine.stoppable(self._stop):
-            try:
-                self._extend(chunks[0], chunks[-1], behind=behind)
-            except PassStoppedError:
-                raise
-            except Exception:
-                if len(chunks) == 1:
-                    raise
-            else:
-                return
-            for chunk in chunks:
-                failed[0] = chunk
-                self._extend(chunk, chunk, behind=behind)
-
-    def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
-        """Recompute chunks on top of the finished part of their document or prompt, and write them into the prompt."""
-        document = self.documents[first.document]
-        if document.layout is not None:
-            from kvwire.reuse import compute_piece
-
-            span, whole = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
-            compute_piece(self._engine, document.layout, self.prompt, first.document, whole, span, behind=behind)
-            return
-        prefix, ids, offset = self.row(first, last, behind=behind)
-        self.write(first, self._engine.extend(prefix, ids, offset=offset))
-
-    def can_be_row(self, request: ev.Recompute) -> bool:
-        """Whether chunks can be a row of a joined pass: text with anchors takes several passes."""
-        return self.documents[request.first.document].layout is None and (self._sees_documents or not request.behind)
-
-    def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
-        """Inputs of ``extend`` to recompute chunks, in the compute thread: prefix, token ids and offset."""
-        behind = behind or (self._sees_head and not first.document)
-        document = self.documents[first.document]
-        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        offset, whole = self.prompt.offset(first.document), document.token_ids or ()
-        ids = whole[start:stop]
-        prefix = self.prompt.cache.slice(0, offset + start) if behind else None
-        if prefix is None and start:
-            prefix = self.prompt.document(first.document).slice(0, start)
-        if prefix is not None and prefix.kept and all(mask is None or bool(mask.all()) for mask in prefix.kept):
-            prefix = replace(prefix, kept=None)  # the prompt's gaps are elsewhere
-        neutral: tuple[int, ...] = ()
-        if not behind and offset:  # the first document has no prefix
-            neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, whole)
-            if offset == len(self._engine.opening_tokens):  # after BOS only
-                neutral = neutral[: len(self._engine.opening_tokens)]
-        if neutral:  # a neutral prefix has no place in the prompt, so tokens are computed elsewhere and moved
-            from kvwire.runtime.prefill import behind as behind_neutral
-
-            prefix = behind_neutral(self._engine, neutral, prefix, more=len(ids))
-        return prefix, ids, offset
-
-    def write(self, first: ChunkId, piece: KVCache) -> None:
-        """Write recomputed chunks into the prompt."""
-        self.prompt.write(first.document, self.documents[first.document].span(first.chunk)[0], piece)
-
-    async def start_head(self, index: int) -> None:
-        """Compute a document's prefix layers, so that it can be decoded."""
-        try:
-            _, seconds = await self._driver.compute(partial(self.timed, partial(self._start_here, index)))
-        except Exception as error:  # noqa: BLE001 - the document can be recomputed
-            self.misses.append(f"{self._names[index]}: {in_words(error)}")
-            self._driver.tell(ev.PrefixFailed(self.number, index, in_words(error)))
-            return
-        self._driver.tell(ev.PrefixComputed(self.number, index, seconds))
-
-    def _start_here(self, index: int) -> None:
-        document = self.documents[index]
-        if self.is_gone:
-            raise StorageError(LOAD_CANCELLED)
-        info = document.info
-        opening = info.neutral_prefix[: info.opening] if info else None
-        hidden = states_of(self._engine, document.token_ids or (), document.prefix_layers, opening)
-        self.use(index, self.decoding(index, document, hidden))
-
-    async def look(self) -> None:
-        """Run the question on the prompt, to measure its attention."""
-        attention: tuple[tuple[float, ...], ...] = ()
-        seconds = 0.0
-        try:
-            _, seconds = await self._driver.compute(partial(self.timed, self._look_here))
-            attention = self._by_chunk()
-        except Exception as error:  # noqa: BLE001 - finer levels then go to all alike
-            self.can_look = not isinstance(error, MismatchError)
-            self.misses.append(f"the question's attention was not measured: {in_words(error)}")
-        self.look_s += seconds
-        self._driver.tell(ev.Looked(self.number, attention, seconds))
-
-    def _look_here(self) -> None:
-        if self.is_gone:
-            raise StorageError(LOAD_CANCELLED)
-        self.seen = self._engine.look(self.prompt.cache, self._question)
-
-    def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
-        """The question's attention by chunk, for ``Looked``, weighed by values: sinks draw most of it for nothing."""
-        if self.seen is None or not float(self.seen.influence[len(self.prompt.opening) :].sum()) > 0:
-            return ()
-        paid = self.seen.influence
-        head = len(self.prompt.opening)
-        relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # without gaps
-        rows = []
-        for index in range(len(self._names)):
-            document, start = self.documents[index], self.prompt.offset(index)
-            count = len(self.inputs[index].tokens)
-            spans = (document.span(chunk) for chunk in range(count))
-            rows.append(tuple(float(relative[start + first : start + stop].mean()) for first, stop in spans))
-        return tuple(rows)
-
-    def timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Start and seconds of work, its work on a GPU included."""
-        started = self._driver.clock()
-        work()
-        self._engine.synchronize()
-        return started, self._driver.clock() - started

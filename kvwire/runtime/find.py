@@ -91,14 +91,17 @@ class DocumentFinder:
         self._profiles: dict[tuple[int, str], asyncio.Task[AnyProfile | None]] = {}  # being read
 
     async def find(
-        self, document_id: str, texts: Mapping[str, Sequence[int]] | None, timeouts: Timeouts, *, anew: bool = False
-    ) -> FoundDocument:
-        """Look a document up in the first corpus, with its profile; if the catalog fails, only its text.
+        self, document: str | FoundDocument, texts: Mapping[str, Sequence[int]] | None, timeouts: Timeouts, *,
+        anew: bool = False,
+    ) -> FoundDocument:  # fmt: skip
+        """Look a document up in the first corpus, unless it was; with its profile, or if the catalog fails, its text.
 
         A further corpus that fails, is late or has another text gives no variant. A use is counted in the first corpus
         only.
         """
-        given = (texts or {}).get(document_id)
+        if isinstance(document, FoundDocument):
+            return document
+        document_id, given = document, (texts or {}).get(document)
         text = None if given is None else tuple(given)
         looking = self._find_first(document_id, text, timeouts, anew=anew)
         others = [

@@ -46,23 +46,15 @@ class KeptLookup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptPrompt:
-    """Stored rows of a prompt's first documents.
+    """Stored rows of a prompt's first documents."""
 
-    Attributes:
-        entry: Their entry in the store.
-        rows: int64, positions in the prompt, ascending.
-        cache: The rows' keys and values, positions off.
-        digests: Digests of the rows' token ids, by document, for comparison with blobs; empty if a document has none.
-        opening: The engine's opening tokens, such as BOS.
-        head: Number of tokens before all documents: opening tokens, or a system text.
-    """
-
-    entry: KeptRepair
-    rows: Tensor
-    cache: KVCache
+    entry: KeptRepair  # their entry in the store
+    rows: Tensor  # int64, positions in the prompt, ascending
+    cache: KVCache  # the rows' keys and values, positions off
+    # digests of the rows' token ids, by document, for comparison with blobs; empty if a document has none
     digests: tuple[str, ...]
-    opening: tuple[int, ...] = ()
-    head: tuple[int, ...] = ()
+    opening: tuple[int, ...] = ()  # the engine's opening tokens, such as BOS
+    head: tuple[int, ...] = ()  # number of tokens before all documents: opening tokens, or a system text
 
     def suits(self, documents: Sequence[OpenDocument], decisions: Sequence[Decision]) -> bool:
         """Whether the rows are of this prompt's texts, computed on levels at least as fine as the prompt's."""
@@ -96,25 +88,15 @@ class KeptPrompt:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Rows of a repaired prompt to store.
+    """Rows of a repaired prompt to store."""
 
-    Attributes:
-        bases: Each document's digest in ``KeptRepair``.
-        texts: Token ids of each document.
-        level: See ``KeptRepair``.
-        rows: int64, positions in the prompt, ascending.
-        cache: The rows' keys and values on the processor, positions on.
-        heals: Whether the stored rows of these documents are damaged.
-        opening: Number of tokens before all documents, such as BOS.
-    """
-
-    bases: tuple[str, ...]
-    texts: tuple[tuple[int, ...], ...]
-    level: int
-    rows: Tensor
-    cache: KVCache
-    heals: bool = False
-    opening: int = 0
+    bases: tuple[str, ...]  # each document's digest in ``KeptRepair``
+    texts: tuple[tuple[int, ...], ...]  # token ids of each document
+    level: int  # see ``KeptRepair``
+    rows: Tensor  # int64, positions in the prompt, ascending
+    cache: KVCache  # the rows' keys and values on the processor, positions on
+    heals: bool = False  # whether the stored rows of these documents are damaged
+    opening: int = 0  # number of tokens before all documents, such as BOS
 
 
 def coarsest(decisions: Sequence[Decision], documents: int) -> int:

@@ -41,17 +41,11 @@ _EXACT_HALF = 0.1
 
 @dataclass(frozen=True)
 class CheckPrompt:
-    """A prompt to measure on.
+    """A prompt to measure on."""
 
-    Attributes:
-        documents: Token ids of each.
-        question: Token ids of the question.
-        rest: Token ids after it: the answer, or the text's continuation.
-    """
-
-    documents: tuple[tuple[int, ...], ...]
-    question: tuple[int, ...]
-    rest: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]  # token ids of each
+    question: tuple[int, ...]  # token ids of the question
+    rest: tuple[int, ...]  # token ids after it: the answer, or the text's continuation
 
     @property
     def text(self) -> list[int]:

@@ -29,45 +29,29 @@ GAIN_SHARE = 0.05
 
 @dataclass(frozen=True)
 class LinkReport:
-    """Result of ``kvwire check-model``; KL divergences in nats, means over prompts and continuation tokens.
+    """Result of ``kvwire check-model``; KL divergences in nats, means over prompts and continuation tokens."""
 
-    Attributes:
-        model_id: Of the model.
-        prompts: Number of prompts.
-        no_documents: KL divergence of the question alone from a full prefill: the documents' whole effect.
-        linked: KL divergence without repair.
-        linked_error: Standard error of ``linked`` over prompts.
-        shares: Repaired shares of rows, ascending, above 0.
-        repaired: KL divergence at each share, by selector.
-        levels: KL divergence of linking a level without repair, by the level's name.
-        levels_repaired: The same, with rows chosen on that level and repaired at ``repaired_share``.
-        repaired_share: See ``levels_repaired``.
-        bound: Share of ``no_documents`` that links may lose.
-        shift: SHA-256 of the mean shift that loads add, if it helps; else empty.
-        shift_prompts: Number of prompts that a mean shift was learnt from, helpful or not; 0: none was learnt.
-        shift_gain: Reduction of KL divergence by it at ``GAIN_SHARE`` of the rows, or without repair if the engine
-            cannot: mean over prompts, and its 95 % interval; empty if none was learnt.
-        shifted: ``linked`` with the mean shift.
-        shifted_repaired: ``repaired`` with it.
-        neutral: Most tokens of neutral texts before documents when they were computed; 0: they were computed alone.
-    """
-
-    model_id: str
-    prompts: int
-    no_documents: float
-    linked: float
-    linked_error: float
-    shares: tuple[float, ...]
-    repaired: dict[str, tuple[float, ...]]
+    model_id: str  # of the model
+    prompts: int  # number of prompts
+    no_documents: float  # KL divergence of the question alone from a full prefill: the documents' whole effect
+    linked: float  # KL divergence without repair
+    linked_error: float  # standard error of ``linked`` over prompts
+    shares: tuple[float, ...]  # repaired shares of rows, ascending, above 0
+    repaired: dict[str, tuple[float, ...]]  # KL divergence at each share, by selector
+    # KL divergence of linking a level without repair, by the level's name
     levels: dict[str, float] = field(default_factory=dict)
+    # the same, with rows chosen on that level and repaired at ``repaired_share``
     levels_repaired: dict[str, float] = field(default_factory=dict)
-    repaired_share: float = 0.0
-    bound: float = _BOUND
-    shift: str = ""
-    shift_prompts: int = 0
+    repaired_share: float = 0.0  # see ``levels_repaired``
+    bound: float = _BOUND  # share of ``no_documents`` that links may lose
+    shift: str = ""  # SHA-256 of the mean shift that loads add, if it helps; else empty
+    shift_prompts: int = 0  # number of prompts that a mean shift was learnt from, helpful or not; 0: none was learnt
+    # reduction of KL divergence by it at ``GAIN_SHARE`` of the rows, or without repair if the engine cannot: mean over
+    # prompts, and its 95 % interval; empty if none was learnt
     shift_gain: tuple[float, ...] = ()
-    shifted: float = 0.0
-    shifted_repaired: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    shifted: float = 0.0  # ``linked`` with the mean shift
+    shifted_repaired: dict[str, tuple[float, ...]] = field(default_factory=dict)  # ``repaired`` with it
+    # most tokens of neutral texts before documents when they were computed; 0: they were computed alone
     neutral: int = 0
 
     def __post_init__(self) -> None:

@@ -1,64 +1,50 @@
-"""Settings and steps of a load so that linked documents see each other."""
+"""What loads do about links: settings, the model's report, and the mean shift, read once for all loads of a loader."""
 
 from __future__ import annotations
 
-import time
+import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
-from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
-from kvwire.reuse.repair.repairing import BLOCK_ROWS
+from kvwire.errors import KvwireError, LinkBoundError
+from kvwire.reuse import selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
+from kvwire.runtime.settings import AUTO, check_repair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
+    from concurrent.futures import Future
 
     from kvwire.codec import AnyProfile
     from kvwire.controller.repair import Begins
     from kvwire.engines.base import Engine
-    from kvwire.reuse import AttentionSummary, LinkedPrompt, PromptLayout, Repaired, Selector
+    from kvwire.reuse import LinkShift, Selector
+    from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.link_report import LinkReport
-    from kvwire.types import BlockDeviation
+    from kvwire.runtime.session import Session
+    from kvwire.runtime.settings import LoadSettings, RepairMode
 
 
-RepairMode = Literal["none", "auto", "all"]
+_LATE = "the mean shift of links was not added: it has not come in time"
 UNMEASURED_SHARE = 0.15
 """Least share of repaired rows if links were not measured and the model has attention sinks, as most real models do:
 linked without repair, SmolLM2 seldom gives the text of a full prefill (benchmarks/answers.py)."""
-AUTO = "auto"
-"""As a selector: the one that the model's report found best, or ``DEFAULT_SELECTOR`` without a report."""
 
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """A load's settings for links.
+    """A load's settings for links."""
 
-    Attributes:
-        option: Input of the controller; None: no repair.
-        selector: Chooses rows.
-        is_wanted: Whether a share was requested by number or by ``all``: then failure is an error.
-        report: The measured report; None without one.
-        trouble: Why loads cannot follow the settings; added to every answer that it concerns.
-        is_able: Whether the engine can repair.
-        refuses: Whether a load fails if the report warns, or is missing.
-        shift: SHA-256 of the mean shift to add to linked documents; empty: none.
-    """
-
-    option: RepairOption | None
-    selector: Selector
-    is_wanted: bool = False
-    report: LinkReport | None = None
-    trouble: str = ""
-    is_able: bool = True
-    refuses: bool = False
-    shift: str = ""
+    option: RepairOption | None  # input of the controller; None: no repair
+    selector: Selector  # chooses rows
+    is_wanted: bool = False  # whether a share was requested by number or by ``all``: then failure is an error
+    report: LinkReport | None = None  # the measured report; None without one
+    trouble: str = ""  # why loads cannot follow the settings; added to every answer that it concerns
+    is_able: bool = True  # whether the engine can repair
+    refuses: bool = False  # whether a load fails if the report warns, or is missing
+    shift: str = ""  # SHA-256 of the mean shift to add to linked documents; empty: none
 
     def warning(self, share: float, *, shifted: bool = True) -> str:
         """Why an answer over linked documents may be wrong; empty without a reason."""
@@ -75,20 +61,6 @@ class LinkPlan:
 
 UNREPAIRED = LinkPlan(None, selector_of("none"))
 """Links stay as they are."""
-
-
-def check_repair(repair: RepairMode | float, floor: float | None, selector: str, bound: float | None = None) -> None:
-    """Refuse invalid settings."""
-    if selector != AUTO:
-        selector_of(selector)
-    named = isinstance(repair, str) and repair in {"none", "auto", "all"}
-    is_share = isinstance(repair, (int, float)) and not isinstance(repair, bool) and 0 <= repair <= 1
-    if not named and not is_share:
-        raise ArgumentError(f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}")
-    if floor is not None and not 0 <= floor <= 1:
-        raise ArgumentError(f"the floor of repair is a share of rows from 0 to 1, got {floor}")
-    if bound is not None and not bound >= 0:
-        raise ArgumentError(f"the bound on links is a share of the documents' effect, at least 0, got {bound}")
 
 
 def plan_links(
@@ -174,201 +146,73 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
     return f"documents that are linked like this lose {lost:.0%} of what they tell this model; {advice}"
 
 
-def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor | None:
-    """Deviations by token of a prompt; None if a document has none."""
-    parts = []
-    for tokens, record in documents:
-        if record is None:
-            return None
-        parts.append(torch.tensor(record.values).repeat_interleave(record.block)[:tokens])
-    return torch.cat(parts) if parts else None
+def cannot_repair(engine: Engine) -> str:
+    """Why an engine can never repair; empty if it can."""
+    return "" if engine.can_repair else "links were not repaired: this engine cannot compute rows inside a prompt"
 
 
-@dataclass(frozen=True, eq=False)
-class RepairContext:
-    """Facts about a prompt for its repair.
+class LinkPlanner:
+    """Plans for links; use it on the session's loop."""
 
-    Attributes:
-        texts: Token ids of each document; None if not known.
-        deviation: How much tokens change behind other documents, float32 ``[tokens]``; None if a blob lacks it.
-        seen: The question's attention; None if not measured yet.
-        trouble: Why no rows may be repaired; empty if they may.
-        laid_out: The layout of the prompt, if it has more than documents.
-        head: Tokens of a system text, which the first document has not seen; 0: only BOS precedes it.
-    """
+    def __init__(
+        self, engine: Engine, corpus: Corpus, session: Session, settings: LoadSettings, level: int | None
+    ) -> None:
+        """Do not read yet. level: the finest of the profile to read."""
+        self._engine, self._corpus, self._session = engine, corpus, session
+        self._settings, self._level = settings, level
+        self._plan: LinkPlan | None = None
+        self._shift: Future[LinkShift | str] | None = None
 
-    texts: Sequence[Sequence[int] | None]
-    deviation: Tensor | None = None
-    seen: AttentionSummary | None = None
-    trouble: str = ""
-    laid_out: PromptLayout | None = None
-    head: int = 0
+    async def plan(self, limit_s: float) -> LinkPlan:
+        """The plan; the model's report is read with the first load, while the catalog is asked."""
+        if self._plan is None:
+            try:
+                self._plan = await self._session.look_up(self._read_plan, limit_s)
+            except KvwireError as error:  # the next load tries again
+                trouble = f"the report on links was not read, so this load goes without it: {error}"
+                return replace(_plan_of(self._settings, None, None, 0), trouble=trouble)
+        trouble = cannot_repair(self._engine)
+        if trouble and self._plan.option and not self._plan.is_wanted:
+            return replace(self._plan, trouble=trouble, is_able=False)
+        return self._plan
 
-    def lengths(self, prompt: LinkedPrompt) -> tuple[int, ...]:
-        """Tokens of the prompt's separately computed parts; the first includes all before it."""
-        return (self.head, *prompt.tokens) if self.head else prompt.lengths
+    def _read_plan(self) -> LinkPlan:
+        view, profile = self._view(), None
+        report = view.link_report()
+        with suppress(KvwireError):
+            profile = view.profile(level=self._level)
+        return _plan_of(self._settings, report, profile, len(self._engine.meta.layers))
 
+    def _view(self) -> Corpus:
+        return self._corpus.over(self._session.view(self._corpus.catalog.store, over_link=False))
 
-def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
-    """Lengths of documents, with the first ``front`` tokens merged into one that needs no repair."""
-    left, lengths = max(front, documents[0]), []
-    for tokens in documents:
-        seen = min(left, tokens)
-        left -= seen
-        if tokens > seen:
-            lengths.append(tokens - seen)
-    return (max(front, documents[0]), *lengths)
+    def begin_shift(self, digest: str) -> None:
+        """Start to read the mean shift, unless it was read or is being read."""
+        known = self._shift
+        if known is None or (known.done() and isinstance(known.result(), str)):
+            self._shift = self._session.threads.blocking.submit(self._read_shift, digest)
 
-
-def _known(context: RepairContext, prompt: LinkedPrompt) -> list[Sequence[int]]:
-    """Token ids of all documents; empty if one is not known."""
-    known = [text for text in context.texts if text is not None]
-    return known if len(known) == len(prompt.tokens) else []
-
-
-def _may(context: RepairContext, prompt: LinkedPrompt) -> bool:
-    """Whether rows of a prompt may be repaired: there is no trouble, and all texts are known."""
-    return not context.trouble and bool(_known(context, prompt))
-
-
-def _behind(share: float, lengths: Sequence[int], front: int) -> float:
-    """Convert a share of the tokens after the front to one of the whole prompt."""
-    return share if share == 1 else share * (1 - max(0, front - lengths[0]) / sum(lengths))
-
-
-class Repairer:
-    """Repairs prompts of one engine.
-
-    Attributes:
-        trouble: Why it can never repair; empty if it can.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        """Keep the engine."""
-        self._engine = engine
-        self.trouble = (
-            "" if engine.can_repair else "links were not repaired: this engine cannot compute rows inside a prompt"
-        )
-
-    def run(
-        self, plan: LinkPlan, prompt: LinkedPrompt,
-        context: RepairContext, question: Sequence[int], share: float, front: int,
-        stop: Callable[[], bool] | None = None, restore: Callable[[], Tensor] | None = None,
-    ) -> tuple[Repaired | None, str]:  # fmt: skip
-        """Repair a share of a prompt's rows in its cache."""
-        lengths = context.lengths(prompt)
-        if share <= 0 or (len(lengths) == 1 and context.laid_out is None and share < 1):
-            return None, ""
-        if not _may(context, prompt):
-            return self._refused(plan, context.trouble or "the text of a document is not known")
-        if context.laid_out is None and share < 1 and len(_behind_front(lengths, front)) == 1:
-            return None, ""
-        share = _behind(share, lengths, front)
+    def _read_shift(self, digest: str) -> LinkShift | str:
+        """The shift, or why it cannot be read."""
         try:
-            if context.laid_out is not None:
-                return self._beside_links(plan, prompt, context.laid_out, context, question, share), ""
-            given = self._input(prompt, context, question, front)
-            return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
-        except (ArgumentError, MismatchError) as error:
-            if plan.is_wanted and isinstance(error, ArgumentError):
-                raise
-            return self._refused(plan, str(error))
+            return self._view().link_shift(digest).on(self._engine.device)
+        except Exception as error:  # noqa: BLE001 - whatever it is, loads go without
+            return f"the mean shift of links was not added: {error}"
 
-    def begin(
-        self, plan: LinkPlan, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], share: float,
-        front: int,
-    ) -> RepairInOrder:  # fmt: skip
-        """Choose rows to repair document by document."""
-        if not _may(context, prompt):
-            raise MismatchError(context.trouble or "the text of a document is not known")
-        given = self._input(prompt, context, question, front)
-        count = rows_for(_behind(share, context.lengths(prompt), front), given.documents)
-        return RepairInOrder(given, plan.selector, share, count)
-
-    def _input(self, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], front: int) -> RepairInput:
-        """Selectors' input for a prompt without a layout."""
-        ids = (*prompt.opening, *(token for text in _known(context, prompt) for token in text))
-        documents, deviation = _behind_front(context.lengths(prompt), front), context.deviation
-        if deviation is not None and prompt.opening:
-            deviation = torch.cat([deviation.new_zeros(len(prompt.opening)), deviation])
-        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), deviation, seen=context.seen)
-
-    def _beside_links(
-        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, context: RepairContext,
-        question: Sequence[int], share: float,
-    ) -> Repaired:  # fmt: skip
-        from kvwire.reuse import repair_laid_out  # few loads need it
-
-        return repair_laid_out(
-            self._engine, prompt, laid_out, _known(context, prompt), question, plan.selector, share,
-            deviation=context.deviation, seen=context.seen,
-        )  # fmt: skip
-
-    def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
-        words = f"links were not repaired: {why}"
-        if plan.is_wanted:
-            raise MismatchError(words)
-        return None, words
+    async def shift(self, limit_s: float) -> LinkShift | str:
+        """Wait for the shift; why there is none, if there is none."""
+        if self._shift is None:
+            return _LATE
+        if not self._shift.done():
+            await asyncio.wait({asyncio.wrap_future(self._shift)}, timeout=max(0.0, limit_s))
+        return self._shift.result() if self._shift.done() else _LATE
 
 
-class RepairInOrder:
-    """Rows repaired by jobs during the load.
-
-    A job sees nothing of later documents, which may be half decoded. Each row sees the final state of all before it, so
-    jobs in prompt order equal one pass over all rows.
-
-    Attributes:
-        share: The chosen share of the prompt's rows.
-        rows: int64, the rows to compute, ascending.
-        seconds: Time spent computing them.
-        select_s: Time spent choosing them.
-    """
-
-    def __init__(self, given: RepairInput, selector: Selector, share: float, count: int) -> None:
-        """Choose the rows."""
-        started = time.perf_counter()
-        self._given, self._chosen = given, selector.choose(given, count).rows
-        self.select_s, self.seconds, self.share = time.perf_counter() - started, 0.0, share
-        self.rows = self._chosen[:0]
-
-    @property
-    def left(self) -> int:
-        """Number of rows not computed yet."""
-        return len(self._chosen) - len(self.rows)
-
-    def run(self, stop_at: int, is_gone: Callable[[], bool]) -> int:
-        """Compute the remaining rows before a position of the prompt."""
-        began, given, before = time.perf_counter(), self._given, len(self.rows)
-        mine = self._chosen[(self._chosen < stop_at) & ~torch.isin(self._chosen, self.rows)]
-        seen, ids = given.cache.slice(0, stop_at), given.token_ids[:stop_at]
-        for start in range(0, len(mine), BLOCK_ROWS):
-            if is_gone():
-                break
-            block = given.engine.update_rows(seen, ids, mine[start : start + BLOCK_ROWS])
-            self.rows = torch.cat((self.rows, block)).sort().values
-        self.seconds += time.perf_counter() - began
-        return len(self.rows) - before
-
-    def computed(self) -> Tensor:
-        """Rows that are done, as ``repair_prompt``'s ``restore`` returns them."""
-        return self.rows
-
-    def joined(self, after: Repaired | None, selector: Selector, share: float) -> Repaired | None:
-        """Combine the repairs of jobs and closing."""
-        from kvwire.reuse import Repaired
-
-        given = self._given
-        layers, asked = len(given.cache.meta.layers), len(given.question)
-        if after is None:
-            after = Repaired(
-                self.rows[:0], selector.name, selector.cost(given.cache.tokens, 0, asked, layers), 0.0, 0.0
-            )
-        rows = torch.cat((self.rows, after.rows)).sort().values
-        if not len(rows):
-            return None
-        is_cut = after.is_cut or (share < self.share and len(rows) < len(self._chosen))
-        return replace(
-            after, rows=rows, cost=selector.cost(given.cache.tokens, len(rows), asked, layers),
-            select_s=after.select_s + self.select_s, compute_s=after.compute_s + self.seconds,
-            is_cut=is_cut, kept=0, beside=len(self.rows),
-        )  # fmt: skip
+def _plan_of(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
+    """Plan by settings and a report."""
+    shift = settings.shift and not settings.keep_repairs
+    asked = settings.repair, settings.repair_floor, settings.selector
+    plan = plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)
+    if plan.option and (settings.keep_repairs or not settings.repair_in_order):  # stored rows are known at the end
+        plan = replace(plan, option=replace(plan.option, begins="closing"))
+    return plan

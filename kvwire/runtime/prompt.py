@@ -15,14 +15,16 @@ from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR
-from kvwire.runtime.links import AUTO, UNREPAIRED
+from kvwire.runtime.links import UNREPAIRED
 from kvwire.runtime.prefill import opened
+from kvwire.runtime.settings import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, LinkLayout, PromptLayout, SchemaPrompt
+    from kvwire.runtime.answer import Asked
     from kvwire.runtime.document import OpenDocument
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.settings import LoadSettings
@@ -30,19 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """Positions of documents of known lengths.
+    """Positions of documents of known lengths."""
 
-    Attributes:
-        length: Tokens before the question.
-        starts: Position of each document; None: one after the other.
-        laid_out: The prompt's layout, if it has more than documents.
-        link_tokens: Number of tokens computed after each document, once that is final; those before the first document
-            count with it. Empty: all are computed after the last chunk.
-    """
-
-    length: int
-    starts: tuple[int, ...] | None = None
-    laid_out: PromptLayout | None = None
+    length: int  # tokens before the question
+    starts: tuple[int, ...] | None = None  # position of each document; None: one after the other
+    laid_out: PromptLayout | None = None  # the prompt's layout, if it has more than documents
+    # number of tokens computed after each document, once that is final; those before the first document count with it.
+    # Empty: all are computed after the last chunk.
     link_tokens: tuple[int, ...] = ()
 
     @property
@@ -52,19 +48,12 @@ class Placement:
 
 
 class Layout(Protocol):
-    """A prompt's layout.
+    """A prompt's layout."""
 
-    Attributes:
-        opening: Tokens at the prompt's head: BOS, or the system text that begins with it.
-        head: The system text; empty without one, or if the layout has it.
-        sees_documents: Whether recomputed text may see what precedes its document.
-        keeps_repairs: Whether kept repairs can be used.
-    """
-
-    opening: tuple[int, ...]
-    head: tuple[int, ...]
-    sees_documents: bool
-    keeps_repairs: bool
+    opening: tuple[int, ...]  # tokens at the prompt's head: BOS, or the system text that begins with it
+    head: tuple[int, ...]  # the system text; empty without one, or if the layout has it
+    sees_documents: bool  # whether recomputed text may see what precedes its document
+    keeps_repairs: bool  # whether kept repairs can be used
 
     def place(self, tokens: Sequence[int]) -> Placement:
         """Place documents of these lengths."""
@@ -80,13 +69,15 @@ class Layout(Protocol):
 
 
 class PlainLayout:
-    """Documents one after the other, after the opening tokens or a system text."""
+    """Documents one after the other, after the opening tokens or a system text.
 
-    sees_documents = keeps_repairs = True
+    With ``linked=False`` they have nothing to do with each other: donors, from whose rows a prompt is made afterwards.
+    """
 
-    def __init__(self, engine: Engine, system: tuple[int, ...] = ()) -> None:
+    def __init__(self, engine: Engine, system: tuple[int, ...] = (), *, linked: bool = True) -> None:
         """Take the system text's tokens; empty without one."""
         self._engine, self.head = engine, system
+        self.sees_documents = self.keeps_repairs = linked
         self.opening = opened(engine, system) if system else engine.opening_tokens
 
     def place(self, tokens: Sequence[int]) -> Placement:
@@ -95,6 +86,8 @@ class PlainLayout:
 
     def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:  # noqa: ARG002 - as others
         """As planned; the first document has not seen a system text, either."""
+        if not self.sees_documents:
+            return UNREPAIRED
         if not (self.head and plan.option):
             return plan
         return replace(plan, option=replace(plan.option, whole=True, begins="closing"))
@@ -231,3 +224,27 @@ def _check_tokens(engine: Engine, layout: LinkLayout) -> None:
         soft.check_layout(layout)
     elif min(computed, default=0) < 0:
         raise ArgumentError(f"the layout {layout.name} computes soft tokens: give the file of them (--soft-tokens)")
+
+
+def laid_out(
+    engine: Engine,
+    settings: LoadSettings,
+    asked: Asked,
+    texts: Mapping[str, Sequence[int]] | None,
+    schema: SchemaPrompt | None,
+) -> tuple[Layout, Sequence[int], Mapping[str, Sequence[int]] | None]:  # fmt: skip
+    """The prompt's layout, with the question and the texts in its tokens."""
+    layout = settings.layout
+    if schema is None and layout is None:
+        return PlainLayout(engine, asked.system), asked.question, texts
+    from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
+
+    if schema is not None and settings.first_tokens:
+        raise ArgumentError("modules of a schema are loaded whole: leave first_tokens out")
+    if schema is not None:
+        return SchemaLayout(engine, schema), asked.question, texts
+    if layout is None or layout == PLAIN:
+        return PlainLayout(engine, asked.system), asked.question, texts
+    known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
+    question = [*asked.question, *layout.ending] if asked.question else asked.question
+    return LinksLayout(engine, layout, settings), question, known

@@ -32,25 +32,15 @@ _DIGEST_CHARS = 32
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a document that are to be kept.
+    """Rows of a document that are to be kept."""
 
-    Attributes:
-        token_ids: The whole document, without the opening tokens.
-        cache: Of them, positions on, behind the opening tokens.
-        opening: Token ids that it was computed behind, BOS.
-        level: The coarsest level that any of these rows was loaded at or computed over; None: none was lossy.
-        base: A stored document that begins as this one does.
-        shared: How many tokens the two share.
-        loaded: How many first tokens of the document were found in the store, by the index.
-    """
-
-    token_ids: tuple[int, ...]
-    cache: KVCache
-    opening: tuple[int, ...]
-    level: int | None
-    base: CatalogEntry | None = None
-    shared: int = 0
-    loaded: int = 0
+    token_ids: tuple[int, ...]  # the whole document, without the opening tokens
+    cache: KVCache  # of them, positions on, behind the opening tokens
+    opening: tuple[int, ...]  # token ids that it was computed behind, BOS
+    level: int | None  # the coarsest level that any of these rows was loaded at or computed over; None: none was lossy
+    base: CatalogEntry | None = None  # a stored document that begins as this one does
+    shared: int = 0  # how many tokens the two share
+    loaded: int = 0  # how many first tokens of the document were found in the store, by the index
 
 
 class Saver:

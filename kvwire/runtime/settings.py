@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
-from kvwire.errors import ArgumentError, KvwireError
-from kvwire.runtime.links import AUTO, check_repair, plan_links
+from kvwire.errors import ArgumentError
+from kvwire.reuse import selector_of
 from kvwire.runtime.threads import usual_threads
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.codec import AnyProfile, Backend
-    from kvwire.controller import LogEntry, OnLate, Policy
+    from kvwire.codec import Backend
+    from kvwire.controller import LogEntry, Objective, OnLate, Policy
     from kvwire.reuse import LinkLayout
-    from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.link_report import LinkReport
-    from kvwire.runtime.links import LinkPlan, RepairMode
 
+RepairMode = Literal["none", "auto", "all"]
+AUTO = "auto"
+"""As a selector: the one that the model's report found best, or ``DEFAULT_SELECTOR`` without a report."""
 _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
 
 
@@ -147,19 +146,26 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool, interrupts: bool = True
     )
 
 
-def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | None) -> LinkPlan:
-    """Plan for links from the store's report; blocks."""
-    report, profile = corpus.link_report(), None
-    with suppress(KvwireError):
-        profile = corpus.profile(level=level)
-    return planned(settings, report, profile, layers)
+def check_repair(repair: RepairMode | float, floor: float | None, selector: str, bound: float | None = None) -> None:
+    """Refuse invalid settings."""
+    if selector != AUTO:
+        selector_of(selector)
+    named = isinstance(repair, str) and repair in {"none", "auto", "all"}
+    is_share = isinstance(repair, (int, float)) and not isinstance(repair, bool) and 0 <= repair <= 1
+    if not named and not is_share:
+        raise ArgumentError(f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}")
+    if floor is not None and not 0 <= floor <= 1:
+        raise ArgumentError(f"the floor of repair is a share of rows from 0 to 1, got {floor}")
+    if bound is not None and not bound >= 0:
+        raise ArgumentError(f"the bound on links is a share of the documents' effect, at least 0, got {bound}")
 
 
-def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
-    """Plan for links."""
-    shift = settings.shift and not settings.keep_repairs
-    asked = settings.repair, settings.repair_floor, settings.selector
-    plan = plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)
-    if plan.option and (settings.keep_repairs or not settings.repair_in_order):  # stored rows are known at the end
-        plan = replace(plan, option=replace(plan.option, begins="closing"))
-    return plan
+def goal_of(settings: LoadSettings, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
+    """A load's goal for the controller."""
+    return ctl.Goal(
+        objective=objective or ("earliest" if deadline_s is None else "quality"),
+        deadline_s=deadline_s,
+        floor=ctl.EXACT if settings.exact else settings.quality_floor or 0,
+        ceiling=settings.quality_ceiling,
+        on_late=settings.on_late,
+    )

@@ -11,14 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.runtime.execute import LOAD_CANCELLED
+from kvwire.runtime.passes import LOAD_CANCELLED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.engines.base import Engine
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.execute import PromptWorker
+    from kvwire.runtime.passes import PromptWorker
     from kvwire.types import ChunkId
 
 

@@ -58,17 +58,11 @@ class _RecordingRule(_RecordingPolicy):
 
 @dataclass(frozen=True, eq=False)
 class QueriedPlan:
-    """A request and a policy's plan for it.
+    """A request and a policy's plan for it."""
 
-    Attributes:
-        request: The policy's input.
-        plan: Its output.
-        inputs: The chosen variant of each document.
-    """
-
-    request: PlanRequest
-    plan: Plan
-    inputs: tuple[ctl.DocumentPlanInput, ...]
+    request: PlanRequest  # the policy's input
+    plan: Plan  # its output
+    inputs: tuple[ctl.DocumentPlanInput, ...]  # the chosen variant of each document
 
 
 class PlanQuery:

@@ -33,35 +33,21 @@ MOST_DOCUMENTS = 128
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load that was planned, not run.
+    """A load that was planned, not run."""
 
-    Attributes:
-        goal: Deadline, floor and objective of the load.
-        bandwidth: Expected, in bytes per second.
-        ttfb_s: Expected seconds to the first byte.
-        query_tokens: Length of the question.
-        chunks: The treatment of each chunk, in prompt order.
-        prediction: Outcome of this plan.
-        expected_s: The policy's own estimate of the seconds to the first token, once all headers are read.
-        alternatives: Other ways to load the same prompt.
-        break_evens: Bandwidths at which a statement becomes true.
-        unchanged: Nearest bandwidths below and above with another first plan; None if there is none within bounds.
-        level_names: For tables; level 0 first.
-        tiers: The same load from each of the devices that were named.
-    """
-
-    goal: ctl.Goal
-    bandwidth: float
-    ttfb_s: float
-    query_tokens: int
-    chunks: tuple[PlannedChunk, ...]
-    prediction: Prediction
-    expected_s: float
-    alternatives: tuple[Prediction, ...]
-    break_evens: tuple[BreakEven, ...]
+    goal: ctl.Goal  # deadline, floor and objective of the load
+    bandwidth: float  # expected, in bytes per second
+    ttfb_s: float  # expected seconds to the first byte
+    query_tokens: int  # length of the question
+    chunks: tuple[PlannedChunk, ...]  # the treatment of each chunk, in prompt order
+    prediction: Prediction  # outcome of this plan
+    expected_s: float  # the policy's own estimate of the seconds to the first token, once all headers are read
+    alternatives: tuple[Prediction, ...]  # other ways to load the same prompt
+    break_evens: tuple[BreakEven, ...]  # bandwidths at which a statement becomes true
+    # nearest bandwidths below and above with another first plan; None if there is none within bounds
     unchanged: tuple[float | None, float | None]
-    level_names: tuple[str, ...]
-    tiers: tuple[PlannedTier, ...] = ()
+    level_names: tuple[str, ...]  # for tables; level 0 first
+    tiers: tuple[PlannedTier, ...] = ()  # the same load from each of the devices that were named
 
 
 def plan_load(  # noqa: PLR0913 - what is loaded, how, and what is compared

@@ -25,17 +25,11 @@ _MOST_NAMED = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Prices in any currency.
+    """Prices in any currency."""
 
-    Attributes:
-        gpu_hour: Per hour of the engine.
-        gb_month: Per gigabyte stored for a month.
-        egress: Per gigabyte that leaves the store.
-    """
-
-    gpu_hour: float
-    gb_month: float = 0.0
-    egress: float = 0.0
+    gpu_hour: float  # per hour of the engine
+    gb_month: float = 0.0  # per gigabyte stored for a month
+    egress: float = 0.0  # per gigabyte that leaves the store
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -58,24 +52,15 @@ class Prices:
 
 @dataclass(frozen=True)
 class PricedWay:
-    """Cost of a million requests in one way.
+    """Cost of a million requests in one way."""
 
-    Attributes:
-        name: Name of the way.
-        gpu_hours: Engine hours for a million requests: recomputing, decoding and closing.
-        gpu: Their cost.
-        egress: Cost of the bytes that leave the store.
-        uses_a_month: Monthly uses of the documents from which storing their caches costs less than prefill of their
-            text; None: never.
-        uses_in_all: Uses that pay for computing the caches once; None: never.
-    """
-
-    name: str
-    gpu_hours: float
-    gpu: float
-    egress: float
+    name: str  # name of the way
+    gpu_hours: float  # engine hours for a million requests: recomputing, decoding and closing
+    gpu: float  # their cost
+    egress: float  # cost of the bytes that leave the store
+    # monthly uses of the documents from which storing their caches costs less than prefill of their text; None: never
     uses_a_month: float | None
-    uses_in_all: float | None
+    uses_in_all: float | None  # uses that pay for computing the caches once; None: never
 
     @property
     def total(self) -> float:
@@ -85,21 +70,13 @@ class PricedWay:
 
 @dataclass(frozen=True)
 class Priced:
-    """Costs of a plan.
+    """Costs of a plan."""
 
-    Attributes:
-        prices: The given prices.
-        stored_bytes: Size of the documents' caches with all levels.
-        stored_month: Cost of storing them for a month.
-        computed_once: Cost of computing them once, in engine time; coding uses none.
-        ways: This plan first, then the alternatives.
-    """
-
-    prices: Prices
-    stored_bytes: int
-    stored_month: float
-    computed_once: float
-    ways: tuple[PricedWay, ...]
+    prices: Prices  # the given prices
+    stored_bytes: int  # size of the documents' caches with all levels
+    stored_month: float  # cost of storing them for a month
+    computed_once: float  # cost of computing them once, in engine time; coding uses none
+    ways: tuple[PricedWay, ...]  # this plan first, then the alternatives
 
 
 def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int = 0) -> Priced:

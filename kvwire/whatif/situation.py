@@ -50,21 +50,13 @@ def known_link(
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """A policy's first plan.
+    """A policy's first plan."""
 
-    Attributes:
-        plan: The policy's output.
-        headers_s: Seconds until all headers are read.
-        closing_s: Seconds from the last chunk to the first token.
-        levels: By document and chunk; RECOMPUTE (-1) where a chunk is recomputed.
-        inputs: The chosen variant of each document.
-    """
-
-    plan: Plan
-    headers_s: float
-    closing_s: float
-    levels: dict[tuple[int, int], int]
-    inputs: tuple[ctl.DocumentPlanInput, ...]
+    plan: Plan  # the policy's output
+    headers_s: float  # seconds until all headers are read
+    closing_s: float  # seconds from the last chunk to the first token
+    levels: dict[tuple[int, int], int]  # by document and chunk; RECOMPUTE (-1) where a chunk is recomputed
+    inputs: tuple[ctl.DocumentPlanInput, ...]  # the chosen variant of each document
 
     @property
     def ttft_s(self) -> float:
@@ -74,38 +66,23 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedLoad:
-    """The outcome of a policy in the simulator.
+    """The outcome of a policy in the simulator."""
 
-    Attributes:
-        outcome: The simulator's record of the load.
-        inputs: The variant used of each document.
-    """
-
-    outcome: Outcome
-    inputs: tuple[ctl.DocumentPlanInput, ...]
+    outcome: Outcome  # the simulator's record of the load
+    inputs: tuple[ctl.DocumentPlanInput, ...]  # the variant used of each document
 
 
 @dataclass(frozen=True, eq=False)
 class PlanScenario:
-    """One prompt, link and engine.
+    """One prompt, link and engine."""
 
-    Attributes:
-        documents: In prompt order, each with its variants.
-        estimates: Of link and engine; not changed.
-        goal: Deadline, floor and objective of the load.
-        settings: The controller's settings.
-        query_tokens: Length of the question.
-        details: Facts for reports.
-        repair: Limits and benefit of repairing links; None: no repair.
-    """
-
-    documents: tuple[Variants, ...]
-    estimates: ctl.Estimates
-    goal: ctl.Goal
-    settings: ctl.ControllerSettings
-    query_tokens: int
-    details: Details
-    repair: ctl.RepairOption | None = None
+    documents: tuple[Variants, ...]  # in prompt order, each with its variants
+    estimates: ctl.Estimates  # of link and engine; not changed
+    goal: ctl.Goal  # deadline, floor and objective of the load
+    settings: ctl.ControllerSettings  # the controller's settings
+    query_tokens: int  # length of the question
+    details: Details  # facts for reports
+    repair: ctl.RepairOption | None = None  # limits and benefit of repairing links; None: no repair
 
     @property
     def bandwidth(self) -> float:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
-from kvwire.runtime import encode, link_check, loader
+from kvwire.runtime import encode, link_check, runner
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import MemoryStore
 
@@ -36,7 +36,7 @@ def _learnt_once() -> Iterator[None]:
     """
     profiles: dict[object, AnyProfile | None] = {}
     costs: dict[object, ctl.CostModel] = {}
-    fit, measure = encode.fit_profile_to, loader.measure_costs
+    fit, measure = encode.fit_profile_to, runner.measure_costs
 
     def fitted(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
         soft = engine.soft_tokens and engine.soft_tokens.digest
@@ -56,7 +56,7 @@ def _learnt_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "fit_profile_to", fitted)
-        patch.setattr(loader, "measure_costs", measured)
+        patch.setattr(runner, "measure_costs", measured)
         yield
 
 

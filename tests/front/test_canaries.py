@@ -324,7 +324,7 @@ def refused_load(place):
     from kvwire.runtime.settings import LoadSettings
 
     with Loader(place.engine, place.corpus(), settings=LoadSettings(on_late="refuse")) as loader:
-        loader._estimates.bandwidth.add(20_000, 0.0, 20.0)  # who knows nothing of the link refuses nobody
+        loader._runner._estimates.bandwidth.add(20_000, 0.0, 20.0)  # who knows nothing of the link refuses nobody
         loader.ask(["letter"], place.ids[:9], deadline_s=1e-6)
 
 

@@ -7,9 +7,9 @@ import torch
 
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.links import by_token
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.prefill import BLOCK, NEIGHBOUR_TOKENS, Neighbours
+from kvwire.runtime.repair import by_token
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.types import BlockDeviation

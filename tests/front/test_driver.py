@@ -390,7 +390,7 @@ def test_the_log_of_a_real_load_replays_exactly(small, question, deadline_s):
     answer = loader.ask(tuple(small.tokens), question, deadline_s=deadline_s)
     assert any(isinstance(entry.event, ev.TransferProgress) for entry in log)
     assert _given(log, ev.Finish)[0].decisions == answer.decisions
-    replay(log, Controller(before, loader._controls))
+    replay(log, Controller(before, loader._runner.controls))
 
 
 def test_the_log_of_overlapping_loads_replays_exactly_as_written(small, question):
@@ -413,7 +413,7 @@ def test_the_log_of_overlapping_loads_replays_exactly_as_written(small, question
     assert (
         ev.IndexKnown in kinds[kinds.index(ev.PromptAssembled) :]
     )  # what a load's end told was there for another's plans
-    controller = Controller(before, loader._controls, Fixed(4))
+    controller = Controller(before, loader._runner.controls, Fixed(4))
     replay(log, controller)
     assert controller.estimates.costs() == loader.costs
     assert before.closing.is_measured
@@ -572,13 +572,13 @@ def test_a_load_that_still_looks_documents_up_ends_with_what_broke_steering(smal
 def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypatch):
     memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus(neutral_prefix=0)
     link = parse_link("8mbit,1ms")
-    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
+    monkeypatch.setattr("kvwire.runtime.runner.measure_costs", lambda *_: small.costs)
     loader = Loader(small.engine, corpus, link=link, memory=memory, settings=LoadSettings(policy=Fixed(4)))
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
-    loader._writing.result(10)
-    loader._remember()  # what came after the answer, too
-    loader._writing.result(10)
-    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", None)  # not needed any more
+    loader._runner.writing.result(10)
+    loader._runner.remember()  # what came after the answer, too
+    loader._runner.writing.result(10)
+    monkeypatch.setattr("kvwire.runtime.runner.measure_costs", None)  # not needed any more
     again = Loader(small.engine, corpus, link=link, memory=memory)
     assert again.estimates.bandwidth.value != LoadSettings().bandwidth_prior
     assert again.costs == loader.costs
@@ -589,12 +589,12 @@ def test_costs_that_a_caller_gave_are_not_remembered_as_measured(small, question
     link, wrong = parse_link("8mbit,1ms"), replace(small.costs, prefill=PrefillCost(9.0, 9.0))
     loader = Loader(small.engine, corpus, costs=wrong, link=link, memory=memory)
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
-    loader._writing.result(10)
+    loader._runner.writing.result(10)
     assert loader.estimates.knows_engine
-    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
+    monkeypatch.setattr("kvwire.runtime.runner.measure_costs", lambda *_: small.costs)
     again = Loader(small.engine, corpus, link=link, memory=memory)
     assert again.costs == small.costs
-    assert set(memory.recall(*loader._keys).state) == {"version", "link"}
+    assert set(memory.recall(*loader._runner.keys).state) == {"version", "link"}
 
 
 def test_prediction_and_error_are_told(small, question):

@@ -8,7 +8,7 @@ import torch
 from kvwire import controller as ctl
 from kvwire.errors import ArgumentError
 from kvwire.reuse import link
-from kvwire.runtime import loader as loaders
+from kvwire.runtime import runner as loaders
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings

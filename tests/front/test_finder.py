@@ -159,10 +159,10 @@ def test_a_blob_that_is_lost_for_good_is_computed_and_told(corpus, store, loader
 def test_a_variant_whose_kept_entry_is_out_of_date_is_asked_for_again(corpus, engine, store, loader_of):
     variant = encoded(Corpus(engine, store, tenant="second"), {"doc": TEXTS["doc"]})
     loader = loader_of(corpus, Corpus(engine, store, tenant="second"))
-    session, finder, timeouts = loader._session, loader._finder, Timeouts(SOON_S, SOON_S, SOON_S, SOON_S)
+    session, finder, timeouts = loader._session, loader._runner.finder, Timeouts(SOON_S, SOON_S, SOON_S, SOON_S)
 
     async def opened():
-        driver = session.driver(loader._new_controller)
+        driver = session.driver(loader._runner.new_controller)
         document = await finder.find("doc", None, timeouts)
         opener = DocumentOpener(session, driver, finder, FetchSettings(), timeouts)
         try:
@@ -257,7 +257,7 @@ def test_a_profile_that_hangs_costs_half_a_deadline_and_is_read_on_for_later_loa
     assert any("its profile did not come within 1 s" in miss for miss in answer.misses)
     assert {decision.action for decision in answer.decisions} == {"recompute"}
     store.shut = "-"  # who asks anew is answered; who asked before still waits
-    reading = next(iter(loader._finder._profiles.values()))
+    reading = next(iter(loader._runner.finder._profiles.values()))
     store.open.set()
     while not reading.done():
         time.sleep(0.001)

@@ -10,7 +10,7 @@ import torch
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError
-from kvwire.runtime import loader as loaders
+from kvwire.runtime import runner as loaders
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl

@@ -20,7 +20,7 @@ from kvwire.controller import PrefillCost
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.reuse import link
-from kvwire.runtime import load as loads
+from kvwire.runtime import execute as loads
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
@@ -524,7 +524,7 @@ def test_controls_are_those_of_the_settings():
 def test_an_engines_name_tells_processor_and_versions(small):
     import torch
 
-    _, engine = Loader(small.engine, small.corpus(), costs=small.costs)._keys
+    _, engine = Loader(small.engine, small.corpus(), costs=small.costs)._runner.keys
     parts = engine.split(" | ")
     assert f"torch {torch.__version__} kvwire {kvwire.__version__}" in parts
     assert any(platform.machine() in part for part in parts)

@@ -7,7 +7,7 @@ import pytest
 
 from kvwire import controller as ctl
 from kvwire.errors import ArgumentError
-from kvwire.runtime import loader as loaders
+from kvwire.runtime import runner as loaders
 from kvwire.runtime.answer import floor_trouble
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.loader import Loader

@@ -12,7 +12,7 @@ from kvwire.cli.plan_inputs import COMPUTE
 from kvwire.controller.simulator import costs, machine_named, model_named
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.estimates_file import EstimatesFile, link_key
-from kvwire.runtime.loader import LoadSettings, controls_of
+from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store import FolderStore
 from kvwire.whatif.plan import plan_load
 from kvwire.whatif.records import Details

@@ -394,7 +394,7 @@ def test_a_turn_that_ends_halfway_is_as_if_it_never_was(small, chatting, word):
 def test_of_two_turns_at_a_time_one_is_kept(corpus, chatting, monkeypatch):
     turns(chatting, corpus, 1)
     with loader(chatting, corpus) as made, loader(chatting, corpus) as other:
-        closer, answer = made._closer, type(made._closer).answer
+        closer, answer = made._runner.closer, type(made._runner.closer).answer
 
         async def late(*given, **named):
             other.converse("anna", "Sooner?", chat=CHAT, tokens=3)

@@ -16,8 +16,9 @@ from kvwire.controller.policies import Adaptive, Fixed
 from kvwire.reuse import LinkLayout, RepairInput, link, repair_prompt, rows_for, selector_of
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.links import RepairInOrder, plan_links
+from kvwire.runtime.links import plan_links
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.repair import RepairInOrder
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.transport import LinkSettings
@@ -217,7 +218,7 @@ def test_a_job_that_fails_is_done_at_the_end(small, five, monkeypatch):
 
     log, chosen = [], {"repair": 0.3, "selector": "first", "policy": Fixed(4)}
     with monkeypatch.context() as patch:
-        patch.setattr("kvwire.runtime.links.RepairInOrder.run", broken)
+        patch.setattr("kvwire.runtime.repair.RepairInOrder.run", broken)
         answer = asked(small, five, log=log, **chosen)
     assert [entry.event.trouble for entry in log if isinstance(entry.event, ev.RepairDone)] == [
         "RuntimeError: out of memory"

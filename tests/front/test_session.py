@@ -18,6 +18,7 @@ from kvwire.controller.policies import Fixed
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.document import Timeouts
+from kvwire.runtime.links import UNREPAIRED
 from kvwire.runtime.load import Load
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.prompt import PlainLayout
@@ -148,7 +149,7 @@ def test_a_kept_entry_is_asked_for_again_where_what_it_names_is_gone(small, load
         pass
     space = corpus.catalog.keys(small.engine.meta.config_digest())
     store.delete(old.blob_key if gone == "blob" else space.profile(old.profile_digest))
-    loader._finder._views[0]._profiles.clear()  # as in a process that did not load with this profile
+    loader._runner.finder._views[0]._profiles.clear()  # as in a process that did not load with this profile
     with ThreadPoolExecutor(loads) as pool:
         answers = list(pool.map(lambda _: loader.ask([name], QUESTION), range(loads)))
     for answer in answers:
@@ -279,14 +280,16 @@ def test_a_load_that_is_cancelled_twice_leaves_no_blob_open(small, loader_of):
             await asyncio.sleep(60)
 
     async def twice():
-        driver, begun = session.driver(loader._new_controller), []
+        driver, begun = session.driver(loader._runner.new_controller), []
         timeouts, layout = Timeouts(1.0, 1.0, 1.0, 1.0), PlainLayout(small.engine)
-        request = LoadRequest(layout=layout, fetch=FetchSettings(), backend="auto", timeouts=timeouts)
+        request = LoadRequest(
+            documents=[], layout=layout, settings=LoadSettings(), timeouts=timeouts, started=time.monotonic()
+        )
 
         async def load():
-            async with Load(small.engine, [], session, driver, loader._finder, request) as entered:
+            async with Load(small.engine, session, driver, loader._runner.finder, request, [], UNREPAIRED) as entered:
                 entered._opener._stack.callback(closed.append, 1)
-                entered._spawn(lingers())
+                entered.jobs.spawn(lingers())
                 begun.append(entered)
                 await asyncio.Event().wait()
 

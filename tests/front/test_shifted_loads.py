@@ -11,11 +11,11 @@ import torch
 
 from kvwire.controller.policies import Fixed
 from kvwire.reuse import LinkLayout, LinkShift, Module, Schema
-from kvwire.runtime.closing import ShiftReader
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.execute import PromptWorker
+from kvwire.runtime.links import LinkPlanner
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.passes import PromptWorker
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -127,7 +127,7 @@ def test_a_load_does_not_wait_for_a_slow_shift(small, shift, monkeypatch):
         over.wait(60)
         return f"late {digest}"
 
-    monkeypatch.setattr(ShiftReader, "_read", slow)
+    monkeypatch.setattr(LinkPlanner, "_read_shift", slow)
     corpus = measured(small, shift)
     question = small.engine.tokenize("And the lamp was")
     with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(open_s=0.2, **PLAIN)) as loader:

@@ -6,9 +6,10 @@ from contextlib import closing
 
 import pytest
 
-from kvwire.runtime import document, loader
+from kvwire.runtime import document, runner
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, copy_store, open_store
 from kvwire.transport.testing import serving
@@ -28,7 +29,7 @@ def stored(small, tmp_path_factory):
 @pytest.fixture
 def asked(run, demo_model, small, stored, monkeypatch):
     """Asks a question before a deadline, where requests for paths of a pattern hang."""
-    monkeypatch.setattr(loader, "measure_costs", lambda *_: small.costs)
+    monkeypatch.setattr(runner, "measure_costs", lambda *_: small.costs)
     monkeypatch.setattr(document, "_OPEN_SHARE", 0.04)
     monkeypatch.setattr(document, "_PROFILE_SHARE", 0.05)
     name = next(iter(small.texts))
@@ -84,5 +85,5 @@ def test_a_loader_opens_before_a_slow_steady_link_has_brought_the_profile(demo_m
         closing(open_store(proxy.url)) as store,
     ):
         began = time.monotonic()
-        loader.Loader(small.engine, Corpus(small.engine, store), settings=settings, memory=EstimatesFile(None)).close()
+        Loader(small.engine, Corpus(small.engine, store), settings=settings, memory=EstimatesFile(None)).close()
         assert time.monotonic() - began < 30

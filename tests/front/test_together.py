@@ -18,8 +18,8 @@ from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.costs import joins, measure_costs, measure_joined
 from kvwire.runtime.estimates_file import EstimatesFile
-from kvwire.runtime.execute import PromptWorker
 from kvwire.runtime.loader import Loader
+from kvwire.runtime.passes import PromptWorker
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.together import recompute_together
 from kvwire.store import MemoryStore

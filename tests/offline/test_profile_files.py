@@ -147,7 +147,7 @@ def test_a_given_profile_is_put_in_use(corpus, engine, refs, file):
 def test_what_an_engine_costs_is_measured_once_and_told_where_it_is_asked_for(
     run, model, folder, file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", costs.measure_costs)  # whatever other tests keep
+    monkeypatch.setattr("kvwire.runtime.runner.measure_costs", costs.measure_costs)  # whatever other tests keep
     store = tmp_path / "store"
     run("encode", folder / "0", "--model", model, "--store", store, "--profile", file)
     words = ["ask", "--docs", "00", "--question", "So", "--model", model, "--store", store, "--tokens", 1]

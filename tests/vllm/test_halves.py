@@ -303,7 +303,7 @@ def test_settings_open_the_corpus_of_what_vllm_serves(told, tmp_path):
 def test_kernels_and_the_profile_are_made_ready_before_the_first_load(told):
     corpus = Corpus.open(told.corpus.catalog.store)
     with PageLoader(corpus, torch.float32) as loader:
-        (thread,) = loader._warming._threads._started
+        (thread,) = loader._runner.warming._threads._started
         thread.join(60)
         assert not thread.is_alive()
         (profile,) = told.root.rglob("*.kvp")
@@ -324,10 +324,10 @@ def test_loads_that_give_nothing_begin_again_what_is_not_ready(told, monkeypatch
     told.corpus.catalog.store.delete(told.corpus.find("c").blob_key)
     with PageLoader(Corpus.open(told.corpus.catalog.store), torch.float32) as loader:
         for _ in range(3):
-            for thread in loader._warming._threads._started:
+            for thread in loader._runner.warming._threads._started:
                 thread.join(60)
             assert loader.load(["c"], [told.tokens["c"]], Goal(deadline_s=0.1)).tokens == 0
-        for thread in loader._warming._threads._started:
+        for thread in loader._runner.warming._threads._started:
             thread.join(60)
     assert begun == ["warm_up_decoding", "profile_in_use"] + 3 * (not has_profile) * ["profile_in_use"]
 
@@ -341,7 +341,7 @@ def test_what_is_computed_in_prompts_needs_a_model(told, settings):
 def test_silence_of_the_store_is_waited_out(told):
     """Nothing here can be computed meanwhile: a chunk is let go of only where it cannot be had."""
     with PageLoader(told.corpus, torch.float32, settings=LoadSettings(patience_s=7.0)) as loader:
-        assert loader._controls.stall_s == 7.0
+        assert loader._runner.controls.stall_s == 7.0
 
 
 def test_what_is_loaded_and_lost_is_counted(told):

@@ -1,0 +1,307 @@
+"""What the loads of one loader share, from its opening to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire import controller as ctl
+from kvwire.codec import Profile, uses_triton
+from kvwire.codec.prediction.text import expect_all
+from kvwire.errors import ArgumentError, AuthError, KvwireError
+from kvwire.runtime.answer import Asked, check_length
+from kvwire.runtime.closing import AnswerStage
+from kvwire.runtime.costs import joins, measure_costs, warm_up
+from kvwire.runtime.document import FoundDocument, Timeouts
+from kvwire.runtime.estimates_file import EstimatesFile, keys_of
+from kvwire.runtime.find import DocumentFinder, profile_in_use
+from kvwire.runtime.links import LinkPlanner
+from kvwire.runtime.load import loading
+from kvwire.runtime.prompt import PlainLayout, laid_out
+from kvwire.runtime.request import LoadRequest, PartialLoad
+from kvwire.runtime.session import Session
+from kvwire.runtime.settings import LoadSettings, controls_of
+from kvwire.runtime.threads import Threads, Warming
+from kvwire.store import CatalogEntry, LastUses
+from kvwire.transport import EmulatedLink, LinkSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from concurrent.futures import Future
+    from contextlib import AbstractAsyncContextManager
+
+    from kvwire.codec import AnyProfile
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import SchemaPrompt
+    from kvwire.runtime.answer import Answer
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.load import Load
+    from kvwire.runtime.prompted import Begun, Prompter, Reusing
+    from kvwire.runtime.similar import EditPlan, ReuseCosts
+    from kvwire.types import Chat
+
+_ANSWER_TOKENS = 64  # memory reserved for an answer; the cache moves once if it gets longer
+_LEAST_WORTH_S = 0.25  # least time for donors, however little they should save
+_WRITING_S = 6.0  # longer than the wait for the estimates' lock, 5 s
+_PROFILE_WAITS = 4.0
+"""Longest wait for a profile when a loader opens, in multiples of ``LoadSettings.open_s``, which is for a header."""
+_log = logging.getLogger("kvwire.runtime")
+
+
+class LoadRunner:
+    """Runs loads over one session, with one controller and one set of estimates.
+
+    Attributes:
+        engine: Runs the model.
+        corpora: The documents, and their variants.
+        settings: Of all loads.
+        controls: The controller's settings.
+        read_level: Finest level of profiles to read at first; None: all.
+        session: Event loop, connections and threads.
+        finder: Finds documents.
+        warming: Prepares for later loads while none is running.
+        closer: Answers on filled prompts.
+        keys: Names of link and engine in the file of estimates.
+    """
+
+    def __init__(
+        self, engine: Engine, corpora: Sequence[Corpus], settings: LoadSettings, costs: ctl.CostModel | None,
+        link: LinkSettings | EmulatedLink | None, memory: EstimatesFile | None,
+    ) -> None:  # fmt: skip
+        """Measure costs if none are given or remembered, else warm up."""
+        self.engine, self.corpora, self.settings = engine, corpora, settings
+        on_gpu = uses_triton(settings.backend, engine.device) and engine.device.type != "cpu"
+        self.controls = controls_of(settings, on_gpu=on_gpu, interrupts=engine.can_stop)
+        ceiling = settings.quality_ceiling  # profiles are read up to it; a decoder on a GPU takes all rows
+        self.read_level = None if ceiling is None or on_gpu else max(ceiling, settings.quality_floor or 0)
+        self._lock = threading.RLock()  # reentrant: a record may read the estimates
+        corpus, lasting = corpora[0], not isinstance(link, EmulatedLink)
+        self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
+        self._beside = min(self.controls.decode_threads, self.controls.decode_batch)
+        emulated_name = str(link) if link and lasting else ""
+        self.keys = keys_of(engine, corpus, emulated_name, settings.backend, self._beside)
+        self.writing: Future[None] | None = None
+        self._uses, self._used = LastUses(corpus.catalog, corpus.config), list[CatalogEntry]()  # to be marked
+        self._has_measured_costs = costs is None  # measured now or earlier, not given
+        emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
+        threads = Threads(self.controls.workers, self.controls.decode_threads)
+        self.session = Session(self._lock, threads, emulated, settings.fetch)
+        self.finder = DocumentFinder(self.session, corpora, settings.entries_s, self.read_level)
+        self.warming = Warming()
+        self._looks = engine.can_look
+        self._prompter: Prompter | None = None
+        _ = ctl.Controller  # imports it now, not in the first load
+        try:
+            self._estimates = self._first_estimates(costs)
+        except BaseException:  # reads may have started threads
+            self.end()
+            raise
+        self._planner = LinkPlanner(engine, corpus, self.session, settings, self.read_level)
+        self.closer = AnswerStage(engine, corpus, self.session, settings, self._estimates, self._planner)
+
+    def end(self) -> None:
+        """End all without waiting, in whatever thread garbage collection runs."""
+        if self.session.process.is_here:
+            self.warming.close()
+            self.session.close(wait=False)
+
+    def close(self) -> None:
+        """End running loads, connections and threads, after writing estimates."""
+        if not self.session.process.is_here:
+            return
+        for _ in range(2):  # the last write, and then what was gathered while it ran
+            if self.writing is not None:
+                with suppress(TimeoutError, CancelledError):
+                    self.writing.result(_WRITING_S)
+            if self._used:
+                self.remember()
+        self.closer.close()
+        self.warming.close()
+        self.session.close()
+
+    def _first_estimates(self, costs: ctl.CostModel | None) -> ctl.Estimates:
+        """Remembered estimates of the link, and of the engine unless its costs are given."""
+        known, chosen = self._memory.recall(*self.keys), self.settings
+        state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
+        if costs is None:
+            profile = self._profile_in_use()
+            if known.has_engine:
+                warm_up(self.engine, profile, chosen.backend)
+            else:
+                costs = measure_costs(self.engine, profile, chosen.backend, self._beside)
+        priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
+        estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
+        # Remembered costs were measured on such an engine: a process that asks once need not check again.
+        if estimates.joined and not (self.engine.can_join and (costs is None or joins(self.engine))):
+            estimates.use_joined(None)
+        return estimates
+
+    def _profile_in_use(self) -> AnyProfile | None:
+        """The profile, and those of variants, so that the first load does not wait for them; None if it is late.
+
+        A read that is late goes on, and the loads that need it share it.
+        """
+        chosen, warming = self.settings, self.warming
+        view = partial(self.session.view, over_link=False, silence_s=chosen.open_s)  # loads can do without
+        views = [each.over(view(each.catalog.store)) for each in self.corpora]
+        submit = self.session.threads.blocking.submit
+        reads = [submit(profile_in_use, each, self.read_level) for each in views]
+
+        def prepare(read: Future[AnyProfile | None]) -> None:
+            if not read.cancelled() and not read.exception() and isinstance(profile := read.result(), Profile):
+                warming.begin(expect_all(profile))
+
+        limit_s = _PROFILE_WAITS * chosen.open_s
+        wait(reads, limit_s)
+        if reads[0].done():
+            profile = reads[0].result()
+        else:
+            _log.warning("the profile was not read within %.3g s: costs are measured without it", limit_s)
+            profile = None
+        reads[0].add_done_callback(prepare)
+        return profile
+
+    def estimates(self) -> ctl.Estimates:
+        """A copy of the current estimates of link and engine."""
+        self.session.process.check()
+        with self._lock:
+            return self._estimates.copy()
+
+    def timeouts(self, deadline_s: float | None) -> Timeouts:
+        """Longest waits of a load, counted from its beginning."""
+        with self._lock:
+            extra = self._estimates.ttfb.value
+        return Timeouts.of(self.settings.open_s, self.settings.patience_s, deadline_s, extra)
+
+    def new_controller(self) -> ctl.Controller:
+        """A controller for all loads of the session."""
+        return ctl.Controller(self._estimates, self.controls, self.settings.policy, record=self.settings.record)
+
+    def reuse_costs(self) -> ReuseCosts:
+        """What reading and computing take, by the present estimates."""
+        from kvwire.runtime.similar import ReuseCosts
+
+        known, controls = self.estimates(), self.controls
+        costs = known.costs()
+        decode = costs.decode.shared(controls.decode_batch, controls.decode_threads)
+        return ReuseCosts(replace(costs, decode=decode), known.bandwidth.value, known.ttfb.value)
+
+    def load(self, request: LoadRequest) -> AbstractAsyncContextManager[Load]:
+        """One load, with its prompt filled; on the session's loop."""
+        driver = self.session.driver(self.new_controller)
+        return loading(self.engine, self.session, driver, self.finder, self._planner, request)
+
+    def remember(self, load: Load | None = None) -> None:
+        """Write estimates and last uses down in a thread; while that runs, later loads leave it to those after them."""
+        documents = load.work.documents.values() if load else ()
+        self._used += self._uses.wanted(each.found.entry for each in documents if each.found.entry)
+        if self.writing is None or self.writing.done():
+            due, self._used = self._used, []
+            self.writing = self.session.threads.blocking.submit(self._write_down, self.estimates(), due)
+
+    def _write_down(self, estimates: ctl.Estimates, used: Sequence[CatalogEntry]) -> None:
+        link, engine = self.keys
+        self._memory.remember(link, engine if self._has_measured_costs else None, estimates)
+        self._uses.mark(used)
+
+    # Ways to ask.
+
+    async def ask(
+        self, documents: Sequence[str | FoundDocument], asked: Asked, goal: ctl.Goal, tokens: int,
+        texts: Mapping[str, Sequence[int]] | None, schema: SchemaPrompt | None = None, begun: Begun | None = None,
+    ) -> Answer:  # fmt: skip
+        """Load documents, run the question and generate; on the session's loop."""
+        check_length(tokens)
+        if isinstance(documents, str):
+            raise ArgumentError(f"documents are a sequence of names, got one text: [{documents!r}]?")
+        if wrong := [each for each in documents if not isinstance(each, (str, FoundDocument))]:
+            raise ArgumentError(f"documents are given by their names, which are texts, got {wrong[0]!r}")
+        with self.warming.paused():
+            layout, question, texts = laid_out(self.engine, self.settings, asked, texts, schema)
+            if not documents or not question:
+                raise ArgumentError("a prompt needs at least one document and a question of at least one token")
+            request = LoadRequest(
+                documents=documents, layout=layout, settings=self.settings, goal=goal, texts=texts,
+                timeouts=self.timeouts(goal.deadline_s), started=begun.started if begun else time.monotonic(),
+                question=question, query_tokens=len(question), keeper=self.closer.keeper,
+                looks=self.settings.look and self._looks and (begun is None or begun.is_whole),
+                room_tokens=len(question) + min(tokens, _ANSWER_TOKENS),
+                wanted=begun.wanted if begun else self.settings.first_tokens,
+                cuts=begun is None and self.settings.first_tokens is not None,
+            )  # fmt: skip
+            async with self.load(request) as load:
+                if begun:
+                    load.cut(begun.wanted)
+                then = begun.then if begun else None
+                answer = await self.closer.answer(load, tokens, asked.stop, then)
+                self._looks &= load.work.can_look
+                self.remember(load)
+                if asked.chat is None:
+                    return answer
+                apart = await asyncio.to_thread(asked.chat.apart, self.engine, load.texts)
+                return replace(answer, misses=(*answer.misses, apart)) if apart else answer
+
+    async def ask_prompt(
+        self, token_ids: Sequence[int], goal: ctl.Goal, reusing: Reusing, tokens: int, *, save: bool
+    ) -> Answer:
+        """``Loader.ask_prompt``; on the session's loop."""
+        return await self.ask_begun(
+            lambda made, times: made.prompt(token_ids, times, goal, reusing, save=save), goal, tokens
+        )
+
+    async def converse(
+        self, session: str, question: Sequence[int] | str, chat: Chat | None, goal: ctl.Goal, tokens: int
+    ) -> Answer:
+        """``Loader.converse``; on the session's loop."""
+        return await self.ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
+
+    async def ask_begun(
+        self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
+    ) -> Answer:
+        """Answer a prompt whose beginning the store may have."""
+        if self.settings.system or self.settings.layout or self.settings.first_tokens:
+            msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
+            raise ArgumentError(msg)
+        check_length(tokens)
+        timeouts = self.timeouts(goal.deadline_s)
+        begun = await begin(self.prompter(), timeouts)
+        if begun.search is not None and begun.search.plan is not None:
+            try:
+                return await self._ask_edited(begun, begun.search.plan, goal, timeouts, tokens)
+            except AuthError:
+                raise
+            except KvwireError as error:
+                begun.misses.append(f"donors were of no use, so the prompt was computed: {error}")
+        return await self.ask([begun.found], Asked(begun.rest, (), begun.stop), goal, tokens, None, begun=begun)
+
+    async def _ask_edited(
+        self, begun: Begun, plan: EditPlan, goal: ctl.Goal, timeouts: Timeouts, tokens: int
+    ) -> Answer:  # fmt: skip
+        """Build a prompt from its donors, then run its last tokens."""
+        with self.warming.paused():
+            made, found = await begun.prompter.editing(begun, plan, goal, min(tokens, _ANSWER_TOKENS), timeouts)
+            request = LoadRequest(
+                documents=found, layout=PlainLayout(self.engine, linked=False), settings=self.settings, goal=goal,
+                timeouts=timeouts, started=begun.started, question=made.rest, query_tokens=made.computed,
+                partial=PartialLoad(worth_s=max(plan.rival_s, _LEAST_WORTH_S)),
+            )  # fmt: skip
+            async with self.load(request) as load:
+                answer = await self.closer.answer(load, tokens, begun.stop, edit=made.close)
+                self.remember(load)
+                return made.told(answer, begun.told(made))
+
+    def prompter(self) -> Prompter:
+        """Finds what the store has of prompts."""
+        if self._prompter is None:
+            from kvwire.runtime.prompted import Prompter  # most loads name their documents
+
+            parts = self.engine, self.corpora[0], self.session, self.finder
+            self._prompter = Prompter(*parts, self.settings, self.reuse_costs)
+        return self._prompter
