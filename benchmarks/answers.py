@@ -54,14 +54,16 @@ if TYPE_CHECKING:
 
 SYSTEM = "Answer the question in a few words, from the documents alone."
 ANSWER_TOKENS = 20
-FULL, NOTHING, BLIND, ALONE = "full prefill", "no documents", "linked", "computed alone, linked"
+FULL, NOTHING, BLIND, BEHIND = "full prefill", "no documents", "linked", "behind a neutral text"
+NEUTRAL = 64
+"""Tokens of it."""
 ROUNDED, STORED = "full prefill, bfloat16 cache", "full prefill, cache at the default level"
 """Nothing is linked: how far the greedy text of a small model moves by rounding its cache, and by the codec alone."""
 SHARES = (0.05, 0.15, 0.3, 0.5)
 CODED = 0.15
 """Rows repaired of coded levels."""
 PAPERS = {"CacheBlend": "cacheblend", "EPIC": "first"}
-"""Selectors of others, over documents computed alone as they have them."""
+"""Selectors of others."""
 
 
 def passages(rng: random.Random, rows: list[dict[str, Any]], count: int) -> tuple[dict[str, Any], list[str]]:
@@ -175,11 +177,12 @@ def ways(
 ) -> Iterator[tuple[str, KVCache]]:
     """The prompt's cache by each way, all of the same length; ``every``: also at each level, and as papers repair."""
     engine = asked.engine
-    documents = compute_documents(engine, asked.documents)
-    alone = engine.prefill(asked.documents)
-    blind, before = asked.linked(documents), asked.linked(alone)
+    documents = engine.prefill(asked.documents)
+    blind, behind = asked.linked(documents), asked.linked(compute_documents(engine, asked.documents, NEUTRAL))
     yield BLIND, blind
-    yield ALONE, before
+    yield BEHIND, behind
+    for each in SHARES[:2]:
+        yield f"{BEHIND}, {each:.0%} repaired", asked.repaired(behind, "attention", each)
     yield ROUNDED, rounded(asked.full)
     for each in SHARES:
         yield f"{each:.0%} repaired", asked.repaired(blind, "attention", each)
@@ -195,8 +198,8 @@ def ways(
             yield f"level {index}, {CODED:.0%} repaired", asked.repaired(coded, "attention", CODED)
         if each.name == level:
             yield "default", asked.repaired(coded, args.selector, args.share)
-    for name, other in {"computed alone, attention": "attention", **PAPERS}.items() if every else ():
-        yield f"{name} {CODED:.0%}", asked.repaired(before, other, CODED)
+    for name, other in PAPERS.items() if every else ():
+        yield f"{name} {CODED:.0%}", asked.repaired(blind, other, CODED)
 
 
 def rounded(cache: KVCache) -> KVCache:
@@ -222,11 +225,11 @@ def judged(asked: Asked, right: Sequence[str], caches: dict[str, KVCache]) -> di
 
 
 def summed(found: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Means over questions; of the divergence what is closed of linking documents computed alone, with its interval."""
+    """Means over questions; of the divergence what is closed of linking, with its interval."""
     out = {}
     for name in found[0]:
         asked = [each for each in found if name in each]
-        rows, before = [each[name] for each in asked], [each[ALONE]["kl"] for each in asked]
+        rows, before = [each[name] for each in asked], [each[BLIND]["kl"] for each in asked]
         kls = [row["kl"] for row in rows]
         apart = [ours - theirs for ours, theirs in zip(kls, before, strict=True)]
         out[name] = {key: statistics.fmean(row[key] for row in rows) for key in (*SCORES, "kl", "same")}
@@ -306,7 +309,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.annotate(f"{name}: {row['same']:.0%} same text", (share, row["kl"]), xytext=(6, 5),
                       textcoords="offset points", fontsize=8)  # fmt: skip
     axes.axhline(answers[NOTHING]["kl"], color="grey", linestyle=":", label=NOTHING)
-    axes.axhline(answers[ALONE]["kl"], color="grey", linestyle="--", label=ALONE)
     axes.set(yscale="log", xlim=(0, 105), xlabel="time to first token, % of a full prefill's",
              ylabel="KL divergence from a full prefill, nats a token")  # fmt: skip
     axes.set_title(f"{results['model']}, {results['questions']} questions; {results['first_tokens']['tokens']:.0f} "
@@ -396,7 +398,7 @@ def fitted(engine: TransformersEngine, args: argparse.Namespace) -> Profile:
 
 def kvwire_level(engine: TransformersEngine, profile: Profile) -> str:
     """The level that loads take by themselves: the coarsest that is predicted within ``LoadSettings.max_kl``."""
-    (cache,) = compute_documents(engine, [engine.tokenize("The quick brown fox jumps over the lazy dog. " * 60)])
+    (cache,) = engine.prefill([engine.tokenize("The quick brown fox jumps over the lazy dog. " * 60)])
     levels = kvwire.inspect(kvwire.encode(cache, profile)).levels
     good = [each.name for each in levels if (each.predicted_kl or 0.0) <= (LoadSettings().max_kl or 0.0)]
     return good[0] if good else levels[-1].name

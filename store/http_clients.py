@@ -28,7 +28,6 @@ PERMANENT = (301, 308)
 _READS = ("GET", "HEAD")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KEEP_METHOD = (307, 308)  # the others may turn a PUT into a GET
-_OK = 200
 _PORTS = {"http": 80, "https": 443}
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
@@ -71,7 +70,7 @@ class HttpAddress:
         url: Used as it is; may hold a signature, so it never goes into logs or messages.
         headers: To send along, likewise secret.
         expires_at: Unix seconds.
-        tls: Whom to trust; None for the system's certificates.
+        tls: Trusted certificates; None for the system's.
         proxy: None: the server is asked directly.
         redirects: Whether they are followed; not where a signature is good for one server only.
     """
@@ -157,9 +156,9 @@ def keeps_credentials(url: str, further: str) -> bool:
     return is_upgrade or (here.scheme, _port(here)) == (there.scheme, _port(there))
 
 
-def refuse_web_page(where: str, status: int, content_type: str | None) -> None:
+def refuse_web_page(where: str, content_type: str | None) -> None:
     """Raise StorageError where a page for people came with status 200, as networks send that ask for a login."""
-    if status == _OK and (content_type or "").lower().startswith("text/html"):
+    if (content_type or "").lower().startswith("text/html"):
         raise StorageError(f"{where}: a web page came instead of the object: {LOGIN_ADVICE}")
 
 

@@ -287,10 +287,6 @@ def _report_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(_space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
 
 
-def _model_names(key: str, data: bytes) -> list[ObjectRef]:
-    return _profile(_space_of(key), ModelRecord.from_json(data).profile_digest, is_needed=False)
-
-
 def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
     space, kept = _space_of(key), KeptRepair.from_json(data)
     rows = [ObjectRef(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
@@ -377,13 +373,15 @@ KINDS: tuple[KeyKind, ...] = (
            **_MEASURE),
     _entry("edit report", r"edits\.json", lambda s: s.edit_report,
            accept=lambda _, data: parse_object(bytes(data)), names=lambda _, data: [*parse_object(data)][:0],
-           is_verified=False,  # without it, edits count as nobody measured them
+           is_verified=False,  # without it, edits count as not measured
            advice="run kvwire check-model --edits again"),
     _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,
            digest="name", accept=_accept_kept, names=_kept_names,
            advice="the next repair of these documents writes it again"),
     _entry("model record", r"model\.json", lambda s: s.model_record,  # never deleted
-           accept=_accept_model, names=_model_names,
+           accept=_accept_model,
+           names=lambda key, data: _profile(
+               _space_of(key), ModelRecord.from_json(data).profile_digest, is_needed=False),
            advice="encode any document again, which writes it anew"),
     _entry("announcement", r"collecting/[0-9a-f]{32}\.json", lambda s: s.announcements,
            gc_role="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),

@@ -51,11 +51,7 @@ def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> I
 
 
 def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[tuple[T, Callable[[], R]]]:
-    """Work on many items, in threads.
-
-    Only so many are begun that memory stays bounded, however many items there are. What a consumer leaves is cancelled,
-    and threads that still work are not waited for: a generator may be ended by the garbage collector, anywhere.
-    """
+    """Work on many items, in threads; so few are begun ahead that memory stays bounded."""
     pool = ThreadPoolExecutor(threads, "kvwire-store")
     begun: deque[tuple[T, Future[R]]] = deque()
     try:
@@ -68,7 +64,7 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
             first, future = begun.popleft()
             yield first, future.result
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # the garbage collector may end a generator, anywhere
 
 
 def content(store: Store, space: KeySpace) -> Iterator[Listed]:

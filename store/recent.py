@@ -1,4 +1,4 @@
-"""What was used last, in bounded memory."""
+"""A cache of what was used last (LRU), in bounded memory."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ from pathlib import Path
 from kvwire.errors import KvwireError
 from kvwire.store import FolderStore, MemoryStore, S3Settings, S3Store, open_tiers
 from kvwire.store.testing.samples import blob
+sys.path.append(sys.argv[3])
 from store_wrappers import CountingStore
 place, size = sys.argv[1], int(sys.argv[2])
 parts = S3Settings(multipart_bytes=5 << 20, part_bytes=5 << 20)
@@ -106,12 +107,9 @@ def _row(fault: str, when: str, where: str, outcome: str, started: float, attemp
 
 @contextmanager
 def _program(text: str, place: str | Path, size: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _PREAMBLE + text, str(place), str(size)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "tests"),
-    }
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    tests = str(Path(__file__).resolve().parents[2] / "tests")
+    command = [sys.executable, "-c", _PREAMBLE + text, str(place), str(size), tests]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         yield process
     finally:

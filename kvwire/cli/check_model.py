@@ -50,6 +50,12 @@ class _CheckOptions:
         show_default=True,
         type=click.IntRange(min=0),
     )
+    neutral_prefix: int = option(
+        "Tokens of neutral text that documents are computed behind, as in kvwire encode.",
+        default=0,
+        metavar="N",
+        type=click.IntRange(0),
+    )
     edits: bool = flag("Measure prompts that are made of similar ones instead: kvwire ask --reuse.")
     place: StoreOptions = STORE
     device: str = DEVICE
@@ -62,9 +68,8 @@ def check_model(options: _CheckOptions) -> None:
     """Measure what MODEL loses where documents are linked, what repair gives back, and write it into --store."""
     from tqdm import tqdm
 
-    from kvwire.runtime.corpus import Coding, Corpus
+    from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.link_check import check_links, learn_shift
-    from kvwire.runtime.prefill import neutral_tokens
 
     engine = open_engine(options.model, options.device, options.dtype)
     texts, failures = _texts(engine, options.documents)
@@ -75,13 +80,13 @@ def check_model(options: _CheckOptions) -> None:
     opened = options.place.open_lasting() if options.place.store else None
     corpus = Corpus(engine, opened, **options.place.whose()) if opened else None
     profile = corpus.profile() if corpus else None
-    neutral = neutral_tokens(Coding(), profile)
     with tqdm(total=len(learning), unit="prompt", disable=None, desc="learning the shift") as bar:
-        learnt_from = [] if neutral else [prompt.documents for prompt in learning]  # such documents get none
+        learnt_from = [] if options.neutral_prefix else [prompt.documents for prompt in learning]
         shift = learn_shift(engine, learnt_from, tell=lambda _: (bar.update(), None)[1])
     with tqdm(total=len(prompts), unit="prompt", disable=None, desc="measuring links") as bar:
         report = check_links(
-            engine, prompts, profile, bound=options.bound, shift=shift, neutral=neutral,
+            engine, prompts, profile, bound=options.bound, shift=shift,
+            neutral=options.neutral_prefix,
             tell=lambda _: (bar.update(), None)[1],
         )  # fmt: skip
     if opened and corpus:

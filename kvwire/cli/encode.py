@@ -154,10 +154,10 @@ class _EncodeOptions:
     prefix_layers: int = PREFIX_LAYERS
     lossless: bool = flag("Add a level that holds every number bit for bit.")
     deviation: bool = flag("Measure how far tokens move behind others, for ask --selector product.")
-    neutral_prefix: int | None = option(
-        "Compute documents behind N tokens of short neutral texts, which are dropped, so that links lose less: all of "
-        "them by default where the model has attention sinks, 0 with --index, --lossless and the like.",
-        default=None,
+    neutral_prefix: int = option(
+        "Compute documents behind N tokens of a neutral text, which are dropped: links without repair lose less, "
+        "prompts that begin with a document are not exact.",
+        default=0,
         metavar="N",
         type=click.IntRange(0),
     )

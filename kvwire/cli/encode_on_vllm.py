@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _USUAL = {
     "force": False, "refit": False, "method": DEFAULT_METHOD, "prefix_layers": 0, "lossless": False,
-    "deviation": False, "neutral_prefix": None, "links": None, "soft_tokens": None, "resume": None,
+    "deviation": False, "neutral_prefix": 0, "links": None, "soft_tokens": None, "resume": None,
     "calibration": "full", "profile": None,
 }  # fmt: skip
 """Options that say what is computed or coded beyond a document's cache: vLLM's connector does not."""

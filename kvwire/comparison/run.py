@@ -26,7 +26,6 @@ from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.costs import measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prefill import neutral_tokens
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.text_files import problem_with, token_ids
@@ -108,11 +107,8 @@ def run_demo(
         store = open_store(folder)
         encoded = _encode(engine, store, tokens, _fitting(engine, more, say) if more else {}, say)
         raw = RawCaches.write(store, engine, tokens)
-        neutral = neutral_tokens(Coding(), Corpus(engine, store).profile())
         references = [
-            Reference.of(
-                engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS, neutral=neutral, head=p.head
-            )
+            Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS, head=p.head)
             for p in prompts
         ]
         with local_server(folder) as url, closing(open_store(url)) as remote:

@@ -160,7 +160,7 @@ class DocumentSteps:
     def compute_group(self, works: list[Work]) -> list[Work]:
         """Run the model over documents of one length, together if that changes no bit."""
         due, started = [work for work in works if not work.is_done], time.perf_counter()
-        if self._encoder.is_prefill(self._profile):
+        if self._encoder.coding.is_prefill:
             caches: Sequence[KVCache | None] = [None] * len(due)
             with suppress(KvwireError):  # run alone below, each reports its own error
                 caches = self._batches.caches([_required(work.document).token_ids for work in due])

@@ -104,10 +104,8 @@ class Coding:
         backend: Kernels that encode; blobs are the same with all.
         deviation: Measure and store how much tokens change behind neighbours, documents of the same call. A blob then
             depends on these neighbours.
-        neutral_prefix: Compute documents after so many tokens of short neutral texts, dropped afterwards, so that links
-            lose much less. None: all of these texts if the model has attention sinks, except for documents that have a
-            lossless level, another method, prefix layers, deviations, a layout's tokens or an index. 0: documents
-            alone.
+        neutral_prefix: Compute documents after so many tokens of a neutral text, dropped afterwards: links with few
+            repaired rows lose less, but a prompt that begins with a document is not exact. 0: documents alone.
         layout: Its tokens inside caches are computed with each document and become part of it; soft tokens are the
             engine's (``Engine.use_soft_tokens``). With anchors, only these are stored.
         calibration: Amount of text to fit a profile on: ``full`` or ``quick``, see ``calibration_tokens``.
@@ -122,7 +120,7 @@ class Coding:
     chunk_tokens: int = CHUNK_TOKENS
     backend: Backend = "auto"
     deviation: bool = False
-    neutral_prefix: int | None = None
+    neutral_prefix: int = 0
     layout: LinkLayout = PLAIN
     resume: Path | None = None
     calibration: Extent = "full"
@@ -157,12 +155,6 @@ class Coding:
     def lays_out(self) -> bool:
         """Whether the layout adds tokens to documents."""
         return bool(self.layout.cached_tokens)
-
-    @property
-    def may_be_neutral(self) -> bool:
-        """Whether documents may be computed after neutral texts by default."""
-        is_plain = self.method == DEFAULT_METHOD and not (self.lossless or self.prefix_layers or self.deviation)
-        return is_plain and not self.layout.cached_tokens and self.layout.anchors is None
 
     @property
     def is_prefill(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
@@ -24,7 +23,6 @@ from kvwire.runtime.prefill import (
     Neighbours,
     lacks_opening,
     neutral_prefix,
-    neutral_tokens,
     opening_of,
     states_of,
 )
@@ -120,8 +118,6 @@ class Encoder:
     def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex | DonorIndex]:
         """The indexes to add documents to."""
         found = self._corpus.indexes(schemes)
-        if found and self.coding.neutral_prefix is None:
-            self.coding = replace(self.coding, neutral_prefix=0)  # prompts begin with documents computed alone
         if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
             raise ArgumentError(
                 "documents behind a neutral prefix, or with a layout's tokens in their caches, cannot begin a prompt: "
@@ -191,7 +187,7 @@ class Encoder:
             info = self._corpus.read_header(entry)
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a lost blob is written again
-        if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None, profile):
+        if not self._is_coded_so(info, document.token_ids if self._engine and not computed else None):
             return None
         self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id)
         if own is None:
@@ -212,7 +208,7 @@ class Encoder:
         opening = opening_of(engine, ids)
         if cache is None:
             cache, neutral = compute_document(
-                engine, ids, self.coding, self._neutral(profile) if neutral_tokens is None else neutral_tokens
+                engine, ids, self.coding, self.coding.neutral_prefix if neutral_tokens is None else neutral_tokens
             )
         else:  # its position shows what precedes it: the opening tokens, or nothing
             neutral = opening if cache.meta.offset == len(opening) else ()
@@ -371,31 +367,20 @@ class Encoder:
             )
         self._corpus.set_profile(profile)
 
-    def is_prefill(self, profile: AnyProfile | None) -> bool:
-        """Whether documents are computed as by the engine's ``prefill``."""
-        return self.coding.is_prefill and not self._neutral(profile)
+    def _is_behind(self, info: BlobInfo, token_ids: Sequence[int]) -> bool:
+        """Whether a blob has the prefix that encoding would give it."""
+        count = self.coding.neutral_prefix
+        if not count:
+            return len(info.neutral_prefix) == info.opening
+        return info.neutral_prefix == neutral_prefix(self.engine, token_ids, count)
 
-    def _neutral(self, profile: AnyProfile | None) -> int:
-        return neutral_tokens(self.coding, profile)
-
-    def _is_behind(self, info: BlobInfo, token_ids: Sequence[int], profile: AnyProfile | None) -> bool:
-        """Whether a blob has the prefix that encoding would give it; by default none is enough."""
-        count = self._neutral(profile)
-        if len(info.neutral_prefix) == info.opening:
-            return not count or self.coding.neutral_prefix is None
-        return count > 0 and info.neutral_prefix == neutral_prefix(self.engine, token_ids, count)
-
-    def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None, profile: AnyProfile | None) -> bool:
+    def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
         """Whether a blob has the levels and chunks that encoding would give. token_ids: None: computed alone."""
         coding = self.coding
         if token_ids is not None and lacks_opening(self.engine, info, token_ids):
             self._tell_old()
             return False
-        if (
-            len(info.neutral_prefix) > info.opening
-            if token_ids is None
-            else not self._is_behind(info, token_ids, profile)
-        ):
+        if len(info.neutral_prefix) > info.opening if token_ids is None else not self._is_behind(info, token_ids):
             return False
         if info.soft_tokens != self.soft_tokens:
             return False

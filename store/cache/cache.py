@@ -1,8 +1,8 @@
-"""The tiers of content as one: what to do next for a byte, where fetched bytes go, who waits for whom.
+"""Memory and disk tiers as one cache of ranges: finds bytes, shares reads of the remote, and keeps what they bring.
 
-No call here does any I/O on the remote, and all but ``load`` return at once, so that threads and event loops drive the
-same cache. A reader asks ``step`` for one position at a time and so leads one read of the remote, or waits for one,
-never both: readers cannot wait for each other in a circle.
+No call here does any I/O on the remote, and all but ``load`` return at once, so that threads and event loops share one
+cache. A reader asks ``step`` for one position at a time: it leads one read of the remote or waits for one, never both,
+so that readers cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -120,10 +120,7 @@ class RangeCache:
             return None
 
     def loading(self, name: bytes, extent: Extent[StoredFile]) -> Future[bytes | None]:
-        """Read a file in the background and keep it in memory too.
-
-        All who want the same file share one future, which none of them can cancel.
-        """
+        """Read a file in the background, and keep it in memory; readers share one future, which none can cancel."""
         with self._lock:
             if (loading := extent.value.loading) is not None:
                 return loading

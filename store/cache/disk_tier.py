@@ -126,10 +126,7 @@ class StoredFile:
 
 
 class DiskTier:
-    """Files of one slot of a folder. A disk that fails is left alone for a while; reads go on.
-
-    Methods marked "locked" are called under the cache's lock, the others without it.
-    """
+    """Files of one slot of a folder. Methods marked "locked" are called under the cache's lock, others without it."""
 
     def __init__(self, root: Path, budget_bytes: int, lock: threading.Lock, settings: TierSettings) -> None:
         """Touch nothing yet; ``open`` does."""

@@ -105,11 +105,7 @@ class ExtentMap(Generic[T]):
 
 
 class InflightRead:
-    """A range that one reader fetches. Its state is changed by the cache alone; any reader may wait for ``done``.
-
-    ``done`` resolves in every case; then either ``error`` is set or a look at the cache tells more. A concurrent
-    future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
-    """
+    """A range that one reader fetches; the cache alone changes its state, and ``done`` resolves in every case."""
 
     def __init__(self, name: bytes, start: int, end: int, owner: object, limit_s: float, *, background: bool) -> None:
         """Nothing has come yet."""
@@ -119,7 +115,7 @@ class InflightRead:
         self.owner = owner
         self.limit_s = limit_s
         self.background = background
-        self.done: Future[None] = Future()
+        self.done: Future[None] = Future()  # serves threads and event loops; no reader that waits can cancel it
         self.done.set_running_or_notify_cancel()
         self.pieces: list[Data] = []
         self.position = start
@@ -142,11 +138,8 @@ class InflightRead:
             at += len(piece)
 
     def verdict(self, failures: int) -> KvwireError | None:
-        """The error for a reader that waited.
-
-        After the first failure it may try for itself; after the second it shares the error, or a thousand readers would
-        one after the other wait for a dead server. An error that asking again cannot change is shared at once.
-        """
+        """The error for a reader that waited; None where it may try for itself."""
+        # After the second failure it is shared, or a thousand readers would wait for a dead server one after the other.
         if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
             return None
         return copy.copy(self.error)  # one exception raised in many places would gather all their tracebacks

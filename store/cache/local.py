@@ -1,4 +1,4 @@
-"""Threads in the background, and folders that processes share."""
+"""Background threads, and subfolders that one process each holds locked."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ _MANY = 1024
 
 
 class Worker:
-    """Does jobs in the order in which they came; with one thread, one after the other.
-
-    The threads do not keep the process alive: whatever they do must bear being cut off.
-    """
+    """Threads that do jobs in the order in which they came. Its end does not wait for them: jobs may be cut off."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         """Start nothing yet."""

@@ -2,7 +2,7 @@
 
 One file for each write: a header with the key, then the bytes; written under a temporary name, flushed, renamed, and
 the rename flushed too. File names count up, so the order survives as well. Beside an entry that was tried once lies
-what the remote had before: who tries again, in another process too, sees whether others wrote since.
+what the remote had before, so that a later attempt, by another process too, sees whether others wrote since.
 
 While an entry waits, a collector of garbage sees content on the remote that no entry names. So the content is looked at
 before the entry is uploaded, and once more after collectors have been waited for: see ``upkeep.collect``.
@@ -46,7 +46,7 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(o
 
 
 @dataclass(eq=False)
-class PendingWrites:
+class PendingWrite:
     """One write. key: None where the file's header is damaged. size: bytes of content.
 
     found: the remote's entity tag before the first attempt, empty where nothing lay there; None: none was made.
@@ -78,7 +78,7 @@ class PendingFolder:
         self._lock = threading.Lock()
         self._next = 0
 
-    def load(self) -> list[PendingWrites]:
+    def load(self) -> list[PendingWrite]:
         """What an earlier process left, in order; its temporary files are removed."""
         make_folder(self._folder)
         found = self.numbers()
@@ -91,7 +91,7 @@ class PendingFolder:
         self._next = max(found, default=-1) + 1
         return [self._read_header(number) for number in found]
 
-    def adopt(self, other: Path) -> list[PendingWrites]:
+    def adopt(self, other: Path) -> list[PendingWrite]:
         """Take over what lies in the pending folder of a process that is gone, behind what is here."""
         adopted = []
         for number in PendingFolder(other).numbers():
@@ -112,7 +112,7 @@ class PendingFolder:
         with os.scandir(self._folder) as entries:
             return sorted(int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name)))
 
-    def write(self, key: str, data: Data) -> PendingWrites:
+    def write(self, key: str, data: Data) -> PendingWrite:
         """Make a write durable."""
         number = self._number()
         name = key.encode()
@@ -133,9 +133,9 @@ class PendingFolder:
                 with suppress(OSError):
                     one.unlink()
             raise
-        return PendingWrites(number, key, len(data), written=path.stat().st_mtime)
+        return PendingWrite(number, key, len(data), written=path.stat().st_mtime)
 
-    def read(self, pending: PendingWrites) -> bytes:
+    def read(self, pending: PendingWrite) -> bytes:
         """Read a write back."""
         whole = (self._folder / _file(pending.number)).read_bytes()
         if len(whole) >= _HEADER_BYTES and pending.key is not None:
@@ -149,7 +149,7 @@ class PendingFolder:
                 return whole[start:]
         raise _damaged(pending)
 
-    def read_range(self, pending: PendingWrites, start: int, end: int) -> bytes:
+    def read_range(self, pending: PendingWrite, start: int, end: int) -> bytes:
         """Some of the bytes; all are checked, as ``read`` does it, the first time alone."""
         if not pending.is_checked:
             return self.read(pending)[start:end]
@@ -160,14 +160,14 @@ class PendingFolder:
             raise _damaged(pending)
         return data
 
-    def remove(self, pending: PendingWrites) -> None:
+    def remove(self, pending: PendingWrite) -> None:
         """Forget a write; flushed, or an old entry could come back after a crash."""
         (self._folder / _file(pending.number)).unlink(missing_ok=True)
         if pending.found is not None:
             (self._folder / _tried(pending.number)).unlink(missing_ok=True)
         sync_folder(self._folder)
 
-    def note_attempt(self, pending: PendingWrites, tag: str) -> None:
+    def note_attempt(self, pending: PendingWrite, tag: str) -> None:
         """Keep what the remote has of a key before its first upload; a full disk does without."""
         pending.found = tag
         with suppress(OSError):
@@ -186,7 +186,7 @@ class PendingFolder:
             self._next += 1
             return self._next - 1
 
-    def _read_header(self, number: int) -> PendingWrites:
+    def _read_header(self, number: int) -> PendingWrite:
         """What a file's header says, without reading its content."""
         path = self._folder / _file(number)
         size = max(0, path.stat().st_size - _HEADER_BYTES)
@@ -196,13 +196,13 @@ class PendingFolder:
             _, key_bytes, size = _FIELDS.unpack_from(header)
             key = check_key(header[_HEADER_BYTES : _HEADER_BYTES + key_bytes].decode())
         except (struct.error, ValueError):
-            return PendingWrites(number, None, size)
+            return PendingWrite(number, None, size)
         about = path.stat()
         size = min(size, about.st_size)
-        return PendingWrites(number, key, size, written=about.st_mtime, found=self._found(number))
+        return PendingWrite(number, key, size, written=about.st_mtime, found=self._found(number))
 
 
-def _damaged(pending: PendingWrites) -> CorruptError:
+def _damaged(pending: PendingWrite) -> CorruptError:
     return CorruptError(f"the pending write of {pending.key or 'an unknown key'} is damaged: encode the document again")
 
 
@@ -215,11 +215,8 @@ def _tried(number: int) -> str:
 
 
 def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str], bool]) -> bool:
-    """Write an entry, or whatever else is not content, to the remote.
-
-    Content that is old enough to be collected is written again first. What cannot be read, such as a sealed entry, is
-    written as it is, and so is what names an object that never ``was_there``.
-    """
+    """Write an entry, after content that a collector may take; False where the content ``was_there`` and is gone."""
+    # What cannot be read, such as a sealed entry, is written as it is.
     named = _named(key, data)
     if not named:
         remote.put(key, data)

@@ -50,8 +50,7 @@ class Origin(Protocol):
 class TierReading:
     """One read of one object; waiting: how it waits for a future, so many seconds at most.
 
-    A reader that is cancelled in the middle of a request leaves what came, and one of those who waited asks for the
-    rest. An owner that is asked for bytes that it is fetching already asks a second time, which hedges a slow request.
+    Of a reader that is cancelled what came is kept. An owner that asks again for what it is fetching hedges a request.
     """
 
     def __init__(
@@ -222,11 +221,7 @@ def read_blocking(cache: RangeCache, name: bytes, origin: BlockingOrigin, start:
 
 
 class Prefetcher:
-    """Threads that walk through hinted ranges in short requests, each only once the foreground is quiet.
-
-    At most ``prefetch_threads * prefetch_bytes`` are on their way at a time, which is also the most that a foreground
-    read can find ahead of its own bytes.
-    """
+    """Threads that walk through hinted ranges in short requests, each only once no foreground read is under way."""
 
     def __init__(self, cache: RangeCache, settings: TierSettings) -> None:
         """Start nothing yet."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.store.base import Data, ObjectReader
-    from kvwire.store.cache.pending import PendingFolder, PendingWrites
+    from kvwire.store.cache.pending import PendingFolder, PendingWrite
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class WriteBackStore(Store):
         self._limit_bytes = limit_bytes
         self._settings = settings
         self._changed = threading.Condition()
-        self._queue: OrderedDict[int, PendingWrites] = OrderedDict()
-        self._content: list[tuple[float, int, PendingWrites]] = []  # a heap by the time of the next attempt
-        self._latest: dict[str, PendingWrites] = {}
+        self._queue: OrderedDict[int, PendingWrite] = OrderedDict()
+        self._content: list[tuple[float, int, PendingWrite]] = []  # a heap by the time of the next attempt
+        self._latest: dict[str, PendingWrite] = {}
         self._uploaded: Recent[str, bool] = Recent(_MOST_UPLOADED)
         self._bytes = 0
         self._threads: list[threading.Thread] = []
@@ -105,11 +105,7 @@ class WriteBackStore(Store):
         return MemorySnapshot(key, data, pending.written)
 
     def put(self, key: str, data: Data) -> None:
-        """Make the write durable here; it survives a crash of this process or of the machine.
-
-        Where that is impossible, it goes to the remote at once, in order all the same. Waits while the pending folder
-        is full; DeadlineError after ``put_s``.
-        """
+        """Make the write durable here, or else on the remote at once; waits ``put_s`` while the folder is full."""
         check_place(key)
         digest = content_digest(key)
         if _ANNOUNCEMENTS.fullmatch(key):  # it has to be seen before anything is deleted
@@ -147,11 +143,7 @@ class WriteBackStore(Store):
         return True
 
     def replace(self, key: str, data: Data, etag: str) -> bool:
-        """Write at once where the remote's version is still the one with this tag; what is pending goes up first.
-
-        Nothing is acknowledged before the remote compared: of writers on several machines, one wins. DeadlineError
-        where what is pending takes longer than ``put_s``; StorageError where the remote is away.
-        """
+        """Write at once where the remote's version is still the one with this tag; what is pending goes up first."""
         self.flush(self._settings.put_s)
         if self._remote.replace(key, data, etag):
             return True
@@ -178,13 +170,10 @@ class WriteBackStore(Store):
         self._remote.delete_many(several)
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
-        """What the remote lists, together with what is pending.
-
-        Announcements of collectors: none where the remote cannot be asked. Uploads wait for collectors in any case.
-        """
+        """What the remote lists, together with what is pending."""
         check_after(prefix, after)
         if _ANNOUNCEMENTS.fullmatch(prefix):
-            return self._announced(prefix, after)
+            return self._announced(prefix, after)  # none where the remote is away: uploads wait for collectors anyway
         with self._changed:  # before the remote is asked: what is uploaded in between is in one of the two
             keys = sorted(key for key in self._latest if key.startswith(prefix) and key > after)
             own = [Listed(key, self._latest[key].size, self._latest[key].written) for key in keys]
@@ -236,7 +225,7 @@ class WriteBackStore(Store):
                 raise DeadlineError(msg)
             self._bytes += size
 
-    def _pending(self, key: str) -> PendingWrites | None:
+    def _pending(self, key: str) -> PendingWrite | None:
         with self._changed:
             return self._latest.get(key)
 
@@ -264,7 +253,7 @@ class WriteBackStore(Store):
                 one.is_running = True
         self._remove(mine)
 
-    def _enqueue(self, pending: PendingWrites) -> None:
+    def _enqueue(self, pending: PendingWrite) -> None:
         self._queue[pending.number] = pending
         if pending.key is not None:
             self._latest[pending.key] = pending
@@ -275,11 +264,11 @@ class WriteBackStore(Store):
             thread.start()
         self._changed.notify_all()
 
-    def _offer(self, pending: PendingWrites) -> None:
+    def _offer(self, pending: PendingWrite) -> None:
         if pending.is_content:
             heapq.heappush(self._content, (pending.not_before, pending.number, pending))
 
-    def _choose(self) -> tuple[PendingWrites | None, float | None]:
+    def _choose(self) -> tuple[PendingWrite | None, float | None]:
         """The write to upload next, or the seconds after which to look again."""
         while self._content and self._content[0][2].is_running:  # given up
             heapq.heappop(self._content)
@@ -306,7 +295,7 @@ class WriteBackStore(Store):
                 pending.is_running = True
             self._upload(pending)
 
-    def _upload(self, pending: PendingWrites) -> None:
+    def _upload(self, pending: PendingWrite) -> None:
         data: bytes | None = None
         try:
             data = self._folder.read(pending)
@@ -325,7 +314,7 @@ class WriteBackStore(Store):
             self._trouble = ""
         self._remove([pending])
 
-    def _put(self, pending: PendingWrites, data: bytes) -> bool:
+    def _put(self, pending: PendingWrite, data: bytes) -> bool:
         key = pending.key or ""
         if pending.is_content:
             self._remote.put(key, data)
@@ -338,11 +327,8 @@ class WriteBackStore(Store):
             self._uploaded.put(key, True)
         return True
 
-    def _was_replaced(self, entry: PendingWrites, key: str, data: bytes) -> bool:
-        """Whether others wrote after an earlier attempt at this entry, whose answer was lost, in a process before too.
-
-        To upload it once more would undo what they wrote.
-        """
+    def _was_replaced(self, entry: PendingWrite, key: str, data: bytes) -> bool:
+        """Whether others wrote after an earlier attempt, whose answer was lost: another would undo what they wrote."""
         try:
             tag = self._remote.stat(key).etag
         except NotFoundError:
@@ -352,11 +338,11 @@ class WriteBackStore(Store):
             return False
         return tag != entry.found and not holds(self._remote, key, data)
 
-    def _was_there(self, entry: PendingWrites, key: str) -> bool:
+    def _was_there(self, entry: PendingWrite, key: str) -> bool:
         """Whether an object was on the remote when an entry was written, as far as can be known."""
         return bool(self._uploaded.get(key)) or entry.written < time.time() - GRACE_S / 4
 
-    def _set_aside(self, damaged: PendingWrites) -> None:
+    def _set_aside(self, damaged: PendingWrite) -> None:
         """Give up a damaged write, and the entries behind it, which may name it."""
         with self._changed:
             behind = [one for one in self._queue.values() if one.number > damaged.number]
@@ -367,7 +353,7 @@ class WriteBackStore(Store):
         self._remove(lost[::-1])  # the entries first: a crash in between leaves none that leads nowhere
         _log.error("%d pending writes were damaged on the local disk: encode the documents again", len(lost))
 
-    def _remove(self, finished: list[PendingWrites]) -> None:
+    def _remove(self, finished: list[PendingWrite]) -> None:
         """Forget writes that are done with: their files first, since a flush may then tell that nothing is left."""
         for pending in finished:
             try:
@@ -383,7 +369,7 @@ class WriteBackStore(Store):
                     del self._latest[pending.key]
             self._changed.notify_all()
 
-    def _retry_later(self, pending: PendingWrites, error: Exception) -> None:
+    def _retry_later(self, pending: PendingWrite, error: Exception) -> None:
         settings = self._settings
         pause_s = min(settings.max_backoff_s, settings.backoff_s * 2.0 ** min(pending.failures, 60))
         with self._changed:

@@ -1,8 +1,7 @@
-"""How collectors of garbage and writers meet: who is about to delete content says so where writers look.
+"""Announcements: a collector of garbage names what it is about to delete where writers look.
 
-A collector writes an announcement that names the objects, then reads the entries, then deletes, then removes the
-announcement. A writer writes its entry, then looks for announcements. Whichever came first, one of the two sees the
-other: see ``upkeep.collect``.
+It writes an announcement, reads the entries, deletes, and removes the announcement. A writer writes its entry and then
+looks for announcements. Whichever came first, one of the two sees the other: see ``upkeep.collect``.
 """
 
 from __future__ import annotations
@@ -43,15 +42,14 @@ def announce(store: Store, space: KeySpace, keys: Collection[str]) -> str:
 
 
 def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str] | None) -> None:
-    """Return once no collector is about to delete one of these objects: at once but for rare cases.
+    """Return once no collector is about to delete one of these objects, which is nearly always at once.
 
-    Called after writing entries that name them, and before making sure that they are still there. Who may not list
-    relies on the grace period alone: nothing is waited for.
+    Called after entries that name them were written, and before a check that they are still there.
     """
     names = None if keys is None else {_name(key) for key in keys}
     try:
         found = list(store.scan(space.announcements))
-    except AuthError:  # who may not list relies on the grace period alone
+    except AuthError:  # a writer that may not list relies on the grace period
         return
     for listed in found:
         if listed.modified and listed.modified < time.time() - 2 * LEASE_S:  # its collector died

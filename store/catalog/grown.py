@@ -115,10 +115,7 @@ def longer(whole: CatalogEntry, added: BlobPart, token_digest: str, levels: Sequ
 
 
 def leading(whole: CatalogEntry, tokens: int, token_ids: Sequence[int]) -> CatalogEntry | None:
-    """The longest beginning of a document, in whole parts, that lies in its first ``tokens``; None: there is none.
-
-    Its levels are left out: its header tells them.
-    """
+    """The longest beginning in whole parts, without levels, in a document's first ``tokens``; None: there is none."""
     if whole.tokens <= tokens:
         return whole
     parts, at = [], 0

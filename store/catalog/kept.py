@@ -62,10 +62,7 @@ class KeptRepairs:
         overwrite: bool = False,
         least: int = 2,
     ) -> list[KeptRepair]:
-        """Write rows, and then an entry for each beginning of the prompt that has any.
-
-        What is kept already stays, unless it was computed over coarser documents, or has far fewer rows.
-        """
+        """Write rows, and then entries for beginnings of the prompt, unless better ones are kept already."""
         space = self._objects.keys(config)
         parts: list[KeptRows] = []
         sealed: dict[str, bytes] = {}

@@ -1,7 +1,7 @@
 """A document of several blobs, read as one object: all headers in a row, then all payloads in the same order.
 
-Nothing is stored like that. Who reads the document asks for ranges of the object that it would be, ``Extents`` says
-where they lie, and ``JoinedBlob`` makes one header of all.
+Nothing is stored like that. Readers ask for ranges of this virtual object, ``Extents`` says where they lie, and
+``JoinedBlob`` makes one header of all.
 """
 
 from __future__ import annotations

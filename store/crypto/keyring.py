@@ -53,7 +53,8 @@ class Keyring:
                 raise AuthError(f"the keyring {path} can be read by others: chmod 600 it")
             with path.open("rb") as file:
                 lines = file.read(_MAX_FILE_BYTES).decode(errors="replace").splitlines()
-        return cls([_master(line, path, number) for number, line in enumerate(lines, 1) if _counts(line)])
+        told = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#"]
+        return cls([_master(line, path, number) for number, line in told])
 
     @staticmethod
     def new_line() -> str:
@@ -76,10 +77,6 @@ class Keyring:
             return TenantKey(derive_key(secret, b"kvwire key id")[:16], secret)
 
         return TenantKeys([key(master) for master in self._masters])
-
-
-def _counts(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _master(line: str, path: Path, number: int) -> bytes:

@@ -6,9 +6,9 @@ one message, each segment another, each 16 bytes longer than what it hides. Exac
 Keys. A keyring's master keys give each tenant a key of its own (HKDF, RFC 5869), and a tenant's key gives each object
 one of its own, salted with an id that is derived from all that is sealed and said beside it. So no nonce can ever meet
 another message under the same key, nothing random is needed, and the same object sealed twice gives the same bytes,
-which content-addressed storage wants. Who reads a store learns lengths, which objects of one tenant are equal, and what
-the objects' names tell: a guess of a whole text or of a document's id can be confirmed. That an object is the newest of
-its name is not protected.
+which content-addressed storage wants. A reader of the store learns lengths, which objects of one tenant are equal, and
+what the objects' names tell: a guess of a whole text or of a document's id can be confirmed. That an object is the
+newest of its name is not protected.
 """
 
 from __future__ import annotations

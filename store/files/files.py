@@ -100,7 +100,7 @@ def replace_file(folder: int, name: str, data: Data) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Flush a file that somebody wrote and closed, rename it into place in the same folder, and flush the rename."""
+    """Flush a file that was written and closed, rename it into place in the same folder, and flush the rename."""
     descriptor = os.open(written, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -163,11 +163,8 @@ class Database:
 
     @contextlib.contextmanager
     def _lent(self, identity: _Identity, connect: Callable[[], _C]) -> Iterator[sqlite3.Connection | _C]:
-        """An idle connection, or a new one; after an error its state is unknown, and it is closed.
-
-        No finalizer closes what is idle: an exit that a signal asks for would be lost in it. SQLite closes what is
-        forgotten, and ``_merge_at_exit`` what a thread holds that never ends.
-        """
+        """An idle connection, or a new one; after an error its state is unknown, and it is closed."""
+        # No finalizer closes what is idle: an exit that a signal asks for would be lost in it.
         idle = self._idle  # what comes back after a fork, or after ``close``, is not used again
         connection = _taken(idle, identity) or connect()
         if connection is None:
@@ -222,10 +219,7 @@ class Database:
         return BUSY_S if self._busy_s is None else self._busy_s
 
     def _connect_to_read(self) -> sqlite3.Connection | None:
-        """A connection, without the right to write where there is none; None where not even that works.
-
-        Reading takes a side file, which SQLite cannot make in a read-only folder, nor on a full disk.
-        """
+        """A connection, read-only where need be; None where the side file for reading cannot be made."""
         for how in ("mode=rw", "mode=ro"):
             try:
                 return self._connect(how)

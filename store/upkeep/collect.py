@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from kvwire.store.base import Listed, Store
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.key_kinds import GcRole
     from kvwire.store.keys import KeySpace
     from kvwire.store.upkeep.walk import OnProgress
 
@@ -190,8 +191,10 @@ class _Sweep:
                 self._mark()
             if not self._allow_empty_catalog:
                 self._refuse_lost_catalog()
-            self._batches(self._stale_hints(), partial(self._delete_entries, self._keys_of_garbage))
-            self._batches(self._stale_index(), partial(self._delete_entries, self._leading_nowhere))
+            hints = (one.key for one in self._entries("alias") if self._is_garbage(one.key, one.modified))
+            self._batches(hints, partial(self._delete_entries, self._keys_of_garbage))
+            old = (one.key for one in self._entries("derived") if self._is_old(one.modified))
+            self._batches(self._leading_nowhere(old), partial(self._delete_entries, self._leading_nowhere))
             self._batches(self._garbage(), self._delete_content)
             if not self._dry_run and self._part.number == 1:
                 self._delete_dead_announcements()
@@ -242,26 +245,12 @@ class _Sweep:
         kind = kind_of(key)
         return kind is not None and kind.gc_role in _TAKEN and not is_misplaced(key, self._space)
 
-    def _stale_hints(self) -> Iterator[str]:
-        for kind in kinds("alias"):
-            for listed in self._part.scan(self._store, kind.prefix(self._space)):
-                if self._is_garbage(listed.key, listed.modified):
-                    yield listed.key
-
-    def _stale_index(self) -> Iterator[str]:
-        old = (
-            listed.key
-            for kind in kinds("derived")
-            for listed in self._part.scan(self._store, kind.prefix(self._space))
-            if self._is_old(listed.modified)
-        )
-        return self._leading_nowhere(old)
+    def _entries(self, role: GcRole) -> Iterator[Listed]:
+        prefixes = [kind.prefix(self._space) for kind in kinds(role)]
+        return (listed for prefix in prefixes for listed in self._part.scan(self._store, prefix))
 
     def _leading_nowhere(self, keys: Iterable[str]) -> Iterator[str]:
-        """Entries that cannot be read, or of which all that they name is named by no document.
-
-        Keys of an unknown kind are left alone: a later version may have written them.
-        """
+        """Entries that cannot be read, or that name nothing which a document names; unknown kinds are left alone."""
         known = (key for key in keys if (kind := kind_of(key)) is not None and kind.names is not None)
         for key, names in entries(self._catalog, known):
             try:

@@ -71,7 +71,7 @@ def choose(
     used = {blobs: max(each.used for each in same) for blobs, same in nodes.items()}
     stays = {blobs for blobs, same in nodes.items() if not all(each.may_go for each in same)}
     for blobs in sorted(nodes, key=len, reverse=True):  # from the leaves on: what stands behind counts for all before
-        parent = _parent(blobs, nodes)
+        parent = next((blobs[:end] for end in range(len(blobs) - 1, 0, -1) if blobs[:end] in nodes), None)
         if parent is not None:
             used[parent] = max(used[parent], used[blobs])
             if blobs in stays:
@@ -87,11 +87,6 @@ def choose(
                 freed += 0 if needed[blob] else sizes[blob]
             left -= freed
             yield document, freed
-
-
-def _parent(blobs: tuple[str, ...], nodes: Mapping[tuple[str, ...], object]) -> tuple[str, ...] | None:
-    """The longest other document that this one stands on."""
-    return next((blobs[:end] for end in range(len(blobs) - 1, 0, -1) if blobs[:end] in nodes), None)
 
 
 def forget(  # noqa: PLR0913 - what may be forgotten, and what holds it back

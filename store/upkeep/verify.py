@@ -185,7 +185,7 @@ class _Verifier:
                 if _is_damage(error) and self._store.stat(key) == before:
                     self._store.delete(key)
                     return True
-        except NotFoundError:  # deleted by somebody else
+        except NotFoundError:  # deleted meanwhile
             pass
         return False
 

@@ -30,7 +30,7 @@ TELL_EVERY = 1000
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
 _UNFINISHED_S = 3600.0
-"""A temporary file that was written to within this time is somebody's, however short the grace."""
+"""A temporary file written to within this time belongs to a running writer, however short the grace."""
 
 
 class Found(NamedTuple):
@@ -57,10 +57,7 @@ def objects(store: Store, space: KeySpace, part: Part = WHOLE) -> Iterator[Found
 
 
 def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], Sequence[ObjectRef] | None]]]:
-    """Entries, each with a function that gives what it names; None where it is gone.
-
-    The function raises CorruptError where the entry is damaged.
-    """
+    """Entries, each with a function that gives what it names, None where it is gone, or raises CorruptError."""
     for key, read in catalog.objects.read_each(keys):
         kind = kind_of(key)
         if kind is None or kind.names is None:

@@ -12,7 +12,7 @@ from kvwire.errors import ArgumentError
 from kvwire.reuse import moved
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prefill import ALL, NEUTRAL_TEXT, compute_behind, neutral_prefix, neutral_tokens
+from kvwire.runtime.prefill import NEUTRAL_TEXT, compute_behind, neutral_prefix
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -58,7 +58,7 @@ def test_a_prefix_is_the_end_of_the_neutral_text_as_long_as_the_window_allows(sm
 def test_a_model_without_a_tokenizer_has_no_neutral_text():
     engine = engine_of("llama")
     assert not engine.has_tokenizer
-    assert neutral_prefix(engine, (5, 6), ALL) == ()
+    assert neutral_prefix(engine, (5, 6), 0) == ()
     with pytest.raises(ArgumentError, match="--neutral-prefix 0"):
         neutral_prefix(engine, (5, 6), BEHIND)
 
@@ -71,42 +71,31 @@ def with_sinks(profile):
     return replace(profile, groups=tuple(groups))
 
 
-def test_what_documents_are_computed_behind_by_default(small):
-    ways = (
-        {"lossless": True},
-        {"prefix_layers": 1},
-        {"method": "cachegen"},
-        {"deviation": True},
-        {"neutral_prefix": 0},
-    )
-    sunk = with_sinks(small.profile)
-    assert not any(neutral_tokens(Coding(**way), sunk) for way in ways)
-    assert not neutral_tokens(Coding(), small.profile)
-    assert not neutral_tokens(Coding(), None)
-    corpus = Corpus(small.engine, MemoryStore())
-    corpus.set_profile(sunk)
-    (found,) = corpus.encode([Document("d", pieces(small)["d0"])])
-    assert found.info.neutral_prefix == tuple(small.engine.tokenize(NEUTRAL_TEXT))
-    assert found.info.can_begin
-    assert next(corpus.encode([Document("d", pieces(small)["d0"])])).skipped
-    (alone,) = corpus.encode([Document("e", pieces(small)["d1"])], index=["kvwire"])
-    assert alone.info.neutral_prefix == ()
-
-
-def test_runs_with_an_index_and_without_leave_each_others_documents_alone(small):
+def test_documents_are_computed_alone_by_default_whatever_the_model(small):
     corpus = Corpus(small.engine, MemoryStore())
     corpus.set_profile(with_sinks(small.profile))
     document = Document("d", pieces(small)["d0"])
-    runs = [next(corpus.encode([document], index=index)) for index in (["kvwire"], [], ["kvwire"])]
-    assert [run.skipped for run in runs] == [False, True, True]
-    assert not runs[-1].info.neutral_prefix
-    assert corpus.encoder().is_prefill(small.profile)
-    assert not corpus.encoder().is_prefill(corpus.profile())
+    runs = [next(corpus.encode([document], index=index)) for index in ([], ["kvwire"])]
+    assert [run.skipped for run in runs] == [False, True]
+    assert runs[0].info.neutral_prefix == ()
+    assert corpus.encoder().coding.is_prefill
+
+
+def test_documents_behind_neutral_texts_begin_no_prompt(small):
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=BEHIND))
+    corpus.set_profile(with_sinks(small.profile))
+    document = Document("d", pieces(small)["d0"])
+    (found,) = corpus.encode([document])
+    assert found.info.can_begin  # its own first token is there, too
+    assert next(corpus.encode([document])).skipped
+    assert not corpus.encoder().coding.is_prefill
+    with pytest.raises(ArgumentError, match="cannot begin a prompt"):
+        list(corpus.encode([document], index=["kvwire"]))
 
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_document_that_grew_stays_as_it_was_computed(small, alone):
-    corpus = Corpus(small.engine, MemoryStore())
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=0 if alone else BEHIND))
     corpus.set_profile(with_sinks(small.profile))
     ids = pieces(small)["d0"]
     list(corpus.encode([Document("d", ids[:300])], index=["kvwire"] if alone else []))

@@ -17,7 +17,6 @@ import torch
 
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.requests import PARAMS
-from kvwire.engines.vllm.saving import SAVED
 from kvwire.runtime.corpus import Document
 from kvwire.store import FolderStore
 from kvwire.transport.testing import serving
@@ -58,17 +57,19 @@ def run(disk: str, fill: Callable[[], str], model: str, root: str, told_in: str)
         short = {"max_num_batched_tokens": 128, "max_num_seqs": 24, "num_gpu_blocks_override": 72}
         llm = stack.enter_context(serving_llm(Path(model), link.url, extra=extra, disable_log_stats=False, **short))
         place = Place(llm, engine, corpus, root, BLOCK, ExitStack())
-        pids, states, told = process_of(), [], []
+        pids, states, told = processes(), [], []
         filler = fill()
         for turn, plan in enumerate(ROUNDS):
             link.plan = PLANS[plan]
+            if plan == "sound":  # a store that was left alone is asked again by one request
+                time.sleep(2 * extra["pause_s"])
+                place.ask(place.body("d", 1))
             if turn == len(ROUNDS) - 1:
                 Path(filler).unlink()
             began = time.monotonic()
             told.append(one_round(place, asked.bodies(turn)) | {"link": plan, "seconds": time.monotonic() - began})
             states.append([state_of(pid) for pid in pids])
-        saved = [each for each in catalog(corpus) if each.startswith(SAVED)]
-        figures = {"rounds": told, "states": states, "saved": len(saved), "faults": sum(link.faults.values())}
+        figures = {"rounds": told, "states": states, "faults": sum(link.faults.values())}
         for name in ("kvwire_lost_tokens", "kvwire_loaded_tokens", "kvwire_cache_write_errors", "num_preemptions"):
             figures[name] = counted(place, name)
         figures["blocks_held"] = counted(place, "kv_cache_usage_perc")
@@ -191,22 +192,21 @@ def damaged(corpus: object) -> dict[tuple[str, int], object]:
     return sound
 
 
-def catalog(corpus: object) -> list[str]:
-    """Names of all documents."""
-    return [each.document_id for each in corpus.catalog.documents(corpus.meta.config_digest())]
-
-
 def counted(place: Place, name: str) -> float:
     """One of vLLM's metrics."""
     return sum(each.value for each in place.llm.get_metrics() if each.name == f"vllm:{name}")
 
 
-def process_of() -> list[int]:
-    """The process that runs the model's steps, below this one."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [int(pid) for each in children for pid in each.read_text(encoding="utf-8").split()]
-    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-    return sorted(pid for pid, words in named.items() if b"EngineCore" in words or b"spawn_main" in words)
+def processes() -> list[int]:
+    """Those below this one that schedule requests and run the model's steps."""
+    below, found = [os.getpid()], []
+    while below:
+        children = Path(f"/proc/{below.pop()}/task").glob("*/children")
+        pids = [int(pid) for each in children for pid in each.read_text(encoding="utf-8").split()]
+        below += pids
+        named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+        found += [pid for pid, words in named.items() if b"VLLM::" in words or b"spawn_main" in words]
+    return sorted(found)
 
 
 def state_of(pid: int) -> tuple[float, int, int]:

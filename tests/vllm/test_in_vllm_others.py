@@ -205,11 +205,11 @@ def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outpu
 
 
 def deepseek(folder):
-    """A tiny model with latent attention."""
+    """A tiny model with latent attention; without experts, whose names differ in vLLM."""
     config = DeepseekV3Config(
         vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
-        n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
+        n_group=1, topk_group=1, first_k_dense_replace=2, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
         qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=2048,
     )  # fmt: skip
     DeepseekV3ForCausalLM(config).save_pretrained(folder)
@@ -269,4 +269,6 @@ def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
     if path := os.environ.get("KVWIRE_STARTS"):  # a file for the figures
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"wrong": wrong} | seen) + "\n")
-    assert seen["ended"] - seen["told"] < 30
+    pace = max(1.0, seen["asked"] / 60)  # vLLM's own start takes less than a minute, but where others compute, too
+    assert seen["told"] - seen["asked"] < 20 * pace
+    assert seen["ended"] - seen["told"] < 30 * pace

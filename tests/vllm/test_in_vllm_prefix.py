@@ -31,6 +31,7 @@ from kvwire.store import S3Store
 from kvwire.vllm import Choice, request_body
 
 from ..s3_servers import ministack
+from .faulty_run import counted, drawn, processes, state_of
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -60,10 +61,6 @@ def places(model, tmp_path_factory):
         asked = extra | {"save": "asked"}
         second = stack.enter_context(serving_llm(model, url, extra=asked, disable_log_stats=False, **short))
         yield [Place(llm, engine, corpus, None, 32, stack) for llm in (first, second)]
-
-
-def drawn(seed, count):
-    return random.Random(seed).choices(range(20, 500), k=count)
 
 
 def prefix(place, prompt, level=LEVEL, **more):
@@ -198,11 +195,6 @@ def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
     assert "saving_tokens" in told
 
 
-def counted(place, name):
-    """One of vLLM's metrics."""
-    return sum(each.value for each in place.llm.get_metrics() if each.name == f"vllm:{name}")
-
-
 def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
     _, other = places
     other.ask({"prompt": drawn(8, 20)})  # a step, which brings what was counted before
@@ -314,20 +306,6 @@ def test_requests_that_are_taken_back_leave_nothing(places):
     assert distance(first, one.expected(body["prompt"], one.linked("bcad", 2))) <= CLOSE
 
 
-def process_of(place):
-    """The process that runs the model's steps, below this one."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [int(pid) for each in children for pid in each.read_text(encoding="utf-8").split()]
-    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-    return sorted(pid for pid, words in named.items() if b"EngineCore" in words or b"spawn_main" in words)
-
-
-def state_of(pid):
-    """Resident MiB, threads, and open files."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
-    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["Threads"]), len([*Path(f"/proc/{pid}/fd").iterdir()])
-
-
 def damaged(place):
     """Documents whose blobs are gone, or have a flipped byte."""
     store, names = place.corpus.catalog.store, ("gone", "torn")
@@ -370,7 +348,7 @@ def test_a_thousand_requests_leak_nothing(places):
     Connections are opened when requests first need them side by side, which may be late; a leak would be of hundreds.
     """
     _, other = places
-    pids, broken, rounds, lost = process_of(other), damaged(other), [], counted(other, "kvwire_lost_tokens")
+    pids, broken, rounds, lost = processes(), damaged(other), [], counted(other, "kvwire_lost_tokens")
     for turn in range(10):
         answers = other.ask(*mixed(other, turn, broken), tokens=2)
         assert len(answers) == 100

@@ -108,11 +108,7 @@ def split(pieces: Iterable[WantedRange[T]], *, max_bytes: int) -> list[WantedRan
 
 
 class Cutter(Generic[T]):
-    """Feed it the bytes of a range in order; it gives each piece when its last byte is in, and drops the gaps.
-
-    Pieces are copied out once, so that decoders find them aligned in memory and nothing keeps longer answers alive; one
-    that is all that was fed is given as it came.
-    """
+    """Feed it the bytes of a range in order; it gives each piece when its last byte is in, and drops the gaps."""
 
     def __init__(self, wanted: Range[T]) -> None:
         """Expect the bytes of this range."""
@@ -147,7 +143,7 @@ class Cutter(Generic[T]):
             if piece.end > end:
                 break
             self._pending.popleft()
-            complete.append((piece, b"".join(self._parts)))
+            complete.append((piece, b"".join(self._parts)))  # a copy is aligned, and keeps no longer answer alive
             self._parts = []
         self._at = end
         return complete

@@ -1,4 +1,4 @@
-"""Who may do what, and how often: one full token, tenants' tokens, signed URLs, a token for metrics alone."""
+"""Access: one token with full rights, tenants' tokens, signed URLs, a token for metrics, and rate limits."""
 
 from __future__ import annotations
 
@@ -82,11 +82,7 @@ class Access:
                 watched.refresh(force=force)
 
     def rights(self, method: str, path: str, query: str, headers: Mapping[str, str], address: str) -> Rights:
-        """Decide on a request.
-
-        A signed URL speaks for itself. A name and a password beside it, which browsers send along once they were asked
-        for them, count as absent: they give no rights on objects, so that none are lost or won.
-        """
+        """Decide on a request. Beside a signed URL, a name and a password, which browsers send, count as absent."""
         if not self.guarded:
             self.check_host(headers)
             if method not in ("GET", "HEAD") and "Origin" in headers:
@@ -102,10 +98,8 @@ class Access:
         return rights
 
     def check_host(self, headers: Mapping[str, str]) -> None:
-        """Refuse requests that do not name this machine, where the server has no credentials.
-
-        Any web page can have its own name lead to 127.0.0.1, and its visitors' browsers then let it read the answers.
-        """
+        """Refuse requests that do not name this machine, where the server has no credentials."""
+        # Any web page can have its own name lead to 127.0.0.1, and browsers would let it read the answers.
         if self.guarded:
             return
         match = _HOST.fullmatch(headers.get("Host", ""))
@@ -113,10 +107,7 @@ class Access:
             raise RefusedError(403, "a server without credentials is asked for as 127.0.0.1, [::1] or localhost")
 
     def may_see_metrics(self, headers: Mapping[str, str]) -> bool:
-        """Decide on a request for metrics: they are open where objects are and no token was set for them.
-
-        A token may come as the password of a name that is not looked at, which browsers ask for.
-        """
+        """Decide on a request for metrics; a token may come as the password of any name, which browsers ask for."""
         if not self.guarded and not self._settings.metrics_token:
             return True
         given = _as_bearer(headers.get("Authorization"))

@@ -1,7 +1,7 @@
 """Connections under limits: how many, how long a header may take, how long an idle one is kept.
 
 aiohttp has none of these, and quotes what is no request in its answer. Beyond the limit a few spare connections are
-heard: who asks whether the server is alive gets an answer, all others 503.
+read: health checks get their answer, all else 503.
 """
 
 from __future__ import annotations

@@ -53,11 +53,7 @@ _MAX_PARAMETERS = 16
 
 
 class WatchedFile(Generic[_T]):
-    """A parsed file. A new version that cannot be read or parsed is logged, and the old one stays in force.
-
-    Attributes:
-        value: What the file was parsed to.
-    """
+    """A file, parsed to ``value``. A new version that cannot be read is logged, and the old one stays in force."""
 
     def __init__(self, path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> None:
         """Read the file."""
@@ -124,17 +120,13 @@ class _Entry:
 
 
 class TenantTokens:
-    """Tokens of tenants, looked up by a hash that no client can steer.
-
-    The table's slots are a keyed hash of the token's hash, under a key of this process: how long a look-up takes tells
-    nothing about which tokens exist.
-    """
+    """Tokens of tenants, by a keyed hash of this process: how long a look-up takes does not tell which tokens exist."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         """Build the table."""
         self._blind = secrets.token_bytes(32)
         self._slots = {self._slot(entry.token_sha256): entry for entry in entries}
-        self._nobody = _Entry(secrets.token_bytes(32), Rights(""), 0.0)
+        self._no_match = _Entry(secrets.token_bytes(32), Rights(""), 0.0)
 
     @classmethod
     def parse(cls, data: bytes) -> TenantTokens:
@@ -150,7 +142,7 @@ class TenantTokens:
     def find(self, token: bytes, now: float) -> Rights | None:
         """Look a token up."""
         digest = hashlib.sha256(token).digest()
-        entry = self._slots.get(self._slot(digest), self._nobody)
+        entry = self._slots.get(self._slot(digest), self._no_match)
         fits = hmac.compare_digest(entry.token_sha256, digest)
         return entry.rights if fits and now < entry.expires else None
 
@@ -215,7 +207,7 @@ class SigningKeys:
     def __init__(self, keys: dict[str, SigningKey]) -> None:
         """Keep the keys."""
         self._keys = keys
-        self._nobody = SigningKey(secrets.token_bytes(MIN_SECRET_BYTES))
+        self._no_match = SigningKey(secrets.token_bytes(MIN_SECRET_BYTES))
 
     @classmethod
     def parse(cls, data: bytes) -> SigningKeys:
@@ -262,7 +254,7 @@ class SigningKeys:
         """Rights that a signed URL gives: for one key and method."""
         fields = _parameters(query)
         key_id, expiry, signature = fields["kid"], fields["exp"], fields["sig"]
-        key = self._keys.get(key_id, self._nobody)
+        key = self._keys.get(key_id, self._no_match)
         wanted = _signature(key.secret, method, path, expiry, key_id)
         if not hmac.compare_digest(wanted.encode(), signature.encode(errors="replace")):
             raise RefusedError(401, "the URL's signature does not fit", CHALLENGE, reason="credentials")

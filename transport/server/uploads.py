@@ -54,10 +54,7 @@ class SpoolBudget:
 
     @contextmanager
     def share(self, client: str, announced: int) -> Iterator[Callable[[int], None]]:
-        """For one upload: gives what counts bytes that have come; at the end they are given back.
-
-        What is announced takes no room from others: only what has come counts.
-        """
+        """For one upload: gives what counts bytes that have come, which alone take room; at the end they are free."""
         taken = 0
 
         def take(size: int) -> None:

@@ -267,10 +267,10 @@ class HttpSource(ByteSource):
             return 0
         if status not in (_OK, _PARTIAL):
             raise self._refusal(status, response)
-        refuse_web_page(self.url, status, response.headers.get(CONTENT_TYPE))
         if response.headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
             raise StorageError(f"{self.url}: the answer is compressed in transit; switch that off for these objects")
         if status == _OK:
+            refuse_web_page(self.url, response.headers.get(CONTENT_TYPE))
             return self._whole(response, start, end)
         told = self._range_told(response.headers.get(CONTENT_RANGE), start, end)
         if told is None:

@@ -56,10 +56,7 @@ _ADVICE = (
 
 
 class Reserve:
-    """A file without content that takes up space, and is removed when a deletion finds none.
-
-    It is twice as large as a database and its log, RESERVE_BYTES at most.
-    """
+    """A file that takes up space, twice that of a database and its log, and is removed when a deletion finds none."""
 
     def __init__(self, path: Path, database: Path) -> None:
         """Keep the paths; nothing is made yet."""

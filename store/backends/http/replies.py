@@ -57,11 +57,8 @@ class _Refusal(Struct):
 
 
 def is_hidden(reply: Reply, *, is_trusted: bool) -> bool:
-    """Whether a refusal to read may mean that nothing is there.
-
-    Servers of files say 403 of what they cannot open, and buckets say it of what is absent to clients that may not list
-    them. kvwire's own server says 404.
-    """
+    """Whether a refusal to read may mean that nothing is there; kvwire's own server says 404 then."""
+    # Servers of files say 403 of what they cannot open, buckets of what is absent to clients that may not list.
     if reply.status != _FORBIDDEN or _told(reply):
         return False
     code = _CODE.search(reply.body)

@@ -188,7 +188,8 @@ class HttpStore(Store):
         return NotFoundError(msg)
 
     def _check_plain(self, key: str, reply: Reply) -> None:
-        refuse_web_page(self.object_url(key), reply.status, reply.fields.get("Content-Type"))
+        if reply.status == _OK:
+            refuse_web_page(self.object_url(key), reply.fields.get("Content-Type"))
         if reply.fields.get("Content-Encoding", "identity").lower() != "identity":
             msg = f"{self.object_url(key)}: the answer is compressed in transit; switch that off for these objects"
             raise StorageError(msg)

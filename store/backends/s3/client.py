@@ -252,13 +252,9 @@ class Presigner:
 
     def _sign(self, name: str, now: float) -> tuple[int, HttpAddress]:
         with self._client.signing(name) as boto:
-            life_s = self._life_s(now)
+            left_s = self._client.credentials_expire_at() - now  # an address dies with what signed it
+            life_s = max(_LEAST_LIFE_S, math.floor(min(self._settings.address_s, left_s)))
             wanted = {"Bucket": self._bucket, "Key": name}
             url = boto.generate_presigned_url("get_object", Params=wanted, ExpiresIn=life_s)
         client, expires_at = self._client, math.floor(now) + life_s
         return life_s, HttpAddress(url, (), expires_at, client.tls, client.proxy, redirects=False)
-
-    def _life_s(self, now: float) -> int:
-        """Whole seconds; an address dies with the temporary credentials that signed it."""
-        left_s = self._client.credentials_expire_at() - now
-        return max(_LEAST_LIFE_S, math.floor(min(self._settings.address_s, left_s)))

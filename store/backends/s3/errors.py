@@ -98,7 +98,7 @@ def s3_errors(what: str) -> Iterator[None]:
         raise error_of(type(error).__name__, _MOVED[0], what) from None
     except (boto.BotoCoreError, HTTPError, OSError) as error:
         raise _unanswered(error, what) from None
-    except (KeyError, TypeError, ValueError) as error:  # how boto3, and who uses it, meet answers that lack something
+    except (KeyError, TypeError, ValueError) as error:  # an answer that lacks something
         msg = f"{what}: the answer makes no sense ({type(error).__name__}): check that the server speaks S3"
         raise StorageError(msg) from None
 
