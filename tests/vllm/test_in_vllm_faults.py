@@ -35,7 +35,7 @@ def test_a_thousand_requests_are_each_their_own_through_every_fault_and_leak_not
     assert max(loaded["flaky"]) > 1000
     assert figures["kvwire_lost_tokens"] > 1000
     assert figures["kvwire_cache_write_errors"] > 0
-    assert told.count("the disk tier takes nothing in") == 1
+    assert "the disk tier takes nothing in" in told
     assert len(figures["states"][-1]) >= 2  # a scheduler and a worker
     for early, late in zip(figures["states"][SETTLED], figures["states"][-1], strict=True):
         assert late[0] <= early[0] * 1.05 + 20
