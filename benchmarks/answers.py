@@ -2,6 +2,7 @@
 
     python benchmarks/answers.py --model FOLDER
     python benchmarks/answers.py --model FOLDER --questions 0      # times the first tokens anew beside saved answers
+    python benchmarks/answers.py --model FOLDER --timed 0          # asks anew beside saved times
 
 Each prompt is a question in the model's chat template behind four or five passages of other questions (NaturalQuestions
 with its gold passage). The reference is a full prefill; its greedy answer is fed to every other way, so a way gives the
@@ -324,7 +325,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of a chat model")
     parser.add_argument("--name", default="", help="what the model is called in the results")
     parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--timed", type=int, default=6, help="prompts of 3,000 tokens whose first token is timed")
+    parser.add_argument(
+        "--timed", type=int, default=6, help="prompts of 3,000 tokens whose first token is timed; 0: none"
+    )
     parser.add_argument("--mbit", type=float, default=50.0)
     parser.add_argument("--share", type=float, default=0.15, help="rows that the default repairs")
     parser.add_argument("--selector", default="attention")
@@ -335,7 +338,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "answers.json")
     args, began = parser.parse_args(), time.perf_counter()
-    saved = None if args.questions else json.loads(args.out.read_text(encoding="utf-8"))
+    before = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else None
+    saved = None if args.questions else before
     if saved:
         for name in ("seed", "share", "selector"):
             setattr(args, name, saved["settings"][name])
@@ -348,7 +352,10 @@ def main() -> None:
     if saved:
         results = saved["results"]
         results["answers_commit"] = results.get("answers_commit", saved["machine"].get("commit", ""))
-    results["first_tokens"] = first_tokens(engine, profile, args, args.share)
+    if args.timed or not before:
+        results["first_tokens"] = first_tokens(engine, profile, args, args.share)
+    else:
+        results["first_tokens"] = before["results"]["first_tokens"]
     print(results["first_tokens"], flush=True)
     rng, found = random.Random(args.seed), []
     for number in tqdm(range(args.questions), unit="question", disable=None, file=sys.stderr):

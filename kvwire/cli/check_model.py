@@ -73,6 +73,8 @@ def check_model(options: _CheckOptions) -> None:
 
     engine = open_engine(options.model, options.device, options.dtype)
     texts, failures = _texts(engine, options.documents)
+    if options.edits and options.neutral_prefix:
+        raise ArgumentError("--edits measures prompts of documents computed alone: give it without --neutral-prefix")
     if options.edits:
         _check_edits(engine, options, texts, failures)
         return
@@ -260,9 +262,9 @@ def _print(report: LinkReport, layers: int) -> None:
         f"{report.prompts} prompts; KL divergence from a full prefill, in nats: "
         f"{report.no_documents:.4f} without documents, {report.linked:.5f} +- {report.linked_error:.5f} linked",
         f"links lose {lost:.1%} of what documents tell; {report.bound:.0%} is allowed",
-        "documents were computed behind neutral texts, as kvwire encode does"
+        f"documents were computed behind {report.neutral} neutral tokens"
         if report.neutral
-        else "documents were computed alone; where the store's are not, encode first and name it with --store",
+        else "documents were computed alone; where the store's are not, give the --neutral-prefix of kvwire encode",
         "",
         f"{'rows computed anew':<22}" + "".join(f"{share:>10.0%}" for share in report.shares),
     )
@@ -281,6 +283,8 @@ def _print(report: LinkReport, layers: int) -> None:
 def _print_shift(report: LinkReport) -> None:
     from kvwire.runtime.link_report import GAIN_SHARE
 
+    if report.neutral:
+        return  # loads add none to such documents
     if not report.shift_gain:
         say("", "no mean shift was learnt: texts like these are too few, or the model takes none")
         return

@@ -126,7 +126,9 @@ def neutral_prefix(engine: Engine, token_ids: Sequence[int], count: int) -> tupl
     text = _texts.get(engine)
     if text is None:
         text = _texts[engine] = tuple(engine.tokenize(NEUTRAL_TEXT))
-    count = min(count, len(text), engine.window - len(opening) - len(token_ids))
+    if count > len(text):
+        raise ArgumentError(f"the neutral text has {len(text)} tokens here: --neutral-prefix takes so many at most")
+    count = min(count, engine.window - len(opening) - len(token_ids))
     return (*opening, *text[len(text) - count :]) if count > 0 else opening
 
 

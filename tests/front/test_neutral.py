@@ -49,7 +49,9 @@ def test_a_prefix_is_the_end_of_the_neutral_text_as_long_as_the_window_allows(sm
     engine = small.engine
     text = tuple(engine.tokenize(NEUTRAL_TEXT))
     assert neutral_prefix(engine, (5, 6, 7), BEHIND) == text[-BEHIND:]
-    assert neutral_prefix(engine, (5, 6, 7), 10**6) == text
+    assert neutral_prefix(engine, (5, 6, 7), len(text)) == text
+    with pytest.raises(ArgumentError, match=f"has {len(text)} tokens"):
+        neutral_prefix(engine, (5, 6, 7), len(text) + 1)
     assert neutral_prefix(engine, (5,) * (engine.window - 2), BEHIND) == text[-2:]
     assert neutral_prefix(engine, (5,) * engine.window, BEHIND) == ()
     assert neutral_prefix(engine, (5, 6, 7), 0) == ()
