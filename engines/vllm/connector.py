@@ -146,11 +146,11 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
-        self._save_scheduler.note_cached(request.request_id, num_computed_tokens)
         promised = self._scheduler.promised(request.request_id, num_computed_tokens, request.num_preemptions)
         if promised is not None and (salt := self._scheduler.own_salt(request.request_id)):
             _set_salt(request, salt)
             return None, False  # vLLM looks for blocks under this salt, and asks again
+        self._save_scheduler.note_cached(request.request_id, num_computed_tokens)
         return promised, bool(promised)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -129,7 +129,8 @@ class PageLoader(Loader):
                 if not (tokens or self._has_profile):  # one that takes longer than a deadline is read beside the loads
                     self._runner.warming.begin(self._get_profile())
                 if load.is_finished:
-                    load.driver.tell(ev.PromptAssembled(work.number, tokens, 0.0))
+                    done = ev.PromptAssembled(work.number, tokens, 0.0) if tokens else ev.LoadAbandoned(work.number)
+                    load.driver.tell(done)
                 if kept is not None and (
                     trouble := _apply_repair(work, documents, await self._in_time(reading, until), front)
                 ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -353,3 +353,15 @@ def test_what_is_loaded_and_lost_is_counted(told):
         assert found.pop("loaded_bytes") > 0
         assert found == {"loads": 1, "loaded_tokens": 182, "lost_tokens": 311 - 182}
         assert counts.take() == {}
+
+
+def test_a_lost_first_chunk_ends_its_own_load_alone(told):
+    """What begins with it promises nothing then; loads beside it go on."""
+    damage(told, "a", 0)
+    link, asked = LinkSettings(bandwidth_bytes_s=2e6, rtt_s=0.01), Goal(objective="earliest", floor=1, ceiling=1)
+    with closing(PageLoader(told.corpus, torch.float32, link=link)) as loader, ThreadPoolExecutor(8) as pool:
+        loads = [(name, pool.submit(loader.load, [name], [told.tokens[name]], asked, 1)) for name in "ab" * 12]
+        found = [(name, load.result()) for name, load in loads]
+    for name, loaded in found:
+        assert loaded.tokens == (0 if name == "a" else len(told.tokens[name]))
+        assert not any("steering" in trouble for trouble in loaded.troubles)

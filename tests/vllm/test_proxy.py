@@ -178,8 +178,8 @@ def test_other_requests_stay_as_they_are(place, maker):
     choice = Choice(prefix=True, level=2)
     assert prefix.body["cache_salt"] == request_salt(place[0].corpus, choice)
     assert prefix.body["messages"] == plain["messages"]
-    own = maker(prefix=True).prepare(plain | {"cache_salt": "mine"}, is_chat=True)
-    assert own.kind == "plain"
+    own = maker(prefix=True, save=True).prepare(plain | {"cache_salt": "mine"}, is_chat=True)
+    assert (own.kind, own.body["cache_salt"]) == ("prefix", f"{prefix.body['cache_salt']}+mine")
 
 
 def test_a_clients_own_salt_stays_behind_the_documents(maker):

@@ -170,7 +170,7 @@ class BodyMaker:
     def _prefixed(self, body: dict[str, Any], asked: dict[str, Any]) -> Prepared:
         """A request without documents: as it is, or for its longest stored prefix."""
         given = dict(body.get("kv_transfer_params") or {})
-        if asked or (self._wanted.prefix and not given and not body.get("cache_salt")):
+        if asked or (self._wanted.prefix and not given):
             more: dict[str, Any] = {} if asked else {"prefix": True} | ({"save": True} if self._wanted.save else {})
             choice = self._read(asked | more)
             if choice.mode == "prefix":
