@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from concurrent.futures import CancelledError, wait
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -118,13 +117,18 @@ class LoadRunner:
             return
         for _ in range(2):  # the last write, and then what was gathered while it ran
             if self.writing is not None:
-                with suppress(TimeoutError, CancelledError):
+                try:
                     self.writing.result(_WRITING_S)
+                except TimeoutError:  # the store hangs: what was gathered is not written, either
+                    break
+                except CancelledError:
+                    pass
             if self._used:
                 self.remember()
         self.closer.close()
         self.warming.close()
         self.session.close()
+        self._used.clear()  # the threads that would write it have ended
 
     def _first_estimates(self, costs: ctl.CostModel | None) -> ctl.Estimates:
         """Remembered estimates of the link, and of the engine unless its costs are given."""
