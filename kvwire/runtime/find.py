@@ -34,12 +34,12 @@ UNREADABLE = (NotFoundError, CorruptError, FormatVersionError, StorageError)
 """Errors after which a document's text is used. AuthError is not one: wrong credentials must be reported."""
 
 
-def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
-    """Read the corpus's profile."""
+def profile_in_use(corpus: Corpus, level: int | None) -> tuple[AnyProfile | None, bool]:
+    """Read the corpus's profile, None if it has none; tells, too, whether the read succeeded."""
     try:
-        return corpus.profile(level=level)
+        return corpus.profile(level=level), True
     except UNREADABLE:
-        return None
+        return None, False
 
 
 async def gather_optional(

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from concurrent.futures import CancelledError, wait
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -118,24 +117,31 @@ class LoadRunner:
             return
         for _ in range(2):  # the last write, and then what was gathered while it ran
             if self.writing is not None:
-                with suppress(TimeoutError, CancelledError):
+                try:
                     self.writing.result(_WRITING_S)
+                except TimeoutError:  # the store hangs: what was gathered is not written, either
+                    break
+                except CancelledError:
+                    pass
             if self._used:
                 self.remember()
         self.closer.close()
         self.warming.close()
         self.session.close()
+        self._used.clear()  # the threads that would write it have ended
 
     def _first_estimates(self, costs: ctl.CostModel | None) -> ctl.Estimates:
         """Remembered estimates of the link, and of the engine unless its costs are given."""
         known, chosen = self._memory.recall(*self.keys), self.settings
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
-            profile = self._profile_in_use()
-            if known.has_engine:
-                warm_up(self.engine, profile, chosen.backend)
-            else:
-                costs = measure_costs(self.engine, profile, chosen.backend, self._beside)
+            with self.warming.paused():  # its steps would slow what is measured
+                profile, is_known = self._profile_in_use()
+                if known.has_engine:
+                    warm_up(self.engine, profile, chosen.backend)
+                else:
+                    costs = measure_costs(self.engine, profile, chosen.backend, self._beside)
+                    self._has_measured_costs = is_known  # others are this loader's alone
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
         # Remembered costs were measured on such an engine: a process that asks once need not check again.
@@ -143,8 +149,8 @@ class LoadRunner:
             estimates.use_joined(None)
         return estimates
 
-    def _profile_in_use(self) -> AnyProfile | None:
-        """The profile, and those of variants, so that the first load does not wait for them; None if it is late.
+    def _profile_in_use(self) -> tuple[AnyProfile | None, bool]:
+        """The profile, and whether it was read in time; variants' are read, too, so that the first load waits for none.
 
         A read that is late goes on, and the loads that need it share it.
         """
@@ -154,19 +160,17 @@ class LoadRunner:
         submit = self.session.threads.blocking.submit
         reads = [submit(profile_in_use, each, self.read_level) for each in views]
 
-        def prepare(read: Future[AnyProfile | None]) -> None:
-            if not read.cancelled() and not read.exception() and isinstance(profile := read.result(), Profile):
+        def prepare(read: Future[tuple[AnyProfile | None, bool]]) -> None:
+            if not read.cancelled() and not read.exception() and isinstance(profile := read.result()[0], Profile):
                 warming.begin(expect_all(profile))
 
         limit_s = _PROFILE_WAITS * chosen.open_s
         wait(reads, limit_s)
-        if reads[0].done():
-            profile = reads[0].result()
-        else:
-            _log.warning("the profile was not read within %.3g s: costs are measured without it", limit_s)
-            profile = None
         reads[0].add_done_callback(prepare)
-        return profile
+        if reads[0].done():
+            return reads[0].result()
+        _log.warning("the profile was not read within %.3g s: the loader opens without it", limit_s)
+        return None, False
 
     def estimates(self) -> ctl.Estimates:
         """A copy of the current estimates of link and engine."""

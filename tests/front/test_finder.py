@@ -269,7 +269,7 @@ def test_a_loader_begins_without_a_profile_that_hangs(corpus, engine, store, loa
     session = loader_of(corpus)._session
     view = corpus.over(session.view(store, over_link=False, silence_s=0.2))
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(profile_in_use, view, None).result(SOON_S) is None
+        assert pool.submit(profile_in_use, view, None).result(SOON_S) == (None, False)
 
 
 def test_look_ups_that_are_left_keep_no_thread(corpus, store, loader_of):
@@ -329,9 +329,9 @@ def test_a_profile_of_a_later_version_is_done_without_where_the_text_is_known(co
 
 
 def test_a_loader_begins_without_a_profile_of_a_later_version(corpus, engine, store):
-    assert profile_in_use(Corpus(engine, store), 1) is not None
+    assert profile_in_use(Corpus(engine, store), 1)[0] is not None
     newer_profile(corpus)
-    assert profile_in_use(Corpus(engine, store), 1) is None
+    assert profile_in_use(Corpus(engine, store), 1) == (None, False)
 
 
 def test_wrong_credentials_are_told_even_where_the_text_is_known(corpus, engine, store, loader_of):

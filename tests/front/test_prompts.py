@@ -15,6 +15,7 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.learning import PrefillEstimator
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, StorageError
+from kvwire.runtime import runner
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
@@ -131,6 +132,28 @@ def test_uses_while_the_last_are_written_down_are_written_when_the_loader_closes
     made.close()
     space = corpus.catalog.keys(corpus.config)
     assert {*store.keys(space.last_uses)} == {space.last_use("prompts/1"), space.last_use("prompts/2")}
+
+
+def test_a_hung_write_is_waited_for_once_and_closing_again_does_nothing(small, chatting, ids, monkeypatch):
+    monkeypatch.setattr(runner, "_WRITING_S", 0.5)
+    store = SlowToMark(MemoryStore())
+    corpus = filled(small, chatting, store)
+    for name, text in (("prompts/1", ids), ("prompts/2", ids[7:])):
+        list(corpus.encode([Document(name, text)], index=("kvwire",)))
+    made = loader(chatting, corpus)
+    made.ask_prompt([*ids, 7])
+    assert store.begun.wait(60)
+    made.ask_prompt([*ids[7:], 7])
+    writing, waits = made._runner.writing, []
+    wait = writing.result
+    monkeypatch.setattr(writing, "result", lambda limit_s: (waits.append(limit_s), wait(limit_s))[1])
+    made.close()
+    assert waits == [0.5]
+    store.let.set()
+    wait(60)
+    made.close()
+    space = corpus.catalog.keys(corpus.config)
+    assert {*store.keys(space.last_uses)} == {space.last_use("prompts/1")}
 
 
 def test_a_prompt_of_which_nothing_is_stored_is_a_prefill(corpus, chatting, ids):

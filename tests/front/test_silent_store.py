@@ -17,6 +17,7 @@ from kvwire.transport.testing import serving
 from ..fault_proxy import FaultKind, FaultProxy, ProxyFault
 
 NEVER = ProxyFault(FaultKind.SILENT)
+DRIP = ProxyFault(FaultKind.DRIP, rate=1000)
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +88,24 @@ def test_a_loader_opens_before_a_slow_steady_link_has_brought_the_profile(demo_m
         began = time.monotonic()
         Loader(small.engine, Corpus(small.engine, store), settings=settings, memory=EstimatesFile(None)).close()
         assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["nothing known", "costs known"])
+@pytest.mark.parametrize("fault", [NEVER, DRIP], ids=["unread", "late"])
+def test_costs_measured_without_the_profile_are_not_remembered(small, stored, tmp_path, monkeypatch, fault, is_known):
+    monkeypatch.setattr(runner, "measure_costs", lambda *_: small.costs)
+    memory = EstimatesFile(tmp_path / "estimates.json")
+
+    def opened(place, **settings):
+        with closing(open_store(place)) as store:
+            loader = Loader(small.engine, Corpus(small.engine, store), settings=LoadSettings(**settings), memory=memory)
+            loader._runner.remember()
+            loader.close()
+            return memory.recall(*loader._runner.keys).has_engine
+
+    with (
+        serving(stored) as url,
+        FaultProxy(url, lambda request: fault if "/profiles/" in request.path else None) as proxy,
+    ):
+        assert not is_known or opened(url)
+        assert opened(proxy.url, open_s=0.1) == is_known

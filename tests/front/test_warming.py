@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
+from kvwire.runtime import runner
+from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.threads import Warming
 
 LONG_S = 10.0
@@ -116,3 +121,28 @@ def test_work_begins_again_once_the_first_is_done():
     done.clear()
     warming.begin(steps())
     assert not done.wait(0.05)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["costs are measured", "costs are known"])
+def test_nothing_is_prepared_while_an_engine_is_measured(small, tmp_path, monkeypatch, is_known):
+    began, memory = threading.Event(), EstimatesFile(tmp_path / "estimates.json")
+    corpus, kept = small.corpus(), []
+
+    def steps(_):
+        began.set()
+        yield
+
+    def measured(*_):
+        kept.append(not began.wait(0.2))
+        return small.costs
+
+    if is_known:
+        monkeypatch.setattr(runner, "measure_costs", lambda *_: small.costs)
+        earlier = Loader(small.engine, corpus, memory=memory)
+        earlier._runner.remember()
+        earlier.close()
+    monkeypatch.setattr(runner, "expect_all", steps)
+    monkeypatch.setattr(runner, "warm_up" if is_known else "measure_costs", measured)
+    with Loader(small.engine, corpus, memory=memory):
+        assert kept == [True]
+        assert began.wait(LONG_S)
