@@ -154,13 +154,16 @@ class RangeCache:
             return None
         data, size = found
         with self._lock:
+            if not extent.value.dropped:
+                if size is not None:
+                    if self.sizes.get(name) not in (None, size) or size < self._top(name):
+                        self._drop(name, 0, None)  # one of the lengths was true of another version: ask the remote
+                        return None
+                    self.sizes.put(name, size)
+                self._keep(name, extent.start, data)
             counters = self._disk.index.counters
             counters.hits += 1
             counters.hit_bytes += len(data)
-            if not extent.value.dropped:
-                if size is not None and self.sizes.get(name) is None:
-                    self.sizes.put(name, size)
-                self._keep(name, extent.start, data)
         return data
 
     def complete(self, flight: InflightRead, size: int | None = None, error: BaseException | None = None) -> None:
@@ -204,17 +207,17 @@ class RangeCache:
             self._remote.bytes += size
 
     def drop(self, name: bytes, start: int = 0, end: int | None = None) -> None:
-        """Forget the bytes of a range in all tiers, and what of them is still on its way."""
+        """Forget the bytes of a range in all tiers, and what of them is still on its way.
+
+        A range that ends beyond the object says that its length is wrong: any file of it would bring that back, so all
+        of the object goes.
+        """
         with self._lock:
-            for extent in self._memory.of(name).overlapping(start, end):
-                self._memory.remove(name, extent)
-            if self._disk:
-                self._disk.drop(name, start, end)
-            gone = [extent.value for extent in self._inflight(name).overlapping(start, end)]
-            for flight in gone:
-                flight.stale = True
-                self._unregister(flight)
-            self.sizes.forget(name)
+            size = self.sizes.get(name)
+            if size is None:
+                size = max(self._top(name), self._inflight(name).end)
+            is_beyond = end is None or end > size
+            self._drop(name, *((0, None) if is_beyond else (start, end)))
 
     def wait_for_quiet(self, timeout_s: float) -> bool:
         """Wait until no reader in the foreground fetches anything."""
@@ -249,6 +252,21 @@ class RangeCache:
         self._disk.close()
 
     # Under the lock.
+
+    def _drop(self, name: bytes, start: int, end: int | None) -> None:
+        for extent in self._memory.of(name).overlapping(start, end):
+            self._memory.remove(name, extent)
+        if self._disk:
+            self._disk.drop(name, start, end)
+        for flying in self._inflight(name).overlapping(start, end):
+            flying.value.stale = True
+            self._unregister(flying.value)
+        self.sizes.forget(name)
+
+    def _top(self, name: bytes) -> int:
+        """End of what the tiers hold of an object."""
+        disk = self._disk.index.of(name).end if self._disk else 0
+        return max(self._memory.of(name).end, disk)
 
     def _start(
         self, name: bytes, start: int, stop: int | None, owner: object, *, whole: bool = False, background: bool = False

@@ -54,6 +54,11 @@ class ExtentMap(Generic[T]):
         """Extents in ascending order."""
         return iter(self._extents)
 
+    @property
+    def end(self) -> int:
+        """Where the last extent ends; 0 without any."""
+        return self._extents[-1].end if self._extents else 0
+
     def at(self, position: int) -> Extent[T] | None:
         """The extent that holds a byte."""
         index = bisect_right(self._starts, position) - 1

@@ -187,7 +187,7 @@ class TieredStore(Store):
         return nothing
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
-        """Forget cached bytes of a range, because they were found wrong; the next read asks the remote."""
+        """Forget cached bytes of a range that were found wrong, or missing; the next read asks the remote."""
         if (name := self.name(key)) is not None:
             self.cache.drop(name, start, end)
 

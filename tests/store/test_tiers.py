@@ -4,7 +4,7 @@ import random
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -250,6 +250,45 @@ def test_the_next_process_takes_the_length_that_a_file_says_until_it_is_distrust
         assert tiers.get(key) == data[:300]
         assert tiers.counters().remote.requests == 0
         tiers.distrust(key)
+        assert tiers.get(key) == data
+
+
+@pytest.mark.parametrize("is_new_process", [False, True])
+def test_a_distrusted_length_comes_back_from_no_file(tmp_path, is_new_process):
+    memory, [(key, data)] = filled()
+    memory.close = lambda: None
+    memory.put(key, data[:300])
+    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB, "settings": TierSettings(flight_bytes=100)}
+    with ExitStack() as stack:
+        tiers = stack.enter_context(closing(open_tiers(memory, **options)))
+        assert tiers.stat(key).size == 300  # which each file states from here on
+        assert tiers.get(key, 0, 1000) == data[:300]
+        assert tiers.get(key, 250, 400) == data[250:300]
+        memory.put(key, data)
+        if is_new_process:
+            stack.close()
+            tiers = stack.enter_context(closing(open_tiers(memory, **options)))
+            assert tiers.get(key, 0, 1000) == data[:300]
+        tiers.distrust(key, 800, 900)
+        assert tiers.get(key, 800, 900) == data[800:900]
+        assert tiers.get(key, 0, 100) == data[:100]
+        assert tiers.get(key, 250, 400) == data[250:400]
+    with closing(open_tiers(memory, **options)) as tiers:
+        assert tiers.get(key, 0, 100) == data[:100]
+        assert tiers.get(key) == data
+
+
+def test_files_that_disagree_on_the_length_give_way_to_the_remote(tmp_path):
+    memory, [(key, data)] = filled()
+    memory.close = lambda: None
+    memory.put(key, data[:300])
+    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB}
+    with closing(open_tiers(memory, **options)) as tiers:
+        assert tiers.get(key) == data[:300]
+    memory.put(key, data)
+    with closing(open_tiers(memory, **options)) as tiers:
+        assert tiers.get(key, 500, 600) == data[500:600]
+        assert tiers.get(key, 0, 100) == data[:100]
         assert tiers.get(key) == data
 
 

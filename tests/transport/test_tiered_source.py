@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import random
 import threading
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -27,6 +27,7 @@ from kvwire.transport.sources.base import ByteSource
 from kvwire.transport.sources.open_source import TieredSource
 
 from ..store_wrappers import CountingStore
+from .conftest import everything, outcome
 
 MIB = 1 << 20
 
@@ -498,6 +499,55 @@ async def test_a_damaged_copy_is_found_by_the_fetcher_and_fetched_again(fake, se
             assert await read_object(open_source(tiers, key, session)) == blob
             assert await load(tiers, key, session, fake, fake.FAST) == 4
             assert tiers.counters().remote.bytes <= 2 * len(blob)
+
+
+@pytest.mark.parametrize("header_bytes", [1000, 32_000])
+@pytest.mark.parametrize("is_new_process", [False, True])
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_a_blob_that_was_cut_short_is_loaded_whole_once_it_is_healed(
+    fake, session, tmp_path, header_bytes, is_new_process, over_http
+):
+    behind = MemoryStore()
+    behind.close = lambda: None
+    key, blob = content(fake, 1, [[30_000]] * 10)
+    behind.put(key, blob[:200_000])
+    settings = replace(fake.FAST, header_bytes=header_bytes, max_bytes=30_000, retries=1)
+    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB}
+
+    async def loaded(tiers):
+        async with BlobFetcher(
+            open_source(tiers, key, session), read_header=fake.read_header, settings=settings
+        ) as fetcher:
+            good, _ = await outcome(fetcher, everything(fake.read_header(blob)))
+            return len(good)
+
+    async with serve(behind) as url:
+        with ExitStack() as stack:
+
+            def opened():
+                return stack.enter_context(closing(open_tiers(HttpStore(url) if over_http else behind, **options)))
+
+            tiers = opened()
+            await asyncio.to_thread(
+                tiers.get, key
+            )  # copies that state its length, as of a reader that found nothing wrong
+            if is_new_process:
+                stack.close()
+                tiers = opened()
+                await asyncio.to_thread(tiers.get, key, 0, 100)
+            behind.put(key, blob)
+            assert await loaded(tiers) == 10
+            assert await load(tiers, key, session, fake, settings) == 10
+            assert await asyncio.to_thread(tiers.get, key, 250_000, 300_000) == blob[250_000:300_000]
+            behind.put(key, blob[:200_000])
+            tiers.distrust(key)
+            assert await loaded(tiers) == 6
+            behind.put(key, blob)
+            if is_new_process:
+                stack.close()
+                tiers = opened()
+            assert await load(tiers, key, session, fake, settings) == 10
+            assert await loaded(tiers) == 10
 
 
 async def test_a_blob_is_loaded_from_the_tiers_while_its_server_is_gone(fake, session, tmp_path):

@@ -107,7 +107,8 @@ class BlobFetcher:
                 raise
             except (StorageError, CorruptError) as error:
                 if isinstance(error, CorruptError):
-                    self._source.distrust(0, max(len(self._prefix), self._settings.header_bytes))
+                    needed = error.needed if isinstance(error, TruncatedError) else 0
+                    self._source.distrust(0, max(len(self._prefix), self._settings.header_bytes, needed))
                 await self._sleep(self._settings.backoff(failed, self._rng.random(), error))
         return await self._open_once()
 

@@ -225,6 +225,7 @@ class FetchRun:
             if attempt.cutter.pending:
                 msg = f"{self._source.url} ends before byte {wanted.end}: the object was cut short; write it again"
                 error = CorruptError(msg)
+                self._source.distrust(attempt.cutter.pending[0].offset, wanted.end)  # a copy's length may be old
         except asyncio.CancelledError:
             if attempt.verdict is None or task.uncancel() > 0:
                 raise
