@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvwire
 from kvwire import Chat, Turn
+from kvwire.cli import encode
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError
 from kvwire.reuse import PLAIN
@@ -157,18 +159,23 @@ def test_a_question_may_be_a_text_without_a_chat(small, chatting, corpus, names)
     assert torch.equal(text.logits, ids.logits)
 
 
-def test_the_command_asks_in_a_chat(small, demo_model, tmp_path, run):
+@pytest.fixture
+def chat_model(demo_model, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     for file in demo_model.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     told = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": TEMPLATE}))
+    return model
+
+
+def test_the_command_asks_in_a_chat(small, chat_model, tmp_path, run):
     texts = tmp_path / "texts"
     texts.mkdir()
     name, text = next(iter(small.texts.items()))
     (texts / f"{name}.txt").write_text(text)
-    place = ["--model", model, "--store", f"file://{tmp_path}/store"]
+    place = ["--model", chat_model, "--store", f"file://{tmp_path}/store"]
     run("encode", texts, *place)
     base = ["ask", "--docs", name, "--question", QUESTION, "--tokens", "3", "--json", *place]
     plain, chat, other = (
@@ -178,3 +185,13 @@ def test_the_command_asks_in_a_chat(small, demo_model, tmp_path, run):
     assert (plain["computed_tokens"], chat["computed_tokens"]) == (0, 4)
     assert other["computed_tokens"] > chat["computed_tokens"]
     assert run(*base, "--before", "x")[0] == 2
+
+
+def test_a_damaged_text_does_not_fail_what_is_stored(chatting, corpus, names, caplog):
+    store = corpus.catalog.store
+    damaged = corpus.catalog.keys(corpus.config).text(corpus.find(names[0]).token_digest)
+    store.put(damaged, store.get(damaged)[:-1])
+    refs = [SimpleNamespace(document_id=name) for name in ("left out", *names)]
+    encode._prepare_chats(Corpus(chatting, store), Chat(), refs)
+    (told,) = [record.getMessage() for record in caplog.records if "in a chat" in record.getMessage()]
+    assert f"document {names[0]!r} in a chat: its end was not checked" in told
