@@ -159,23 +159,18 @@ def test_a_question_may_be_a_text_without_a_chat(small, chatting, corpus, names)
     assert torch.equal(text.logits, ids.logits)
 
 
-@pytest.fixture
-def chat_model(demo_model, tmp_path):
+def test_the_command_asks_in_a_chat(small, demo_model, tmp_path, run):
     model = tmp_path / "model"
     model.mkdir()
     for file in demo_model.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     told = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": TEMPLATE}))
-    return model
-
-
-def test_the_command_asks_in_a_chat(small, chat_model, tmp_path, run):
     texts = tmp_path / "texts"
     texts.mkdir()
     name, text = next(iter(small.texts.items()))
     (texts / f"{name}.txt").write_text(text)
-    place = ["--model", chat_model, "--store", f"file://{tmp_path}/store"]
+    place = ["--model", model, "--store", f"file://{tmp_path}/store"]
     run("encode", texts, *place)
     base = ["ask", "--docs", name, "--question", QUESTION, "--tokens", "3", "--json", *place]
     plain, chat, other = (
