@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -282,10 +282,15 @@ def _prepare_chats(corpus: Corpus, chat: Chat, refs: Sequence[DocumentRef]) -> N
     engine = corpus.encoder().engine
     rendered = engine.render_chat(chat, _ANY_QUESTION)
     for ref in refs:
-        with suppress(NotFoundError):  # what was left out was told
+        try:
             text = corpus.text(corpus.find(ref.document_id))
-            if trouble := engine.check_chat(chat, _ANY_QUESTION, [text], rendered):
-                _progress.warning("document %r in a chat: %s", ref.document_id, trouble)
+            trouble = engine.check_chat(chat, _ANY_QUESTION, [text], rendered)
+        except NotFoundError:  # what was left out was told
+            continue
+        except KvwireError as error:  # all is stored: this is only a hint
+            trouble = f"its end was not checked: {error}"
+        if trouble:
+            _progress.warning("document %r in a chat: %s", ref.document_id, trouble)
 
 
 def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:

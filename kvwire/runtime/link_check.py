@@ -276,8 +276,6 @@ def shortened(prompts: Sequence[CheckPrompt], window: int) -> list[CheckPrompt]:
     return out
 
 
-LEARNING_PROMPTS = 48
-"""Prompts to learn a mean shift from, if there are as many."""
 LEAST_PROMPTS = 8
 """Fewest prompts to learn from."""
 _Z = 1.959964
