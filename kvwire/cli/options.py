@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from kvwire.runtime.settings import RepairMode
-    from kvwire.store import Catalog, Keyring, Store, UseFile
+    from kvwire.store import Catalog, Keyring, Store, TieredStore, UseFile
 
     Command = Callable[..., None]
 
@@ -229,11 +230,15 @@ class StoreOptions:
         """Open a store that outlives this process."""
         from kvwire.store import FolderStore, MemoryStore
 
-        opened = self.open()
-        if isinstance(opened, MemoryStore):
-            raise ArgumentError("a memory store ends with this command; name a folder, such as file:///path")
-        if exists and isinstance(opened, FolderStore) and not opened.root.is_dir():
-            raise NotFoundError(f"{opened.root} is not a folder; check the address, or encode documents into it first")
+        with ExitStack() as stack:
+            opened = stack.enter_context(closing(self.open()))
+            below = cast("TieredStore", opened).origin("") if hasattr(opened, "cache") else opened
+            if isinstance(below, MemoryStore):
+                raise ArgumentError("a memory store ends with this command; name a folder, such as file:///path")
+            if exists and isinstance(below, FolderStore) and not below.root.is_dir():
+                msg = f"{below.root} is not a folder; check the address, or encode documents into it first"
+                raise NotFoundError(msg)
+            stack.pop_all()
         return opened
 
     def whose(self) -> dict[str, Any]:

@@ -98,8 +98,9 @@ def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) 
 
 def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
     """Read the file."""
-    with os.fdopen(os.open(path, _READ_FLAGS), "rb") as file:
-        header, data = file.read(HEADER_BYTES), file.read(extent.end - extent.start + 1)  # one more: where it goes on
+    with open(path, "rb", opener=lambda name, _: os.open(name, _READ_FLAGS)) as file:
+        header = file.read(HEADER_BYTES) or b""  # None: of a pipe
+        data = file.read(extent.end - extent.start + 1) or b""  # one more: where it goes on
     if len(header) == HEADER_BYTES:
         fields = header[: _FIELDS.size]
         magic, name, start, length, size = _FIELDS.unpack(fields)

@@ -132,7 +132,8 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
     tell = on_progress or (lambda _what, _count: None)
     settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell, dry_run=dry_run)
     if max_fraction < 1 and not dry_run:
-        check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
+        look = replace(settings, dry_run=True, keeps_marks=True)
+        check_fraction(_sweep(store, tenant_hash, keyring, look), max_fraction)
     total = _sweep(store, tenant_hash, keyring, settings)
     if not dry_run and chosen[0].number == 1:
         total += remove_leftovers(store, grace_s)
@@ -146,7 +147,8 @@ class _Settings:
     parts: tuple[Part, ...]
     tell: OnProgress
     dry_run: bool
-    marks: dict[str, Marks] = field(default_factory=dict)  # of a dry look, by the root of their configuration
+    keeps_marks: bool = False  # of a dry look, for the sweep after it
+    marks: dict[str, Marks] = field(default_factory=dict)  # that were kept, by the root of their configuration
 
 
 def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, settings: _Settings) -> Collected:
@@ -167,7 +169,7 @@ def _collect_parts(catalog: Catalog, space: KeySpace, settings: _Settings) -> Co
         total += _Sweep(catalog, space, settings, part, marks).run()
         if not marks.at:  # the entries cannot be read, and would not be for the other parts
             break
-    if settings.dry_run:
+    if settings.keeps_marks:
         marks.pack()
         settings.marks[space.root] = marks
     return total

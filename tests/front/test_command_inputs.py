@@ -68,6 +68,18 @@ def test_names_and_links_are_refused_in_plain_words():
         read_shape("gpt-9")
 
 
+@pytest.mark.parametrize("tiers", [(), ("--cache", "cache"), ("--memory-size", "1MB")])
+def test_a_store_that_is_not_there_is_told_before_and_behind_tiers(run, tmp_path, monkeypatch, tiers):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("store", "ls", "--store", "missing", *tiers)
+    assert code != 0
+    assert not out
+    assert "is not a folder" in err
+    code, _, err = run("store", "ls", "--store", "memory:", *tiers)
+    assert code != 0
+    assert "a memory store ends with this command" in err
+
+
 def test_a_size_of_a_cache_needs_its_folder(run, tmp_path, monkeypatch):
     words = ("store", "ls", "--store", f"file://{tmp_path}")
     code, _, err = run(*words, "--cache-size", "1GB")

@@ -92,6 +92,23 @@ def test_what_is_young_or_of_unknown_age_stays(store, catalog):
         collect(store, grace_s=-1)
 
 
+def test_marks_are_kept_for_the_sweep_after_a_look_and_for_nobody_else(store, catalog, monkeypatch):
+    put(catalog)
+    garbage(store, 1)
+    kept, sweep = [], collecting._sweep
+
+    def watched(*given):
+        done = sweep(*given)
+        kept.append(len(given[-1].marks))
+        return done
+
+    monkeypatch.setattr(collecting, "_sweep", watched)
+    for options, looks in (({"dry_run": True}, [0]), ({"max_fraction": 0.999}, [1, 0]), ({}, [0])):
+        collect(store, **options)
+        assert kept == looks
+        kept.clear()
+
+
 def test_an_entry_of_tokens_goes_when_no_document_has_them(store, catalog):
     put(catalog, "doc", b"first", (1, 2))
     put(catalog, "doc", b"second", (3, 4))  # replaces the document's entry, not that of the tokens

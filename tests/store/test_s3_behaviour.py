@@ -16,6 +16,7 @@ from botocore.credentials import Credentials, RefreshableCredentials
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import S3Settings, S3Store, open_object
+from kvwire.store.backends.s3.client import _descriptions
 from kvwire.store.backends.s3.requests import part_size
 from kvwire.store.testing.samples import blob, noise
 
@@ -122,6 +123,19 @@ def test_the_environment_names_the_endpoint(server, prefix, monkeypatch, name):
         assert store.get("a/k") == b"x"
         assert store.http_address("a/k").url.startswith(f"{server.endpoint}/{BUCKET}/{prefix}/a/k?")
         assert store.url == f"s3://{BUCKET}/{prefix}"
+
+
+def test_a_named_profile_counts_where_the_environment_names_one_that_is_not_there(
+    server, prefix, monkeypatch, tmp_path
+):
+    config = tmp_path / "config"
+    config.write_text(f"[profile good]\ndata_path = {tmp_path}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    _descriptions.cache_clear()
+    with closing(S3Store(f"s3://{BUCKET}/{prefix}?profile=good&endpoint={server.endpoint}&region=us-east-1")) as store:
+        store.put("a/k", b"x")
+        assert store.get("a/k") == b"x"
 
 
 def test_whole_buckets_and_related_prefixes_are_stores_that_do_not_see_each_other(server, raw, prefix):

@@ -1,14 +1,17 @@
 """The disk tier where disks fail, files rot, processes are killed and others share the folder."""
 
 import errno
+import os
 import random
 import subprocess
 import sys
 import threading
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
+from kvwire.errors import CorruptError
 from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
 from kvwire.store.cache import disk_tier
 from kvwire.store.cache.disk_tier import HEADER_BYTES
@@ -510,3 +513,21 @@ def test_a_link_in_place_of_a_folder_is_neither_counted_nor_followed_to_remove_a
         assert tiers.settle(30)
         assert tiers.counters().disk.held_bytes == 0
     assert torn.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("is_pipe", [False, True])
+def test_what_is_no_file_is_torn_and_leaks_nothing(tmp_path, is_pipe):
+    extent = disk_tier.ExtentName(bytes(32), 0, 10)
+    path = tmp_path / extent.file_name
+    with ExitStack() as stack:
+        if is_pipe:
+            os.mkfifo(path)
+            for flags in (os.O_RDONLY, os.O_WRONLY):  # a pipe with a writer has nothing yet; one without is at its end
+                stack.callback(os.close, os.open(path, flags | os.O_NONBLOCK))
+        else:
+            path.mkdir()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            with pytest.raises(CorruptError if is_pipe else IsADirectoryError):
+                disk_tier.read_extent(path, extent)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before

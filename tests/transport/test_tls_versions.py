@@ -136,3 +136,16 @@ async def test_nothing_leads_from_https_to_http(trusted, started, status):
             await HttpSource(session, f"{server.url}/{KEY}", token="hush").read(0, 12, lambda _: None)  # noqa: S106
     assert len(server.asked) == 4
     assert not plain.asked
+
+
+@pytest.mark.parametrize("spelt", ["HTTPS://{}/k", "https://{}?x=1"])
+def test_a_redirect_may_spell_an_address_in_any_way(trusted, started, spelt):
+    secure = started(ANSWER, own_context(trusted))
+    place = spelt.format(secure.url.removeprefix("https://"))
+    lines = ("HTTP/1.1 307 Temporary Redirect", f"Location: {place}", "Content-Length: 0", "Connection: close", "", "")
+    plain = started("\r\n".join(lines).encode())
+    with closing(HttpStore(plain.url, settings=ONCE)) as store:
+        assert store.get(KEY) == BODY
+    assert len(secure.asked) == 1
+    (origin,) = (name for name in store._exchange._pools if name != plain.url)
+    assert origin == secure.url

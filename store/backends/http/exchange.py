@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import urllib3
 from urllib3.exceptions import EmptyPoolError, HTTPError, NewConnectionError, ProxyError
@@ -207,15 +208,16 @@ class HttpExchange:
 
     def _send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
         """Send a request; the answer's body is still to be read."""
-        scheme, _, rest = url.partition("://")
-        origin, body = f"{scheme}://{rest.partition('/')[0]}", None
+        parts = urlsplit(url)  # a redirect may spell it in any way
+        origin, body = f"{parts.scheme}://{parts.netloc}", None
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         pool = self._pool(origin)
         if data is not None:
             headers = {**headers, "Content-Length": str(memoryview(data).nbytes)}
-            body = _pieces(data, _TLS_PIECE_BYTES if scheme == "https" else _PIECE_BYTES)
+            body = _pieces(data, _TLS_PIECE_BYTES if parts.scheme == "https" else _PIECE_BYTES)
         return pool.urlopen(
             method,
-            url if pool.proxy and scheme == "http" else url[len(origin) :] or "/",
+            origin + target if pool.proxy and parts.scheme == "http" else target,
             redirect=False,
             body=body,  # type: ignore[arg-type]  # any buffer
             headers=headers,

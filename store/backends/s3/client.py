@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import boto3
-import botocore.session
+import botocore.loaders
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.credentials import Credentials
@@ -172,14 +172,15 @@ class S3Client:
 
 def _session(address: S3Address) -> Any:  # noqa: ANN401 - boto3's session has no type of its own
     session = boto3.session.Session(profile_name=address.profile, region_name=address.region)
-    session._session.register_component("data_loader", _descriptions())  # noqa: SLF001 - boto3 has no other way
+    inner = session._session  # noqa: SLF001 - boto3 has no other way
+    inner.register_component("data_loader", _descriptions(inner.get_config_variable("data_path")))
     return session
 
 
 @cache
-def _descriptions() -> Any:  # noqa: ANN401 - botocore has no types
+def _descriptions(data_path: str | None) -> Any:  # noqa: ANN401 - botocore has no types
     """Botocore's descriptions of services, which are large: each session would read them anew."""
-    return botocore.session.get_session().get_component("data_loader")
+    return botocore.loaders.create_loader(data_path)
 
 
 def _bundle(session: Any) -> str:  # noqa: ANN401 - as above
