@@ -149,7 +149,7 @@ class PageLoader(Loader):
         yield from self._get_profile()
 
     def _get_profile(self) -> Iterator[None]:
-        profile = profile_in_use(self._corpus, self._runner.read_level)
+        profile, _ = profile_in_use(self._corpus, self._runner.read_level)
         yield
         if isinstance(profile, Profile):
             yield from expect_all(profile)

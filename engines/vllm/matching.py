@@ -10,7 +10,7 @@ from kvwire.errors import KvwireError
 from kvwire.store.prefix.index import after_opening, opening_of
 from kvwire.types import digest_tokens
 
-from .requests import entries_of, kept_of, missing_level, no_head, profile_in_use, salt_of
+from .requests import current_profile_digest, entries_of, kept_of, missing_level, no_head, salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,7 @@ def _beginning(corpus: Corpus, entry: CatalogEntry, prompt: Sequence[int]) -> Pi
 
 def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> MatchResult:
     """The longest prefix of a prompt that a document begins with, but for the prompt's last token."""
-    profile = profile_in_use(corpus)
+    profile = current_profile_digest(corpus)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), (), profile)
     troubles: list[str] = []
     hit = index.longest(prompt, troubles.append)

@@ -232,7 +232,7 @@ def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> 
     entries = [corpus.find(name) for name in choice.documents]
     if missing := missing_level(entries, choice.level):
         raise ArgumentError(missing)
-    profile = profile_in_use(corpus) if choice.prefix else ""
+    profile = current_profile_digest(corpus) if choice.prefix else ""
     kept = kept_of(corpus, choice, entries, prompt)
     if choice.repair and kept is None:
         raise NotFoundError(
@@ -242,7 +242,7 @@ def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> 
     return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, profile, kept)
 
 
-def profile_in_use(corpus: Corpus) -> str:
+def current_profile_digest(corpus: Corpus) -> str:
     """Digest of the profile that a corpus encodes with; empty where it has none yet."""
     return corpus.catalog.profiles.current(corpus.meta.config_digest()) or ""
 

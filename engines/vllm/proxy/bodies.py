@@ -13,7 +13,7 @@ from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.combinations import Combination
 from kvwire.store import read_ahead
 
-from ..requests import KEPT, PARAMS, SALTED, Choice, kept_of, missing_level, profile_in_use, salt_of, with_own
+from ..requests import KEPT, PARAMS, SALTED, Choice, current_profile_digest, kept_of, missing_level, salt_of, with_own
 from .placeholders import (
     RequestError,
     cut,
@@ -174,7 +174,7 @@ class BodyMaker:
             more: dict[str, Any] = {} if asked else {"prefix": True} | ({"save": True} if self._wanted.save else {})
             choice = self._read(asked | more)
             if choice.mode == "prefix":
-                profile, config = profile_in_use(self._corpus), self._corpus.meta.config_digest()
+                profile, config = current_profile_digest(self._corpus), self._corpus.meta.config_digest()
                 salt = salt_of(choice, self._corpus.catalog.tenant, config, (), profile)
                 given[PARAMS] = choice.params()
                 return Prepared(body | {"cache_salt": self._salted(body, salt), "kv_transfer_params": given}, "prefix")
