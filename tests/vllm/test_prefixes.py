@@ -10,7 +10,7 @@ import torch
 
 from kvwire.engines.vllm.loading import PageLoader
 from kvwire.engines.vllm.opening import ConnectorSettings
-from kvwire.engines.vllm.requests import profile_in_use, salt_of
+from kvwire.engines.vllm.requests import current_profile_digest, salt_of
 from kvwire.engines.vllm.scheduling import ConnectorScheduler
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -160,7 +160,7 @@ def test_every_difference_gives_another_salt(told):
     assert len(salts) == 8
     assert salt_of(replace(PREFIX, save=True), tenant, config, (), profile) in salts
     own = request_salt(told.corpus, PREFIX)
-    assert own.startswith(f"kvwire-prefix-level-1-profile-{profile_in_use(told.corpus)[:12]}-")
+    assert own.startswith(f"kvwire-prefix-level-1-profile-{current_profile_digest(told.corpus)[:12]}-")
 
 
 def test_a_document_of_another_profile_is_not_loaded(indexed):
