@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
     from .snapshot import Policy
 
-_TICK_S = 0.05  # between looks at loads that wait, and at fetches that compute may beat
+_TICK_S = 0.05  # between looks at loads that wait for something
 _LEAST_TICK_S = 0.001  # so that a tick which changes nothing is not repeated at once
 _PLANS = 4  # made for one event, besides those of loads whose turn it is: an event takes 2 ms at most
 
@@ -271,6 +271,7 @@ class Controller:
         for load in state.loads.values():
             if load.is_undecided:
                 waits = True
+                moments.append(starter.waits_until(load))
                 idle = not link.fetches and (computes or load.may_refine)
                 if (idle or load.is_stale) and self._planner.wants_plan(load):
                     moments.append(max(self._planner.due_at(load, now), least))

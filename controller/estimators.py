@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import exp2, inf
-from statistics import NormalDist, median
+from statistics import median
 
 from kvwire.errors import ArgumentError
 
@@ -25,18 +25,21 @@ _JUMP = 1.5  # factor off the estimate that is taken for more than noise where s
 _FALL_SAMPLES = 2
 _RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
 _WINDOW = 9
-UNKNOWN = 0.5
-"""Relative 1-sigma error expected of a prior of which nothing is known."""
+_TRUSTED_SAMPLES = 3
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner."""
+    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
+
+    Attributes:
+        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a
+            fast link turns the average; time counts whatever the number of samples.
+    """
 
     seconds: float  # half-life in busy seconds
     size: float = inf  # half-life in bytes
-    # least number of samples in a half-life that is over by bytes, so that no single sample of a fast link turns the
-    # average; time counts whatever the number of samples
     samples: float = 1.0
 
     def __post_init__(self) -> None:
@@ -65,7 +68,7 @@ class BandwidthSettings:
 
     fast: Memory = Memory(0.15, 4e6, 1.5)
     slow: Memory = Memory(0.6, 16e6, 6.0)
-    prior_error: float = UNKNOWN
+    prior_error: float = 0.5
     min_bytes: int = 16_000
     min_busy_s: float = 0.001
     max_hold_s: float = 0.05
@@ -211,14 +214,18 @@ class BandwidthEstimator:
 
 
 class RecentMedian:
-    """Median of the last few measurements of a quantity, the prior the first: no single outlier moves it."""
+    """Median of the last few measurements of a quantity, which a single outlier does not move.
 
-    def __init__(self, prior: float, spread: float = UNKNOWN) -> None:
+    The prior counts as one measurement until there are three.
+    """
+
+    def __init__(self, prior: float, spread: float = 0.5) -> None:
         """Start at a prior."""
         if not (0 <= prior < inf and 0 <= spread < inf):
             raise ArgumentError(f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}")
-        self._spread, self._count = spread, 0
-        self._recent = deque([prior], maxlen=_WINDOW)
+        self._prior = prior
+        self._spread = spread
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
         self.value = prior  # expected value
         self._deviation: float | None = None  # worked out where it is asked for
 
@@ -227,29 +234,32 @@ class RecentMedian:
         if not 0 <= measured < inf:
             raise ArgumentError(f"a measurement must be a finite number, at least 0, got {measured}")
         self._recent.append(measured)
-        self._count += 1
-        self.value, self._deviation = median(self._recent), None
+        self.value, self._deviation = median(self._taken), None
 
     @property
     def is_measured(self) -> bool:
         """Whether anything was measured yet."""
-        return self._count > 0
+        return bool(self._recent)
 
     @property
     def deviation(self) -> float:
         """One standard deviation: of the measurements, and at least what so few of them cannot rule out."""
         if self._deviation is None:
             value = self.value
-            # Half of what is normally distributed lies within so much of a standard deviation.
-            measured = median(abs(taken - value) for taken in self._recent) / NormalDist().inv_cdf(0.75)
-            self._deviation = max(measured, self._spread * value / (1 + min(self._count, _WINDOW)))
+            measured = _MAD_TO_SIGMA * median(abs(taken - value) for taken in self._taken)
+            self._deviation = max(measured, self._spread * value / (1 + len(self._recent)))
         return self._deviation
+
+    @property
+    def _taken(self) -> list[float]:
+        known = len(self._recent) >= _TRUSTED_SAMPLES
+        return [*self._recent] if known else [self._prior, *self._recent]
 
 
 class TtfbEstimator:
     """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
 
-    def __init__(self, prior_s: float, spread: float = UNKNOWN) -> None:
+    def __init__(self, prior_s: float, spread: float = 0.5) -> None:
         """Start at a prior."""
         self._recent = RecentMedian(prior_s, spread)
 

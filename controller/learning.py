@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite, log, pi, sqrt
+from math import inf, isfinite, log, sqrt
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvwire.errors import ArgumentError
 
 from .costs import SHORTEST_S, DecodeCost, PrefillCost
-from .estimators import UNKNOWN, RecentMedian
+from .estimators import RecentMedian
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Row = tuple[float, float, float]
     Array = NDArray[np.float64]
 
+DEFAULT_SPREAD = 0.5
+"""Relative 1-sigma error expected of a cost of which nothing is known."""
 MOST_KNOWN = 8
 """Measurements that are enough to trust a cost; more of them change nothing."""
 _UNSEEN = 0.1  # share of a measured time that a coefficient may explain though the prior says 0
@@ -28,7 +30,10 @@ _DRIFT = 0.003  # sigma by which a coefficient drifts from one measurement to th
 _SURPRISE = 3.0  # sigma: what is further off counts as that far; twice in a row, the machine's speed has changed
 _NOISE = 0.05  # sigma of a measurement, relative
 _SPREAD_WEIGHT = 0.15  # of the latest error, in their mean
+_MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
+_MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
 _LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
+_USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 
 
 class _Learner:
@@ -45,7 +50,7 @@ class _Learner:
         self.coefficients = self._prior = _rounded(np.array(prior))
         self._trust = 2 if known else 0  # measurements that a prior of which anything is known outweighs
         self.known = min(known, MOST_KNOWN)
-        self._error = spread / sqrt(pi / 2)  # mean of the latest, absolute; sigma, were they normally distributed
+        self._error = spread / _MEAN_TO_SIGMA  # mean of the latest
         self._first: list[tuple[Array, float]] = []
         self._surprise = 0.0  # share by which the latest measurement was off, where that was a surprise
 
@@ -55,7 +60,7 @@ class _Learner:
 
     @property
     def spread(self) -> float:
-        return sqrt(pi / 2) * self._error
+        return _MEAN_TO_SIGMA * self._error
 
     def add(self, row: Row, seconds: float) -> None:
         if not (isfinite(seconds) and seconds >= 0 and isfinite(sum(row)) and min(row) >= 0):
@@ -64,7 +69,7 @@ class _Learner:
         expected = float(self.coefficients @ measured)
         seconds = max(seconds, SHORTEST_S)
         if expected > 0 and (self.known or self._first):  # that a mere guess was wrong says nothing of the next one
-            error = min(abs(log(seconds / expected)), UNKNOWN)  # an outlier does not cast doubt on all the rest
+            error = min(abs(log(seconds / expected)), _MOST_ERROR)
             self._error += max(_SPREAD_WEIGHT, 1 / (self.known + 1)) * (error - self._error)
         self.known = min(self.known + 1, MOST_KNOWN)
         if len(self._first) < MOST_KNOWN:
@@ -148,7 +153,7 @@ class _Estimator:
 class PrefillEstimator(_Estimator):
     """Cost of forward passes, as measured."""
 
-    def __init__(self, prior: PrefillCost, *, spread: float = UNKNOWN, known: int = 0) -> None:
+    def __init__(self, prior: PrefillCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
         """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
         super().__init__((prior.base_s, prior.token_s, prior.pair_s), spread, known)
 
@@ -171,10 +176,12 @@ class JoinedEstimator(PrefillEstimator):
     Else an engine that became quicker would never join, and so never learn what joining takes now.
     """
 
-    def __init__(self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = UNKNOWN, known: int = 0) -> None:
+    def __init__(
+        self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = DEFAULT_SPREAD, known: int = 0
+    ) -> None:
         """Start from ``prior``, as ``PrefillEstimator`` does."""
         super().__init__(prior, spread=spread, known=known)
-        self._alone, self._first_s = alone, self._chunk_s(alone)
+        self._alone, self._first_s = alone, alone.cost.seconds(_USUAL_TOKENS)
         self._scaled, self._told = (prior, 1.0), prior
 
     def add_rows(self, passes: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -185,12 +192,7 @@ class JoinedEstimator(PrefillEstimator):
 
     def _slower(self) -> float:
         """How many times as long passes alone take as they did in the beginning."""
-        return self._chunk_s(self._alone) / self._first_s if self._first_s > 0 else 1.0
-
-    @staticmethod
-    def _chunk_s(alone: PrefillEstimator) -> float:
-        """A chunk's pass, by which an engine's speed is told."""
-        return alone.cost.seconds(256)
+        return self._alone.cost.seconds(_USUAL_TOKENS) / self._first_s if self._first_s > 0 else 1.0
 
     @property
     def cost(self) -> PrefillCost:
@@ -204,7 +206,7 @@ class JoinedEstimator(PrefillEstimator):
 class DecodeEstimator(_Estimator):
     """Cost of decoding, as measured."""
 
-    def __init__(self, prior: DecodeCost, *, spread: float = UNKNOWN, known: int = 0) -> None:
+    def __init__(self, prior: DecodeCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
         """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
         super().__init__((prior.base_s, prior.token_s, prior.byte_s), spread, known)
 

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .forecast import Timeline, prefill_s, unfetched_s
-from .refining import Refining
+from .refining import Refining, raised_within
 from .repair import LEAST_ERROR
 from .snapshot import RECOMPUTE, Plan
 
 if TYPE_CHECKING:
-    from .snapshot import Flags, Ints, PlanRequest
+    from .snapshot import Flags, Ints, PlanRequest, UpgradeCandidates
 
 
+_AS_GOOD = 1.001
 _EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
-LOOK_SHARE = 0.5
-"""Share of the time left, and of the chunks, that may be gone when a question looks: the rest is for finer levels."""
+_LOOKED_BY = 0.5  # share of the time that is left by which the question must have looked: finer levels take the rest
 _LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
+_LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
     """Target and split of the least error in time; of those that are as good as the best, the soonest."""
     feasible = timeline.finish_s <= (inf if request.left_s is None else request.left_s)
     least = float(timeline.error[feasible].min())
-    score = np.where(feasible & (timeline.error <= least), timeline.finish_s, np.inf)
+    score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
     return divmod(int(score.argmin()), int(score.shape[1]))
 
 
@@ -112,7 +113,7 @@ def _may_look(request: PlanRequest, ready_s: float) -> bool:
         return False
     closing_s = request.costs.closing_s(request.prompt_tokens)
     base_s = max(request.committed.prefill_s, ready_s - closing_s)
-    return base_s + request.look_s <= LOOK_SHARE * (request.left_s - closing_s)
+    return base_s + request.look_s <= _LOOKED_BY * (request.left_s - closing_s)
 
 
 def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int) -> bool:
@@ -135,6 +136,12 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
     return request.was_to_look or max(float(error[-1]), _LOOKED * after) / tokens < _mixed(
         request, timeline, row, split
     )
+
+
+def _with_refinements(plan: Plan, some: UpgradeCandidates, order: Ints, levels: Ints) -> Plan:
+    """The plan, with candidates raised to some levels in some order, as far as they are ready."""
+    order = order[some.ready[order]]
+    return replace(plan, refine=order.tolist(), refine_levels=levels[order].tolist())
 
 
 def _within_reach(request: PlanRequest) -> Flags:
@@ -175,8 +182,8 @@ def _earliest(request: PlanRequest) -> Plan:
     as_it_is = request if request.refinable is None else replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
-    idle = request.bandwidth > 0 and not len(request.committed.wire)
-    if not split and timeline.counts[0] and request.chunks.count > 1 and idle:
+    worth_it = request.bandwidth > 0 and float(prefill_s(request).sum()) > _LONG * request.costs.prefill.base_s
+    if not split and timeline.counts[0] and not len(request.committed.wire) and worth_it:
         # An idle link tells nothing. One chunk, the last that compute would come to, costs little, and may tell much.
         return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))
     return _written(request, timeline, 0, split, "soonest")
@@ -238,7 +245,8 @@ def _only_refine(request: PlanRequest) -> Plan:
 def _refining(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the refinements that still fit before the deadline.
 
-    Most error removed per byte goes first. What is not ready yet counts, but is not asked for.
+    All that can become better goes to the finest level that all can have, single chunks to the next one, most error
+    removed per byte first. What is not ready yet counts, but is not asked for.
     """
     some, left_s = request.refinable, request.left_s
     if some is None or request.goal.objective != "quality" or left_s is None:
@@ -248,7 +256,5 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
         return plan
     if _may_look(request, finer.ready_s):
         return replace(plan, looks=True)  # what is fetched now might be nothing that the question looks at
-    levels = finer.best_within(left_s)
-    order = finer.order(levels)
-    order = order[some.ready[order]]
-    return replace(plan, refine=order.tolist(), refine_levels=levels[order].tolist())
+    levels = finer.best_within(left_s) if request.is_weighed else raised_within(finer, some, left_s)
+    return _with_refinements(plan, some, finer.order(levels), levels)

@@ -22,6 +22,7 @@ _GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Shares of rows that are weighed against each other, besides the bounds of an option."""
 LEAST_ERROR = 1e-12
 """120 dB: errors below count as this."""
+_AS_GOOD = 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,8 @@ class RepairOption:
             if spare_s < coding[0][0]:
                 break
             errors[share] = _error_after(spare_s, coding) + self.error_left(share)
-        return min(errors, key=lambda share: errors[share], default=self.least)
+        good = _AS_GOOD * min(errors.values(), default=0.0)
+        return next((share for share, error in errors.items() if error <= good), self.least)
 
     def most_within(self, left_s: float, closing_s: Callable[[float], float], most: float) -> float:
         """Choose the greatest share that is in time."""
