@@ -11,7 +11,7 @@ from kvwire.reuse import block_mask, link, moved
 from .families import FAMILIES, LENGTHS, cache_error, documents, engine_of, query, tokens
 
 families = pytest.mark.parametrize("family", FAMILIES)
-NEAR = 0.06
+NEAR = 0.08
 """Relative error of the middling question token's logits at the finest layered level: random models exaggerate."""
 
 
