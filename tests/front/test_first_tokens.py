@@ -43,7 +43,7 @@ def test_the_prompt_is_that_of_documents_that_end_there(small, first, costs):
     assert torch.allclose(answer.logits, logits[-1].float(), atol=1e-4)
     assert (costs is COMPUTED) in {decision.level is None for decision in answer.decisions}
     assert len(answer.decisions) == sum(-(-len(ids) // 64) for ids in texts)
-    assert all("the link became slow" in miss for miss in answer.misses)  # a fetch that a pass overtook
+    assert not answer.misses
 
 
 def test_fewer_chunks_are_fetched_and_a_level_is_cut_as_it_is_decoded(small):

@@ -214,20 +214,22 @@ def test_the_command_writes_a_page_and_tells_when_first_tokens_come(store, small
     assert told["configs"][0]["documents"] == len(small.tokens) + 1
     ways = told["first_tokens"]["ways"]
     assert set(ways) >= {"kvwire", "text only"}
-    # This machine's costs make both about as quick here, and what a plan expects is off by a few per cent.
-    assert all(soon <= text * 1.1 for soon, text in zip(ways["kvwire"], ways["text only"], strict=True))
+    # What a plan expects is off by a few per cent.
+    assert all(soon <= text * 1.05 for soon, text in zip(ways["kvwire"], ways["text only"], strict=True))
     assert "Time to the first token" in Page(page.read_text(encoding="utf-8")).text
 
 
 def estimates(tmp_path, run, store, small, demo_model):
-    """What ``kvwire plan --json`` prints of the model on this machine."""
+    """What ``kvwire plan --json`` prints of the model on this machine, but prefills as slowly as larger models do."""
     code, out, err = run(
         "plan", "--docs", next(iter(small.tokens)), "--store", store.root.as_uri(),
         "--model", str(demo_model), "--link", "1gbit,2ms", "--no-compare", "--json",
     )  # fmt: skip
     assert code == 0, err
     path = tmp_path / "plan.json"
-    path.write_text(out)
+    plan = json.loads(out)
+    plan["estimates"]["engine"]["prefill"] |= {"base_s": 0.002, "token_s": 2e-4}
+    path.write_text(json.dumps(plan))
     return path
 
 
