@@ -119,7 +119,8 @@ def test_a_prompt_begins_with_what_is_stored(corpus, chatting, ids):
         assert (same.reused.saved, len(documents(corpus))) == ("", 1)
 
 
-def test_uses_while_the_last_are_written_down_are_written_when_the_loader_closes(small, chatting, ids):
+def two_uses(small, chatting, ids):
+    """A loader that has used a second prompt while the first's use is being written."""
     store = SlowToMark(MemoryStore())
     corpus = filled(small, chatting, store)
     for name, text in (("prompts/1", ids), ("prompts/2", ids[7:])):
@@ -128,6 +129,11 @@ def test_uses_while_the_last_are_written_down_are_written_when_the_loader_closes
     made.ask_prompt([*ids, 7])
     assert store.begun.wait(60)
     made.ask_prompt([*ids[7:], 7])
+    return store, corpus, made
+
+
+def test_uses_while_the_last_are_written_down_are_written_when_the_loader_closes(small, chatting, ids):
+    store, corpus, made = two_uses(small, chatting, ids)
     threading.Timer(0.2, store.let.set).start()
     made.close()
     space = corpus.catalog.keys(corpus.config)
@@ -136,14 +142,7 @@ def test_uses_while_the_last_are_written_down_are_written_when_the_loader_closes
 
 def test_a_hung_write_is_waited_for_once_and_closing_again_does_nothing(small, chatting, ids, monkeypatch):
     monkeypatch.setattr(runner, "_WRITING_S", 0.5)
-    store = SlowToMark(MemoryStore())
-    corpus = filled(small, chatting, store)
-    for name, text in (("prompts/1", ids), ("prompts/2", ids[7:])):
-        list(corpus.encode([Document(name, text)], index=("kvwire",)))
-    made = loader(chatting, corpus)
-    made.ask_prompt([*ids, 7])
-    assert store.begun.wait(60)
-    made.ask_prompt([*ids[7:], 7])
+    store, corpus, made = two_uses(small, chatting, ids)
     writing, waits = made._runner.writing, []
     wait = writing.result
     monkeypatch.setattr(writing, "result", lambda limit_s: (waits.append(limit_s), wait(limit_s))[1])
