@@ -113,7 +113,14 @@ class Choice:
         return "documents" if self.documents else "prefix" if self.prefix else ""
 
     def goal(self, left_s: float | None) -> Goal:
-        """What the controller is to reach; left_s: seconds until the deadline, None without one."""
+        """What the controller is to reach.
+
+        Args:
+            left_s: Seconds until the deadline; None: there is none.
+
+        Returns:
+            The goal of a load.
+        """
         from kvwire.controller import Goal
 
         usual: Objective = "earliest" if left_s is None else "quality"
@@ -224,6 +231,9 @@ def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> 
         corpus: The documents'.
         choice: The request's.
         prompt: Its token ids; needed where a repair is asked for and tokens stand before the documents.
+
+    Returns:
+        The salt, to be sent as ``cache_salt``.
 
     Raises:
         NotFoundError: A document is not in the catalog, or a repair is asked for and none is kept.

@@ -56,9 +56,10 @@ class Marks:
     def pack(self) -> None:
         """Keep all in 8 bytes each."""
         more = np.fromiter(self._recent, np.uint64, len(self._recent))
-        both = np.concatenate([np.frombuffer(self._packed, np.uint64), np.sort(more)])
-        both.sort(kind="stable")  # merges two sorted runs
-        self._packed, self._recent = array("Q", both.tobytes()), set()
+        more.sort()
+        self._packed.frombytes(more.tobytes())
+        np.frombuffer(self._packed, np.uint64).sort(kind="stable")  # in place: merges two sorted runs
+        self._recent = set()
 
 
 def _number(key: str) -> int:
