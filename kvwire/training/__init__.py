@@ -41,16 +41,4 @@ __all__ = [
     "write_trained",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.training.losses": ("answer_loss", "divergence_loss"),
-        "kvwire.training.loop": ("Trained", "Training", "train"),
-        "kvwire.training.output": ("report_of", "write_report", "write_trained"),
-        "kvwire.training.recipes": ("RECIPES", "Recipe"),
-        "kvwire.training.samples": ("Sample", "Turn"),
-        "kvwire.training.sequences": ("Batch", "batch_of", "linked", "plain"),
-        "kvwire.training.sources": ("Mixture", "Samples", "Text", "TextCut", "read_source"),
-        "kvwire.training.trainable": ("TrainableModel",),
-    },
-)
+__getattr__ = lazy(__name__)
