@@ -63,7 +63,7 @@ def match_documents(
     corpus: Corpus, choice: Choice, prompt: Sequence[int], quality: LinkQuality | None = None
 ) -> MatchResult:
     """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
-    entries = entries_of(corpus, choice)
+    entries = entries_of(corpus, choice.documents)
     kept = kept_of(corpus, choice, entries, prompt)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
     if missing := missing_level(entries, choice.level):
