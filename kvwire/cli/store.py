@@ -156,13 +156,6 @@ class _GcOptions:
     yes: bool = flag("Delete even more than half of all bytes, or of all documents'.")
     allow_empty_catalog: bool = flag("Collect even if the catalog is empty or names nothing that exists.")
     part: str = _PART
-    parts: int = option(
-        "The whole as N parts, one after the other; entries are read once, and each object that they name takes some "
-        "8 bytes of memory.",
-        default=1,
-        metavar="N",
-        type=click.IntRange(1, 65536),
-    )
     as_json: bool = _JSON
 
 
@@ -189,9 +182,7 @@ def gc(options: _GcOptions) -> None:
         }  # fmt: skip
         if forgets:
             forgotten = forget(store, keep_bytes=keep_bytes, unused_s=unused_s, named=options.named, **both)
-        done = collect(
-            store, allow_empty_catalog=options.allow_empty_catalog, part=chosen, parts=options.parts, **both
-        )  # fmt: skip
+        done = collect(store, allow_empty_catalog=options.allow_empty_catalog, part=chosen, **both)
     failures = (*forgotten.failures, *done.failures)
     error = CorruptError(f"left alone: {'; '.join(failures)}") if failures else None
     verb = "would delete" if options.dry_run else "deleted"
