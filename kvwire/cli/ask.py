@@ -77,7 +77,9 @@ class AskOptions:
     more_docs: tuple[str, ...] = argument(nargs=-1)
     question: str = option("Text that the model continues, after the documents or the prompt.", default="")
     deadline: float | None = option("Seconds until the first token.", type=click.FloatRange(min=0, min_open=True))
-    soon: tuple[str, ...] = option("Document to prefetch into --cache after the answer; repeatable.", multiple=True)
+    prefetch: tuple[str, ...] = option(
+        "Document to prefetch into --cache after the answer; repeatable.", "--soon", "prefetch", multiple=True
+    )
     first: int | None = option(
         "Load only the first N tokens of each document, as if it ended there.", metavar="N", type=click.IntRange(min=1)
     )
@@ -242,12 +244,12 @@ def _chat(options: AskOptions) -> Chat | None:
     return Chat(system=options.system, before=options.before)
 
 
-def _fetch_ahead(corpus: Corpus, options: AskOptions, failed: type[BaseException] | None, *_: object) -> None:
-    """Fetch documents of later questions, once this one is answered."""
+def _prefetch(corpus: Corpus, options: AskOptions, failed: type[BaseException] | None, *_: object) -> None:
+    """Prefetch documents of later questions, once this one is answered."""
     if failed:
         return
     sys.stdout.flush()
-    if not corpus.prefetch(options.soon, -1 if options.exact else options.ceiling).wait():
+    if not corpus.prefetch(options.prefetch, -1 if options.exact else options.ceiling).wait():
         raise StorageError("not all documents of --soon came: the store failed, or they have too many parts; try again")
 
 
@@ -265,8 +267,8 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
         raise ArgumentError("--argument fills a slot of a schema: give --schema")
     opened = stack.enter_context(closing(place.open()))
     corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options.uses))
-    if options.soon:
-        stack.push(partial(_fetch_ahead, corpus, options))
+    if options.prefetch:
+        stack.push(partial(_prefetch, corpus, options))
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
     known = _texts(engine, options.texts, schema.documents if schema else names) if options.texts else {}
@@ -319,7 +321,7 @@ def _check_prompt(options: AskOptions) -> None:
         raise ArgumentError(f"a question is over --docs, a --prompt or a --session: give one of them, got {got}")
     if not options.question and not options.prompt:
         raise ArgumentError("there is no question: give --question")
-    if options.soon and not options.place.cache:
+    if options.prefetch and not options.place.cache:
         raise ArgumentError("--soon fetches documents into the local cache: give --cache, too")
     unused: dict[str, object]
     if options.docs:

@@ -38,13 +38,13 @@ from kvwire.cli.options import (
 from kvwire.cli.printing import LevelTotals, describe
 from kvwire.cli.say import error_as_data, leave, say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
-from kvwire.errors import ArgumentError, KvwireError, NotFoundError, PartialError
+from kvwire.errors import ArgumentError, KvwireError, PartialError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvwire.codec import Backend
-    from kvwire.offline import DocumentRef, Row, RunOptions
+    from kvwire.offline import DocumentRef, Row, RunOptions, Work
     from kvwire.runtime.coding import Encoded, Extent
     from kvwire.runtime.corpus import Corpus
     from kvwire.types import Chat
@@ -262,35 +262,32 @@ def _what(options: _EncodeOptions) -> RunOptions:
 
 def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
     from kvwire.offline import encode_side_by_side, prepare_profile
+    from kvwire.types import Chat
 
     what = _what(options)
     _progress.info("opening %s", options.model)
     corpus = open_corpus(place, options)
     profile = prepare_profile(corpus, refs, what)
     _progress.info("encoding %d documents", len(refs))
+    chat = Chat(options.system, before=options.before) if options.chat else None
     with closing(encode_side_by_side(corpus, refs, profile, what)) as works:
-        output.take((work.row, work.encoded) for work in works)
-    if options.chat:
-        from kvwire.types import Chat
+        checked = check_in_chat(corpus, chat, works) if chat else works
+        output.take((work.row, work.encoded) for work in checked)
+    if chat:
+        corpus.put_chat_head(chat)
 
-        _prepare_chats(corpus, Chat(options.system, before=options.before), refs)
 
+def check_in_chat(corpus: Corpus, chat: Chat, works: Iterable[Work]) -> Iterator[Work]:
+    """Tell of documents whose end a chat's template would cut otherwise; all are stored all the same."""
+    from kvwire.runtime.answer import ChatAsked
 
-def _prepare_chats(corpus: Corpus, chat: Chat, refs: Sequence[DocumentRef]) -> None:
-    """Keep the rows before the documents, and tell of documents whose end a chat's template would cut otherwise."""
-    corpus.put_chat_head(chat)
     engine = corpus.encoder().engine
-    rendered = engine.render_chat(chat, _ANY_QUESTION)
-    for ref in refs:
-        try:
-            text = corpus.text(corpus.find(ref.document_id))
-            trouble = engine.check_chat(chat, _ANY_QUESTION, [text], rendered)
-        except NotFoundError:  # what was left out was told
-            continue
-        except KvwireError as error:  # all is stored: this is only a hint
-            trouble = f"its end was not checked: {error}"
-        if trouble:
-            _progress.warning("document %r in a chat: %s", ref.document_id, trouble)
+    asked = ChatAsked(chat, _ANY_QUESTION, engine.render_chat(chat, _ANY_QUESTION))
+    for work in works:
+        yield work
+        ids = work.document and work.row.status != "failed" and work.document.token_ids
+        if ids and (trouble := asked.apart(engine, [ids])):
+            _progress.warning("document %r in a chat: %s", work.ref.document_id, trouble)
 
 
 def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:

@@ -10,8 +10,8 @@ from kvwire.cli.options import command, repair_of
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.cli.plan_prompt import plan_prompt
-from kvwire.cli.say import leave, say
-from kvwire.errors import ArgumentError, DeadlineError
+from kvwire.cli.say import late_error, leave, say
+from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvwire.controller import Goal, Objective
@@ -58,11 +58,7 @@ def plan(options: PlanOptions) -> None:
         stored_bytes=prompt.stored_bytes,
     )
     priced = None if prices is None else price_plan(made, prices, prompt.stored_bytes, prompt.raw_bytes)
-    error, ttft_s = None, made.prediction.ttft_s
-    if not made.prediction.in_time:
-        error = DeadlineError(
-            f"the first token would come after {ttft_s:.3f} s, the deadline is {options.deadline:g} s"
-        )
+    error = late_error(made.prediction.ttft_s, options.deadline)
     print_plan(prompt, made, estimates, settings, as_json=options.as_json, error=error, priced=priced)
     if error:
         leave(error)

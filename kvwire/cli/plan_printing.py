@@ -179,9 +179,10 @@ def _tiers(plan: LoadPlan) -> Iterator[str]:
     for each in plan.tiers:
         made = each.prediction
         kl = "-" if made.kl is None else f"{made.kl:.1e}"
+        verdict = "yes, and the cheapest" if each.is_cheapest else "yes" if each.is_fast_enough else "no"
         yield (
             f"{_short(each.tier.name):<{_NAME}}{_time(made.ttft_s):>12}{_size(made.bytes):>10}{kl:>9}"
-            f"{_money(each.month):>12}  {'yes, and the cheapest' if each.is_best else 'yes' if each.is_fast else 'no'}"
+            f"{_money(each.cost_per_month):>12}  {verdict}"
         )
 
 

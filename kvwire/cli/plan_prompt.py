@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire.cli.ask import prompt_tokens
 from kvwire.cli.inputs import open_engine, read_link
 from kvwire.cli.options import repair_of
-from kvwire.cli.say import say
+from kvwire.cli.say import error_as_data, late_error, leave, say
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 def plan_prompt(options: PlanOptions) -> None:
-    """Search donors of a prompt, and tell what editing them takes and why others are refused."""
+    """Search donors of a prompt, and tell what editing them takes, why others are refused, and if it would be late."""
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
     from kvwire.runtime.settings import LoadSettings
 
     if options.names or options.context or options.is_modelled or not (options.model and options.place.store):
         raise ArgumentError("--prompt needs --model and --store, and goes without documents, --context and other costs")
-    if options.price or options.tiers:
-        raise ArgumentError("--price and --tiers are about documents that are named: leave them out with --prompt")
+    if options.price or options.tiers or options.exact:
+        msg = "--price, --tiers and --exact are about documents that are named: leave them out with --prompt"
+        raise ArgumentError(msg)
     engine = open_engine(options.model, options.device, options.dtype)
     settings = LoadSettings(max_kl=options.max_kl, quality_floor=options.floor, repair=repair_of(options.repair))
     with closing(options.place.open_lasting(exists=True)) as store:
@@ -36,10 +37,13 @@ def plan_prompt(options: PlanOptions) -> None:
         with Loader(engine, corpus, settings=settings) as loader:
             link = read_link(options.link) if options.link else None
             search = loader.plan_prompt(prompt_tokens(engine, options.prompt), link=link)
+    error = late_error(search.plan.seconds if search.plan else search.rival_s, options.deadline)
     if options.as_json:
-        say(json.dumps(_described(search)))
+        say(json.dumps(_described(search) | error_as_data(error)))
     else:
         say(*_lines(search))
+    if error:
+        leave(error)
 
 
 def _described(search: Search) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvwire._printable import PrintableLines, printable, printable_text
+from kvwire.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +45,13 @@ def prepare_output() -> None:
 def error_as_data(error: KvwireError | None) -> dict[str, Any]:
     """An error as plain data; nothing for None."""
     return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
+
+
+def late_error(ttft_s: float, deadline_s: float | None) -> DeadlineError | None:
+    """The error of a plan whose first token would miss the deadline."""
+    if deadline_s is None or ttft_s <= deadline_s:
+        return None
+    return DeadlineError(f"the first token would come after {ttft_s:.3f} s, the deadline is {deadline_s:g} s")
 
 
 def leave(error: KvwireError) -> NoReturn:

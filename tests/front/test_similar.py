@@ -371,7 +371,9 @@ def test_the_command_line_plans_and_asks_similar_prompts(run, small, demo_model,
     told = json.loads(out)
     assert [each["tokens"] > 300 for each in told["considered"]] == [True], err
     assert told["plan"]["reused"] == told["considered"][0]["tokens"]
-    code, out, err = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit")
+    code, late, _ = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit", "--deadline", "1e-9", "--json")
+    assert (code, json.loads(late)["error"]["kind"]) == (6, "DeadlineError")
+    code, out, err = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit", "--deadline", "1000")
     assert all(word in out for word in ("without donors", "edited", "spans", "never measured", "donor")), out
     ask = ["ask", "--prompt", prompt, "--reuse", "donors", "--tokens", 2, *model, *place]
     code, out, err = run(*ask, "--json")
