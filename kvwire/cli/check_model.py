@@ -35,27 +35,21 @@ class _CheckOptions:
     questions: str | None = option(
         "JSON list of {documents, question, answer}; without it, texts are cut into prompts."
     )
-    prompts: int = option("Number of prompts to measure.", default=12, show_default=True, type=click.IntRange(min=1))
+    prompts: int = option("Number of prompts to measure.", default=12, type=click.IntRange(min=1))
     bound: float = option(
         "Largest share of the documents' effect on the model that links may lose.",
-        default=0.1,
-        show_default=True,
-        type=click.FloatRange(0, 1),
-    )
+        default=0.1, type=click.FloatRange(0, 1),
+    )  # fmt: skip
     picture: str | None = option("PNG file to draw.")
-    seed: int = option("Seed for the choice of prompts.", default=0, show_default=True)
+    seed: int = option("Seed for the choice of prompts.", default=0)
     shift_prompts: int = option(
         "Further prompts to learn the mean shift of linked documents from; 0: learn none.",
-        default=48,
-        show_default=True,
-        type=click.IntRange(min=0),
-    )
+        default=48, type=click.IntRange(min=0),
+    )  # fmt: skip
     neutral_prefix: int = option(
         "Tokens of neutral text that documents are computed behind, as in kvwire encode.",
-        default=0,
-        metavar="N",
-        type=click.IntRange(0),
-    )
+        default=0, metavar="N", type=click.IntRange(0),
+    )  # fmt: skip
     edits: bool = flag("Measure prompts made of similar ones instead (kvwire ask --reuse).")
     place: StoreOptions = STORE
     device: str = DEVICE

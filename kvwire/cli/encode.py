@@ -8,7 +8,6 @@ import sys
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,8 +16,10 @@ from kvwire.cli.inputs import open_engine, read_file
 from kvwire.cli.options import (
     BACKEND,
     CALIBRATION,
+    CHAT_BEFORE,
     DEVICE,
     DTYPE,
+    FILE,
     INDEX,
     JSON,
     LINKS,
@@ -34,7 +35,7 @@ from kvwire.cli.options import (
     flag,
     option,
     use_file,
-)
+)  # fmt: skip
 from kvwire.cli.printing import LevelTotals, describe
 from kvwire.cli.say import error_as_data, leave, say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
@@ -42,6 +43,7 @@ from kvwire.errors import ArgumentError, KvwireError, PartialError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from kvwire.codec import Backend
     from kvwire.offline import DocumentRef, Row, RunOptions, Work
@@ -150,47 +152,40 @@ class _EncodeOptions:
     dtype: str = DTYPE
     force: bool = flag("Encode again what the store already has.")
     refit: bool = flag("Fit a new profile, and encode again documents with another one.")
-    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD)
     prefix_layers: int = PREFIX_LAYERS
     lossless: bool = flag("Add a bit-exact level.")
     deviation: bool = flag("Measure how far tokens move behind others, for ask --selector product.")
     neutral_prefix: int = option(
         "Compute documents behind N tokens of a neutral text, which are dropped: links without repair lose less, "
         "prompts that begin with a document are not exact.",
-        default=0,
-        metavar="N",
-        type=click.IntRange(0),
-    )
+        default=0, metavar="N", type=click.IntRange(0),
+    )  # fmt: skip
     encode_after: int = option(
         "Keep documents with fewer than N counted uses as text; needs --uses.",
-        default=0,
-        type=click.IntRange(0),
-        metavar="N",
-    )
+        default=0, type=click.IntRange(0), metavar="N",
+    )  # fmt: skip
     calibration: Extent = CALIBRATION
     profile: Path | None = option(
-        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.", type=FILE
     )
     resume: Path | None = RESUME
     links: str | None = LINKS
     soft_tokens: Path | None = SOFT_TOKENS
     index: tuple[str, ...] = INDEX
     chat: bool = flag("Also keep the rows that the model's chat template puts before documents, for chats in vLLM.")
-    system: str | None = option("With --chat, the system turn.", default=None)
-    before: str = option("With --chat, the user's words before the documents.", default="")
+    system: str | None = option("With --chat, the system turn.")
+    before: str = CHAT_BEFORE
     uses: str | None = USES
     backend: Backend = BACKEND
-    text_column: str = option("The text's field in rows.", default="text", show_default=True, metavar="NAME")
-    id_column: str = option("The document id's field in rows.", default="id", show_default=True, metavar="NAME")
+    text_column: str = option("The text's field in rows.", default="text", metavar="NAME")
+    id_column: str = option("The document id's field in rows.", default="id", metavar="NAME")
     manifest: str | None = option("Write a row for each document: .parquet, or .jsonl.", metavar="FILE")
     on: str | None = option("Encode on a Ray cluster (RAY_ADDRESS).", type=click.Choice(["ray"]))
     engine: str = option(
         "What runs the model; vllm, on Ray, for one that needs several GPUs: the store has its profile before.",
-        type=click.Choice(["transformers", "vllm"]),
-        default="transformers",
-        show_default=True,
-    )
+        type=click.Choice(["transformers", "vllm"]), default="transformers",
+    )  # fmt: skip
     tensor_parallel: int = option("Tensor-parallel workers of vLLM.", default=1, type=click.IntRange(1), metavar="N")
     engine_args: str = option("Further arguments of vLLM's engine, as a JSON object.", default="", metavar="JSON")
     actors: int = option("Engines on Ray; 0: as many as fit.", default=0, type=click.IntRange(0), metavar="N")

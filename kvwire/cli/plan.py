@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from kvwire.cli.options import command, repair_of
@@ -40,7 +40,7 @@ def plan(options: PlanOptions) -> None:
     prices = None if options.price is None else Prices.parse(options.price)
     tiers = () if options.tiers is None else parse_tiers(options.tiers)
     without = place.store is None and not options.needs_store
-    with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
+    with nullcontext() if without else place.opened() as store:
         sources = Sources(options, store)
         prompt, estimates, settings = sources.prompt(), sources.estimates(), sources.settings()
     if sys.stderr.isatty() and len(prompt.inputs) > _MANY:

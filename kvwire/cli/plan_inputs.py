@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import click
 
 from kvwire._json import json_object
-from kvwire.cli.inputs import open_engine, read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import (
+    find_entry,
+    open_engine,
+    read_file_header,
+    read_link,
+    read_machine,
+    read_shape,
+    read_tokens,
+)
 from kvwire.cli.options import (
+    ABOVE_0,
+    CONFIG,
     DEVICE,
     DTYPE,
     FLOOR,
     JSON,
     MAX_KL,
+    OBJECTIVE,
     REPAIR,
     STORE,
     StoreOptions,
@@ -32,7 +43,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import Catalog, CatalogEntry, Store
+    from kvwire.store import Store
     from kvwire.types import BlobInfo
     from kvwire.whatif.records import Details
 
@@ -48,19 +59,13 @@ _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 class PlanOptions:
     """What ``kvwire plan`` is given."""
 
-    docs: tuple[str, ...] = option(
-        "Ids of documents of the store, or .kvw files, in the prompt's order.", multiple=True
-    )
+    docs: tuple[str, ...] = option("Ids of documents of the store, or .kvw files, in the prompt's order.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
     context: str | None = option(
         "Instead of --docs: a made-up prompt of so many tokens, such as 32k.", metavar="TOKENS"
     )
-    prompt: Path | None = option(
-        "Instead of --docs: file with a whole prompt, planned as for ask --prompt.", type=click.Path(path_type=Path)
-    )
-    documents: int = option(
-        "Number of documents that --context is split into.", default=1, show_default=True, type=click.IntRange(1, 128)
-    )
+    prompt: Path | None = option("Instead of --docs: file with a whole prompt, planned as for ask --prompt.")
+    documents: int = option("Number of documents that --context is split into.", default=1, type=click.IntRange(1, 128))
     model: str | None = option("Folder of the model; its costs are remembered or measured.", envvar="KVWIRE_MODEL")
     device: str = DEVICE
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = DTYPE
@@ -68,19 +73,14 @@ class PlanOptions:
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
     workers: str | None = option("2: decode while recomputing.", type=click.Choice(["1", "2"]))
-    config: str = option("Without --model: configuration, as in kvwire store.", default="", metavar="PREFIX")
+    config: str = CONFIG
     link: str | None = option("1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
-    deadline: float | None = option("Seconds until the first token.", type=click.FloatRange(min=0, min_open=True))
-    objective: Objective | None = option(
-        "By default the best quality within the deadline, without one the earliest first token.",
-        type=click.Choice(["earliest", "quality", "cheapest"]),
-    )
+    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0)
+    objective: Objective | None = OBJECTIVE
     exact: bool = flag("Bit-exact caches only, as in ask.")
     max_kl: float | None = MAX_KL
     floor: int | None = FLOOR
-    question_tokens: int = option(
-        "Length of the question.", default=32, show_default=True, type=click.IntRange(1, 1 << 20)
-    )
+    question_tokens: int = option("Length of the question.", default=32, type=click.IntRange(1, 1 << 20))
     repair: str = REPAIR
     price: str | None = option(
         "Also print costs in money, by prices such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES"
@@ -238,7 +238,7 @@ class Sources:
             raise NotFoundError(f"{name} is no {_BLOB} file; to look it up as a document's id name --store")
         else:
             catalog = self._corpus.catalog if self._corpus else self._options.place.catalog(self._store)
-            entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
+            entry = self._corpus.find(name) if self._corpus else find_entry(catalog, self._options.config, name)[1]
             if entry.is_text:
                 return entry.tokens
             info = catalog.blobs.header(entry)
@@ -353,17 +353,6 @@ def _input(header: BlobInfo | int, *, exact: bool, max_kl: float | None) -> Docu
 def _kl(info: BlobInfo) -> tuple[float, ...]:
     known = [level.predicted_kl for level in info.levels]
     return tuple(kl for kl in known if kl is not None) if None not in known else ()
-
-
-def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:
-    """A document's entry in the one model configuration that has it."""
-    spaces = [space for space in catalog.configurations() if space.config.startswith(config)]
-    found = {space.config: entry for space in spaces if (entry := catalog.by_document(space, name)) is not None}
-    if len(found) > 1:
-        raise ArgumentError(f"several model configurations have {name!r}: choose one with --config: {', '.join(found)}")
-    if not found:
-        raise NotFoundError(f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config")
-    return next(iter(found.values()))
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.ask import prompt_tokens
@@ -32,7 +31,7 @@ def plan_prompt(options: PlanOptions) -> None:
         raise ArgumentError(msg)
     engine = open_engine(options.model, options.device, options.dtype)
     settings = LoadSettings(max_kl=options.max_kl, quality_floor=options.floor, repair=repair_of(options.repair))
-    with closing(options.place.open_lasting(exists=True)) as store:
+    with options.place.opened() as store:
         corpus = Corpus(engine, store, **options.place.whose())
         with Loader(engine, corpus, settings=settings) as loader:
             link = read_link(options.link) if options.link else None

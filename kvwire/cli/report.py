@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,9 @@ _QUESTION = 32
 class _ReportOptions:
     """What ``kvwire report`` is given."""
 
-    out: str = option("Where the page goes.", default="report.html", show_default=True, metavar="FILE")
+    out: str = option("Where the page goes.", default="report.html", metavar="FILE")
     all_tenants: bool = flag("Every tenant of the store, not only --tenant.")
-    sample: int = option("Headers that are read.", default=16, show_default=True, type=click.IntRange(0, 1024))
+    sample: int = option("Headers that are read.", default=16, type=click.IntRange(0, 1024))
     model: str | None = option("Folder of the model, for the time to the first token.", envvar="KVWIRE_MODEL")
     device: str = DEVICE
     dtype: str = DTYPE
@@ -66,7 +65,7 @@ def report(options: _ReportOptions) -> None:
     page = Path(out)
     if page.is_dir() or not page.absolute().parent.is_dir():
         raise NotFoundError(f"{out} cannot be written: name a file in a folder that is there")
-    with closing(place.open_lasting(exists=True)) as store:
+    with place.opened() as store:
         with progress("looking at", "obj") as tell:
             tenant = None if options.all_tenants else place.catalog(store).tenant
             found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=options.sample, on_progress=tell)

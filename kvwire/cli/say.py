@@ -5,6 +5,7 @@ Every line for people goes through ``say``, so that no name on it forges anythin
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvwire._printable import PrintableLines, printable, printable_text
-from kvwire.errors import DeadlineError
+from kvwire.errors import CorruptError, DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvwire.errors import KvwireError
 
@@ -58,6 +59,20 @@ def leave(error: KvwireError) -> NoReturn:
     """Print an error and exit."""
     say(f"kvwire: {error}", err=True)
     sys.exit(error.exit_code)
+
+
+def count_failures(failures: Sequence[str], words: str, *, as_json: bool) -> CorruptError | None:
+    """Tell people of each failure; the error that counts them."""
+    for failure in failures if not as_json else ():
+        say(failure, err=True)
+    return CorruptError(f"{len(failures)} {words}") if failures else None
+
+
+def finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:
+    """Print what was done, and leave with the error's exit code where there was one."""
+    say(json.dumps(about | error_as_data(error)) if as_json else words)
+    if error is not None:
+        leave(error)
 
 
 PROGRESS = logging.getLogger("kvwire.progress")
