@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from kvwire.cli.options import command, repair_of
+from kvwire.cli.options import command
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.cli.plan_prompt import plan_prompt
@@ -27,7 +27,6 @@ def plan(options: PlanOptions) -> None:
     of --model's engine, of --machine and --shape, or of --estimates. With --prompt: which similar prompts it would be
     made of. Exit code 6 where the deadline would be missed.
     """
-    from kvwire.controller.repair import unmeasured
     from kvwire.whatif.plan import plan_load
     from kvwire.whatif.price import Prices, price_plan
     from kvwire.whatif.tiers import parse_tiers
@@ -36,30 +35,17 @@ def plan(options: PlanOptions) -> None:
         plan_prompt(options)
         return
     options.check()
-    place = options.place
     prices = None if options.price is None else Prices.parse(options.price)
     tiers = () if options.tiers is None else parse_tiers(options.tiers)
-    without = place.store is None and not options.needs_store
-    with nullcontext() if without else place.opened() as store:
-        sources = Sources(options, store)
-        prompt, estimates, settings = sources.prompt(), sources.estimates(), sources.settings()
+    without = options.place.store is None and not options.needs_store
+    with nullcontext() if without else options.place.opened() as store:
+        prompt, scenario = Sources(options, store).scenario(_goal(options))
     if sys.stderr.isatty() and len(prompt.inputs) > _MANY:
         say(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)
-    made = plan_load(
-        prompt.inputs,
-        estimates,
-        _goal(options),
-        settings=settings,
-        query_tokens=options.question_tokens,
-        details=prompt.details,
-        compare=options.compare,
-        repair=unmeasured(repair_of(options.repair)),
-        tiers=tiers,
-        stored_bytes=prompt.stored_bytes,
-    )
+    made = plan_load(scenario, compare=options.compare, tiers=tiers, stored_bytes=prompt.stored_bytes)
     priced = None if prices is None else price_plan(made, prices, prompt.stored_bytes, prompt.raw_bytes)
     error = late_error(made.prediction.ttft_s, options.deadline)
-    print_plan(prompt, made, estimates, settings, as_json=options.as_json, error=error, priced=priced)
+    print_plan(prompt, made, as_json=options.as_json, error=error, priced=priced)
     if error:
         leave(error)
 

@@ -34,18 +34,20 @@ from kvwire.cli.options import (
     argument,
     flag,
     option,
+    repair_of,
     usual,
 )  # fmt: skip
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
+    from kvwire.controller import ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal, Objective
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import Store
     from kvwire.types import BlobInfo
     from kvwire.whatif.records import Details
+    from kvwire.whatif.situation import PlanScenario
 
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
@@ -185,6 +187,17 @@ class Sources:
             self._engine = open_engine(options.model or "", options.device, options.dtype)
             self._corpus = Corpus(self._engine, store or MemoryStore(), **options.place.whose())
 
+    def scenario(self, goal: Goal) -> tuple[Prompt, PlanScenario]:
+        """What is planned."""
+        from kvwire.controller.repair import unmeasured
+        from kvwire.whatif.situation import PlanScenario
+
+        prompt, options = self.prompt(), self._options
+        documents, repair = tuple((each,) for each in prompt.inputs), unmeasured(repair_of(options.repair))
+        return prompt, PlanScenario(
+            documents, self.estimates(), goal, self.settings(), options.question_tokens, prompt.details, repair
+        )
+
     # Documents.
 
     def prompt(self) -> Prompt:
@@ -212,19 +225,18 @@ class Sources:
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
-        from kvwire.controller.simulator import costs, documents_for, expected_kl, measured, source_in_words
+        from kvwire.controller.simulator import documents_for, expected_kl, measured, source_in_words
         from kvwire.whatif.records import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
         if tokens < count:
             msg = f"{tokens} tokens do not make {count} documents; make up a longer context, or fewer documents"
             raise ArgumentError(msg)
-        machine, model = self._options.modelled()
+        _, model = self._options.modelled()
         lengths = [tokens // count + (number < tokens % count) for number in range(count)]
-        raw = costs(model, machine, raw=True).decode
         details = Details(
             level_names=measured()["kvwire"].levels, level_kl=(expected_kl(model),) * count,
-            raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=raw,
+            raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=self._raw_decode(),
         )  # fmt: skip
         names = tuple(f"document {number + 1}" for number in range(count))
         made = documents_for(model, lengths, max_kl=self._options.kl_bound)
@@ -262,24 +274,28 @@ class Sources:
 
     def _details(self, headers: list[BlobInfo | int]) -> Details:
         """What headers tell beyond what planning needs."""
-        from kvwire.controller import DecodeCost
-        from kvwire.controller.simulator import costs
         from kvwire.whatif.records import Details
 
         infos = [header for header in headers if not isinstance(header, int)]
         levels = max((info.levels for info in infos), key=len, default=())
         elements = {info.meta.elements_per_token for info in infos}
-        raw = DecodeCost(0.0, 0.0)  # that copy was not measured on an engine
-        if self._options.machine:
-            machine, model = self._options.modelled()
-            raw = costs(model, machine, raw=True).decode
         return Details(
             level_names=tuple(level.name for level in levels),
             level_kl=tuple(() if isinstance(header, int) else _kl(header) for header in headers),
             header_bytes=sum(info.header_bytes for info in infos),
             raw_token_bytes=_RAW_BYTES * elements.pop() if len(elements) == 1 else 0,
-            raw_decode=raw,
+            raw_decode=self._raw_decode(),
         )
+
+    def _raw_decode(self) -> DecodeCost:
+        """Of uncompressed caches; a copy that was not measured on an engine."""
+        from kvwire.controller import DecodeCost
+        from kvwire.controller.simulator import costs
+
+        if not self._options.machine:
+            return DecodeCost(0.0, 0.0)
+        machine, model = self._options.modelled()
+        return costs(model, machine, raw=True).decode
 
     # Costs and the link.
 

@@ -17,6 +17,8 @@ from kvwire.controller.policies import Plan, RepairRule
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvwire.controller.policies import PlanRequest, Policy
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
@@ -27,10 +29,12 @@ _BETWEEN_S = 1.0  # longer than the controller reuses a plan
 class _RecordingPolicy:
     """A policy that starts nothing and records the last request.
 
-    policy: used only to choose between variants, which takes plans of the documents known so far.
+    policy: used only to choose between variants, which takes plans of the documents known so far. repair_share: of a
+    policy that decides how many rows to repair.
     """
 
     name, preemptible = "recording", True
+    repair_share: Callable[[float, float], float]
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
@@ -42,18 +46,6 @@ class _RecordingPolicy:
             return Plan(levels, (), 0.0, 0.0, 0, in_time=True, reason="nothing begins")
         answer = self._policy.plan(request)
         return replace(answer, levels=levels, order=(), upgraded=frozenset(), refine=(), refine_levels=())
-
-
-class _RecordingRule(_RecordingPolicy):
-    """The same for a policy that decides how many rows to repair."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self._rule = policy
-
-    def repair_share(self, load_s: float, prefill_s: float) -> float:
-        """See ``RepairRule``."""
-        return self._rule.repair_share(load_s, prefill_s) if isinstance(self._rule, RepairRule) else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +98,9 @@ class PlanQuery:
     ) -> tuple[ctl.Controller, _RecordingPolicy]:
         """Make a controller that knows all documents."""
         estimates = self._estimates.copy()
-        ruled = _RecordingRule(policy) if isinstance(policy, RepairRule) else None
-        recorder = ruled or _RecordingPolicy(policy if self._choosing else None)
+        recorder = _RecordingPolicy(policy if self._choosing or isinstance(policy, RepairRule) else None)
+        if isinstance(policy, RepairRule):
+            recorder.repair_share = policy.repair_share
         estimates.bandwidth = bandwidth
         controller = ctl.Controller(estimates, self._settings, recorder)
         controller.handle(ev.LoadRequested(0, len(self._documents), self._query_tokens, self._goal, self._repair), 0.0)

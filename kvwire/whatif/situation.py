@@ -6,7 +6,7 @@ then runs the load, with a real controller too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
@@ -17,18 +17,18 @@ from kvwire.controller.policies import RECOMPUTE, Adaptive
 from kvwire.controller.simulator import LoadArrival, World, constant
 from kvwire.errors import ArgumentError
 from kvwire.whatif.inquiry import PlanQuery
-from kvwire.whatif.records import PlannedChunk, Prediction
+from kvwire.whatif.records import Details, PlannedChunk, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.controller.policies import Plan, Policy
     from kvwire.controller.simulator import Outcome
-    from kvwire.whatif.records import Details
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
 _MOST_PLAYED_S = 30.0  # longer loads take the simulator too long; the policy's estimate replaces it
+_LANES = ("link", "decode", "prefill")
 _MOST_PLAYED_DOCUMENTS = 64  # for the same reason
 
 
@@ -78,10 +78,10 @@ class PlanScenario:
 
     documents: tuple[Variants, ...]  # in prompt order, each with its variants
     estimates: ctl.Estimates  # of link and engine; not changed
-    goal: ctl.Goal  # deadline, floor and objective of the load
-    settings: ctl.ControllerSettings  # the controller's settings
-    query_tokens: int  # length of the question
-    details: Details  # facts for reports
+    goal: ctl.Goal = field(default_factory=ctl.Goal)  # deadline, floor and objective of the load
+    settings: ctl.ControllerSettings = field(default_factory=ctl.ControllerSettings)  # the controller's
+    query_tokens: int = 32  # length of the question
+    details: Details = field(default_factory=Details)  # facts for reports
     repair: ctl.RepairOption | None = None  # limits and benefit of repairing links; None: no repair
 
     @property
@@ -167,7 +167,7 @@ class PlanScenario:
                 levels[chunk.level] += chunk.tokens
         due = inf if self.goal.deadline_s is None else self.goal.deadline_s
         ttft_s = played.outcome.ttft_s if played else forecast.ttft_s
-        lanes = _played_lanes(played.outcome) if played else self._planned_lanes(chunks)
+        lanes = [_busy_s(played.outcome, lane) for lane in _LANES] if played else self._planned_lanes(chunks)
         return Prediction(
             name=name, ttft_s=ttft_s, headers_s=self.headers_s, fetch_s=lanes[0], decode_s=lanes[1], prefill_s=lanes[2],
             closing_s=forecast.closing_s, bytes=played.outcome.received if played else forecast.plan.bytes,
@@ -177,7 +177,7 @@ class PlanScenario:
             played=played is not None,
         )  # fmt: skip
 
-    def _planned_lanes(self, chunks: Sequence[PlannedChunk]) -> tuple[float, float, float]:
+    def _planned_lanes(self, chunks: Sequence[PlannedChunk]) -> list[float]:
         """Seconds of fetching, decoding and recomputing, from sizes only."""
         decode = self.costs.decode.shared(self.settings.decode_batch, self.settings.decode_threads)
         prefill = self.costs.prefill
@@ -185,7 +185,7 @@ class PlanScenario:
         last = [self.costs.decode.beyond(decode).seconds(chunk.tokens, chunk.bytes) for chunk in fetched[:1]]
         computed = sum(prefill.marginal(c.tokens, c.tokens * c.chunk) for c in chunks if c.level is None)
         fetch_s = sum(chunk.bytes for chunk in fetched) / self.bandwidth
-        return fetch_s, sum(last) + sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed
+        return [fetch_s, sum(last) + sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed]
 
     def _kl(self, chunks: Sequence[PlannedChunk], inputs: Sequence[ctl.DocumentPlanInput]) -> float | None:
         """Mean over tokens of the blobs' predictions; 0 for recomputed chunks."""
@@ -217,13 +217,8 @@ def planned_chunks(forecast: Forecast, played: SimulatedLoad | None) -> list[Pla
     return planned
 
 
-def _played_lanes(outcome: Outcome) -> tuple[float, float, float]:
-    """Seconds spent fetching, decoding and recomputing; spans of one resource may overlap."""
-    link, decode, prefill = (_busy_s(outcome, lane) for lane in ("link", "decode", "prefill"))
-    return link, decode, prefill
-
-
 def _busy_s(outcome: Outcome, lane: str) -> float:
+    """Seconds in which a resource worked; its spans may overlap."""
     busy, until = 0.0, -inf
     for began, ended in sorted((span.began, span.ended) for span in outcome.spans if span.lane == lane):
         busy += max(0.0, ended - max(began, until))

@@ -34,8 +34,9 @@ def prompt():
 
 
 def made(prompt, goal=None, bandwidth=BANDWIDTH, *, compare=False, details=None):
-    estimates = known_link(COSTS, bandwidth, RTT_S)
-    return plan_load(prompt, estimates, goal, settings=SETTINGS, details=details, compare=compare)
+    documents, estimates = tuple((each,) for each in prompt), known_link(COSTS, bandwidth, RTT_S)
+    scenario = PlanScenario(documents, estimates, goal or ctl.Goal(), SETTINGS, details=details or Details())
+    return plan_load(scenario, compare=compare)
 
 
 def loaded(prompt, goal, policy=None, bandwidth=BANDWIDTH):
@@ -88,7 +89,7 @@ def test_the_first_plan_of_one_document_is_what_a_controller_asks_its_policy_for
 def test_estimates_stay_as_they_are(prompt):
     estimates = known_link(COSTS, BANDWIDTH, RTT_S)
     before = estimates.to_state()
-    plan_load(prompt[:1], estimates, settings=SETTINGS)
+    plan_load(PlanScenario((tuple(prompt[:1]),), estimates, settings=SETTINGS))
     assert estimates.to_state() == before
 
 

@@ -11,7 +11,7 @@ from kvwire import controller as ctl
 from kvwire.controller.simulator import costs, documents_for, machine_named, model_named
 from kvwire.errors import ArgumentError
 from kvwire.whatif.plan import plan_load
-from kvwire.whatif.situation import known_link
+from kvwire.whatif.situation import PlanScenario, known_link
 from kvwire.whatif.tiers import LATER, Tier, parse_tiers
 
 DEVICES = "ram=400gbit,0.01ms,2.5 nvme=38gbit,0.1ms,0.08 hdd=2gbit,8ms,0.02 s3=1gbit,20ms,0.023"
@@ -22,10 +22,8 @@ def planned(devices, **goal):
     shape = model_named("llama-3.1-8b")
     estimates = known_link(costs(shape, machine_named("h100")), 1.25e9, 0.001)
     settings = ctl.ControllerSettings(workers=2)
-    return plan_load(
-        documents_for(shape, [8000]), estimates, ctl.Goal(**goal), settings=settings, compare=False,
-        tiers=parse_tiers(devices), stored_bytes=2 * GB,
-    )  # fmt: skip
+    scenario = PlanScenario((tuple(documents_for(shape, [8000])),), estimates, ctl.Goal(**goal), settings)
+    return plan_load(scenario, compare=False, tiers=parse_tiers(devices), stored_bytes=2 * GB)
 
 
 def test_devices_are_read():
