@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvwire._json import strict_json
+from kvwire._json import json_object, record
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import SELECTORS, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
@@ -20,6 +20,7 @@ EDIT_BOUND = 0.05
 """Of what the donor's own cache is wrong by: edits that are wrong by no more, at any share, are safe."""
 UNMEASURED_SHARE = 0.15
 """Of the rows, computed anew where edits were not measured."""
+_WHAT, _MOST_BYTES = "the report on edits", 1 << 20
 _ADVICE = "run kvwire check-model --edits again"
 
 
@@ -115,19 +116,10 @@ class EditReport:
     @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Read what ``to_json`` wrote."""
-        try:
-            value: Any = strict_json(data.decode())
-            version = value.pop("version")
-            given: dict[str, Any] = {
-                name: tuple(each) if isinstance(each, list) else each for name, each in value.items()
-            }
-            given["repaired"] = {name: tuple(map(tuple, rows)) for name, rows in value["repaired"].items()}
-            made = cls(**given)
-        except (ArgumentError, AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise CorruptError(f"the report on edits is damaged ({error}); {_ADVICE}") from error
-        if version != VERSION:
-            raise CorruptError(f"the report on edits is of another version; {_ADVICE}")
-        return made
+        fields = json_object(data, _WHAT, _MOST_BYTES)
+        if fields.pop("version", None) != VERSION:
+            raise CorruptError(f"{_WHAT} is of another version; {_ADVICE}")
+        return record(fields, cls, _WHAT, _ADVICE)
 
 
 def edit_repair(report: EditReport | None, repair: str | float, selector: str, layers: int) -> EditRepair:

@@ -6,9 +6,9 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from kvwire._json import strict_json
+from kvwire._json import json_object, record
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import SELECTORS, selector_of
 
@@ -20,6 +20,7 @@ VERSION = 2
 _READ = (1, 2)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _INTERVAL = 3
+_WHAT, _MOST_BYTES = "the report on links", 1 << 20
 _ADVICE = "run kvwire check-model again"
 _BOUND = 0.1
 """Default bound: the share of the documents' whole effect that links may lose."""
@@ -117,23 +118,12 @@ class LinkReport:
         return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
 
     @classmethod
-    def _of_other_version(cls) -> Self:
-        raise ArgumentError(f"it is not of version {VERSION}")
-
-    @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Parse ``to_json``."""
-        try:
-            value: Any = strict_json(data.decode())
-            if value.pop("version") not in _READ:
-                return cls._of_other_version()
-            fields: dict[str, Any] = value | {"shares": tuple(value["shares"])}
-            for values in {"repaired", "shifted_repaired"} & fields.keys():
-                fields[values] = {name: tuple(row) for name, row in value[values].items()}
-            fields["shift_gain"] = tuple(value.get("shift_gain", ()))
-            return cls(**fields)
-        except (ArgumentError, AttributeError, KeyError, OverflowError, TypeError, UnicodeDecodeError) as error:
-            raise CorruptError(f"the report on links is damaged ({error}); {_ADVICE}") from error
+        fields = json_object(data, _WHAT, _MOST_BYTES)
+        if fields.pop("version", None) not in _READ:
+            raise CorruptError(f"{_WHAT} is damaged (it is not of version {VERSION}); {_ADVICE}")
+        return record(fields, cls, _WHAT, _ADVICE)
 
 
 def scan_of(selector: Selector, layers: int) -> float:

@@ -17,6 +17,7 @@ from kvwire.engines.base import PassStoppedError
 from kvwire.errors import MismatchError, StorageError
 from kvwire.runtime.document import in_words
 from kvwire.runtime.prefill import opening_of, states_of
+from kvwire.store.prefix.index import opening_of as opening_of_blob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -121,12 +122,10 @@ class PromptWorker:
     @property
     def seeing(self) -> list[tuple[int, int]]:
         """Spans of recomputed chunks that saw all that precedes them: first position, and one after the last."""
-        spans = []
-        for chunk in self._seeing:
-            at = self.prompt.offset(chunk.document)
-            first, stop = self.documents[chunk.document].span(chunk.chunk)
-            spans.append((at + first, at + stop))
-        return spans
+        ends = [
+            (self.prompt.offset(each.document), self.documents[each.document].span(each.chunk)) for each in self._seeing
+        ]
+        return [(at + first, at + stop) for at, (first, stop) in ends]
 
     def lose(self, chunk: ChunkId, words: str) -> None:
         """Record a fault of a chunk."""
@@ -261,8 +260,7 @@ class PromptWorker:
     def _start_here(self, index: int) -> None:
         document = self.documents[index]
         self.check_here()
-        info = document.info
-        opening = info.neutral_prefix[: info.opening] if info else None
+        opening = opening_of_blob(document.info) if document.info else None
         hidden = states_of(self._engine, document.token_ids or (), document.prefix_layers, opening)
         self.use(index, self.decoding(index, document, hidden))
 
@@ -285,16 +283,14 @@ class PromptWorker:
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
         """The question's attention by chunk, for ``Looked``, weighed by values: sinks draw most of it for nothing."""
-        if self.seen is None or not float(self.seen.influence[len(self.prompt.opening) :].sum()) > 0:
+        paid = None if self.seen is None else self.seen.influence
+        total = 0.0 if paid is None else float(paid[len(self.prompt.opening) :].sum())
+        if paid is None or not total > 0:
             return ()
-        paid = self.seen.influence
-        head = len(self.prompt.opening)
-        relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # without gaps
-        rows = []
+        relative, rows = paid * (sum(self.prompt.tokens) / total), []  # without gaps
         for index in range(len(self._names)):
             document, start = self.documents[index], self.prompt.offset(index)
-            count = len(self.inputs[index].tokens)
-            spans = (document.span(chunk) for chunk in range(count))
+            spans = map(document.span, range(len(self.inputs[index].tokens)))
             rows.append(tuple(float(relative[start + first : start + stop].mean()) for first, stop in spans))
         return tuple(rows)
 
