@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvwire._json import json_object, record
-from kvwire.errors import ArgumentError, CorruptError
+from kvwire._json import versioned_record
+from kvwire.errors import ArgumentError
 from kvwire.reuse import SELECTORS, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
@@ -20,7 +20,6 @@ EDIT_BOUND = 0.05
 """Of what the donor's own cache is wrong by: edits that are wrong by no more, at any share, are safe."""
 UNMEASURED_SHARE = 0.15
 """Of the rows, computed anew where edits were not measured."""
-_WHAT, _MOST_BYTES = "the report on edits", 1 << 20
 _ADVICE = "run kvwire check-model --edits again"
 
 
@@ -116,10 +115,7 @@ class EditReport:
     @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Read what ``to_json`` wrote."""
-        fields = json_object(data, _WHAT, _MOST_BYTES)
-        if fields.pop("version", None) != VERSION:
-            raise CorruptError(f"{_WHAT} is of another version; {_ADVICE}")
-        return record(fields, cls, _WHAT, _ADVICE)
+        return versioned_record(data, cls, "the report on edits", _ADVICE, [VERSION])
 
 
 def edit_repair(report: EditReport | None, repair: str | float, selector: str, layers: int) -> EditRepair:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Self
 
-from kvwire._json import json_object, record
-from kvwire.errors import ArgumentError, CorruptError
+from kvwire._json import versioned_record
+from kvwire.errors import ArgumentError
 from kvwire.reuse import SELECTORS, selector_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ VERSION = 2
 _READ = (1, 2)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _INTERVAL = 3
-_WHAT, _MOST_BYTES = "the report on links", 1 << 20
 _ADVICE = "run kvwire check-model again"
 _BOUND = 0.1
 """Default bound: the share of the documents' whole effect that links may lose."""
@@ -120,10 +119,7 @@ class LinkReport:
     @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Parse ``to_json``."""
-        fields = json_object(data, _WHAT, _MOST_BYTES)
-        if fields.pop("version", None) not in _READ:
-            raise CorruptError(f"{_WHAT} is damaged (it is not of version {VERSION}); {_ADVICE}")
-        return record(fields, cls, _WHAT, _ADVICE)
+        return versioned_record(data, cls, "the report on links", _ADVICE, _READ)
 
 
 def scan_of(selector: Selector, layers: int) -> float:

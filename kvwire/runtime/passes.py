@@ -122,10 +122,11 @@ class PromptWorker:
     @property
     def seeing(self) -> list[tuple[int, int]]:
         """Spans of recomputed chunks that saw all that precedes them: first position, and one after the last."""
-        ends = [
-            (self.prompt.offset(each.document), self.documents[each.document].span(each.chunk)) for each in self._seeing
-        ]
-        return [(at + first, at + stop) for at, (first, stop) in ends]
+        spans = []
+        for chunk in self._seeing:
+            at, (first, stop) = self.prompt.offset(chunk.document), self.documents[chunk.document].span(chunk.chunk)
+            spans.append((at + first, at + stop))
+        return spans
 
     def lose(self, chunk: ChunkId, words: str) -> None:
         """Record a fault of a chunk."""
