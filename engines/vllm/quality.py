@@ -10,7 +10,7 @@ from kvwire.errors import CorruptError, NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.reports import LinkReport
 
 _LOG = logging.getLogger("kvwire.vllm")
 _WAYS = 'ask for rows that were repaired elsewhere ("repair": "kept"), for a prefix, or for the first document alone'

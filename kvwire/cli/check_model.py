@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvwire.engines.base import Engine
     from kvwire.runtime.link_check import CheckPrompt
-    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.reports import LinkReport
 
 _ANSWER_TOKENS = 16
 
@@ -179,7 +179,7 @@ def _check_edits(
 
 def _draw(report: LinkReport, path: Path) -> None:
     try:
-        from kvwire.comparison.link_picture import draw_links
+        from kvwire.comparison.pictures import draw_links
 
         draw_links(report, path)
     except ImportError as error:
@@ -275,7 +275,7 @@ def _print(report: LinkReport, layers: int) -> None:
 
 
 def _print_shift(report: LinkReport) -> None:
-    from kvwire.runtime.link_report import GAIN_SHARE
+    from kvwire.runtime.reports import GAIN_SHARE
 
     if report.neutral:
         return  # loads add none to such documents

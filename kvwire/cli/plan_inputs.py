@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import Store
     from kvwire.types import BlobInfo
-    from kvwire.whatif.records import Details
-    from kvwire.whatif.situation import PlanScenario
+    from kvwire.whatif.situation import Details, PlanScenario
 
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
@@ -226,7 +225,7 @@ class Sources:
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
         from kvwire.controller.simulator import documents_for, expected_kl, measured, source_in_words
-        from kvwire.whatif.records import Details
+        from kvwire.whatif.situation import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
         if tokens < count:
@@ -274,7 +273,7 @@ class Sources:
 
     def _details(self, headers: list[BlobInfo | int]) -> Details:
         """What headers tell beyond what planning needs."""
-        from kvwire.whatif.records import Details
+        from kvwire.whatif.situation import Details
 
         infos = [header for header in headers if not isinstance(header, int)]
         levels = max((info.levels for info in infos), key=len, default=())

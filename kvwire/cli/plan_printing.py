@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvwire.whatif.break_even import BreakEven
     from kvwire.whatif.plan import LoadPlan
     from kvwire.whatif.price import Priced
-    from kvwire.whatif.records import PlannedChunk, Prediction
+    from kvwire.whatif.situation import PlannedChunk, Prediction
 
 
 _MOST_RUNS = 40
@@ -216,7 +216,6 @@ def _short(name: str) -> str:
     return name if len(name) < _NAME else f"{name[: _NAME - 4]}..."
 
 
-_NAME = 28
 _FEWEST = 0.5  # uses that are told as one
 
 

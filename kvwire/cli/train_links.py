@@ -74,7 +74,7 @@ def train_links(options: _TrainOptions) -> None:
     """
     from kvwire.engines.transformers.opening import open_engine
     from kvwire.training import report_of, train, write_report, write_trained
-    from kvwire.training.picture import check_drawable
+    from kvwire.training.output import check_drawable
 
     check_drawable()
     state = _state(options)

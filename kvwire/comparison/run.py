@@ -354,7 +354,7 @@ def local_server(folder: Path | str) -> Iterator[str]:
 
 def _draw(report: Mapping[str, Any], path: Path, say: Callable[[str], None]) -> None:
     try:
-        from kvwire.comparison.picture import draw_demo
+        from kvwire.comparison.pictures import draw_demo
     except ImportError:
         say("no picture: install matplotlib (pip install 'kvwire[demo]')")
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvwire._forks import lock_of_process
 from kvwire.codec import BlobDecoder, level_index
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
-from kvwire.runtime.link_report import LinkReport
+from kvwire.runtime.reports import EditReport, LinkReport
 
 if TYPE_CHECKING:
     import threading
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift
-    from kvwire.runtime.edit_report import EditReport
     from kvwire.runtime.prefetch import Prefetch
     from kvwire.store import Catalog, CatalogEntry, DonorIndex, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.store.crypto.sealing import BlobReader
@@ -252,8 +251,6 @@ class CorpusReader:
         Raises:
             CorruptError: It is damaged.
         """
-        from kvwire.runtime.edit_report import EditReport  # few loads need it
-
         data = self.catalog.objects.read(self.catalog.keys(self.config).edit_report)
         return None if data is None else EditReport.of_json(data)
 

@@ -14,9 +14,9 @@ import torch
 from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import selector_of
-from kvwire.runtime.link_report import DEFAULT_SELECTOR
 from kvwire.runtime.links import UNREPAIRED
 from kvwire.runtime.prefill import opened
+from kvwire.runtime.reports import DEFAULT_SELECTOR
 from kvwire.runtime.settings import AUTO
 
 if TYPE_CHECKING:

@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.training.loop import Trained, Training, train
-    from kvwire.training.losses import answer_loss, divergence_loss
+    from kvwire.training.loop import RECIPES, Recipe, Trained, Training, answer_loss, divergence_loss, train
     from kvwire.training.output import report_of, write_report, write_trained
-    from kvwire.training.recipes import RECIPES, Recipe
-    from kvwire.training.samples import Sample, Turn
-    from kvwire.training.sequences import Batch, batch_of, linked, plain
+    from kvwire.training.samples import Batch, Sample, Turn, batch_of, linked, plain
     from kvwire.training.sources import Mixture, Samples, Text, TextCut, read_source
     from kvwire.training.trainable import TrainableModel
 
@@ -44,13 +41,12 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.training.losses": ("answer_loss", "divergence_loss"),
-        "kvwire.training.loop": ("Trained", "Training", "train"),
+        "kvwire.training.loop": (
+            "RECIPES", "Recipe", "Trained", "Training", "answer_loss", "divergence_loss", "train",
+        ),
         "kvwire.training.output": ("report_of", "write_report", "write_trained"),
-        "kvwire.training.recipes": ("RECIPES", "Recipe"),
-        "kvwire.training.samples": ("Sample", "Turn"),
-        "kvwire.training.sequences": ("Batch", "batch_of", "linked", "plain"),
+        "kvwire.training.samples": ("Batch", "Sample", "Turn", "batch_of", "linked", "plain"),
         "kvwire.training.sources": ("Mixture", "Samples", "Text", "TextCut", "read_source"),
         "kvwire.training.trainable": ("TrainableModel",),
     },
-)
+)  # fmt: skip

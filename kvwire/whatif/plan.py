@@ -18,8 +18,7 @@ from kvwire.whatif.tiers import plan_tiers
 
 if TYPE_CHECKING:
     from kvwire.whatif.break_even import BreakEven
-    from kvwire.whatif.records import PlannedChunk, Prediction
-    from kvwire.whatif.situation import PlanScenario
+    from kvwire.whatif.situation import PlannedChunk, PlanScenario, Prediction
     from kvwire.whatif.tiers import PlannedTier, Tier
 
 MOST_DOCUMENTS = 128

@@ -16,8 +16,7 @@ from kvwire.transport import parse_link
 from kvwire.whatif.situation import known_link
 
 if TYPE_CHECKING:
-    from kvwire.whatif.records import Prediction
-    from kvwire.whatif.situation import PlanScenario
+    from kvwire.whatif.situation import PlanScenario, Prediction
 
 LATER = 1.05
 """Without a deadline: times the fastest device's first token that still counts as fast enough."""

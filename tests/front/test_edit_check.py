@@ -11,7 +11,7 @@ from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import align
 from kvwire.runtime import edit_check
 from kvwire.runtime.edit_check import check_edits, edit_prompts
-from kvwire.runtime.edit_report import EditReport, edit_repair
+from kvwire.runtime.reports import EditReport, edit_repair
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from kvwire.reuse import SELECTORS
 from kvwire.runtime import link_check
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.link_check import CheckPrompt, check_exact, check_links, prompts_of, shortened
-from kvwire.runtime.link_report import LinkReport
 from kvwire.runtime.links import plan_links
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.reports import LinkReport
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 

@@ -12,8 +12,7 @@ from kvwire.controller.simulator import LoadArrival, World, constant, costs, doc
 from kvwire.errors import ArgumentError
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 from kvwire.whatif.plan import plan_load
-from kvwire.whatif.records import Details
-from kvwire.whatif.situation import PlanScenario, known_link
+from kvwire.whatif.situation import Details, PlanScenario, known_link
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)
@@ -34,7 +33,8 @@ def prompt():
 
 
 def made(prompt, goal=None, bandwidth=BANDWIDTH, *, compare=False, details=None):
-    documents, estimates = tuple((each,) for each in prompt), known_link(COSTS, bandwidth, RTT_S)
+    documents = tuple(each if isinstance(each, tuple) else (each,) for each in prompt)
+    estimates = known_link(COSTS, bandwidth, RTT_S)
     scenario = PlanScenario(documents, estimates, goal or ctl.Goal(), SETTINGS, details=details or Details())
     return plan_load(scenario, compare=compare)
 

@@ -15,8 +15,7 @@ from kvwire.runtime.estimates_file import EstimatesFile, link_key
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store import FolderStore
 from kvwire.whatif.plan import plan_load
-from kvwire.whatif.records import Details
-from kvwire.whatif.situation import PlanScenario, known_link
+from kvwire.whatif.situation import Details, PlanScenario, known_link
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)

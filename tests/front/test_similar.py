@@ -15,9 +15,9 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost, events
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime import edit_check
 from kvwire.runtime.corpus import Coding, Document
-from kvwire.runtime.edit_report import EditReport
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.reports import EditReport
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
