@@ -80,11 +80,11 @@ PROGRESS = logging.getLogger("kvwire.progress")
 
 
 @contextmanager
-def progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Progress on stderr, where that is a terminal."""
     from tqdm import tqdm
 
-    with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
+    with tqdm(total=total, unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
         yield lambda count: (bar.update(count), None)[1]
 
 

@@ -435,6 +435,29 @@ def test_questions_of_ones_own(run, demo_model, tmp_path, brief):
     assert run(*words)[0] == 2
 
 
+def test_documents_are_measured_as_the_store_has_them(run, demo_model, tmp_path, brief):
+    documents, place = demo_model.parent / "documents", ("--store", f"file://{tmp_path}/store")
+    (file, *_) = sorted(documents.glob("*.txt"))
+    code, _, err = run("encode", file, "--model", demo_model, "--calibration", "quick", "--neutral-prefix", 8, *place)
+    assert code == 0, err
+    words = (
+        "check-model",
+        demo_model,
+        "--documents",
+        documents,
+        "--prompts",
+        1,
+        "--shift-prompts",
+        0,
+        "--json",
+        *place,
+    )
+    _, out, err = run(*words)
+    assert (json.loads(out)["neutral"], "leave out --neutral-prefix" in err) == (8, False)
+    _, out, err = run(*words, "--neutral-prefix", 0)
+    assert (json.loads(out)["neutral"], "leave out --neutral-prefix" in err) == (0, True)
+
+
 @pytest.mark.parametrize("edits", [False, True])
 def test_texts_that_cannot_be_read_are_left_out_and_counted(run, demo_model, tmp_path, brief, edits):
     documents = tmp_path / "documents"
