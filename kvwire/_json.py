@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 T = TypeVar("T")
+_MOST_BYTES = 1 << 24
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Sha256OrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
@@ -63,6 +67,17 @@ def record(fields: object, kind: type[T], what: str, advice: str) -> T:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         msg = f"{what} is damaged ({error}): {advice}"
         raise CorruptError(msg) from error
+
+
+def versioned_record(data: bytes | str, kind: type[T], what: str, advice: str, versions: Sequence[int]) -> T:
+    """Read a stored record of one of these versions; CorruptError gives the problem and the advice."""
+    try:
+        fields = json_object(data, what, _MOST_BYTES)
+    except CorruptError as error:
+        raise CorruptError(f"{error}; {advice}") from error
+    if fields.pop("version", None) not in versions:
+        raise CorruptError(f"{what} is of another version: {advice}")
+    return record(fields, kind, what, advice)
 
 
 def check_version(fields: dict[str, Any], known: int, what: str) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def lazy(package: str) -> Callable[[str], Any]:
             msg = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(msg)
         if not home_of:
-            source: str = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a file's or an archive's
+            source: str | None = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a file's or an archive's
+            if source is None:
+                raise ImportError(f"{package} is installed without its source, which names what it imports")
             for home, several, one in _IMPORT.findall(source.partition("\n__all__")[0]):
                 home_of.update(dict.fromkeys(re.findall(r"\w+", several or one), home))
         value = getattr(import_module(home_of[name]), name)

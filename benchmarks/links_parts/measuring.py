@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from task_parts.families import Prompt
 
-    from kvwire.training.sequences import TokenSequence
+    from kvwire.training.samples import TokenSequence
     from links_parts.runs import Learnt
 
 SELECTORS = ("attention", "first", "cacheblend")

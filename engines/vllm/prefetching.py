@@ -42,7 +42,7 @@ class Prefetcher:
     def __init__(self, corpus: Corpus, counts: Counts | None = None) -> None:
         """Fetch nothing yet."""
         self._corpus, self._counts = corpus, counts or Counts()
-        self._threads = DaemonThreads(1, "kvwire-soon")
+        self._threads = DaemonThreads(1, "kvwire-prefetch")
         self._room = threading.BoundedSemaphore(_MOST)
         self._warned: set[str] = set()
 

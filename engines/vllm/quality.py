@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.reports import LinkReport
     from kvwire.store import CatalogEntry
 
 _MOST = 4096

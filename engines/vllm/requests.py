@@ -51,6 +51,7 @@ class Choice:
         head: So many tokens stand before the documents, a chat template's, whose rows the store has; or before the
             document that is saved under a name: BOS, which is no part of it.
         repair: ``kept``: lay the rows that an earlier load repaired, and kept, over the documents; empty: none.
+        prefetch: Ids of documents to fetch into the worker's cache for later requests; clients say ``soon``.
     """
 
     documents: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class Choice:
     save: bool | str = False
     repair: str = ""
     head: int = 0
-    soon: tuple[str, ...] = ()
+    prefetch: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, params: object) -> Choice:
@@ -84,15 +85,15 @@ class Choice:
                 + (f"; {unknown[0][:40]!r} is none of these" if unknown else "")
             )
         names, (prefix, save) = params.get("documents"), _flags(params)
-        soon = params.get("soon")
-        for name, ids in (("documents", names), ("soon", soon)):
+        prefetch = params.get("soon")
+        for name, ids in (("documents", names), ("soon", prefetch)):
             if ids is not None and not _are_ids(ids):
                 raise ArgumentError(f"{name} is a list of 1 to {_MOST} ids of documents")
         if names and (prefix or save):
             msg = "a request names documents or asks for its longest prefix, not both, and linked rows are never saved"
             raise ArgumentError(msg)
         level, deadline, objective = _quality(params)
-        if not (names or prefix or save or soon):
+        if not (names or prefix or save or prefetch):
             raise ArgumentError(f"documents is a list of 1 to {_MOST} ids of documents; else prefix or save is true")
         if (names or prefix) and level is None and deadline is None and objective != "earliest":
             raise ArgumentError("say how good the documents' caches must be: level, deadline_s, or objective earliest")
@@ -104,7 +105,7 @@ class Choice:
             raise ArgumentError(msg)
         return cls(
             tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "", head,
-            tuple(soon or ()),
+            tuple(prefetch or ()),
         )  # fmt: skip
 
     @property
@@ -130,7 +131,7 @@ class Choice:
         """What a client sends; ``read`` takes it."""
         chosen = {"level": self.level, "deadline_s": self.deadline_s, "objective": self.objective}
         flags: dict[str, Any] = {"documents": list(self.documents), "prefix": self.prefix, "save": self.save}
-        flags |= {"repair": self.repair, "head": self.head, "soon": list(self.soon)}
+        flags |= {"repair": self.repair, "head": self.head, "soon": list(self.prefetch)}
         return {k: v for k, v in flags.items() if v} | {k: v for k, v in chosen.items() if v is not None}
 
 
@@ -171,7 +172,7 @@ def salt_of(
     kept: KeptRepair | None = None,
 ) -> str:  # fmt: skip
     """The ``cache_salt`` of a request: no other request shares its cache in vLLM's memory."""
-    choice = replace(choice, save=False, soon=())  # what is done for later requests changes no cache
+    choice = replace(choice, save=False, prefetch=())  # what is done for later requests changes no cache
     named = [
         [name, *((entry.sha256, entry.token_digest, entry.profile_digest) if entry else ("", "", ""))]
         for name, entry in zip(choice.documents, entries, strict=True)

@@ -129,9 +129,9 @@ class ConnectorScheduler:
         except ArgumentError as error:
             self._refuse(request_id, state, str(error))
             return None
-        if state.choice.soon and has_cache(self._corpus):
-            self._hints.append(PrefetchHint(state.choice.soon, state.choice.level))
-        elif state.choice.soon:
+        if state.choice.prefetch and has_cache(self._corpus):
+            self._hints.append(PrefetchHint(state.choice.prefetch, state.choice.level))
+        elif state.choice.prefetch:
             state.report["not_soon"] = NO_CACHE
         trouble = trouble or (self._paused() if state.choice.mode else "")
         if trouble:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from io import StringIO
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -21,78 +20,51 @@ from kvwire._version import __version__
 from kvwire.cli.say import error_as_data, leave, prepare_output, say, say_text
 from kvwire.errors import KvwireError, StorageError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """Where a command is."""
-
-    module: str  # to import
-    attribute: str  # the command's name in that module
-    help: str  # one line for the list of commands
-
-    def load(self) -> click.Command:
-        """Import the command."""
-        command = getattr(import_module(self.module), self.attribute)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{self.module}.{self.attribute} is no click command")
-        return command
-
 
 class LazyGroup(click.Group):
-    """A group whose commands are in a table; ``--help`` lists them without importing any."""
-
-    def __init__(self, *args: Any, table: Mapping[str, LazyCommand], **settings: Any) -> None:  # noqa: ANN401
-        """Keep the table."""
-        super().__init__(*args, **settings)
-        self._table = table
+    """The group of all commands; ``--help`` lists them without importing any."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Names in the order of the alphabet."""
-        return sorted(self._table)
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
         """Import a command."""
-        found = self._table.get(cmd_name)
-        return None if found is None else found.load()
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(
+            import_module(f"kvwire.cli.{COMMANDS[cmd_name][0]}"), cmd_name.replace("-", "_")
+        )
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands from the table."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._table[name].help) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
 COMMANDS = {
-    "append": LazyCommand("kvwire.cli.append", "append", "Append text to a document, encoding the new tokens alone."),
-    "ask": LazyCommand("kvwire.cli.ask", "ask", "Answer a question over documents of a store."),
-    "check-model": LazyCommand(
-        "kvwire.cli.check_model", "check_model", "Measure what links lose with a model, and what repair gives."
-    ),
-    "demo": LazyCommand("kvwire.cli.demo", "demo", "Compare text, raw caches and kvwire on your documents."),
-    "encode": LazyCommand("kvwire.cli.encode", "encode", "Encode documents into a store, here or on many machines."),
-    "inspect": LazyCommand("kvwire.cli.inspect_blob", "inspect", "Show what a blob holds: a file, or a document."),
-    "key": LazyCommand("kvwire.cli.serve", "key", "Make a master key for --keys."),
-    "plan": LazyCommand("kvwire.cli.plan", "plan", "Tell what a load would do, why, and what else there is."),
-    "profile": LazyCommand(
-        "kvwire.cli.profile", "profile_group", "Fit a profile once, look at it, and see when a new one pays."
-    ),
-    "repair": LazyCommand("kvwire.cli.repair", "repair", "Repair documents that were linked often, beside vLLM."),
-    "report": LazyCommand("kvwire.cli.report", "report", "Write a page of what a store holds and is good for."),
-    "salt": LazyCommand("kvwire.cli.salt", "salt", "Print what a request to vLLM for documents must carry."),
-    "serve": LazyCommand("kvwire.cli.serve", "serve", "Serve a store over HTTP until interrupted."),
-    "sign": LazyCommand("kvwire.cli.serve", "sign", "Print a URL that gives access to one object for a while."),
-    "simulate": LazyCommand("kvwire.cli.simulate", "simulate", "Simulate loads on a modelled link and machine."),
-    "store": LazyCommand("kvwire.cli.store", "store_group", "List, remove, collect, check and copy what a store has."),
-    "train-links": LazyCommand(
-        "kvwire.cli.train_links", "train_links", "Train link tokens or wrappers for linked documents."
-    ),
-    "token": LazyCommand("kvwire.cli.serve", "token", "Make a bearer token and its line for the tenants file."),
-    "vllm-proxy": LazyCommand(
-        "kvwire.cli.vllm_proxy", "vllm_proxy", "Stand before vLLM: placeholders become documents."
-    ),
+    "append": ("append", "Append text to a document, encoding the new tokens alone."),
+    "ask": ("ask", "Answer a question over documents of a store."),
+    "check-model": ("check_model", "Measure what links lose with a model, and what repair gives."),
+    "demo": ("demo", "Compare text, raw caches and kvwire on your documents."),
+    "encode": ("encode", "Encode documents into a store, here or on many machines."),
+    "inspect": ("inspect_blob", "Show what a blob holds: a file, or a document."),
+    "key": ("serve", "Make a master key for --keys."),
+    "plan": ("plan", "Tell what a load would do, why, and what else there is."),
+    "profile": ("profile", "Fit a profile once, look at it, and see when a new one pays."),
+    "repair": ("repair", "Repair documents that were linked often, beside vLLM."),
+    "report": ("report", "Write a page of what a store holds and is good for."),
+    "salt": ("salt", "Print what a request to vLLM for documents must carry."),
+    "serve": ("serve", "Serve a store over HTTP until interrupted."),
+    "sign": ("serve", "Print a URL that gives access to one object for a while."),
+    "simulate": ("simulate", "Simulate loads on a modelled link and machine."),
+    "store": ("store", "List, remove, collect, check and copy what a store has."),
+    "train-links": ("train_links", "Train link tokens or wrappers for linked documents."),
+    "token": ("serve", "Make a bearer token and its line for the tenants file."),
+    "vllm-proxy": ("vllm_proxy", "Stand before vLLM: placeholders become documents."),
 }
+"""The module of each command, which is called as the command, and a line of help."""
 
 
 def main() -> None:
@@ -124,7 +96,7 @@ def _fail(error: KvwireError, *, as_json: bool) -> NoReturn:
     leave(error)
 
 
-@click.group(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvwire")
 def cli() -> None:
     """Ship the KV caches of language models like media."""

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, argument, command, flag, option
+from kvwire.cli.options import (
+    BACKEND,
+    DEVICE,
+    DTYPE,
+    JSON,
+    MODEL,
+    STORE,
+    StoreOptions,
+    argument,
+    command,
+    flag,
+    option,
+)  # fmt: skip
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvwire.codec import Backend
     from kvwire.runtime.coding import Encoded
 
@@ -26,12 +38,11 @@ class _AppendOptions:
 
     document: str = argument()
     text: str | None = option("Text to append.")
-    file: Path | None = option("File with the text to append, in UTF-8.", type=click.Path(path_type=Path))
+    file: Path | None = option("File with the text to append, in UTF-8.")
     after: int | None = option(
         "Append only where DOCUMENT has so many tokens, as the last append told: then repeating the command is safe.",
-        metavar="TOKENS",
-        type=click.IntRange(0),
-    )
+        metavar="TOKENS", type=click.IntRange(0),
+    )  # fmt: skip
     fork: str = option("Leave DOCUMENT unchanged, and store the result under NAME.", default="", metavar="NAME")
     compact: bool = flag("Encode DOCUMENT again as one blob, after appending.")
     model: str = MODEL
@@ -53,7 +64,7 @@ def append(options: _AppendOptions) -> None:
         if getattr(options, name) not in ("", None) and not text:
             raise ArgumentError(f"--{name} is about what is appended: give --text or --file too, or leave out --{name}")
     engine = open_engine(options.model, options.device, options.dtype)
-    with closing(options.place.open_lasting(exists=True)) as store:
+    with options.place.opened() as store:
         corpus = Corpus(engine, store, **options.place.whose(), coding=Coding(backend=options.backend))
         done: list[Encoded] = []
         new = engine.tokenize(text) if text else ()

@@ -13,7 +13,9 @@ import click
 
 from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import (
+    ABOVE_0,
     BACKEND,
+    CHAT_BEFORE,
     DEVICE,
     DTYPE,
     FLOOR,
@@ -21,6 +23,7 @@ from kvwire.cli.options import (
     LINKS,
     MAX_KL,
     MODEL,
+    OBJECTIVE,
     REPAIR,
     SOFT_TOKENS,
     STORE,
@@ -32,7 +35,7 @@ from kvwire.cli.options import (
     option,
     repair_of,
     use_file,
-)
+)  # fmt: skip
 from kvwire.cli.printing import print_answer
 from kvwire.cli.say import leave, stages
 from kvwire.errors import ArgumentError, DeadlineError, NotFoundError, StorageError
@@ -59,25 +62,24 @@ _SILENCE_SHARE, _LEAST_SILENCE_S = 0.25, 1.0
 class AskOptions:
     """What ``kvwire ask`` is given."""
 
-    docs: tuple[str, ...] = option("Ids of documents, in the prompt's order.", multiple=True)
-    prompt: Path | None = option(
-        "File with a whole prompt: its stored part is loaded, the rest computed.",
-        type=click.Path(path_type=Path),
-    )
+    docs: tuple[str, ...] = option("Ids of documents, in the prompt's order.")
+    prompt: Path | None = option("File with a whole prompt: its stored part is loaded, the rest computed.")
     reuse: ReuseMode | None = option(
         "What a prompt may be made of: a stored beginning (exact), similar prompts too where that is sooner (auto), "
         "these in any case (donors), nothing (none). By default auto where check-model --edits found it safe.",
         type=click.Choice(["auto", "exact", "donors", "none"]),
     )
     donor: tuple[str, ...] = option(
-        "Document similar to the prompt; repeatable. By default such documents are searched.", multiple=True
+        "Document similar to the prompt; repeatable. By default such documents are searched."
     )
     session: str | None = option("Name of a conversation; the question is its next turn, and each turn is stored.")
     save: bool = flag("Store prompt and answer, for prompts that begin with them.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
     question: str = option("Text that the model continues, after the documents or the prompt.", default="")
-    deadline: float | None = option("Seconds until the first token.", type=click.FloatRange(min=0, min_open=True))
-    soon: tuple[str, ...] = option("Document to prefetch into --cache after the answer; repeatable.", multiple=True)
+    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0)
+    prefetch: tuple[str, ...] = option(
+        "Document to prefetch into --cache after the answer; repeatable.", "--soon", "prefetch"
+    )
     first: int | None = option(
         "Load only the first N tokens of each document, as if it ended there.", metavar="N", type=click.IntRange(min=1)
     )
@@ -88,10 +90,8 @@ class AskOptions:
     ceiling: int | None = option("Finest level worth waiting for; by default any.", type=click.IntRange(0, 7))
     on_late: OnLate = option(
         "If the first token cannot be in time: serve it as soon as possible, or refuse at once.",
-        default="serve",
-        show_default=True,
-        type=click.Choice(["serve", "refuse"]),
-    )
+        default="serve", type=click.Choice(["serve", "refuse"]),
+    )  # fmt: skip
     repair: str = REPAIR
     repair_floor: float | None = option(
         "Least share that auto repairs; by default what check-model found the model to need.",
@@ -101,7 +101,6 @@ class AskOptions:
         "What chooses these rows: attention, blend, product, deviation, cacheblend, lmcache, first, random; "
         "auto: as check-model found.",
         default="auto",
-        show_default=True,
     )
     link_bound: float | None = option(
         "Of what documents tell, the share that links may lose by what check-model found: beyond it nothing is "
@@ -111,38 +110,26 @@ class AskOptions:
     look: bool = option(
         "Before a deadline: fetch coarse levels first where that pays, see which of them the question attends to, and "
         "finer levels of those.",
-        "--look/--no-look",
-        default=True,
-        show_default=True,
-    )
+        "--look/--no-look", default=True,
+    )  # fmt: skip
     shift: bool = option(
         "Add to linked documents what they lack on average, where check-model found that it helps.",
-        "--shift/--no-shift",
-        default=True,
-        show_default=True,
-    )
+        "--shift/--no-shift", default=True,
+    )  # fmt: skip
     keep_repairs: bool = flag(
         "Keep rows that were computed anew, for the same documents in the same order, and use what is kept."
     )
     kept_size: str | None = option("Limit of all kept rows of the model and tenant, such as 2GB; by default 1GiB.")
-    objective: Objective | None = option(
-        "The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality "
-        "with a deadline, and earliest without.",
-        type=click.Choice(["earliest", "quality", "cheapest"]),
-    )
-    tokens: int = option("Most tokens of the answer.", default=32, show_default=True, type=click.IntRange(min=1))
+    objective: Objective | None = OBJECTIVE
+    tokens: int = option("Most tokens of the answer.", default=32, type=click.IntRange(min=1))
     texts: str | None = option("Folder with the documents' texts, for those whose blob is lost.")
     variants: tuple[str, ...] = option(
         "Tenant that has the documents encoded for another head start, to be used where that is sooner; repeatable.",
         "--variant-tenant",
-        multiple=True,
     )
     schema: str | None = option("JSON file of a Prompt Cache schema, whose modules --docs names.", metavar="FILE")
     arguments: tuple[str, ...] = option(
-        "Text for a parameter of the schema; repeatable.",
-        "--argument",
-        multiple=True,
-        metavar="MODULE.PARAMETER=TEXT",
+        "Text for a parameter of the schema; repeatable.", "--argument", metavar="MODULE.PARAMETER=TEXT"
     )
     links: str | None = LINKS
     soft_tokens: Path | None = SOFT_TOKENS
@@ -151,7 +138,7 @@ class AskOptions:
         "Put the model's chat template around documents and question, which are the user's turn; the answer is the "
         "assistant's."
     )
-    before: str = option("With --chat, the user's words before the documents.", default="")
+    before: str = CHAT_BEFORE
     uses: str | None = USES
     model: str = MODEL
     place: StoreOptions = STORE
@@ -242,12 +229,12 @@ def _chat(options: AskOptions) -> Chat | None:
     return Chat(system=options.system, before=options.before)
 
 
-def _fetch_ahead(corpus: Corpus, options: AskOptions, failed: type[BaseException] | None, *_: object) -> None:
-    """Fetch documents of later questions, once this one is answered."""
+def _prefetch(corpus: Corpus, options: AskOptions, failed: type[BaseException] | None, *_: object) -> None:
+    """Prefetch documents of later questions, once this one is answered."""
     if failed:
         return
     sys.stdout.flush()
-    if not corpus.prefetch(options.soon, -1 if options.exact else options.ceiling).wait():
+    if not corpus.prefetch(options.prefetch, -1 if options.exact else options.ceiling).wait():
         raise StorageError("not all documents of --soon came: the store failed, or they have too many parts; try again")
 
 
@@ -265,8 +252,8 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
         raise ArgumentError("--argument fills a slot of a schema: give --schema")
     opened = stack.enter_context(closing(place.open()))
     corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options.uses))
-    if options.soon:
-        stack.push(partial(_fetch_ahead, corpus, options))
+    if options.prefetch:
+        stack.push(partial(_prefetch, corpus, options))
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
     known = _texts(engine, options.texts, schema.documents if schema else names) if options.texts else {}
@@ -319,7 +306,7 @@ def _check_prompt(options: AskOptions) -> None:
         raise ArgumentError(f"a question is over --docs, a --prompt or a --session: give one of them, got {got}")
     if not options.question and not options.prompt:
         raise ArgumentError("there is no question: give --question")
-    if options.soon and not options.place.cache:
+    if options.prefetch and not options.place.cache:
         raise ArgumentError("--soon fetches documents into the local cache: give --cache, too")
     unused: dict[str, object]
     if options.docs:

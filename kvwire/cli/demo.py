@@ -27,19 +27,17 @@ _BOUND = 0.06
 class _DemoOptions:
     """What ``kvwire demo`` is given."""
 
-    model: str = option(default=_MODEL, show_default=True, envvar="KVWIRE_MODEL")
+    model: str = option(default=_MODEL, envvar="KVWIRE_MODEL")
     documents: str | None = option(
         "Folder of .txt or .md files; default: demo/town for chat models, demo/documents for others."
     )
     questions: str | None = option(
         "JSON list of {documents, question, answer}; default: questions.json in the documents' folder or beside it."
     )
-    out: str = option("Where demo.json and the picture go.", default="demo/out", show_default=True)
-    links: tuple[str, ...] = option("name=50mbit,20ms; default: slow, middling and fast ones.", "--link", multiple=True)
-    bound: float = option(
-        "KL divergence from exact caches, of any prompt, that is an error.", default=_BOUND, show_default=True
-    )
-    agreement: float = option("Share of equal next tokens below which it is an error.", default=0.9, show_default=True)
+    out: str = option("Where demo.json and the picture go.", default="demo/out")
+    links: tuple[str, ...] = option("name=50mbit,20ms; default: slow, middling and fast ones.", "--link")
+    bound: float = option("KL divergence from exact caches, of any prompt, that is an error.", default=_BOUND)
+    agreement: float = option("Share of equal next tokens below which it is an error.", default=0.9)
     as_json: bool = JSON
 
 

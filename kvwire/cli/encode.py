@@ -1,4 +1,4 @@
-"""``kvwire encode``: text files into a store."""
+"""``kvwire encode``: text files into a store, here, on Ray, or with vLLM on Ray."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import sys
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.inputs import open_engine, read_file
+from kvwire.cli.inputs import model_name, open_engine, read_file
 from kvwire.cli.options import (
     BACKEND,
     CALIBRATION,
+    CHAT_BEFORE,
     DEVICE,
     DTYPE,
+    FILE,
     INDEX,
     JSON,
     LINKS,
@@ -34,20 +35,89 @@ from kvwire.cli.options import (
     flag,
     option,
     use_file,
-)
+)  # fmt: skip
 from kvwire.cli.printing import LevelTotals, describe
 from kvwire.cli.say import error_as_data, leave, say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
-from kvwire.errors import ArgumentError, KvwireError, NotFoundError, PartialError
+from kvwire.errors import ArgumentError, KvwireError, PartialError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from kvwire.codec import Backend
-    from kvwire.offline import DocumentRef, Row, RunOptions
+    from kvwire.offline import DocumentRef, Row, RunOptions, VllmSettings, Work
     from kvwire.runtime.coding import Encoded, Extent
     from kvwire.runtime.corpus import Corpus
     from kvwire.types import Chat
+
+_USUAL = {
+    "force": False, "refit": False, "method": DEFAULT_METHOD, "prefix_layers": 0, "lossless": False,
+    "deviation": False, "neutral_prefix": 0, "links": None, "soft_tokens": None, "resume": None,
+    "calibration": "full", "profile": None,
+}  # fmt: skip
+"""Options that say what is computed or coded beyond a document's cache: vLLM's connector does not."""
+
+
+def check_options(options: Any) -> None:  # noqa: ANN401 - what kvwire encode is given
+    """Refuse options that vLLM does not serve."""
+    if options.on != "ray":
+        raise ArgumentError("vLLM encodes on Ray, which needs no cluster of its own: add --on ray")
+    others = [name for name, usual in _USUAL.items() if getattr(options, name) != usual]
+    if others:
+        name = others[0].replace("_", "-")
+        msg = f"--{name} is not for --engine vllm, which saves plain caches of documents: leave it or --engine out"
+        raise ArgumentError(msg)
+    if options.gpus not in (0, options.tensor_parallel):
+        msg = "each worker of vLLM takes one GPU with --device cuda: leave --gpus out, and set --tensor-parallel"
+        raise ArgumentError(msg)
+
+
+def vllm_settings(place: StoreOptions, options: Any) -> VllmSettings:  # noqa: ANN401 - what kvwire encode is given
+    """What options mean to vLLM."""
+    from kvwire.engines.transformers.identity import find_folder
+    from kvwire.offline import VllmSettings
+
+    place.open_lasting().close()  # which refuses what is none
+    folder, _ = find_folder(options.model)
+    connector = {"store": place.store, "token": place.token, "tenant": place.tenant, "salt": place.salt}
+    connector |= {"keys": place.keys}
+    is_cpu = options.device == "cpu"
+    dtype = "float32" if is_cpu and options.dtype == "auto" else options.dtype
+    return VllmSettings(
+        str(folder), {name: value for name, value in connector.items() if value}, options.tensor_parallel,
+        0.0 if is_cpu else 1.0, dtype, _engine_args(options.engine_args),
+    )  # fmt: skip
+
+
+def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
+    """Open the store for a model that runs elsewhere; also called in actors."""
+    from kvwire.cli.inputs import open_tokenizer
+    from kvwire.offline.on_vllm import reading_engine
+    from kvwire.runtime.corpus import Coding, Corpus, find_model
+
+    store = place.open_lasting()
+    record, pieces = find_model(place.catalog(store), model_name(model)), open_tokenizer(model)
+    return Corpus(
+        reading_engine(record, pieces, pieces.opening, len(pieces.tokenizer)),
+        store,
+        **place.whose(),
+        coding=Coding(neutral_prefix=0),
+        uses=use_file(uses),
+    )
+
+
+def _engine_args(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        msg = f"--engine-args is no JSON ({error}); write an object such as '{{\"max_model_len\": 8192}}'"
+        raise ArgumentError(msg) from error
+    if not isinstance(found, dict):
+        raise ArgumentError("--engine-args is a JSON object of vLLM's arguments, such as '{\"max_model_len\": 8192}'")
+    return found
 
 
 def print_row(row: Row) -> None:
@@ -150,47 +220,40 @@ class _EncodeOptions:
     dtype: str = DTYPE
     force: bool = flag("Encode again what the store already has.")
     refit: bool = flag("Fit a new profile, and encode again documents with another one.")
-    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD)
     prefix_layers: int = PREFIX_LAYERS
     lossless: bool = flag("Add a bit-exact level.")
     deviation: bool = flag("Measure how far tokens move behind others, for ask --selector product.")
     neutral_prefix: int = option(
         "Compute documents behind N tokens of a neutral text, which are dropped: links without repair lose less, "
         "prompts that begin with a document are not exact.",
-        default=0,
-        metavar="N",
-        type=click.IntRange(0),
-    )
+        default=0, metavar="N", type=click.IntRange(0),
+    )  # fmt: skip
     encode_after: int = option(
         "Keep documents with fewer than N counted uses as text; needs --uses.",
-        default=0,
-        type=click.IntRange(0),
-        metavar="N",
-    )
+        default=0, type=click.IntRange(0), metavar="N",
+    )  # fmt: skip
     calibration: Extent = CALIBRATION
     profile: Path | None = option(
-        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.", type=FILE
     )
     resume: Path | None = RESUME
     links: str | None = LINKS
     soft_tokens: Path | None = SOFT_TOKENS
     index: tuple[str, ...] = INDEX
     chat: bool = flag("Also keep the rows that the model's chat template puts before documents, for chats in vLLM.")
-    system: str | None = option("With --chat, the system turn.", default=None)
-    before: str = option("With --chat, the user's words before the documents.", default="")
+    system: str | None = option("With --chat, the system turn.")
+    before: str = CHAT_BEFORE
     uses: str | None = USES
     backend: Backend = BACKEND
-    text_column: str = option("The text's field in rows.", default="text", show_default=True, metavar="NAME")
-    id_column: str = option("The document id's field in rows.", default="id", show_default=True, metavar="NAME")
+    text_column: str = option("The text's field in rows.", default="text", metavar="NAME")
+    id_column: str = option("The document id's field in rows.", default="id", metavar="NAME")
     manifest: str | None = option("Write a row for each document: .parquet, or .jsonl.", metavar="FILE")
     on: str | None = option("Encode on a Ray cluster (RAY_ADDRESS).", type=click.Choice(["ray"]))
     engine: str = option(
         "What runs the model; vllm, on Ray, for one that needs several GPUs: the store has its profile before.",
-        type=click.Choice(["transformers", "vllm"]),
-        default="transformers",
-        show_default=True,
-    )
+        type=click.Choice(["transformers", "vllm"]), default="transformers",
+    )  # fmt: skip
     tensor_parallel: int = option("Tensor-parallel workers of vLLM.", default=1, type=click.IntRange(1), metavar="N")
     engine_args: str = option("Further arguments of vLLM's engine, as a JSON object.", default="", metavar="JSON")
     actors: int = option("Engines on Ray; 0: as many as fit.", default=0, type=click.IntRange(0), metavar="N")
@@ -262,35 +325,32 @@ def _what(options: _EncodeOptions) -> RunOptions:
 
 def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
     from kvwire.offline import encode_side_by_side, prepare_profile
+    from kvwire.types import Chat
 
     what = _what(options)
     _progress.info("opening %s", options.model)
     corpus = open_corpus(place, options)
     profile = prepare_profile(corpus, refs, what)
     _progress.info("encoding %d documents", len(refs))
+    chat = Chat(options.system, before=options.before) if options.chat else None
     with closing(encode_side_by_side(corpus, refs, profile, what)) as works:
-        output.take((work.row, work.encoded) for work in works)
-    if options.chat:
-        from kvwire.types import Chat
+        checked = check_in_chat(corpus, chat, works) if chat else works
+        output.take((work.row, work.encoded) for work in checked)
+    if chat:
+        corpus.put_chat_head(chat)
 
-        _prepare_chats(corpus, Chat(options.system, before=options.before), refs)
 
+def check_in_chat(corpus: Corpus, chat: Chat, works: Iterable[Work]) -> Iterator[Work]:
+    """Tell of documents whose end a chat's template would cut otherwise; all are stored all the same."""
+    from kvwire.runtime.answer import ChatAsked
 
-def _prepare_chats(corpus: Corpus, chat: Chat, refs: Sequence[DocumentRef]) -> None:
-    """Keep the rows before the documents, and tell of documents whose end a chat's template would cut otherwise."""
-    corpus.put_chat_head(chat)
     engine = corpus.encoder().engine
-    rendered = engine.render_chat(chat, _ANY_QUESTION)
-    for ref in refs:
-        try:
-            text = corpus.text(corpus.find(ref.document_id))
-            trouble = engine.check_chat(chat, _ANY_QUESTION, [text], rendered)
-        except NotFoundError:  # what was left out was told
-            continue
-        except KvwireError as error:  # all is stored: this is only a hint
-            trouble = f"its end was not checked: {error}"
-        if trouble:
-            _progress.warning("document %r in a chat: %s", ref.document_id, trouble)
+    asked = ChatAsked(chat, _ANY_QUESTION, engine.render_chat(chat, _ANY_QUESTION))
+    for work in works:
+        yield work
+        ids = work.document and work.row.status != "failed" and work.document.token_ids
+        if ids and (trouble := asked.apart(engine, [ids])):
+            _progress.warning("document %r in a chat: %s", work.ref.document_id, trouble)
 
 
 def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
@@ -304,7 +364,6 @@ def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[Documen
 
 
 def _on_vllm(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
-    from kvwire.cli.encode_on_vllm import check_options, vllm_corpus, vllm_settings
     from kvwire.offline import RaySettings, encode_on_vllm
 
     check_options(options)

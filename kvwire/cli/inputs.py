@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, StorageError, TruncatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.base import Engine
     from kvwire.engines.transformers.tokenizing import PieceTokenizer
     from kvwire.reuse import LinkLayout, SoftTokens
+    from kvwire.store import Catalog, CatalogEntry, KeySpace
     from kvwire.transport import LinkSettings
     from kvwire.types import BlobInfo
 
@@ -101,6 +102,26 @@ def read_shape(name: str) -> Model:
 def _check_name(kind: str, name: str, known: Collection[str]) -> None:
     if name not in known:
         raise NotFoundError(f"no {kind} is called {name[:_MOST_NAMED]!r}; choose one of {', '.join(known)}")
+
+
+def spaces_of(catalog: Catalog, config: str) -> Iterator[KeySpace]:
+    """A tenant's model configurations that begin so."""
+    return (space for space in catalog.configurations() if space.config.startswith(config))
+
+
+def find_entry(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, CatalogEntry]:
+    """A document's entry, in the one configuration that has it."""
+    spaces = list(spaces_of(catalog, config))
+    found = [(space, entry) for space in spaces if (entry := catalog.by_document(space, document)) is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(space.config for space, _ in found)
+        raise ArgumentError(f"several model configurations have {document!r}: choose one with --config: {names}")
+    raise NotFoundError(
+        f"{document!r} is not in {catalog.store.url}, where this tenant has {len(spaces)} model configurations; "
+        "see kvwire store ls, --tenant and --config"
+    )
 
 
 def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:

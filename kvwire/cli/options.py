@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ import click
 from kvwire.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from _typeshed import DataclassInstance
 
@@ -33,6 +33,13 @@ class Parameter:
     names: tuple[str, ...]
     settings: dict[str, Any]
 
+    def of(self, kind: str) -> Parameter:
+        """The same with what the type of its field says: several values, or a path."""
+        said: dict[str, Any] = {"multiple": True} if self.make is click.option and kind.startswith("tuple") else {}
+        if "Path" in kind:
+            said["type"] = click.Path(path_type=Path)
+        return replace(self, settings=said | self.settings)
+
     def __call__(self, command: Command, field: str = "") -> Command:
         """Give a command the parameter, under the name of the field that takes it, or the one that it spells."""
         is_option, dashed = self.make is click.option, "--" + field.replace("_", "-")
@@ -42,8 +49,9 @@ class Parameter:
 
 
 def option(text: str = "", *names: str, **settings: Any) -> Any:  # noqa: ANN401 - click's; the default of any field
-    """An option, by default spelt as its field: its help, and what ``click.option`` takes."""
-    return Parameter(click.option, names, settings | ({"help": text} if text else {}))
+    """An option, by default spelt as its field: its help, and what ``click.option`` takes. Its default is shown."""
+    shown = {"show_default": settings.get("default") not in (None, "")} | ({"help": text} if text else {})
+    return Parameter(click.option, names, shown | settings)
 
 
 def flag(text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 - likewise
@@ -56,51 +64,36 @@ def argument(**settings: Any) -> Any:  # noqa: ANN401 - likewise
     return Parameter(click.argument, (), settings)
 
 
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
+FILE = click.Path(dir_okay=False, path_type=Path)
 MODEL = option(
-    "Folder of a Hugging Face causal model, its id on the Hub, or a GGUF file.",
-    "--model",
-    required=True,
-    envvar="KVWIRE_MODEL",
+    "Folder of a Hugging Face causal model, its id on the Hub, or a GGUF file.", required=True, envvar="KVWIRE_MODEL"
 )
-DEVICE = option(
-    "Device of the model, such as cpu or cuda:0.", "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True
-)
+DEVICE = option("Device of the model, such as cpu or cuda:0.", default="cpu", envvar="KVWIRE_DEVICE")
 DTYPE = option(
-    "auto: float32 on the CPU, elsewhere as the weights are stored.",
-    "--dtype",
-    default="auto",
-    show_default=True,
+    "auto: float32 on the CPU, elsewhere as the weights are stored.", default="auto",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-)
+)  # fmt: skip
 BACKEND = option(
-    "Kernels that encode and decode; auto: Triton on a GPU.",
-    "--backend",
-    default="auto",
-    show_default=True,
-    envvar="KVWIRE_BACKEND",
+    "Kernels that encode and decode; auto: Triton on a GPU.", default="auto", envvar="KVWIRE_BACKEND",
     type=click.Choice(["auto", "triton", "numba"]),
-)
-
-
+)  # fmt: skip
 CALIBRATION = option(
     "Tokens to fit a profile on: at most 16,384 (full) or 2,048 (quick), and half of the text.",
-    "--calibration",
-    type=click.Choice(["full", "quick"]),
-    default="full",
-    show_default=True,
+    type=click.Choice(["full", "quick"]), default="full",
+)  # fmt: skip
+PREFIX_LAYERS = option("Layers that readers recompute, which makes blobs smaller.", default=0, type=click.IntRange(0))
+RESUME = option("File for the progress of a profile's fit; an interrupted fit resumes from it.", type=FILE)
+OBJECTIVE = option(
+    "The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality with a "
+    "deadline, and earliest without.",
+    type=click.Choice(["earliest", "quality", "cheapest"]),
 )
-PREFIX_LAYERS = option(
-    "Layers that readers recompute, which makes blobs smaller.",
-    "--prefix-layers",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-)
-RESUME = option(
-    "File for the progress of a profile's fit; an interrupted fit resumes from it.",
-    "--resume",
-    type=click.Path(dir_okay=False, path_type=Path),
-)
+CONFIG = option("Model configuration, as kvwire store ls --configs lists them.", default="", metavar="PREFIX")
+LEVEL = option("Quality level of all chunks.", type=click.IntRange(0))
+CHAT_BEFORE = option("With --chat, the user's words before the documents.", default="")
+LOG_LEVEL = option(default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+LOG_FORMAT = option(default="json", type=click.Choice(["json", "text"]))
 
 
 def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str, ...]) -> tuple[str, ...]:
@@ -117,18 +110,14 @@ def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str,
 INDEX = option(
     "Let prompts find the documents that they begin with: kvwire, lmcache:256, sglang:64 (tokens of a chunk); or those "
     "that they are much like: donors.",
-    "--index",
-    multiple=True,
     callback=_schemes,
     metavar="NAME[,NAME...]",
 )
-USES = option("File in which uses of documents are counted.", "--uses", envvar="KVWIRE_USES", metavar="FILE")
+USES = option("File in which uses of documents are counted.", envvar="KVWIRE_USES", metavar="FILE")
 REPAIR = option(
     "Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
     "leaves time for, all, or a share from 0 to 1.",
-    "--repair",
     default="auto",
-    show_default=True,
     metavar="none|auto|all|SHARE",
 )
 
@@ -150,20 +139,16 @@ def _max_kl(_context: click.Context, _option: click.Parameter, told: str) -> flo
 MAX_KL = option(
     "Of each document, fetch no coarser level than the first of which no greater KL divergence is expected; none: "
     "any level. Does not hold where --floor is given.",
-    "--max-kl",
     default="0.03",
-    show_default=True,
     envvar="KVWIRE_MAX_KL",
     callback=_max_kl,
     metavar="NATS|none",
 )
-FLOOR = option(
-    "Coarsest level to use if there is a choice, in place of --max-kl.", "--floor", type=click.IntRange(0, 7)
-)
+FLOOR = option("Coarsest level to use if there is a choice, in place of --max-kl.", type=click.IntRange(0, 7))
 JSON = flag("Print JSON on stdout.", "--json", "as_json")
 
 
-CACHE = option("Folder of a local cache before the store.", "--cache", envvar="KVWIRE_CACHE", is_eager=True)
+CACHE = option("Folder of a local cache before the store.", envvar="KVWIRE_CACHE", is_eager=True)
 
 
 def _cache_size(context: click.Context, given: click.Parameter, size: str) -> str:
@@ -174,15 +159,8 @@ def _cache_size(context: click.Context, given: click.Parameter, size: str) -> st
     return size
 
 
-CACHE_SIZE = option(
-    "Size of the cache folder.",
-    "--cache-size",
-    default="10GB",
-    envvar="KVWIRE_CACHE_SIZE",
-    show_default=True,
-    callback=_cache_size,
-)
-MEMORY_SIZE = option("Size of a cache in memory, such as 2GB.", "--memory-size", envvar="KVWIRE_MEMORY_SIZE")
+CACHE_SIZE = option("Size of the cache folder.", default="10GB", envvar="KVWIRE_CACHE_SIZE", callback=_cache_size)
+MEMORY_SIZE = option("Size of a cache in memory, such as 2GB.", envvar="KVWIRE_MEMORY_SIZE")
 
 
 def _field(parameter: Parameter, *, shown: bool = True) -> Any:  # noqa: ANN401 - of any field
@@ -200,17 +178,14 @@ class StoreOptions:
         )
     )
     token: str | None = _field(option("Bearer token for http stores.", envvar="KVWIRE_TOKEN"), shown=False)
-    tenant: str = _field(
-        option("Tenant that owns the documents.", default="default", envvar="KVWIRE_TENANT", show_default=True)
-    )
+    tenant: str = _field(option("Tenant that owns the documents.", default="default", envvar="KVWIRE_TENANT"))
     salt: str = _field(
         option(
-            "Secret of the deployment, hashed into keys so that they do not show tenants.",
-            default="",
+            "Secret of the deployment, hashed into keys so that they do not show tenants.", default="",
             envvar="KVWIRE_SALT",
         ),
         shown=False,
-    )
+    )  # fmt: skip
     keys: str | None = _field(option("File of master keys: objects are encrypted (kvwire key).", envvar="KVWIRE_KEYS"))
     cache: str | None = _field(CACHE)
     cache_size: str = _field(CACHE_SIZE)
@@ -241,6 +216,10 @@ class StoreOptions:
             stack.pop_all()
         return opened
 
+    def opened(self) -> closing[Store]:
+        """Open a store that is there, and outlives this process, for a ``with`` block."""
+        return closing(self.open_lasting(exists=True))
+
     def whose(self) -> dict[str, Any]:
         """``tenant``, ``salt`` and ``keyring``, as ``Corpus`` and ``Catalog`` take them."""
         return {"tenant": self.tenant, "salt": self.salt.encode(), "keyring": self.keyring()}
@@ -261,14 +240,10 @@ class StoreOptions:
 LINKS = option(
     "What stands around documents and in their caches: plain, kvlink:5, kvlink:5:evaluation, wrappers:8+8, "
     "anchors:100/25, links:5, turborag:IDS/IDS, block-attention:IDS; by default what the soft tokens were trained for.",
-    "--links",
     metavar="LAYOUT",
 )
 SOFT_TOKENS = option(
-    "File of trained embeddings outside the vocabulary, written by kvwire train-links.",
-    "--soft-tokens",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    "File of trained embeddings outside the vocabulary, written by kvwire train-links.", metavar="FILE", type=FILE
 )
 
 
@@ -276,7 +251,7 @@ def usual(options: type[T]) -> dict[str, Any]:
     """What the fields of a command's options are where nothing is given, before callbacks read it."""
     defaults: dict[str, Any] = {}
     for each in fields(options):
-        settings = each.default.settings if isinstance(each.default, Parameter) else {}
+        settings = each.default.of(str(each.type)).settings if isinstance(each.default, Parameter) else {}
         several = settings.get("multiple") or settings.get("nargs") == -1
         nothing = () if several else False if settings.get("is_flag") else None
         defaults[each.name] = settings.get("default", nothing)
@@ -294,7 +269,10 @@ def command(
     parameters: dict[str, Parameter] = {}
     store = {each.name: each.metadata["option"] for each in fields(StoreOptions)}
     for each in fields(options):
-        parameters |= store if each.default is STORE else {each.name: cast("Parameter", each.default)}
+        if each.default is STORE:
+            parameters |= store
+        else:
+            parameters[each.name] = cast("Parameter", each.default).of(str(each.type))
     place = next((each.name for each in fields(options) if each.default is STORE), None)
 
     def made(work: Callable[[T], None]) -> click.Command:
@@ -304,7 +282,10 @@ def command(
                 given[place] = StoreOptions(**{name: given.pop(name) for name in store})
             work(options(**given))
 
-        return (group or click).command(name)(_with(parameters, called))
+        whole: Command = called
+        for spelt, parameter in reversed(parameters.items()):
+            whole = parameter(whole, spelt)
+        return (group or click).command(name)(whole)
 
     return made
 
@@ -314,12 +295,6 @@ def use_file(path: str | None) -> UseFile | None:
     from kvwire.store import UseFile
 
     return UseFile(path) if path else None
-
-
-def _with(parameters: Mapping[str, Parameter], command: Command) -> Command:
-    for name, parameter in reversed(list(parameters.items())):
-        command = parameter(command, name)
-    return command
 
 
 def repair_of(text: str) -> RepairMode | float:

@@ -10,31 +10,43 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import click
 
 from kvwire._json import json_object
-from kvwire.cli.inputs import open_engine, read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import (
+    find_entry,
+    open_engine,
+    read_file_header,
+    read_link,
+    read_machine,
+    read_shape,
+    read_tokens,
+)
 from kvwire.cli.options import (
+    ABOVE_0,
+    CONFIG,
     DEVICE,
     DTYPE,
     FLOOR,
     JSON,
     MAX_KL,
+    OBJECTIVE,
     REPAIR,
     STORE,
     StoreOptions,
     argument,
     flag,
     option,
+    repair_of,
     usual,
 )  # fmt: skip
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
+    from kvwire.controller import ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal, Objective
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import Catalog, CatalogEntry, Store
+    from kvwire.store import Store
     from kvwire.types import BlobInfo
-    from kvwire.whatif.records import Details
+    from kvwire.whatif.situation import Details, PlanScenario
 
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
@@ -48,19 +60,13 @@ _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 class PlanOptions:
     """What ``kvwire plan`` is given."""
 
-    docs: tuple[str, ...] = option(
-        "Ids of documents of the store, or .kvw files, in the prompt's order.", multiple=True
-    )
+    docs: tuple[str, ...] = option("Ids of documents of the store, or .kvw files, in the prompt's order.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
     context: str | None = option(
         "Instead of --docs: a made-up prompt of so many tokens, such as 32k.", metavar="TOKENS"
     )
-    prompt: Path | None = option(
-        "Instead of --docs: file with a whole prompt, planned as for ask --prompt.", type=click.Path(path_type=Path)
-    )
-    documents: int = option(
-        "Number of documents that --context is split into.", default=1, show_default=True, type=click.IntRange(1, 128)
-    )
+    prompt: Path | None = option("Instead of --docs: file with a whole prompt, planned as for ask --prompt.")
+    documents: int = option("Number of documents that --context is split into.", default=1, type=click.IntRange(1, 128))
     model: str | None = option("Folder of the model; its costs are remembered or measured.", envvar="KVWIRE_MODEL")
     device: str = DEVICE
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = DTYPE
@@ -68,19 +74,14 @@ class PlanOptions:
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
     workers: str | None = option("2: decode while recomputing.", type=click.Choice(["1", "2"]))
-    config: str = option("Without --model: configuration, as in kvwire store.", default="", metavar="PREFIX")
+    config: str = CONFIG
     link: str | None = option("1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
-    deadline: float | None = option("Seconds until the first token.", type=click.FloatRange(min=0, min_open=True))
-    objective: Objective | None = option(
-        "By default the best quality within the deadline, without one the earliest first token.",
-        type=click.Choice(["earliest", "quality", "cheapest"]),
-    )
+    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0)
+    objective: Objective | None = OBJECTIVE
     exact: bool = flag("Bit-exact caches only, as in ask.")
     max_kl: float | None = MAX_KL
     floor: int | None = FLOOR
-    question_tokens: int = option(
-        "Length of the question.", default=32, show_default=True, type=click.IntRange(1, 1 << 20)
-    )
+    question_tokens: int = option("Length of the question.", default=32, type=click.IntRange(1, 1 << 20))
     repair: str = REPAIR
     price: str | None = option(
         "Also print costs in money, by prices such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES"
@@ -185,6 +186,17 @@ class Sources:
             self._engine = open_engine(options.model or "", options.device, options.dtype)
             self._corpus = Corpus(self._engine, store or MemoryStore(), **options.place.whose())
 
+    def scenario(self, goal: Goal) -> tuple[Prompt, PlanScenario]:
+        """What is planned."""
+        from kvwire.controller.repair import unmeasured
+        from kvwire.whatif.situation import PlanScenario
+
+        prompt, options = self.prompt(), self._options
+        documents, repair = tuple((each,) for each in prompt.inputs), unmeasured(repair_of(options.repair))
+        return prompt, PlanScenario(
+            documents, self.estimates(), goal, self.settings(), options.question_tokens, prompt.details, repair
+        )
+
     # Documents.
 
     def prompt(self) -> Prompt:
@@ -212,19 +224,18 @@ class Sources:
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
-        from kvwire.controller.simulator import costs, documents_for, expected_kl, measured, source_in_words
-        from kvwire.whatif.records import Details
+        from kvwire.controller.simulator import documents_for, expected_kl, measured, source_in_words
+        from kvwire.whatif.situation import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
         if tokens < count:
             msg = f"{tokens} tokens do not make {count} documents; make up a longer context, or fewer documents"
             raise ArgumentError(msg)
-        machine, model = self._options.modelled()
+        _, model = self._options.modelled()
         lengths = [tokens // count + (number < tokens % count) for number in range(count)]
-        raw = costs(model, machine, raw=True).decode
         details = Details(
             level_names=measured()["kvwire"].levels, level_kl=(expected_kl(model),) * count,
-            raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=raw,
+            raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=self._raw_decode(),
         )  # fmt: skip
         names = tuple(f"document {number + 1}" for number in range(count))
         made = documents_for(model, lengths, max_kl=self._options.kl_bound)
@@ -238,7 +249,7 @@ class Sources:
             raise NotFoundError(f"{name} is no {_BLOB} file; to look it up as a document's id name --store")
         else:
             catalog = self._corpus.catalog if self._corpus else self._options.place.catalog(self._store)
-            entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
+            entry = self._corpus.find(name) if self._corpus else find_entry(catalog, self._options.config, name)[1]
             if entry.is_text:
                 return entry.tokens
             info = catalog.blobs.header(entry)
@@ -262,24 +273,28 @@ class Sources:
 
     def _details(self, headers: list[BlobInfo | int]) -> Details:
         """What headers tell beyond what planning needs."""
-        from kvwire.controller import DecodeCost
-        from kvwire.controller.simulator import costs
-        from kvwire.whatif.records import Details
+        from kvwire.whatif.situation import Details
 
         infos = [header for header in headers if not isinstance(header, int)]
         levels = max((info.levels for info in infos), key=len, default=())
         elements = {info.meta.elements_per_token for info in infos}
-        raw = DecodeCost(0.0, 0.0)  # that copy was not measured on an engine
-        if self._options.machine:
-            machine, model = self._options.modelled()
-            raw = costs(model, machine, raw=True).decode
         return Details(
             level_names=tuple(level.name for level in levels),
             level_kl=tuple(() if isinstance(header, int) else _kl(header) for header in headers),
             header_bytes=sum(info.header_bytes for info in infos),
             raw_token_bytes=_RAW_BYTES * elements.pop() if len(elements) == 1 else 0,
-            raw_decode=raw,
+            raw_decode=self._raw_decode(),
         )
+
+    def _raw_decode(self) -> DecodeCost:
+        """Of uncompressed caches; a copy that was not measured on an engine."""
+        from kvwire.controller import DecodeCost
+        from kvwire.controller.simulator import costs
+
+        if not self._options.machine:
+            return DecodeCost(0.0, 0.0)
+        machine, model = self._options.modelled()
+        return costs(model, machine, raw=True).decode
 
     # Costs and the link.
 
@@ -353,17 +368,6 @@ def _input(header: BlobInfo | int, *, exact: bool, max_kl: float | None) -> Docu
 def _kl(info: BlobInfo) -> tuple[float, ...]:
     known = [level.predicted_kl for level in info.levels]
     return tuple(kl for kl in known if kl is not None) if None not in known else ()
-
-
-def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:
-    """A document's entry in the one model configuration that has it."""
-    spaces = [space for space in catalog.configurations() if space.config.startswith(config)]
-    found = {space.config: entry for space in spaces if (entry := catalog.by_document(space, name)) is not None}
-    if len(found) > 1:
-        raise ArgumentError(f"several model configurations have {name!r}: choose one with --config: {', '.join(found)}")
-    if not found:
-        raise NotFoundError(f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config")
-    return next(iter(found.values()))
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.cli.plan_inputs import Prompt
-    from kvwire.controller import ControllerSettings, Estimates
     from kvwire.errors import KvwireError
     from kvwire.whatif.break_even import BreakEven
     from kvwire.whatif.plan import LoadPlan
     from kvwire.whatif.price import Priced
-    from kvwire.whatif.records import PlannedChunk, Prediction
+    from kvwire.whatif.situation import PlannedChunk, Prediction
 
 
 _MOST_RUNS = 40
@@ -37,13 +36,12 @@ _TITLES = {
 
 
 def print_plan(
-    prompt: Prompt, plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
-    error: KvwireError | None = None, priced: Priced | None = None,
-) -> None:  # fmt: skip
+    prompt: Prompt, plan: LoadPlan, *, as_json: bool, error: KvwireError | None = None, priced: Priced | None = None
+) -> None:
     """Show a plan."""
     if as_json:
-        compute = {name: getattr(settings, name) for name in COMPUTE}
-        made_with = {"estimates": estimates.to_state(), "compute": compute}
+        compute = {name: getattr(plan.scenario.settings, name) for name in COMPUTE}
+        made_with = {"estimates": plan.scenario.estimates.to_state(), "compute": compute}
         told = {"notes": list(prompt.notes)} | ({"sizes": prompt.sizes} if prompt.sizes else {})
         shown = describe_plan(prompt.names, plan) | told | made_with | error_as_data(error)
         if priced is not None:
@@ -71,15 +69,15 @@ def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
     tiers = [{**asdict(each), "prediction": _described(each.prediction)} for each in plan.tiers]
     return ({"tiers": tiers} if tiers else {}) | {
         "documents": list(names),
-        "goal": asdict(plan.goal),
-        "link": {"bandwidth": plan.bandwidth, "ttfb_s": plan.ttfb_s},
-        "query_tokens": plan.query_tokens,
+        "goal": asdict(plan.scenario.goal),
+        "link": {"bandwidth": plan.scenario.bandwidth, "ttfb_s": plan.scenario.estimates.ttfb.value},
+        "query_tokens": plan.scenario.query_tokens,
         "prediction": _described(plan.prediction),
         "expected_s": plan.expected_s,
         "chunks": [
             {**asdict(chunk), "document": names[chunk.document], "action": _action(chunk)} for chunk in plan.chunks
         ],
-        "levels": list(plan.level_names),
+        "levels": list(plan.scenario.details.level_names),
         "alternatives": [_described(each) for each in plan.alternatives],
         "break_evens": [asdict(each) for each in plan.break_evens],
         "searched": {"slowest": SLOWEST, "fastest": FASTEST},
@@ -98,13 +96,13 @@ def _action(chunk: PlannedChunk) -> str:
 
 
 def _verdict(plan: LoadPlan) -> Iterator[str]:
-    made, due = plan.prediction, plan.goal.deadline_s
+    made, due = plan.prediction, plan.scenario.goal.deadline_s
     when = f"first token after {_time(made.ttft_s)}"
     if due is None:
-        yield f"{when[0].upper()}{when[1:]}, over {_rate(plan.bandwidth)}."
+        yield f"{when[0].upper()}{when[1:]}, over {_rate(plan.scenario.bandwidth)}."
     else:
         spare = f"In time by {_time(due - made.ttft_s)}" if made.in_time else f"Late by {_time(made.ttft_s - due)}"
-        yield f"{spare}: {when}, over {_rate(plan.bandwidth)}."
+        yield f"{spare}: {when}, over {_rate(plan.scenario.bandwidth)}."
     fetched = [chunk for chunk in plan.chunks if chunk.level is not None]
     total, rest = len(plan.chunks), len(plan.chunks) - len(fetched)
     levels = ", ".join(_level(plan, level) for level in sorted({c.level for c in fetched if c.level is not None}))
@@ -150,7 +148,7 @@ def _alternatives(plan: LoadPlan) -> Iterator[str]:
         name = "this plan" if each is plan.prediction else each.name
         kl = "-" if each.kl is None else f"{each.kl:.1e}"
         about = " " if each.played else "~"
-        in_time = "-" if plan.goal.deadline_s is None else "yes" if each.in_time else "no"
+        in_time = "-" if plan.scenario.goal.deadline_s is None else "yes" if each.in_time else "no"
         yield (
             f"{_short(name):<{_NAME}}{about + _time(each.ttft_s):>12}{_size(each.bytes):>10}{each.error:>9.1e}"
             f"{_decibels(each).removesuffix(' dB'):>7}{kl:>9}  {in_time}"
@@ -161,11 +159,11 @@ def _alternatives(plan: LoadPlan) -> Iterator[str]:
 
 def _break_evens(plan: LoadPlan) -> Iterator[str]:
     yield ""
-    yield f"{'from which bandwidth on':<{_NAME}}(now {_rate(plan.bandwidth)})"
+    yield f"{'from which bandwidth on':<{_NAME}}(now {_rate(plan.scenario.bandwidth)})"
     for each in plan.break_evens:
         title = _TITLES[each.what].format(each.level)
         yield f"{title:<{_NAME}}{_point(each):>14}"
-    if not SLOWEST <= plan.bandwidth <= FASTEST:
+    if not SLOWEST <= plan.scenario.bandwidth <= FASTEST:
         yield f"the link lies outside the range that was searched, {_rate(SLOWEST)} to {_rate(FASTEST)}"
         return
     below, above = (None if edge is None else _rate(edge) for edge in plan.unchanged)
@@ -179,9 +177,10 @@ def _tiers(plan: LoadPlan) -> Iterator[str]:
     for each in plan.tiers:
         made = each.prediction
         kl = "-" if made.kl is None else f"{made.kl:.1e}"
+        verdict = "yes, and the cheapest" if each.is_cheapest else "yes" if each.is_fast_enough else "no"
         yield (
             f"{_short(each.tier.name):<{_NAME}}{_time(made.ttft_s):>12}{_size(made.bytes):>10}{kl:>9}"
-            f"{_money(each.month):>12}  {'yes, and the cheapest' if each.is_best else 'yes' if each.is_fast else 'no'}"
+            f"{_money(each.cost_per_month):>12}  {verdict}"
         )
 
 
@@ -190,7 +189,7 @@ def _point(point: BreakEven) -> str:
 
 
 def _level(plan: LoadPlan, level: int) -> str:
-    names = plan.level_names
+    names = plan.scenario.details.level_names
     return f"level {level} ({names[level]})" if level < len(names) else f"level {level}"
 
 
@@ -217,7 +216,6 @@ def _short(name: str) -> str:
     return name if len(name) < _NAME else f"{name[: _NAME - 4]}..."
 
 
-_NAME = 28
 _FEWEST = 0.5  # uses that are told as one
 
 

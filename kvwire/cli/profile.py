@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvwire.cli.inputs import open_engine, read_file
-from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, JSON, PREFIX_LAYERS, RESUME, argument, command, option
+from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, FILE, JSON, PREFIX_LAYERS, RESUME, argument, command, option
 from kvwire.cli.say import say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvwire.offline import ProfileCheck, ProfileSummary
     from kvwire.runtime.coding import Extent
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 _progress = logging.getLogger("kvwire.progress")
 
 
-@click.group("profile")
-def profile_group() -> None:
+@click.group()
+def profile() -> None:
     """Fit a profile once, look at it, and tell when a new one would pay."""
 
 
@@ -34,11 +35,9 @@ class _FitOptions:
     """What ``kvwire profile fit`` is given."""
 
     model: str = argument(envvar="KVWIRE_MODEL")
-    texts: tuple[str, ...] = option(
-        "Folder, file or glob of texts to fit on; repeatable.", multiple=True, required=True
-    )
-    out: Path = option("File to write, a .kvp.", required=True, type=click.Path(dir_okay=False, path_type=Path))
-    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+    texts: tuple[str, ...] = option("Folder, file or glob of texts to fit on; repeatable.", required=True)
+    out: Path = option("File to write, a .kvp.", required=True, type=FILE)
+    method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD)
     prefix_layers: int = PREFIX_LAYERS
     calibration: Extent = CALIBRATION
     resume: Path | None = RESUME
@@ -47,7 +46,7 @@ class _FitOptions:
     as_json: bool = JSON
 
 
-@command(_FitOptions, group=profile_group)
+@command(_FitOptions, group=profile)
 def fit(options: _FitOptions) -> None:
     """Fit a profile of MODEL, a folder, from texts, and write it to a file for kvwire encode --profile."""
     from kvwire.offline import find_documents, fit_profile_file, summarise
@@ -61,26 +60,26 @@ def fit(options: _FitOptions) -> None:
     with stages():
         _progress.info("opening %s", options.model)
         engine = open_engine(options.model, options.device, options.dtype)
-        profile = fit_profile_file(engine, refs, coding)
+        fitted = fit_profile_file(engine, refs, coding)
     part = out.with_name(f"{out.name}.part")
     try:
-        part.write_bytes(profile.data)
+        part.write_bytes(fitted.data)
         part.replace(out)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise StorageError(f"{out} cannot be written ({error.strerror}); look at free space and permissions") from error
-    _print_summary(summarise(profile), as_json=options.as_json)
+    _print_summary(summarise(fitted), as_json=options.as_json)
 
 
 @dataclass(frozen=True)
 class _ShowOptions:
     """What ``kvwire profile show`` is given."""
 
-    file: Path = argument(type=click.Path(path_type=Path))
+    file: Path = argument()
     as_json: bool = JSON
 
 
-@command(_ShowOptions, group=profile_group)
+@command(_ShowOptions, group=profile)
 def show(options: _ShowOptions) -> None:
     """Show what FILE, a .kvp, is: its model, what it was fitted on, and what its levels are expected to lose."""
     from kvwire.codec import read_profile
@@ -89,10 +88,10 @@ def show(options: _ShowOptions) -> None:
     file = options.file
     data = read_file(file, "name a .kvp file, as kvwire profile fit writes them")
     try:
-        profile = read_profile(data)
+        found = read_profile(data)
     except (CorruptError, FormatVersionError) as error:
         raise type(error)(f"{file}: {error}") from error
-    _print_summary(summarise(profile), as_json=options.as_json)
+    _print_summary(summarise(found), as_json=options.as_json)
 
 
 def _print_summary(found: ProfileSummary, *, as_json: bool) -> None:
@@ -118,7 +117,7 @@ class _CheckOptions:
     as_json: bool = JSON
 
 
-@command(_CheckOptions, group=profile_group)
+@command(_CheckOptions, group=profile)
 def check(options: _CheckOptions) -> None:
     """Tell from a manifest's measured errors whether a new profile would pay, and what encoding again costs.
 

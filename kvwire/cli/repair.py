@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, command, option, use_file
+from kvwire.cli.options import ABOVE_0, DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, command, option, use_file
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -24,13 +24,9 @@ class _RepairOptions:
     model: str = MODEL
     device: str = DEVICE
     dtype: str = DTYPE
-    after: int = option(
-        "Uses from which on documents are repaired.", default=2, show_default=True, type=click.IntRange(1)
-    )
-    kept_size: str = option("Of all rows that are kept; older ones give way.", default="10GB", show_default=True)
-    watch: float | None = option(
-        "Go on until interrupted, and look every so many seconds.", type=click.FloatRange(min=0, min_open=True)
-    )
+    after: int = option("Uses from which on documents are repaired.", default=2, type=click.IntRange(1))
+    kept_size: str = option("Of all rows that are kept; older ones give way.", default="10GB")
+    watch: float | None = option("Go on until interrupted, and look every so many seconds.", type=ABOVE_0)
     place: StoreOptions = STORE
     as_json: bool = JSON
 
@@ -50,7 +46,7 @@ def repair(options: _RepairOptions) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     engine = open_engine(options.model, options.device, options.dtype)
-    with closing(counts), closing(options.place.open_lasting(exists=True)) as store:
+    with closing(counts), options.place.opened() as store:
         repairer = CombinationRepairer(Corpus(engine, store, **options.place.whose()), engine, most)
         while not stop.is_set():
             for done in repairer.repair_due(counts, options.after):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,10 @@ from kvwire.cli.say import progress, say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvwire.report import ConfigSurvey, FirstTokens, Survey
-    from kvwire.report.surveying import LevelTotal, Wrong
+    from kvwire.report.surveying import LevelTotal
     from kvwire.store import Store
 
 _HINT = (
@@ -31,9 +32,9 @@ _QUESTION = 32
 class _ReportOptions:
     """What ``kvwire report`` is given."""
 
-    out: str = option("Where the page goes.", default="report.html", show_default=True, metavar="FILE")
+    out: str = option("Where the page goes.", default="report.html", metavar="FILE")
     all_tenants: bool = flag("Every tenant of the store, not only --tenant.")
-    sample: int = option("Headers that are read.", default=16, show_default=True, type=click.IntRange(0, 1024))
+    sample: int = option("Headers that are read.", default=16, type=click.IntRange(0, 1024))
     model: str | None = option("Folder of the model, for the time to the first token.", envvar="KVWIRE_MODEL")
     device: str = DEVICE
     dtype: str = DTYPE
@@ -66,7 +67,7 @@ def report(options: _ReportOptions) -> None:
     page = Path(out)
     if page.is_dir() or not page.absolute().parent.is_dir():
         raise NotFoundError(f"{out} cannot be written: name a file in a folder that is there")
-    with closing(place.open_lasting(exists=True)) as store:
+    with place.opened() as store:
         with progress("looking at", "obj") as tell:
             tenant = None if options.all_tenants else place.catalog(store).tenant
             found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=options.sample, on_progress=tell)
@@ -86,7 +87,6 @@ def _first_tokens(found: Survey, store: Store, asked: _ReportOptions) -> FirstTo
     from kvwire.cli.plan_inputs import PlanOptions, Sources
     from kvwire.controller import Goal
     from kvwire.report import first_tokens
-    from kvwire.whatif.situation import PlanScenario
 
     for each in found.configs:
         if each.sample and each.tenant == asked.place.catalog(store).tenant:
@@ -96,10 +96,7 @@ def _first_tokens(found: Survey, store: Store, asked: _ReportOptions) -> FirstTo
         msg = f"there is no document with a blob in {found.store} to tell first tokens of: leave the costs out"
         raise NotFoundError(msg)
     given = {"link": f"1gbit,{_RTT}", "question_tokens": _QUESTION, "place": asked.place} | asked.costs
-    sources = Sources(PlanOptions.of_document(name, config, **given), store)
-    prompt = sources.prompt()
-    documents = tuple((given,) for given in prompt.inputs)
-    situation = PlanScenario(documents, sources.estimates(), Goal(), sources.settings(), _QUESTION, prompt.details)
+    prompt, situation = Sources(PlanOptions.of_document(name, config, **given), store).scenario(Goal())
     engine = " with ".join(filter(None, (asked.machine, asked.shape))) or asked.model or asked.estimates or ""
     with progress("simulating", "link") as tell:
         return first_tokens(prompt.names, situation, engine, on_progress=tell)
@@ -125,38 +122,20 @@ def _as_data(found: Survey, first: FirstTokens | None) -> dict[str, Any]:
     configs = [_config(each) for each in found.configs]
     about: dict[str, Any] = {"store": found.store, "seconds": found.seconds, "configs": configs}
     if first is not None:
-        about["first_tokens"] = {
-            "documents": first.documents, "tokens": first.tokens, "rtt_s": first.rtt_s, "engine": first.engine,
-            "bandwidths": first.bandwidths, "ways": first.ways,
-        }  # fmt: skip
+        about["first_tokens"] = {name: value for name, value in asdict(first).items() if name != "query_tokens"}
     return about
 
 
 def _config(each: ConfigSurvey) -> dict[str, Any]:
+    names = ("tenant", "config", "model_id", "documents", "texts_only", "tokens", "bytes")
+    totals = {"levels": _totals(each.levels), "objects": _totals(each.objects)}
+    kinds = ("damaged", "missing", "unread", "unnamed", "unknown")
+    wrong = {kind: asdict(getattr(each, kind)) for kind in kinds}
+    about = {name.removesuffix("_id"): getattr(each, name) for name in names}
+    return about | totals | {"profiles": dict(each.profiles), "wrong": wrong}
+
+
+def _totals(totals: Mapping[str, LevelTotal]) -> dict[str, dict[str, int]]:
     return {
-        "tenant": each.tenant,
-        "config": each.config,
-        "model": each.model_id,
-        "documents": each.documents,
-        "texts_only": each.texts_only,
-        "tokens": each.tokens,
-        "bytes": each.bytes,
-        "levels": {name: _total(total) for name, total in each.levels.items()},
-        "objects": {name: _total(total) for name, total in each.objects.items()},
-        "profiles": dict(each.profiles),
-        "wrong": {
-            "damaged": _wrong(each.damaged),
-            "missing": _wrong(each.missing),
-            "unread": _wrong(each.unread),
-            "unnamed": _wrong(each.unnamed),
-            "unknown": _wrong(each.unknown),
-        },
+        name: {"number": each.documents, "tokens": each.tokens, "bytes": each.bytes} for name, each in totals.items()
     }
-
-
-def _total(total: LevelTotal) -> dict[str, int]:
-    return {"number": total.documents, "tokens": total.tokens, "bytes": total.bytes}
-
-
-def _wrong(wrong: Wrong) -> dict[str, Any]:
-    return {"count": wrong.count, "bytes": wrong.bytes, "named": wrong.named}

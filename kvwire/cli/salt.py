@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from kvwire.cli.inputs import model_name, open_tokenizer
-from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, flag, option
+from kvwire.cli.options import (
+    ABOVE_0,
+    CHAT_BEFORE,
+    JSON,
+    LEVEL,
+    OBJECTIVE,
+    STORE,
+    StoreOptions,
+    argument,
+    command,
+    flag,
+    option,
+)  # fmt: skip
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -19,23 +30,21 @@ from kvwire.errors import ArgumentError
 class _SaltOptions:
     """What ``kvwire salt`` is given."""
 
-    docs: tuple[str, ...] = option("Ids of documents of the store, in the prompt's order.", multiple=True)
+    docs: tuple[str, ...] = option("Ids of documents of the store, in the prompt's order.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
-    computed: tuple[str, ...] = option("Documents behind those, for vLLM to compute; with --question.", multiple=True)
+    computed: tuple[str, ...] = option("Documents behind those, for vLLM to compute; with --question.")
     prefix: bool = flag("Instead of documents: the longest prefix that the store's index knows.")
     save: bool = flag("Have vLLM keep what it computes of the prompt; changes no salt.")
     repair: str | None = option("Lay over them what ask --keep-repairs computed and kept.", type=click.Choice(["kept"]))
-    level: int | None = option("Quality level of all chunks.", type=click.IntRange(0))
-    deadline_s: float | None = option(
-        "Seconds to load for.", "--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True)
-    )
-    objective: str | None = option(type=click.Choice(["earliest", "quality", "cheapest"]))
+    level: int | None = LEVEL
+    deadline_s: float | None = option("Seconds to load for.", "--deadline", "deadline_s", type=ABOVE_0)
+    objective: str | None = OBJECTIVE
     question: str | None = option("Print the body of a whole request that ends with this; needs --model as a folder.")
     chat: bool = flag("Put the model's chat template around them, whose rows encode --chat keeps.")
     system: str | None = option("With --chat, the system turn.")
-    before: str = option("With --chat, the user's words before the documents.", default="")
+    before: str = CHAT_BEFORE
     served_name: str | None = option("The model's name in that body; by default --model.")
-    max_tokens: int = option("In that body.", default=64, show_default=True, type=click.IntRange(1))
+    max_tokens: int = option("In that body.", default=64, type=click.IntRange(1))
     model: str | None = option("Folder or name; needed where the store has several models.", envvar="KVWIRE_MODEL")
     place: StoreOptions = STORE
     as_json: bool = JSON
@@ -64,7 +73,7 @@ def salt(options: _SaltOptions) -> None:
     if not choice.mode:
         raise ArgumentError("name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt")
     model, place = options.model or "", options.place
-    with closing(place.open_lasting(exists=True)) as store:
+    with place.opened() as store:
         corpus = Corpus.open(store, model=model_name(model), **place.whose())
         if options.question is None:
             value = request_salt(corpus, choice)

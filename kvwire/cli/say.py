@@ -5,6 +5,7 @@ Every line for people goes through ``say``, so that no name on it forges anythin
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvwire._printable import PrintableLines, printable, printable_text
+from kvwire.errors import CorruptError, DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvwire.errors import KvwireError
 
@@ -46,10 +48,31 @@ def error_as_data(error: KvwireError | None) -> dict[str, Any]:
     return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
 
 
+def late_error(ttft_s: float, deadline_s: float | None) -> DeadlineError | None:
+    """The error of a plan whose first token would miss the deadline."""
+    if deadline_s is None or ttft_s <= deadline_s:
+        return None
+    return DeadlineError(f"the first token would come after {ttft_s:.3f} s, the deadline is {deadline_s:g} s")
+
+
 def leave(error: KvwireError) -> NoReturn:
     """Print an error and exit."""
     say(f"kvwire: {error}", err=True)
     sys.exit(error.exit_code)
+
+
+def count_failures(failures: Sequence[str], words: str, *, as_json: bool) -> CorruptError | None:
+    """Tell people of each failure; the error that counts them."""
+    for failure in failures if not as_json else ():
+        say(failure, err=True)
+    return CorruptError(f"{len(failures)} {words}") if failures else None
+
+
+def finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:
+    """Print what was done, and leave with the error's exit code where there was one."""
+    say(json.dumps(about | error_as_data(error)) if as_json else words)
+    if error is not None:
+        leave(error)
 
 
 PROGRESS = logging.getLogger("kvwire.progress")
@@ -57,11 +80,11 @@ PROGRESS = logging.getLogger("kvwire.progress")
 
 
 @contextmanager
-def progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Progress on stderr, where that is a terminal."""
     from tqdm import tqdm
 
-    with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
+    with tqdm(total=total, unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
         yield lambda count: (bar.update(count), None)[1]
 
 

@@ -1,5 +1,4 @@
 """Commands of the server's side: serve a store, sign a URL, make a token."""
-# ruff: noqa: RUF009 - parameters are markers, read when the command is made
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ import resource
 import signal
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -34,67 +33,64 @@ _FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path
 _SPARE_FILES = 256  # of the store, the logs and Python itself
 
 
-def _option(name: str, **settings: Any) -> Any:  # noqa: ANN401 - click's settings
-    """An option that an environment variable of its name can give as well."""
-    return option(
-        settings.pop("help", ""), name, envvar="KVWIRE_" + name.strip("-").replace("-", "_").upper(), **settings
-    )
-
-
-def _file(name: str, text: str) -> Any:  # noqa: ANN401 - as ``option``
-    return _option(name, type=click.Path(path_type=Path), help=text)
-
-
-def _number(name: str, default: float, text: str, least: int = 0) -> Any:  # noqa: ANN401 - likewise
-    kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
-    return _option(name, default=default, show_default=True, type=kind, help=text)
-
-
 @dataclass(frozen=True)
 class _ServeOptions:
     """What ``kvwire serve`` is given."""
 
-    store: str = _option(
-        "--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store."
+    store: str = option(
+        "file:///folder, s3://bucket/prefix, or another address of a store.", required=True, envvar="KVWIRE_STORE"
     )
-    store_token: str | None = _option("--store-token", help="Bearer token for a store behind http://.")
+    store_token: str | None = option("Bearer token for a store behind http://.", envvar="KVWIRE_STORE_TOKEN")
     cache: str | None = CACHE
     cache_size: str = CACHE_SIZE
     memory_size: str | None = MEMORY_SIZE
-    host: str = _option(
-        "--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access."
+    host: str = option("Address to bind; others than loopback need access.", default="127.0.0.1", envvar="KVWIRE_HOST")
+    port: int = option("0: any free port.", default=8473, type=click.IntRange(0, 65535), envvar="KVWIRE_PORT")
+    token: str | None = option(
+        "Bearer token with full rights; 16 characters or more where other machines can ask.", envvar="KVWIRE_TOKEN"
     )
-    port: int = _option(
-        "--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port."
+    tenants: Path | None = option(
+        "JSON list of tenants' tokens, as hashes; read again when it changes and on SIGHUP.", envvar="KVWIRE_TENANTS"
     )
-    token: str | None = _option(
-        "--token", help="Bearer token with full rights; 16 characters or more where other machines can ask."
+    signing_keys: Path | None = option(
+        "JSON object of keys for signed URLs; read again likewise.", envvar="KVWIRE_SIGNING_KEYS"
     )
-    tenants: Path | None = _file(
-        "--tenants", "JSON list of tenants' tokens, as hashes; read again when it changes and on SIGHUP."
+    metrics_token: str | None = option("Bearer token for /metrics alone.", envvar="KVWIRE_METRICS_TOKEN")
+    certificate: Path | None = option(
+        "PEM file for TLS, with its chain; read again on SIGHUP.", envvar="KVWIRE_CERTIFICATE"
     )
-    signing_keys: Path | None = _file("--signing-keys", "JSON object of keys for signed URLs; read again likewise.")
-    metrics_token: str | None = _option("--metrics-token", help="Bearer token for /metrics alone.")
-    certificate: Path | None = _file("--certificate", "PEM file for TLS, with its chain; read again on SIGHUP.")
-    private_key: Path | None = _file("--private-key", "PEM file of the certificate's key.")
-    read_only: bool = _option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
-    status: bool = _option(
-        "--status", is_flag=True, help="Show /status, a live page for people, to those who may see /metrics."
+    private_key: Path | None = option("PEM file of the certificate's key.", envvar="KVWIRE_PRIVATE_KEY")
+    read_only: bool = flag("Take no uploads and delete nothing.", envvar="KVWIRE_READ_ONLY")
+    status: bool = flag("Show /status, a live page for people, to those who may see /metrics.", envvar="KVWIRE_STATUS")
+    spool: Path | None = option("Folder for running uploads.", type=_FOLDER, envvar="KVWIRE_SPOOL")
+    max_upload_bytes: int = option(
+        "Largest upload.", default=16 * _GIB, type=click.IntRange(0), envvar="KVWIRE_MAX_UPLOAD_BYTES"
     )
-    spool: Path | None = _option("--spool", type=_FOLDER, help="Folder for running uploads.")
-    max_upload_bytes: int = _number("--max-upload-bytes", 16 * _GIB, "Largest upload.")
-    max_spool_bytes: int = _number(
-        "--max-spool-bytes", 64 * _GIB, "Limit of all running uploads together; half of it for one client."
+    max_spool_bytes: int = option(
+        "Limit of all running uploads together; half of it for one client.",
+        default=64 * _GIB, type=click.IntRange(0), envvar="KVWIRE_MAX_SPOOL_BYTES",
+    )  # fmt: skip
+    max_requests: int = option(
+        "Most requests answered at once.", default=512, type=click.IntRange(1), envvar="KVWIRE_MAX_REQUESTS"
     )
-    max_requests: int = _number("--max-requests", 512, "Most requests answered at once.", least=1)
-    max_connections: int = _number("--max-connections", 1024, "Most open connections.", least=1)
-    rate: float = _number("--rate", 0.0, "Requests a second of one credential, or address without any; 0: no limit.")
-    burst: int = _number("--burst", 100, "Requests allowed at once before --rate applies.")
-    shutdown_seconds: float = _number("--shutdown-seconds", 30.0, "Seconds for running answers after SIGTERM.")
-    log_level: str = _option(
-        "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+    max_connections: int = option(
+        "Most open connections.", default=1024, type=click.IntRange(1), envvar="KVWIRE_MAX_CONNECTIONS"
     )
-    log_format: str = _option("--log-format", default="json", show_default=True, type=click.Choice(["json", "text"]))
+    rate: float = option(
+        "Requests a second of one credential, or address without any; 0: no limit.",
+        default=0.0, type=click.FloatRange(0), envvar="KVWIRE_RATE",
+    )  # fmt: skip
+    burst: int = option(
+        "Requests allowed at once before --rate applies.", default=100, type=click.IntRange(0), envvar="KVWIRE_BURST"
+    )
+    shutdown_seconds: float = option(
+        "Seconds for running answers after SIGTERM.",
+        default=30.0, type=click.FloatRange(0), envvar="KVWIRE_SHUTDOWN_SECONDS",
+    )  # fmt: skip
+    log_level: str = option(
+        default="info", type=click.Choice(["debug", "info", "warning", "error"]), envvar="KVWIRE_LOG_LEVEL"
+    )
+    log_format: str = option(default="json", type=click.Choice(["json", "text"]), envvar="KVWIRE_LOG_FORMAT")
     as_json: bool = JSON
 
 
@@ -118,7 +114,7 @@ def _serve_store(options: _ServeOptions) -> None:
         cache_size=options.cache_size,
         memory_size=options.memory_size,
     )
-    with closing(place.open_lasting(exists=True)) as store:
+    with place.opened() as store:
         server = ObjectServer(store, access=access, settings=_settings(options))
         asyncio.run(_serve(server, tls, options))
 
@@ -202,17 +198,13 @@ class _SignOptions:
     """What ``kvwire sign`` is given."""
 
     key: str = argument()
-    base_url: str = _option(
-        "--base-url", required=True, help="Address of the server: https://host:port or https://host/prefix."
+    base_url: str = option(
+        "Address of the server: https://host:port or https://host/prefix.", required=True, envvar="KVWIRE_BASE_URL"
     )
-    signing_keys: Path = _option(
-        "--signing-keys", required=True, type=click.Path(path_type=Path), help="The server's file of keys."
-    )
-    key_id: str = _option("--key-id", required=True, help="Id of the key to sign with.")
-    seconds: int = option(
-        "Seconds for which the URL is valid.", default=3600, show_default=True, type=click.IntRange(1)
-    )
-    method: str = option(default="GET", show_default=True, type=click.Choice(["GET", "PUT", "DELETE"]))
+    signing_keys: Path = option("The server's file of keys.", required=True, envvar="KVWIRE_SIGNING_KEYS")
+    key_id: str = option("Id of the key to sign with.", required=True, envvar="KVWIRE_KEY_ID")
+    seconds: int = option("Seconds for which the URL is valid.", default=3600, type=click.IntRange(1))
+    method: str = option(default="GET", type=click.Choice(["GET", "PUT", "DELETE"]))
     as_json: bool = JSON
 
 
@@ -238,12 +230,13 @@ def sign(options: _SignOptions) -> None:
 class _TokenOptions:
     """What ``kvwire token`` is given."""
 
-    tenant: str = _option(
-        "--tenant", default="default", show_default=True, help="Whose token; goes into the line for the tenants file."
+    tenant: str = option(
+        "Whose token; goes into the line for the tenants file.", default="default", envvar="KVWIRE_TENANT"
     )
-    salt: str = _option(
-        "--salt", default="", help="The deployment's secret, where keys are salted: the line then holds the namespace."
-    )
+    salt: str = option(
+        "The deployment's secret, where keys are salted: the line then holds the namespace.",
+        default="", envvar="KVWIRE_SALT",
+    )  # fmt: skip
     write: bool = flag("The token may write.")
     as_json: bool = JSON
 

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
-from kvwire.cli.options import FLOOR, JSON, MAX_KL, command, flag, option, repair_of
+from kvwire.cli.options import ABOVE_0, FLOOR, JSON, MAX_KL, OBJECTIVE, command, flag, option, repair_of
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
@@ -37,81 +37,69 @@ _FIRST_S = 5.0  # leaves time for the earlier load
 class _Asked:
     """What ``kvwire simulate`` is given."""
 
-    models: tuple[str, ...] = option(
-        "Model shape, by name.", "--model", "models", multiple=True, default=["llama-3.1-8b"], show_default=True
-    )
+    models: tuple[str, ...] = option("Model shape, by name.", "--model", "models", default=["llama-3.1-8b"])
     machines: tuple[str, ...] = option(
-        "Machine, by name: one for all models, or one for each.", "--machine", "machines", multiple=True,
-        default=["h100"], show_default=True,
-    )  # fmt: skip
+        "Machine, by name: one for all models, or one for each.", "--machine", "machines", default=["h100"]
+    )
     contexts: str | None = option(
         "Lengths of prompts, such as 4k,32k.  [default: 8k]", "--context", "contexts", metavar="TOKENS"
     )
     documents: int | None = option("Documents of a prompt, equally long.  [default: 4]", type=click.IntRange(1, 10_000))
     methods: tuple[str, ...] = option(
         "Whose measured segment sizes; several: blobs of each lie in the store, and the best is taken.",
-        "--method", "methods", multiple=True, default=["kvwire"], show_default=True,
+        "--method", "methods", default=["kvwire"],
     )  # fmt: skip
-    blobs: tuple[str, ...] = option(
-        "Take real documents instead: .kvw files.", "--blob", "blobs", multiple=True, metavar="FILE"
-    )
+    blobs: tuple[str, ...] = option("Take real documents instead: .kvw files.", "--blob", "blobs", metavar="FILE")
     links: tuple[str, ...] = option(
-        "Steady link: 1gbit, or 1gbit,5ms with a round trip.", "--link", "links", multiple=True, metavar="RATE"
+        "Steady link: 1gbit, or 1gbit,5ms with a round trip.", "--link", "links", metavar="RATE"
     )
     traces: tuple[str, ...] = option(
-        "File of a recorded link: .json, or lines of s and Mbit/s.", "--trace", "traces", multiple=True, metavar="FILE"
+        "File of a recorded link: .json, or lines of s and Mbit/s.", "--trace", "traces", metavar="FILE"
     )
     mean: str | None = option("Scale recorded links to this mean.", metavar="RATE")
     stretch: float | None = option("Stretch recorded links in time; below 1: faster.  [default: 1]", type=float)
     made: tuple[str, ...] = option(
-        "ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB.",
-        multiple=True, metavar="FORMULA",
-    )  # fmt: skip
+        "ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB.", metavar="FORMULA"
+    )
     outages: tuple[str, ...] = option(
-        "Outage of every link, in seconds.", "--outage", "outages", multiple=True, metavar="START,LENGTH"
+        "Outage of every link, in seconds.", "--outage", "outages", metavar="START,LENGTH"
     )
     rtt_s: float = option(
-        "Round trip, where the link names none.", "--rtt", "rtt_s", default=0.002, show_default=True,
-        type=click.FloatRange(0, 60), metavar="SECONDS",
+        "Round trip, where the link names none.",
+        "--rtt", "rtt_s", default=0.002, type=click.FloatRange(0, 60), metavar="SECONDS",
     )  # fmt: skip
-    deadline: float | None = option(
-        "Seconds until the first token.", type=click.FloatRange(0, min_open=True), metavar="SECONDS"
-    )
-    objective: Objective | None = option(
-        "Default: quality with a deadline, earliest without.", type=click.Choice(["earliest", "quality", "cheapest"])
-    )
+    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0, metavar="SECONDS")
+    objective: Objective | None = OBJECTIVE
     max_kl: float | None = MAX_KL
     floor: int | None = FLOOR
     repair: str = option(
         "Rows computed anew so that documents see each other; see kvwire ask.",
-        default="none", show_default=True, metavar="none|auto|all|SHARE",
+        default="none", metavar="none|auto|all|SHARE",
     )  # fmt: skip
     policies: tuple[str, ...] = option(
         "adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw, cacheblend. "
         "[default: all]",
-        "--policy", "policies", multiple=True,
+        "--policy", "policies",
     )  # fmt: skip
-    loads: int = option("Loads, one after the other.", default=1, show_default=True, type=click.IntRange(1, 10_000))
-    together: int = option(
-        "Concurrent loads that share link and machine.", default=1, show_default=True, type=click.IntRange(1, 1000)
-    )
+    loads: int = option("Loads, one after the other.", default=1, type=click.IntRange(1, 10_000))
+    together: int = option("Concurrent loads that share link and machine.", default=1, type=click.IntRange(1, 1000))
     every_s: float = option(
-        "Seconds between concurrent loads.", "--every", "every_s", default=0.1, show_default=True,
-        type=click.FloatRange(0, 3600), metavar="SECONDS",
+        "Seconds between concurrent loads.",
+        "--every", "every_s", default=0.1, type=click.FloatRange(0, 3600), metavar="SECONDS",
     )  # fmt: skip
     trouble: str = option(
         "Chances of fetches: fail, stall (for stall_s), corrupt; noise: sigma of compute times.",
         default="", metavar="NAME=VALUE,...",
     )  # fmt: skip
     patience_s: float = option(
-        "Seconds after which a load counts as failed.", "--patience", "patience_s", default=600.0, show_default=True,
-        metavar="SECONDS", type=click.FloatRange(0, 86400, min_open=True),
+        "Seconds after which a load counts as failed.",
+        "--patience", "patience_s", default=600.0, metavar="SECONDS", type=click.FloatRange(0, 86400, min_open=True),
     )  # fmt: skip
     cold: bool = flag("Begin with priors, without estimates of earlier loads.")
     prior: str = option(
         "Priors are wrong by factors, bandwidth=2,prefill=0.5; implies --cold.", default="", metavar="NAME=FACTOR,..."
     )
-    seed: int = option(default=0, show_default=True, type=click.IntRange(0, 2**31))
+    seed: int = option(default=0, type=click.IntRange(0, 2**31))
     out: Path | None = option("Folder for JSON and pictures.", type=click.Path(file_okay=False, path_type=Path))
     as_json: bool = JSON
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvwire.cli.options import DEVICE, DTYPE, JSON, MODEL, command, flag, option
+from kvwire.cli.options import ABOVE_0, DEVICE, DTYPE, JSON, MODEL, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -35,13 +35,11 @@ class _TrainOptions:
     model: str = MODEL
     data: tuple[str, ...] = option(
         "A .jsonl file of samples, a text, or a folder of texts; several are mixed by their weights.",
-        multiple=True,
-        required=True,
-        metavar="PATH[=WEIGHT]",
-    )
+        required=True, metavar="PATH[=WEIGHT]",
+    )  # fmt: skip
     out: Path = option("Output folder.", required=True, type=click.Path(file_okay=False, path_type=Path))
     method: Literal["links", "wrappers", "anchors"] = option(
-        type=click.Choice(["links", "wrappers", "anchors"]), default="links", show_default=True
+        type=click.Choice(["links", "wrappers", "anchors"]), default="links"
     )
     layout: str | None = option("Such as links:5/10, kvlink:5, wrappers:8+8, anchors:100/25; by default the method's.")
     frozen: bool = flag("Train new embeddings alone; the model stays. Wrappers always do.")
@@ -52,20 +50,16 @@ class _TrainOptions:
     steps: int | None = option(type=click.IntRange(1))
     batch: int | None = option("Samples per step.", type=click.IntRange(1))
     micro_batch: int | None = option("Samples in memory at once.", type=click.IntRange(1))
-    learning_rate: float | None = option(type=click.FloatRange(0, min_open=True))
+    learning_rate: float | None = option(type=ABOVE_0)
     warm_up: int | None = option("Steps over which the rate rises.", type=click.IntRange(0))
     most_tokens: int | None = option("Longest sample, in tokens.", type=click.IntRange(1))
-    passages: int = option("Most documents cut from a text.", default=10, show_default=True, type=click.IntRange(1))
-    passage_tokens: int = option(
-        "Tokens of each of these documents.", default=128, show_default=True, type=click.IntRange(1)
-    )
-    rest_tokens: int = option("Tokens of text after them.", default=128, show_default=True, type=click.IntRange(2))
-    given_tokens: int = option(
-        "First tokens of that text, which are not learnt.", default=16, show_default=True, type=click.IntRange(1)
-    )
+    passages: int = option("Most documents cut from a text.", default=10, type=click.IntRange(1))
+    passage_tokens: int = option("Tokens of each of these documents.", default=128, type=click.IntRange(1))
+    rest_tokens: int = option("Tokens of text after them.", default=128, type=click.IntRange(2))
+    given_tokens: int = option("First tokens of that text, which are not learnt.", default=16, type=click.IntRange(1))
     skip_long: bool = flag("Skip samples that do not fit, instead of failing.")
-    seed: int = option(default=0, show_default=True)
-    keep_every: int = option("Steps between saved states.", default=100, show_default=True, type=click.IntRange(1))
+    seed: int = option(default=0)
+    keep_every: int = option("Steps between saved states.", default=100, type=click.IntRange(1))
     resume: bool = flag("Resume the interrupted training in --out.")
     device: str = DEVICE
     dtype: str = DTYPE
@@ -80,7 +74,7 @@ def train_links(options: _TrainOptions) -> None:
     """
     from kvwire.engines.transformers.opening import open_engine
     from kvwire.training import report_of, train, write_report, write_trained
-    from kvwire.training.picture import check_drawable
+    from kvwire.training.output import check_drawable
 
     check_drawable()
     state = _state(options)

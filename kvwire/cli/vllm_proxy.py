@@ -6,19 +6,32 @@ import asyncio
 import json
 import signal
 import sys
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvwire.cli.inputs import model_name
-from kvwire.cli.options import JSON, STORE, StoreOptions, command, flag, option, use_file
+from kvwire.cli.options import (
+    ABOVE_0,
+    FILE,
+    JSON,
+    LOG_FORMAT,
+    LOG_LEVEL,
+    OBJECTIVE,
+    STORE,
+    StoreOptions,
+    command,
+    flag,
+    option,
+    use_file,
+)  # fmt: skip
 from kvwire.cli.say import say
 from kvwire.cli.serve import logs_on_stderr
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvwire.vllm import VllmProxy
 
 
@@ -26,55 +39,41 @@ if TYPE_CHECKING:
 class _ProxyOptions:
     """What ``kvwire vllm-proxy`` is given."""
 
-    upstream: str = option(
-        "vLLM's address.", envvar="KVWIRE_UPSTREAM", default="http://127.0.0.1:8000", show_default=True
-    )
+    upstream: str = option("vLLM's address.", envvar="KVWIRE_UPSTREAM", default="http://127.0.0.1:8000")
     model: str = option(
         "Folder of the model that vLLM serves: its tokenizer and template are read, no weights.",
         required=True, envvar="KVWIRE_MODEL",
     )  # fmt: skip
-    host: str = option(
-        "Address to bind; others than loopback need --client-token.", default="127.0.0.1", show_default=True
-    )
-    port: int = option("0: any free port.", default=8474, show_default=True, type=click.IntRange(0, 65535))
+    host: str = option("Address to bind; others than loopback need --client-token.", default="127.0.0.1")
+    port: int = option("0: any free port.", default=8474, type=click.IntRange(0, 65535))
     client_token: str | None = option("Bearer token that clients must send.", envvar="KVWIRE_CLIENT_TOKEN")
     upstream_token: str | None = option(
         "Bearer token for vLLM; by default what clients send.", envvar="KVWIRE_UPSTREAM_TOKEN"
     )
     load: str = option(
         "Of documents that follow one another: all, the first alone, or all whose repaired rows are kept.",
-        default="linked", show_default=True, type=click.Choice(["linked", "first", "kept"]),
+        default="linked", type=click.Choice(["linked", "first", "kept"]),
     )  # fmt: skip
     level: int | None = option("Quality level of all chunks, where a request names none.", type=click.IntRange(0))
-    deadline_s: float | None = option(
-        "Seconds to load for, likewise.", "--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True)
-    )
-    objective: str | None = option(type=click.Choice(["earliest", "quality", "cheapest"]))
+    deadline_s: float | None = option("Seconds to load for, likewise.", "--deadline", "deadline_s", type=ABOVE_0)
+    objective: str | None = OBJECTIVE
     prefix: bool = flag("Requests without documents load their longest stored prefix.")
     save: bool = flag("With --prefix, have vLLM keep their prompts and answers.")
     outcomes: Path | None = option(
-        "Socket for what became of streamed requests; vLLM's setting outcomes names the same.",
-        type=click.Path(path_type=Path, dir_okay=False),
+        "Socket for what became of streamed requests; vLLM's setting outcomes names the same.", type=FILE
     )
     combinations: str | None = option(
         "Count linked documents here; kvwire repair repairs those that are linked often, and they are loaded so.",
         metavar="FILE",
     )
-    max_body_bytes: int = option("Largest request body.", default=32 << 20, show_default=True, type=click.IntRange(1))
-    max_requests: int = option(
-        "Most requests answered at once.", default=512, show_default=True, type=click.IntRange(1)
-    )
-    answer_seconds: float = option(
-        "Longest silence of vLLM, in seconds.",
-        default=600.0,
-        show_default=True,
-        type=click.FloatRange(min=0, min_open=True),
-    )
+    max_body_bytes: int = option("Largest request body.", default=32 << 20, type=click.IntRange(1))
+    max_requests: int = option("Most requests answered at once.", default=512, type=click.IntRange(1))
+    answer_seconds: float = option("Longest silence of vLLM, in seconds.", default=600.0, type=ABOVE_0)
     shutdown_seconds: float = option(
-        "Seconds for running answers after SIGTERM.", default=30.0, show_default=True, type=click.FloatRange(0)
+        "Seconds for running answers after SIGTERM.", default=30.0, type=click.FloatRange(0)
     )
-    log_level: str = option(default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
-    log_format: str = option(default="json", show_default=True, type=click.Choice(["json", "text"]))
+    log_level: str = LOG_LEVEL
+    log_format: str = LOG_FORMAT
     place: StoreOptions = STORE
     as_json: bool = JSON
 
@@ -96,7 +95,7 @@ def vllm_proxy(options: _ProxyOptions) -> None:
     )  # fmt: skip
     with (
         logs_on_stderr(options.log_level, options.log_format),
-        closing(options.place.open_lasting(exists=True)) as store,
+        options.place.opened() as store,
     ):
         corpus = Corpus.open(store, model=model_name(options.model), **options.place.whose())
         maker = BodyMaker(corpus, open_tokenizer(options.model), wanted, use_file(options.combinations))

@@ -15,11 +15,13 @@ import tempfile
 import time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvwire._json import strict_json
 from kvwire.comparison.baselines import RawCaches, text_ttft
+from kvwire.comparison.tables import answer_lines, link_table, repair_table
 from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from kvwire.controller import CostModel
     from kvwire.engines.base import Engine
     from kvwire.runtime.answer import Answer
+    from kvwire.runtime.settings import RepairMode
     from kvwire.store import Store
     from kvwire.transport import LinkSettings
 
@@ -50,6 +53,7 @@ REPAIR = 0.15
 ANSWER_REPAIR = 0.3
 """The same for the answers shown."""
 _SAID_TOKENS = 24
+_TIMED = ("fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
 _REPEATS = 5
 _RAW_BUDGET_S = 8.0
 """Raw caches are loaded again for a median only if that takes less than this in total."""
@@ -112,17 +116,13 @@ def run_demo(
             rows = [comparison.over(name, link, deadline) for name, link in named]
             answers = comparison.answers(named[-1][1])
     linking_kl = references[0].linking_kl
-    tokens_asked = comparison.prompt_tokens
     report: dict[str, Any] = {
-        "links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": tokens_asked,
+        "links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": comparison.prompt_tokens,
+        "answers": answers, "linking": {"kl_of_linked_to_full_prefill": linking_kl},
     }  # fmt: skip
-    report["answers"] = answers
-    report["linking"] = {"kl_of_linked_to_full_prefill": linking_kl}
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
-    say(table(rows))
-    say(_links_table(linking_kl, rows))
-    for line in _answers_table(answers):
+    for line in (link_table(rows), repair_table(linking_kl, rows, REPAIR), *answer_lines(answers, ANSWER_REPAIR)):
         say(line)
     _draw(report, out / "demo.png", say)
     return report
@@ -132,42 +132,39 @@ class _Comparison:
     """One engine, one server, and three ways to the first token."""
 
     def __init__(
-        self,
-        engine: Engine,
-        store: Store,
-        tokens: Mapping[str, Sequence[int]],
-        prompts: Sequence[Prompt],
-        references: Sequence[Reference],
-        raw: RawCaches,
-    ) -> None:
-        self._engine = engine
-        self._corpus = Corpus(engine, store)
-        self._tokens = tokens
-        self._prompts = prompts
-        self._references = references
-        self._raw = raw
+        self, engine: Engine, store: Store, tokens: Mapping[str, Sequence[int]], prompts: Sequence[Prompt],
+        references: Sequence[Reference], raw: RawCaches,
+    ) -> None:  # fmt: skip
+        self._engine, self._corpus = engine, Corpus(engine, store)
+        self._tokens, self._prompts, self._references, self._raw = tokens, prompts, references, raw
         self._costs: CostModel = measure_costs(engine, self._corpus.profile())
+
+    def _loader(self, link: LinkSettings, repair: RepairMode | float) -> Loader:
+        """Over a link of which nothing is remembered: it exists only here."""
+        settings = LoadSettings(repair=repair)
+        return Loader(
+            self._engine, self._corpus, costs=self._costs, link=link, memory=EstimatesFile(None), settings=settings
+        )
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the timed prompt, its question included."""
         first = self._prompts[0]
-        texts = sum(len(self._tokens[document]) for document in first.documents)
+        texts = sum(map(len, self._texts(first)))
         return len(first.head or self._engine.opening_tokens) + texts + len(first.question)
 
     def text(self) -> float:
         """Seconds to the first token by prefill of the whole prompt, already tokenised."""
         first = self._prompts[0]
-        documents = [self._tokens[document] for document in first.documents]
-        return text_ttft(self._engine, documents, first.question, first.head)
+        return text_ttft(self._engine, self._texts(first), first.question, first.head)
+
+    def _texts(self, prompt: Prompt) -> list[Sequence[int]]:
+        return [self._tokens[document] for document in prompt.documents]
 
     def answers(self, link: LinkSettings) -> list[dict[str, str]]:
         """Answers of a full prefill and of kvwire, for chat prompts."""
-        settings, rows = LoadSettings(repair=ANSWER_REPAIR), []
-        no_memory = EstimatesFile(None)
-        with Loader(
-            self._engine, self._corpus, costs=self._costs, link=link, memory=no_memory, settings=settings
-        ) as loader:
+        rows = []
+        with self._loader(link, ANSWER_REPAIR) as loader:
             for prompt in (each for each in self._prompts if each.asked):
                 answer = prompt.ask(loader, tokens=_SAID_TOKENS)
                 full, short = self._full_answer(prompt), self._in_words(prompt, answer.tokens)
@@ -176,7 +173,7 @@ class _Comparison:
 
     def _full_answer(self, prompt: Prompt) -> str:
         """The model's answer after a prefill of the whole prompt."""
-        ids = [*prompt.head, *(token for document in prompt.documents for token in self._tokens[document])]
+        ids = [*prompt.head, *(token for text in self._texts(prompt) for token in text)]
         (cache,) = self._engine.prefill([ids])
         past = self._engine.past_key_values(cache)
         first = int(self._engine.forward(past, prompt.question, cache.tokens, logits=1)[-1].argmax())
@@ -189,16 +186,9 @@ class _Comparison:
 
     def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         """Measure all three ways over one link."""
-        no_memory = EstimatesFile(None)  # not remembered: this link exists only here
-        unrepaired = LoadSettings(repair="none")
-        with Loader(
-            self._engine, self._corpus, costs=self._costs, link=link, memory=no_memory, settings=unrepaired
-        ) as loader:
+        with self._loader(link, "none") as loader:
             row = self._over(loader, name, link, deadline)
-        settings = LoadSettings(repair=REPAIR)
-        with Loader(
-            self._engine, self._corpus, costs=self._costs, link=link, memory=no_memory, settings=settings
-        ) as loader:
+        with self._loader(link, REPAIR) as loader:
             row["repaired"] = self._repaired(loader)
         return row
 
@@ -221,23 +211,24 @@ class _Comparison:
 
     def _over(self, loader: Loader, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         first = self._prompts[0]
-        # A server in use knows its link, so the first load is not timed.
-        first.ask(loader, deadline_s=deadline, objective="earliest")
-        raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
+        ask = partial(Prompt.ask, loader=loader, deadline_s=deadline, objective="earliest")
+        raw = partial(self._raw.ttft, self._engine, self._corpus.catalog.store, first, link)
+        ask(first)  # a server in use knows its link, so the first load is not timed
+        raw_s, raw_bytes = raw()
         again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first load is a warm-up
         times: dict[str, list[float]] = {"text": [], "raw": [] if again else [raw_s], "kvwire": []}
         answers = []
         for _ in range(_REPEATS):
             times["text"].append(self.text())
-            answers.append(first.ask(loader, deadline_s=deadline, objective="earliest"))
+            answers.append(ask(first))
             if again:
-                times["raw"].append(self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)[0])
+                times["raw"].append(raw()[0])
         times["kvwire"] = [answer.timing.ttft_s for answer in answers]
         answer = sorted(answers, key=lambda answer: answer.timing.ttft_s)[_REPEATS // 2]
-        others = [p.ask(loader, deadline_s=deadline, objective="earliest") for p in self._prompts[1:]]
+        others = list(map(ask, self._prompts[1:]))
         compared = zip(self._references, [answer, *others], strict=True)
         kls, agreements = zip(*(r.compare(self._engine, a.prompt.cache) for r, a in compared), strict=True)
-        text_bytes = 4 * sum(len(self._tokens[document]) for document in first.documents)
+        text_bytes = 4 * sum(map(len, self._texts(first)))
         return {
             "name": name,
             "mbit_s": link.bandwidth_bytes_s * 8 / 1e6,
@@ -246,9 +237,7 @@ class _Comparison:
             "ttft_all_s": times,
             "bytes": {"text": text_bytes, "raw": raw_bytes, "kvwire": answer.bytes},
             "decisions": _decisions(answer, first.documents),
-            "timing": {
-                k: getattr(answer.timing, k) for k in ("fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
-            },
+            "timing": {name: getattr(answer.timing, name) for name in _TIMED},
             "kl": statistics.fmean(kls),
             "greedy_agreement": statistics.fmean(agreements),
             "kl_of_each_prompt": list(kls),
@@ -348,20 +337,8 @@ def _encode(
 @contextmanager
 def local_server(folder: Path | str) -> Iterator[str]:
     """Run ``kvwire serve`` on a free port of loopback; yields its URL."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "kvwire",
-        "serve",
-        "--store",
-        Path(folder).resolve().as_uri(),
-        "--port",
-        "0",
-        "--json",
-        "--log-level",
-        "warning",
-    ]
+    options = ["--store", Path(folder).resolve().as_uri(), "--port", "0", "--json", "--log-level", "warning"]
+    command = [sys.executable, "-P", "-m", "kvwire", "serve", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - this very program
         try:
             line = process.stdout.readline() if process.stdout else ""
@@ -375,61 +352,9 @@ def local_server(folder: Path | str) -> Iterator[str]:
             process.wait(10)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The links as one table."""
-    lines = [
-        (
-            f"\n{'link':<10}{'Mbit/s':>8} | {'time to first token (s)':^30} | {'fetched':^17} | "
-            f"{'levels':<18}{'KL':>8}{'agree':>7}"
-        ),
-        f"{'':<10}{'':>8} | {'text':>8}{'raw KV':>10}{'kvwire':>12} | {'raw KV':>8}{'kvwire':>9} | ",
-    ]
-    for row in rows:
-        times, sizes = row["ttft_s"], row["bytes"]
-        lines.append(
-            f"{row['name']:<10}{row['mbit_s']:>8g} | "
-            f"{times['text']:>8.2f}{times['raw']:>10.2f}{times['kvwire']:>12.2f} | "
-            f"{sizes['raw'] / 1e6:>6.1f}MB{sizes['kvwire'] / 1e6:>7.2f}MB | {_levels(row['decisions']):<18}"
-            f"{row['kl']:>8.4f}{row['greedy_agreement']:>7.0%}{'  late' if row['missed_deadline'] else ''}"
-        )
-    return "\n".join(lines)
-
-
-def _links_table(linking_kl: float, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Loss of linking without and with repair, as lines."""
-    title = (
-        "\nloss of linking: KL from a full prefill, over all prompts, as linked and with "
-        f"{REPAIR:.0%} of the rows repaired (exact caches, first prompt: {linking_kl:.4f})"
-    )
-    lines = [title]
-    for row in rows:
-        repaired = row["repaired"]
-        lines.append(
-            f"{row['name']:<10}{row['kl_from_full']:>8.4f} after {row['ttft_s']['kvwire']:.2f} s, "
-            f"repaired {repaired['kl_from_full']:.4f} after {repaired['ttft_s']:.2f} s"
-        )
-    return "\n".join(lines)
-
-
-def _answers_table(answers: Sequence[Mapping[str, str]]) -> list[str]:
-    """Answers side by side, as lines."""
-    lines = [f"\nanswers, with {ANSWER_REPAIR:.0%} of the rows repaired:"] if answers else []
-    for row in answers:
-        same = " (the same)" if row["full"] == row["kvwire"] else ""
-        lines += [f"  {row['question']}  [{row['right']}]", f"    full prefill: {row['full']}"]
-        lines.append(f"    kvwire:       {row['kvwire']}{same}")
-    return lines
-
-
-def _levels(decisions: Sequence[Mapping[str, Any]]) -> str:
-    """Number of chunks at each level, in short."""
-    names = ["text" if d["action"] == "recompute" else f"L{d['level']}" for d in decisions]
-    return " ".join(f"{names.count(name)}x{name}" for name in sorted(set(names)))
-
-
 def _draw(report: Mapping[str, Any], path: Path, say: Callable[[str], None]) -> None:
     try:
-        from kvwire.comparison.picture import draw_demo
+        from kvwire.comparison.pictures import draw_demo
     except ImportError:
         say("no picture: install matplotlib (pip install 'kvwire[demo]')")
         return

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from kvwire import errors
 from kvwire._lazy import require
 from kvwire.errors import KvwireError, MismatchError
-from kvwire.offline.batches import Batches
 from kvwire.offline.manifest import Row
 from kvwire.offline.pipeline import encode_side_by_side, prepare_profile
 from kvwire.offline.refs import DocumentRef
-from kvwire.offline.steps import RunOptions, failed_row
+from kvwire.offline.steps import Batches, RunOptions, failed_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvwire.codec import AnyProfile
-    from kvwire.offline.batches import Batches
     from kvwire.offline.refs import DocumentRef
-    from kvwire.offline.steps import Work
+    from kvwire.offline.steps import Batches, Work
     from kvwire.runtime.coding import Document
     from kvwire.runtime.corpus import Corpus
 

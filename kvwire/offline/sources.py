@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING
 
 from kvwire._printable import name_problem
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError
-from kvwire.offline import tables
-from kvwire.offline.refs import DocumentRef, object_of_line, text_of_line
+from kvwire.offline.refs import (
+    DocumentRef,
+    dataset_rows,
+    is_dataset,
+    object_of_line,
+    parquet_rows,
+    splits,
+    text_of_line,
+)  # fmt: skip
 from kvwire.runtime.text_files import MOST_BYTES
 
 if TYPE_CHECKING:
@@ -74,7 +81,7 @@ def _of_source(source: str, text_column: str, id_column: str) -> Iterator[Docume
         yield from _of_bucket(source, text_column, id_column)
         return
     path = Path(source).expanduser()
-    if path.is_dir() and tables.is_dataset(path):
+    if path.is_dir() and is_dataset(path):
         yield from _of_dataset(path, text_column, id_column)
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
@@ -110,7 +117,7 @@ def _listed(file: Path, root: Path, text_column: str, id_column: str) -> Iterato
         with file.open("rb") as lines:
             yield from _of_lines(DocumentRef(name, str(file), "lines", str(file), column=text_column), lines, id_column)
     elif file.suffix == _ROWS:
-        rows = tables.parquet_rows(str(file), text_column, id_column)
+        rows = parquet_rows(str(file), text_column, id_column)
         yield from _of_rows(DocumentRef(name, str(file), "parquet", str(file), column=text_column), rows)
     else:
         yield DocumentRef(name, str(file), "text", str(file), size=file.stat().st_size)
@@ -140,10 +147,10 @@ def _of_rows(first: DocumentRef, rows: Sequence[tuple[str, int]]) -> Iterator[Do
 
 
 def _of_dataset(folder: Path, text_column: str, id_column: str) -> Iterator[DocumentRef]:
-    for split in tables.splits(str(folder)):
+    for split in splits(str(folder)):
         name = f"{folder}#{split}" if split else str(folder)
         first = DocumentRef("/".join(filter(None, (folder.name, split))), name, "dataset", name, column=text_column)
-        yield from _of_rows(first, tables.dataset_rows(str(folder), split, text_column, id_column))
+        yield from _of_rows(first, dataset_rows(str(folder), split, text_column, id_column))
 
 
 def _of_bucket(address: str, text_column: str, id_column: str) -> Iterator[DocumentRef]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import torch
 
 from kvwire.errors import ArgumentError, MismatchError
@@ -56,10 +57,6 @@ class CorpusSettings:
 
 
 LOSSLESS, FINEST = "lossless", "finest"
-_TEXTS = (
-    "store", "model", "served_as", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size",
-    "cache_salt",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ class ChunkSettings(CorpusSettings):
     served_as: str = ""
     level: int | str = LOSSLESS
     cache_salt: str | None = None
-    cpu_block: int = 0
+    cpu_block: Annotated[int, msgspec.Meta(ge=0)] = 0
     lossy_for_all: bool = False
 
     @classmethod
@@ -88,18 +85,12 @@ class ChunkSettings(CorpusSettings):
         names = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
         if unknown := sorted(set(parameters) - set(names)):
             raise ArgumentError(f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(names)}")
-        if wrong := [
-            name for name in _TEXTS if parameters.get(name) is not None and not isinstance(parameters[name], str)
-        ]:
-            raise ArgumentError(f"kvwire's adapter: {wrong[0]} is a text")
         if not parameters.get("store"):
             raise ArgumentError('name the store of the documents: {"store": "file:///folder"}')
-        settings = cls(**{"chunk_tokens": chunk_tokens, **parameters})
-        if type(settings.level) not in (int, str) or type(settings.lossy_for_all) is not bool:
-            msg = "kvwire's adapter: level is a name or an index of a level, lossy_for_all is true or false"
-            raise ArgumentError(msg)
-        if type(settings.cpu_block) is not int or settings.cpu_block < 0:
-            raise ArgumentError("kvwire's adapter: cpu_block is vLLM's --block-size, where it runs on a processor")
+        try:
+            settings = msgspec.convert({"chunk_tokens": chunk_tokens, **parameters}, cls)
+        except msgspec.ValidationError as error:
+            raise ArgumentError(f"kvwire's adapter: {error}; see docs/how-to for its settings") from error
         settings.check_pollution(salted=salted)
         return settings
 

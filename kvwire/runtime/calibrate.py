@@ -192,7 +192,6 @@ def compute_document(
     return prefill_documents(engine, [ids])[0], opening
 
 
-_log = logging.getLogger("kvwire.runtime")
 _ALIGNED = 16
 """Alignment of tensors in their file, in bytes."""
 

@@ -12,6 +12,7 @@ from kvwire.codec import BlobDecoder, level_index
 from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.adapters import FINEST, LOSSLESS
+from kvwire.runtime.corpus_reader import pieces_of
 from kvwire.store.listing import ahead
 from kvwire.store.prefix.index import opening_of
 from kvwire.types import digest_tokens
@@ -265,12 +266,9 @@ class ChunkReader:
         """Fetch a chunk's contiguous segments as one range."""
         reads = blob.info.reads(chunk, blob.level)
         data = self.corpus.catalog.blobs.get(blob.document, reads[0].offset, reads[-1].end)
-        first = reads[0].offset
         with self._lock:
             self.bytes += len(data)
-        parts = [data[each.offset - first : each.end - first] for each in reads]
-        check = blob.reader.check
-        return parts if check is None else [check(each, part) for each, part in zip(reads, parts, strict=True)]
+        return pieces_of(blob.reader, reads, data, reads[0].offset)
 
 
 def _name(document: CatalogEntry) -> str:

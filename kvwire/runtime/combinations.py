@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from msgspec import Meta
 
-from kvwire._json import strict_json
+from kvwire._json import json_object, record
 from kvwire.errors import ArgumentError, CorruptError, KvwireError
 from kvwire.runtime.kept import Gathered, RepairKeeper, bases
 from kvwire.store import TEXT_LEVEL
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
     from kvwire.store import CatalogEntry, UseCounts
 
 _MOST_DOCUMENTS, _MOST_HEAD = 4096, 1 << 20
+_WHAT = "a counted combination"
 
 
 @dataclass(frozen=True)
 class Combination:
     """Documents of a prompt, in its order."""
 
-    documents: tuple[str, ...]  # their ids
-    head: tuple[int, ...] = ()  # token ids before them: a chat's, a BOS, or none
+    documents: Annotated[tuple[str, ...], Meta(min_length=2, max_length=_MOST_DOCUMENTS)]  # their ids
+    # token ids before them: a chat's, a BOS, or none
+    head: Annotated[tuple[int, ...], Meta(max_length=_MOST_HEAD)] = ()
 
     def to_json(self) -> str:
         """As it is counted; ``of_json`` reads it."""
@@ -43,15 +46,7 @@ class Combination:
     @classmethod
     def of_json(cls, text: str) -> Combination:
         """Read what ``to_json`` wrote."""
-        try:
-            value = strict_json(text)
-            documents, head = tuple(value["documents"]), tuple(value["head"])
-        except (ArgumentError, KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"a counted combination is damaged ({error}): delete the file of counts") from error
-        is_sound = 1 < len(documents) <= _MOST_DOCUMENTS and all(isinstance(each, str) for each in documents)
-        if not is_sound or len(head) > _MOST_HEAD or not all(type(token) is int for token in head):
-            raise CorruptError("a counted combination names documents and token ids: delete the file of counts")
-        return cls(documents, head)
+        return record(json_object(text, _WHAT, _MOST_HEAD * 16), cls, _WHAT, "delete the file of counts")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvwire._forks import lock_of_process
 from kvwire.codec import BlobDecoder, level_index
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
-from kvwire.runtime.link_report import LinkReport
+from kvwire.runtime.reports import EditReport, LinkReport
 
 if TYPE_CHECKING:
     import threading
@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift
-    from kvwire.runtime.edit_report import EditReport
     from kvwire.runtime.prefetch import Prefetch
     from kvwire.store import Catalog, CatalogEntry, DonorIndex, ModelRecord, PrefixIndex, Store, UseCounts
-    from kvwire.types import BlobInfo, CacheMeta, KVCache
+    from kvwire.store.crypto.sealing import BlobReader
+    from kvwire.types import BlobInfo, CacheMeta, KVCache, SegmentInfo
 
 _ALL_LEVELS = 1 << 30
+
+
+def pieces_of(reader: BlobReader, reads: Sequence[SegmentInfo], data: bytes, first: int = 0) -> list[bytes]:
+    """Segments, checked, out of stored bytes that begin at the blob's byte ``first``."""
+    parts = [data[each.offset - first : each.end - first] for each in reads]
+    return [reader.check(*read) for read in zip(reads, parts, strict=True)] if reader.check else parts
 
 
 class CorpusReader:
@@ -130,9 +136,7 @@ class CorpusReader:
             begins=at == 0 if begins is None else begins,
         )
         for chunk in info.chunks_of(first, info.tokens):
-            reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
-            segments = [reader.check(*read) if reader.check else read[1] for read in reads]
-            decoder.decode_chunk(chunk, segments, index)
+            decoder.decode_chunk(chunk, pieces_of(reader, info.reads(chunk, index), stored), index)
         return decoder.cache.slice(first, info.tokens) if first else decoder.cache
 
     def prefetch(self, documents: Sequence[str], level: int | str | None = None) -> Prefetch:
@@ -247,8 +251,6 @@ class CorpusReader:
         Raises:
             CorruptError: It is damaged.
         """
-        from kvwire.runtime.edit_report import EditReport  # few loads need it
-
         data = self.catalog.objects.read(self.catalog.keys(self.config).edit_report)
         return None if data is None else EditReport.of_json(data)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -182,13 +181,11 @@ class ControllerDriver:
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run work in the compute thread."""
-        with self._taken(self._threads.compute):
-            return await asyncio.get_running_loop().run_in_executor(self._threads.compute, work)
+        return await self._in_lane(self._threads.compute, work)
 
     async def decode(self, work: Callable[[], T]) -> T:
         """Run work in the decode thread."""
-        with self._taken(self._threads.decode):
-            return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
+        return await self._in_lane(self._threads.decode, work)
 
     async def in_steps(self, steps: Iterator[None], goes_on: Callable[[], bool]) -> None:
         """Prepare decoding while its lane is idle: at most one step per thread."""
@@ -202,18 +199,16 @@ class ControllerDriver:
                 if await loop.run_in_executor(self._threads.side_by_side, next, steps, is_over) is is_over:
                     return
 
-    @contextmanager
-    def _taken(self, lane: Executor) -> Iterator[None]:
-        """Count a job that uses the decode lane, or that decoding waits for."""
-        if lane is not self._threads.decode:
-            yield
-            return
-        self._lane_jobs += 1
-        self._is_idle.clear()
+    async def _in_lane(self, lane: Executor, work: Callable[[], T]) -> T:
+        """Run work in a thread; counted where it is the decode lane's, or one that decoding waits for."""
+        is_counted = lane is self._threads.decode
+        self._lane_jobs += is_counted
+        if is_counted:
+            self._is_idle.clear()
         try:
-            yield
+            return await asyncio.get_running_loop().run_in_executor(lane, work)
         finally:
-            self._lane_jobs -= 1
+            self._lane_jobs -= is_counted
             if not self._lane_jobs:
                 self._is_idle.set()
 

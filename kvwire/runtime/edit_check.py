@@ -11,9 +11,9 @@ import torch
 
 from kvwire.errors import ArgumentError
 from kvwire.reuse import LinkedPrompt, RepairInput, align, compute_holes, place_spans, repair_prompt, selector_of
-from kvwire.runtime.edit_report import EDIT_BOUND, EditReport
 from kvwire.runtime.prefill import opened, prefill_documents
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.reports import EDIT_BOUND, EditReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
 
-from kvwire.codec import encode
+from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.calibrate import (
     MomentFile,
@@ -27,6 +28,7 @@ from kvwire.runtime.prefill import (
     states_of,
 )
 from kvwire.store import ModelRecord
+from kvwire.store.prefix.index import opening_of as opening_of_blob
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus_reader import CorpusReader
     from kvwire.store import CatalogEntry, DonorIndex, PrefixIndex
-    from kvwire.types import BlobInfo, KVCache, SoftTokensName
+    from kvwire.types import BlobInfo, BlobPrefix, KVCache, LevelInfo, SoftTokensName
 
 OPENING = "bos-"
 """Prefix of the document that holds the rows of the opening tokens; the tokens follow."""
@@ -107,7 +109,12 @@ class Encoder:
         self._corpus.changes += 1
         _ = self.soft_tokens
         if profile is not None:
-            self._use(profile)
+            if not self._is_wanted(profile):
+                raise MismatchError(
+                    "the profile given is of another method or prefix layers, or of other soft tokens; encode with "
+                    "those, or fit one for these (kvwire profile fit)"
+                )
+            self._corpus.set_profile(profile)
         else:
             profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
         self.publish(profile)
@@ -127,8 +134,7 @@ class Encoder:
 
     def opening(self, found: Encoded) -> tuple[int, ...]:
         """The BOS before a document's blob, for indexes."""
-        info = found.blob or self._corpus.read_header(found.entry)
-        return info.neutral_prefix[: info.opening]
+        return opening_of_blob(found.blob or self._corpus.read_header(found.entry))
 
     def add_to(self, indexes: Sequence[PrefixIndex | DonorIndex], found: Encoded, document: Document) -> None:
         """Add a document to indexes."""
@@ -176,11 +182,14 @@ class Encoder:
         """
         digest = digest_tokens(document.token_ids)
         wanted = (digest, profile.digest if profile else "", False)
+
+        def fitting(entry: CatalogEntry | None) -> CatalogEntry | None:
+            return entry if entry and (entry.token_digest, entry.profile_digest, entry.is_text) == wanted else None
+
         try:
-            entry = own = self._catalog.by_document(self._config, document.document_id)
-            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
-                entry, own = self._catalog.by_tokens(self._config, digest), None
-            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
+            own = fitting(self._catalog.by_document(self._config, document.document_id))
+            entry = own or fitting(self._catalog.by_tokens(self._config, digest))
+            if entry is None:
                 return None
             if any(self._catalog.store.stat(key).size != size for key, size in self._catalog.blobs.of(entry).items()):
                 return None
@@ -220,16 +229,23 @@ class Encoder:
         return Computed(cache, neutral, hidden, deviation, count, beginning)
 
     def code(
-        self, computed: Computed, profile: AnyProfile | None, context_level: int | None = None
-    ) -> tuple[bytes, BlobInfo]:
-        """Code the model's output; uses neither engine nor store."""
+        self, computed: Computed, profile: AnyProfile | None, context_level: int | None = None,
+        like: Sequence[LevelInfo] | None = None, prefix: BlobPrefix | None = None,
+    ) -> tuple[bytes, BlobInfo]:  # fmt: skip
+        """Code the model's output; uses neither engine nor store. like, prefix: of a part, whose levels are these."""
         coding = self.coding
+        ladder: Ladder | Literal[0] | None = coding.ladder
+        if like is not None:
+            lossy = [level for level in like if not level.lossless]
+            ladder = None if lossy else 0
+            if lossy and not lossy[0].independent:
+                ladder = Ladder(lossy[0].step, tuple(level.name for level in lossy))
         plain = encode(
             computed.cache,
             profile,
-            coding.ladder,
+            ladder,
             chunk_tokens=coding.chunk_tokens,
-            lossless=coding.lossless,
+            lossless=coding.lossless if like is None else any(level.lossless for level in like),
             hidden=computed.hidden,
             backend=coding.backend,
             deviation=computed.deviation,
@@ -237,6 +253,7 @@ class Encoder:
             soft_tokens=self.soft_tokens,
             opening=computed.opening,
             beginning=computed.beginning,
+            prefix=prefix,
             context_level=context_level,
         )
         blob = self._catalog.blobs.seal(plain)
@@ -291,17 +308,16 @@ class Encoder:
 
     def keep_text(self, document: Document) -> Encoded:
         """Store only the text; leaves alone a document with the same text, or with a blob of an older profile."""
-        try:
-            entry = self._catalog.by_document(self._config, document.document_id)
-        except CorruptError:
-            entry = None
-        if entry is None or entry.token_digest != digest_tokens(document.token_ids):
-            entry = self._catalog.add_text(self._config, document.document_id, document.token_ids)
-            self._corpus.changes += 1
-            return Encoded(entry, None, skipped=False, encode_s=0.0)
-        self._catalog.texts.put(self._config, document.token_ids, document_id=document.document_id)
+        name, ids, entry = document.document_id, document.token_ids, None
+        with suppress(CorruptError):
+            entry = self._catalog.by_document(self._config, name)
+        is_there = entry is not None and entry.token_digest == digest_tokens(ids)
+        if entry is not None and is_there:
+            self._catalog.texts.put(self._config, ids, document_id=name)
+        else:
+            entry = self._catalog.add_text(self._config, name, ids)
         self._corpus.changes += 1
-        return Encoded(entry, None, skipped=True, encode_s=0.0)
+        return Encoded(entry, None, skipped=is_there, encode_s=0.0)
 
     def publish(self, profile: AnyProfile | None) -> None:
         """Write the model's record, which ``open`` reads, if it is missing."""
@@ -354,25 +370,9 @@ class Encoder:
 
     def _is_wanted(self, profile: AnyProfile) -> bool:
         """Whether a profile matches the encoding options."""
-        coding, soft, notes = self.coding, self.soft_tokens, profile.notes
-        is_soft = notes.get("soft_tokens", "") == (soft.digest if soft else "")
-        return is_soft and coding.kind.is_wanted(profile, coding)
-
-    def _use(self, profile: AnyProfile) -> None:
-        """Use a given profile."""
-        if not self._is_wanted(profile):
-            raise MismatchError(
-                "the profile given is of another method or prefix layers, or of other soft tokens; encode with those, "
-                "or fit one for these (kvwire profile fit)"
-            )
-        self._corpus.set_profile(profile)
-
-    def _is_behind(self, info: BlobInfo, token_ids: Sequence[int]) -> bool:
-        """Whether a blob has the prefix that encoding would give it."""
-        count = self.coding.neutral_prefix
-        if not count:
-            return len(info.neutral_prefix) == info.opening
-        return info.neutral_prefix == neutral_prefix(self.engine, token_ids, count)
+        soft = self.soft_tokens
+        is_soft = profile.notes.get("soft_tokens", "") == (soft.digest if soft else "")
+        return is_soft and self.coding.kind.is_wanted(profile, self.coding)
 
     def _is_coded_so(self, info: BlobInfo, token_ids: Sequence[int] | None) -> bool:
         """Whether a blob has the levels and chunks that encoding would give. token_ids: None: computed alone."""
@@ -380,12 +380,11 @@ class Encoder:
         if token_ids is not None and lacks_opening(self.engine, info, token_ids):
             self._tell_old()
             return False
-        if len(info.neutral_prefix) > info.opening if token_ids is None else not self._is_behind(info, token_ids):
-            return False
-        if info.soft_tokens != self.soft_tokens:
-            return False
-        if coding.lossless and not any(level.lossless for level in info.levels):
-            return False
-        if coding.deviation and info.deviation is None:
-            return False
-        return coding.kind.has_levels(info, coding) and info.chunk_tokens == coding.chunk_tokens
+        if token_ids is not None and coding.neutral_prefix:
+            is_behind = info.neutral_prefix == neutral_prefix(self.engine, token_ids, coding.neutral_prefix)
+        else:
+            is_behind = len(info.neutral_prefix) == info.opening
+        is_measured = info.deviation is not None or not coding.deviation
+        is_exact = any(level.lossless for level in info.levels) or not coding.lossless
+        has_all = is_behind and is_measured and is_exact and info.soft_tokens == self.soft_tokens
+        return has_all and coding.kind.has_levels(info, coding) and info.chunk_tokens == coding.chunk_tokens

@@ -193,14 +193,9 @@ def link_key(url: str, emulated: str = "") -> str:
     return f"{place} behind {_digest(emulated)}" if emulated else place
 
 
-def engine_key(
-    model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "", versions: str = "",
-    decode_threads: int = 1,
-) -> str:  # fmt: skip
-    """Name of an engine, from everything that affects its speed."""
-    beside = f"{decode_threads} decoded at a time" if decode_threads > 1 else ""
-    parts = (model, revision, device, dtype, str(threads), backend, versions, beside)
-    return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)
+def engine_key(*parts: str) -> str:
+    """Name of an engine, from everything that affects its speed; empty parts are left out."""
+    return " | ".join(map(_plain, filter(None, parts)))
 
 
 def processor() -> str:
@@ -218,28 +213,27 @@ def _place(url: str) -> str:
     scheme = parts.scheme.lower()
     if scheme in ("", "file"):
         return f"folder {_digest(os.path.realpath(unquote(parts.path)))}"
-    if scheme in _PORTS:
-        return f"{scheme}://{_host(url)}"
-    if scheme != "s3":
-        return _other_place(parts) if _PLAIN.fullmatch(scheme) else "unknown"
-    options = parse_qs(parts.query, max_num_fields=9)
-    bucket, region = parts.netloc.rpartition("@")[2], options.get("region", [""])[0]
-    where = _host(options["endpoint"][0]) if "endpoint" in options else region
-    return f"s3://{bucket if _PLAIN.fullmatch(bucket) else _digest(bucket)} at {where or 'default'}"[:_MOST_KEY_CHARS]
+    if not _PLAIN.fullmatch(scheme):
+        return "unknown"
+    if scheme == "s3":
+        options = parse_qs(parts.query, max_num_fields=9)
+        bucket, region = parts.netloc.rpartition("@")[2], options.get("region", [""])[0]
+        where = _host(urlsplit(options["endpoint"][0])) if "endpoint" in options else region
+        return f"s3://{_plain(bucket)} at {where or 'default'}"[:_MOST_KEY_CHARS]
+    if parts.hostname or scheme in _PORTS:
+        return f"{scheme}://{_host(parts)}"
+    return f"{scheme} {_digest(parts.path)}" if parts.path else scheme
 
 
-def _other_place(parts: SplitResult) -> str:
-    """For an unknown scheme: the host, or else a digest of the path."""
-    if parts.hostname:
-        host = parts.hostname if _PLAIN.fullmatch(parts.hostname) else _digest(parts.hostname)
-        return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
-    return f"{parts.scheme} {_digest(parts.path)}" if parts.path else parts.scheme
+def _host(parts: SplitResult) -> str:
+    host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme)
+    shown = host if len(host) < _MOST_KEY_CHARS // 2 else _digest(host)
+    return f"{shown}:{port}" if port else _plain(shown)
 
 
-def _host(url: str) -> str:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return f"{host if len(host) < _MOST_KEY_CHARS // 2 else _digest(host)}:{parts.port or _PORTS.get(parts.scheme, 0)}"
+def _plain(text: str) -> str:
+    """A name as it is, or the digest of one that is long or unusual."""
+    return text if _PLAIN.fullmatch(text) else _digest(text)
 
 
 def _digest(text: str) -> str:
@@ -261,15 +255,12 @@ def _what_else(content: bytes) -> str:
     try:
         whole = json.loads(content)
     except (ValueError, RecursionError):
-        return "is no file of estimates"
-    if not isinstance(whole, dict) or set(whole) != {"version", *_PARTS}:
-        return "is no file of estimates"
-    version = whole["version"]
-    if isinstance(version, bool) or not isinstance(version, int) or version < _VERSION:
-        return "is no file of estimates"
-    if version > _VERSION:
+        whole = None
+    version = whole.get("version") if isinstance(whole, dict) and set(whole) == {"version", *_PARTS} else None
+    if type(version) is int and version > _VERSION:
         return "was written by a newer version of kvwire"
-    return "" if all(isinstance(whole[part], dict) for part in _PARTS) else "is no file of estimates"
+    is_ours = type(version) is int and version == _VERSION and all(isinstance(whole[part], dict) for part in _PARTS)
+    return "" if is_ours else "is no file of estimates"
 
 
 def _words(error: OSError | ValueError) -> str:
@@ -316,9 +307,9 @@ def keys_of(engine: Engine, corpus: Corpus, emulated: str, backend: Backend, bes
 
     device = engine.device_name or f"{processor()} {os.cpu_count()}"
     meta, dtype = engine.meta, str(engine.dtype).removeprefix("torch.")
-    kernels = "" if backend == "auto" else backend
-    versions = f"torch {torch.__version__} kvwire {__version__}"
-    named = engine_key(
-        meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions, beside
-    )
-    return link_key(corpus.catalog.store.url, emulated), named
+    parts = (
+        meta.model_id, meta.model_revision, device, dtype, str(torch.get_num_threads()),
+        "" if backend == "auto" else backend, f"torch {torch.__version__} kvwire {__version__}",
+        f"{beside} decoded at a time" if beside > 1 else "",
+    )  # fmt: skip
+    return link_key(corpus.catalog.store.url, emulated), engine_key(*parts)

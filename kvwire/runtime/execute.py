@@ -16,6 +16,7 @@ from kvwire.codec.prediction.text import expect
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, OverloadedError, StorageError
 from kvwire.runtime.document import in_words
+from kvwire.runtime.passes import PromptWorker, recompute_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.document import OpenDocument
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.passes import PromptWorker
     from kvwire.types import ChunkId
 
     Piece = tuple[int, list[bytes], int]
@@ -134,8 +134,6 @@ class Executor:
             case ev.Recompute():
                 self._driver.tell(await self.work.recompute(instruction))
             case ev.RecomputeTogether():
-                from kvwire.runtime.together import recompute_together  # few loads need it
-
                 handlers = (self._driver.handler(each.first.load) for each in instruction.passes)
                 loads = [each.work for each in handlers if isinstance(each, Executor)]
                 await recompute_together(self._engine, self._driver, instruction, loads)

@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.coding import Computed, Document, Encoded
-from kvwire.runtime.prefill import states_of
+from kvwire.runtime.prefill import compute_behind, states_of
 from kvwire.store import check_new_name
+from kvwire.store.prefix.index import opening_of
 from kvwire.store.records import MAX_PART_HEADERS_BYTES, MAX_PARTS
 from kvwire.types import BlobPrefix, digest_tokens
 from kvwire.types.cache import plain_token_ids
@@ -25,7 +25,6 @@ from kvwire.types.cache import plain_token_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.codec import AnyProfile
     from kvwire.runtime.corpus_reader import CorpusReader
     from kvwire.runtime.encode import Encoder
     from kvwire.store import CatalogEntry
@@ -132,7 +131,8 @@ class Grower:
         profile = self._corpus.profile_of(grown.entry)
         _ = profile and profile.data  # encoders need all of it
         computed = self._computed(grown, cache)
-        blob, info = self._coded(grown, computed, profile)
+        prefix = BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name)
+        blob, info = self._encoder.code(computed, profile, grown.level, grown.info.levels, prefix)
         self._check_alike(grown, info)
         entry = self._catalog.grown.append_part(
             self._config,
@@ -187,8 +187,6 @@ class Grower:
         before, ids, info = len(grown.token_ids), grown.whole.token_ids, grown.info
         behind = len(info.neutral_prefix)
         if cache is None:
-            from kvwire.runtime.prefill import compute_behind
-
             engine = self._encoder.engine
             if behind > info.opening:
                 cache = compute_behind(engine, info.neutral_prefix, ids)
@@ -200,8 +198,7 @@ class Grower:
         part = cache.slice(before, len(ids)) if cache.tokens > len(grown.added) else cache
         part = replace(part, meta=self._alike(part, info))
         layers = info.prefix_layers
-        opening = info.neutral_prefix[: info.opening]
-        hidden = states_of(self._encoder.engine, ids, layers, opening)[before:] if layers else None
+        hidden = states_of(self._encoder.engine, ids, layers, opening_of(info))[before:] if layers else None
         beginning = self._encoder.engine.prefill([ids[:1]])[0] if info.can_begin and not before else None
         return Computed(part, info.neutral_prefix, hidden, opening=info.opening, beginning=beginning)
 
@@ -213,33 +210,14 @@ class Grower:
                 f"the document holds numbers of {info.meta.dtype} bit for bit, what is appended is {part.meta.dtype}: "
                 f"open the engine with --dtype {info.meta.dtype}"
             )
-        meta = replace(info.meta, positions=part.meta.positions, offset=part.meta.offset)
-        return replace(meta, token_digest=part.meta.token_digest)
-
-    def _coded(self, grown: Grown, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
-        """The part's blob, sealed if there are keys, and its header."""
-        lossy = [level for level in grown.info.levels if not level.lossless]
-        is_layered = lossy and not lossy[0].independent
-        plain = encode(
-            computed.cache,
-            profile,
-            Ladder(lossy[0].step, tuple(level.name for level in lossy)) if is_layered else None if lossy else 0,
-            chunk_tokens=self._coding.chunk_tokens,
-            lossless=len(lossy) < len(grown.info.levels),
-            hidden=computed.hidden,
-            backend=self._coding.backend,
-            neutral_prefix=computed.neutral_prefix,
-            opening=computed.opening,
-            prefix=BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name),
-            context_level=grown.level,
-        )
-        blob = self._catalog.blobs.seal(plain)
-        return blob, self._catalog.blobs.reader().read_header(blob)
+        own = part.meta
+        return replace(info.meta, positions=own.positions, offset=own.offset, token_digest=own.token_digest)
 
     def _check_alike(self, grown: Grown, info: BlobInfo) -> None:
         """Refuse a part that could not be read with the others, before it is written."""
-        ours = [(level.name, level.step, level.lossless) for level in grown.info.levels]
-        theirs = [(level.name, level.step, level.lossless) for level in info.levels]
+        ours, theirs = (
+            [(level.name, level.step, level.lossless) for level in each.levels] for each in (grown.info, info)
+        )
         if ours != theirs or info.profile_digest != grown.entry.profile_digest:
             raise MismatchError(
                 f"{grown.entry.document_id!r} is coded in another way than its profile gives now: encode the whole "

@@ -18,6 +18,7 @@ import torch
 
 from kvwire.codec import BlobDecoder, Profile, encode, level_index, rows_off, rows_on
 from kvwire.errors import CorruptError, KvwireError
+from kvwire.runtime.corpus_reader import pieces_of
 from kvwire.store import TEXT_LEVEL, base_of
 from kvwire.types import KVCache, digest_tokens
 
@@ -169,11 +170,7 @@ class RepairKeeper:
         try:
             bases, least = bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1
             entry = self._view.catalog.kept.find(self._config, bases, least)
-            return (
-                KeptLookup()
-                if entry is None
-                else KeptLookup(self.read(entry, [each.tokens for each in documents], head))
-            )
+            return KeptLookup(self.read(entry, [each.tokens for each in documents], head)) if entry else KeptLookup()
         except KvwireError as error:
             return self.unread(error)
 
@@ -195,7 +192,11 @@ class RepairKeeper:
             start += length
         if not caches:
             raise CorruptError("it holds no rows")
-        keys, values = ([_joined(layer) for layer in zip(*side, strict=True)] for side in _sides(caches))
+        sides = ([cache.keys for cache in caches], [cache.values for cache in caches])
+        keys, values = (
+            [torch.cat(layer, 1) if layer[0].numel() else layer[0] for layer in zip(*side, strict=True)]
+            for side in sides
+        )
         digests = iter(cache.meta.token_digest for cache in caches)
         named = tuple(next(digests) if part.count else "" for part in entry.parts)
         cache = KVCache(keys, values, caches[0].meta)
@@ -210,8 +211,7 @@ class RepairKeeper:
         level = level_index(info, None)
         decoder = BlobDecoder(reader.parsed or b"", profile, offset=None, level=level, max_tokens=count)
         for chunk in range(info.chunks):
-            reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, level)]
-            decoder.decode_chunk(chunk, [reader.check(*read) if reader.check else read[1] for read in reads], level)
+            decoder.decode_chunk(chunk, pieces_of(reader, info.reads(chunk, level), stored), level)
         return replace(decoder.cache, meta=info.meta)
 
     def keep(self, made: Gathered) -> int:
@@ -279,11 +279,3 @@ def _bits_of(tokens: Tensor) -> bytes:
     bits = np.zeros(int(tokens[-1]) + 1, dtype=np.uint8)
     bits[tokens.numpy()] = 1
     return np.packbits(bits, bitorder="little").tobytes()
-
-
-def _sides(caches: Sequence[KVCache]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    return [cache.keys for cache in caches], [cache.values for cache in caches]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), 1) if parts[0].numel() else parts[0]

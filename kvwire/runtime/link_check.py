@@ -13,9 +13,9 @@ import torch
 from kvwire.codec import Profile, decode, encode, inspect
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, ShiftLearner, block_mask, link, repair_prompt, selector_of
-from kvwire.runtime.link_report import DEFAULT_SELECTOR, GAIN_SHARE, LinkReport
 from kvwire.runtime.prefill import compute_documents, link_opened, prefill_documents, states_of
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.reports import DEFAULT_SELECTOR, GAIN_SHARE, LinkReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.errors import KvwireError, LinkBoundError
 from kvwire.reuse import selector_of
-from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
+from kvwire.runtime.reports import DEFAULT_SELECTOR, scan_of
 from kvwire.runtime.settings import AUTO, check_repair
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkShift, Selector
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.reports import LinkReport
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings, RepairMode
 

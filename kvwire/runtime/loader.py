@@ -133,10 +133,8 @@ class Loader:
             OverloadedError: The first token would be late, and the settings say to refuse then.
             LinkBoundError: Links lose more than the settings allow, or their loss was not measured.
         """
-        goal, asked = (
-            goal_of(self._settings, deadline_s, objective),
-            asked_of(self._engine, self._settings, question, chat),
-        )
+        goal = goal_of(self._settings, deadline_s, objective)
+        asked = asked_of(self._engine, self._settings, question, chat)
         return self._session.run(self._runner.ask(documents, asked, goal, tokens, texts))
 
     def ask_schema(
@@ -326,8 +324,6 @@ class Loader:
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
         """``ask`` for callers with an event loop of their own; cancelling it abandons the load."""
-        goal, asked = (
-            goal_of(self._settings, deadline_s, objective),
-            asked_of(self._engine, self._settings, question, chat),
-        )
+        goal = goal_of(self._settings, deadline_s, objective)
+        asked = asked_of(self._engine, self._settings, question, chat)
         return await self._session.wait(self._runner.ask(documents, asked, goal, tokens, texts))

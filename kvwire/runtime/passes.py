@@ -1,13 +1,14 @@
 """A load's prompt, and the engine's passes that fill it: recomputed chunks, prefix layers, a look.
 
-The engine works in one thread, see ``driver``.
+The engine works in one thread, see ``driver``. In a joined pass the chunks of each load are a row. Loads that are over
+are left out; when the pass fails, each row runs alone.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from kvwire.engines.base import PassStoppedError
 from kvwire.errors import MismatchError, StorageError
 from kvwire.runtime.document import in_words
 from kvwire.runtime.prefill import opening_of, states_of
+from kvwire.store.prefix.index import opening_of as opening_of_blob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +125,7 @@ class PromptWorker:
         """Spans of recomputed chunks that saw all that precedes them: first position, and one after the last."""
         spans = []
         for chunk in self._seeing:
-            at = self.prompt.offset(chunk.document)
-            first, stop = self.documents[chunk.document].span(chunk.chunk)
+            at, (first, stop) = self.prompt.offset(chunk.document), self.documents[chunk.document].span(chunk.chunk)
             spans.append((at + first, at + stop))
         return spans
 
@@ -261,8 +262,7 @@ class PromptWorker:
     def _start_here(self, index: int) -> None:
         document = self.documents[index]
         self.check_here()
-        info = document.info
-        opening = info.neutral_prefix[: info.opening] if info else None
+        opening = opening_of_blob(document.info) if document.info else None
         hidden = states_of(self._engine, document.token_ids or (), document.prefix_layers, opening)
         self.use(index, self.decoding(index, document, hidden))
 
@@ -285,16 +285,14 @@ class PromptWorker:
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
         """The question's attention by chunk, for ``Looked``, weighed by values: sinks draw most of it for nothing."""
-        if self.seen is None or not float(self.seen.influence[len(self.prompt.opening) :].sum()) > 0:
+        paid = None if self.seen is None else self.seen.influence
+        total = 0.0 if paid is None else float(paid[len(self.prompt.opening) :].sum())
+        if paid is None or not total > 0:
             return ()
-        paid = self.seen.influence
-        head = len(self.prompt.opening)
-        relative = paid * (sum(self.prompt.tokens) / paid[head:].sum())  # without gaps
-        rows = []
+        relative, rows = paid * (sum(self.prompt.tokens) / total), []  # without gaps
         for index in range(len(self._names)):
             document, start = self.documents[index], self.prompt.offset(index)
-            count = len(self.inputs[index].tokens)
-            spans = (document.span(chunk) for chunk in range(count))
+            spans = map(document.span, range(len(self.inputs[index].tokens)))
             rows.append(tuple(float(relative[start + first : start + stop].mean()) for first, stop in spans))
         return tuple(rows)
 
@@ -304,3 +302,78 @@ class PromptWorker:
         work()
         self._engine.synchronize()
         return started, self._driver.clock() - started
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A load's row in a joined pass."""
+
+    jobs: PromptWorker
+    asked: ev.Recompute
+
+    @property
+    def chunks(self) -> tuple[ChunkId, ...]:
+        first = self.asked.first
+        return tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, self.asked.last.chunk + 1))
+
+
+async def recompute_together(
+    engine: Engine, driver: ControllerDriver, request: ev.RecomputeTogether, loads: Sequence[PromptWorker]
+) -> None:
+    """Run a joined pass and report its outcome, even if some of its loads end meanwhile."""
+    known = {jobs.number: jobs for jobs in loads}
+    rows = [_Row(known[each.first.load], each) for each in request.passes if each.first.load in known]
+    unfit = tuple(row.asked.first.load for row in rows if not row.jobs.can_be_row(row.asked))
+    if unfit:
+        await _one_by_one(driver, request, rows, unfit)
+        return
+    try:
+        ran, seconds = await driver.compute(partial(_compute, engine, driver, rows))
+    except Exception:  # noqa: BLE001 - whatever it is, passes alone need less memory, and show whose it is
+        await _one_by_one(driver, request, rows)
+        return
+    tokens = sum(ran.values())
+    for row, own in ran.items():
+        row.jobs.note_recomputed(row.asked, row.chunks, seconds * own / tokens)
+    firsts = {row.asked.first for row in ran}
+    gone = tuple(ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in request.passes if each.first not in firsts)
+    driver.tell(ev.RecomputedTogether(request.passes, seconds, not gone, gone))
+
+
+def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> tuple[dict[_Row, int], float]:
+    """Run the rows of running loads, and write them into their prompts; returns tokens of each, and seconds.
+
+    In the compute thread.
+    """
+    living = [row for row in rows if not row.jobs.is_gone]
+    if not living:
+        return {}, 0.0
+    began = driver.clock()
+    given = [row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind) for row in living]
+    prefixes, token_ids, offsets = zip(*given, strict=True)
+    pieces = engine.extend_together(prefixes, token_ids, offsets=offsets)
+    for row, piece in zip(living, pieces, strict=True):
+        row.jobs.write(row.asked.first, piece)
+    engine.synchronize()
+    return dict(zip(living, map(len, token_ids), strict=True)), driver.clock() - began
+
+
+async def _one_by_one(
+    driver: ControllerDriver, request: ev.RecomputeTogether, rows: Sequence[_Row], unfit: tuple[int, ...] = ()
+) -> None:
+    """Run each load's row alone, and report the outcome of each."""
+    known = {row.asked.first for row in rows}
+    failed = [ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in request.passes if each.first not in known]
+    blind: list[ChunkId] = []
+    spent_s = 0.0
+    for row in rows:
+        row.jobs.begin_pass()
+        match await row.jobs.recompute(row.asked):
+            case ev.RecomputeFailed() as trouble:
+                failed.append(trouble)
+            case ev.RecomputeInterrupted(chunks):
+                failed.append(ev.RecomputeFailed(chunks[0], "its pass was stopped"))
+            case ev.RecomputeDone(chunks, seconds, was_blind):
+                spent_s += seconds
+                blind += [chunks[0]] if was_blind else []
+    driver.tell(ev.RecomputedTogether(request.passes, spent_s, False, tuple(failed), tuple(blind), unfit))

@@ -7,16 +7,16 @@ of a schema.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import selector_of
-from kvwire.runtime.link_report import DEFAULT_SELECTOR
 from kvwire.runtime.links import UNREPAIRED
 from kvwire.runtime.prefill import opened
+from kvwire.runtime.reports import DEFAULT_SELECTOR
 from kvwire.runtime.settings import AUTO
 
 if TYPE_CHECKING:
@@ -47,31 +47,16 @@ class Placement:
         return len(self.laid_out.front_rows()[0]) if self.laid_out else 0
 
 
-class Layout(Protocol):
-    """A prompt's layout."""
-
-    opening: tuple[int, ...]  # tokens at the prompt's head: BOS, or the system text that begins with it
-    head: tuple[int, ...]  # the system text; empty without one, or if the layout has it
-    sees_documents: bool  # whether recomputed text may see what precedes its document
-    keeps_repairs: bool  # whether kept repairs can be used
-
-    def place(self, tokens: Sequence[int]) -> Placement:
-        """Place documents of these lengths."""
-
-    def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:
-        """Adapt the plan for links; what cannot be done is added to misses, or refused."""
-
-    def check(self, document: OpenDocument) -> OpenDocument:
-        """Refuse a document that was not encoded for the layout; find the layout of its anchors."""
-
-    def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
-        """Compute tokens outside documents between two positions; returns their number."""
-
-
 class PlainLayout:
     """Documents one after the other, after the opening tokens or a system text.
 
     With ``linked=False`` they have nothing to do with each other: donors, from whose rows a prompt is made afterwards.
+
+    Attributes:
+        opening: Tokens at the prompt's head: BOS, or the system text that begins with it.
+        head: The system text; empty without one, or if the layout has it.
+        sees_documents: Whether recomputed text may see what precedes its document.
+        keeps_repairs: Whether kept repairs can be used.
     """
 
     def __init__(self, engine: Engine, system: tuple[int, ...] = (), *, linked: bool = True) -> None:
@@ -81,11 +66,14 @@ class PlainLayout:
         self.opening = opened(engine, system) if system else engine.opening_tokens
 
     def place(self, tokens: Sequence[int]) -> Placement:
-        """One after the other."""
+        """Place documents of these lengths one after the other."""
         return Placement(len(self.opening) + sum(tokens))
 
     def plan_links(self, plan: LinkPlan, place: Placement, misses: list[str]) -> LinkPlan:  # noqa: ARG002 - as others
-        """As planned; the first document has not seen a system text, either."""
+        """Adapt the plan for links: what cannot be done is added to misses, or refused.
+
+        As planned; the first document has not seen a system text, either.
+        """
         if not self.sees_documents:
             return UNREPAIRED
         if not (self.head and plan.option):
@@ -93,12 +81,12 @@ class PlainLayout:
         return replace(plan, option=replace(plan.option, whole=True, begins="closing"))
 
     def check(self, document: OpenDocument) -> OpenDocument:
-        """Any document fits."""
+        """Refuse a document that was not encoded for the layout, and find the layout of its anchors: any fits."""
         is_whole = document.decoder is not None and document.decoder.kept is None
         return document if is_whole else document.with_anchors(self._engine, None)
 
     def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
-        """Nothing to compute."""
+        """Compute tokens outside documents between two positions, and tell how many: there are none."""
         del prompt, place, done, stop
         return 0
 
@@ -224,6 +212,10 @@ def _check_tokens(engine: Engine, layout: LinkLayout) -> None:
         soft.check_layout(layout)
     elif min(computed, default=0) < 0:
         raise ArgumentError(f"the layout {layout.name} computes soft tokens: give the file of them (--soft-tokens)")
+
+
+Layout: TypeAlias = PlainLayout | SchemaLayout | LinksLayout
+"""A prompt's layout: all three have the same methods, which ``PlainLayout`` describes."""
 
 
 def laid_out(

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.document import Timeouts
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.edit_report import EditRepair
     from kvwire.runtime.edited import Editing
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.load import Load
+    from kvwire.runtime.reports import EditRepair
     from kvwire.runtime.saving import Rows, Saver
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
@@ -147,7 +147,7 @@ class Prompter:
     async def _edit_repair(self, timeouts: Timeouts, misses: list[str]) -> EditRepair:
         """What is done about rows behind edits; what was measured of the model is read once."""
         if self._repair is None:
-            from kvwire.runtime.edit_report import edit_repair
+            from kvwire.runtime.reports import edit_repair
 
             asked, layers = (self._settings.repair, self._settings.selector), len(self._engine.meta.layers)
             try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvwire.controller import CostModel, Goal
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.edit_report import EditRepair
+    from kvwire.runtime.reports import EditRepair
     from kvwire.store import PrefixHit
     from kvwire.types import BlobInfo
 

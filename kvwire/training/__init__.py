@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.training.loop import Trained, Training, train
-    from kvwire.training.losses import answer_loss, divergence_loss
+    from kvwire.training.loop import RECIPES, Recipe, Trained, Training, answer_loss, divergence_loss, train
     from kvwire.training.output import report_of, write_report, write_trained
-    from kvwire.training.recipes import RECIPES, Recipe
-    from kvwire.training.samples import Sample, Turn
-    from kvwire.training.sequences import Batch, batch_of, linked, plain
+    from kvwire.training.samples import Batch, Sample, Turn, batch_of, linked, plain
     from kvwire.training.sources import Mixture, Samples, Text, TextCut, read_source
     from kvwire.training.trainable import TrainableModel
 

@@ -1,27 +1,125 @@
-"""The training loop: seeded, resumable, bit-identical for a seed on the same machine."""
+"""The training loop: seeded, resumable, bit-identical for a seed on a machine; losses and hyperparameters."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from kvwire.errors import ArgumentError
-from kvwire.training.losses import answer_loss, divergence_loss
+from kvwire.training.samples import IGNORED, batch_of, linked, plain
 from kvwire.training.state import restore_state, save_state
 from kvwire.training.trainable import TrainableModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkLayout
-    from kvwire.training.recipes import Recipe
     from kvwire.training.samples import Sample
     from kvwire.training.sources import Mixture
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters of AdamW and of batches.
+
+    Attributes:
+        steps: Updates.
+        batch: Samples per update.
+        learning_rate: The peak.
+        warm_up: Updates of linear rise; half a cosine then falls to 0.
+        betas: AdamW's.
+        weight_decay: AdamW's.
+        clip: Maximum norm of a gradient.
+        most_tokens: Longest prompt including the layout's tokens; the model's window is a limit, too.
+        micro_batch: Samples in memory at a time; affects results only by rounding.
+    """
+
+    steps: int = 1000
+    batch: int = 32
+    learning_rate: float = 1e-3
+    warm_up: int = 50
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    most_tokens: int = 4096
+    micro_batch: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot work."""
+        counts = (self.steps, self.batch, self.micro_batch, self.most_tokens)
+        rates = (self.learning_rate, self.clip)
+        if min(counts) < 1 or self.warm_up < 0 or not all(0 < rate < math.inf for rate in rates):
+            msg = "steps, batch, micro-batch and tokens are at least 1, warm-up at least 0, rate and clip above 0"
+            raise ArgumentError(msg)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of an update.
+
+        Args:
+            step: Counted from 0.
+
+        Returns:
+            The rate.
+        """
+        if step < self.warm_up:
+            return self.learning_rate * (step + 1) / self.warm_up
+        left = max(1, self.steps - self.warm_up)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - self.warm_up) / left))
+
+
+RECIPES = {
+    "small": Recipe(),
+    "kvlink": Recipe(steps=6000, batch=64, learning_rate=5e-6, warm_up=600, micro_batch=1),
+    "kv-packet": Recipe(steps=1000, batch=32, learning_rate=5e-4, warm_up=0, micro_batch=1),
+}
+"""By name. ``small``: models of a few million parameters, in minutes on a processor. ``kvlink``: all parameters of
+Llama-3 1B to 8B (arXiv 2502.16002). ``kv-packet``: soft tokens of a frozen model, from 5e-4 to 0 (arXiv 2604.13226;
+steps and batch are ours)."""
+
+
+def answer_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLayout) -> Tensor:
+    """Cross entropy of answers after linked documents.
+
+    Args:
+        model: The trained model.
+        samples: Prompts with answers.
+        layout: How documents are linked.
+
+    Returns:
+        Scalar: the sum over tokens of answers, in nats.
+    """
+    batch = batch_of([linked(sample, layout) for sample in samples]).to(model.device)
+    wanted = batch.targets != IGNORED
+    return cross_entropy(model.logits(batch, wanted).float(), batch.targets[wanted], reduction="sum")
+
+
+def divergence_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLayout) -> Tensor:
+    """KL divergence of a model on linked documents from the same model in full prefill.
+
+    Args:
+        model: The model. Its untrained weights give the reference, so they must be frozen.
+        samples: Prompts with continuations.
+        layout: How documents are linked.
+
+    Returns:
+        Scalar: the sum over tokens of answers, in nats.
+    """
+    reference = batch_of([plain(sample) for sample in samples]).to(model.device)
+    with torch.no_grad():
+        exact = model.logits(reference, reference.targets != IGNORED).float().log_softmax(-1)
+    batch = batch_of([linked(sample, layout) for sample in samples]).to(model.device)
+    linked_logs = model.logits(batch, batch.targets != IGNORED).float().log_softmax(-1)
+    return (exact.exp() * (exact - linked_logs)).sum()
+
 
 Method = Literal["links", "wrappers", "anchors"]
 """``links`` and ``anchors``: loss on answers. ``wrappers``: divergence from the frozen model's own full prefill."""

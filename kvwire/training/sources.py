@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.text_files import decoded_text, read_part
-from kvwire.training.samples import Ids, Sample, Turn, chance
-from kvwire.training.sequences import check_fit
+from kvwire.training.samples import Ids, Sample, Turn, chance, check_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkLayout
-    from kvwire.training.sequences import Batch
+    from kvwire.training.samples import Batch
 
 _NOISE = 0.3
 """Standard deviation of link tokens' initial embeddings, as a share of the vocabulary's."""

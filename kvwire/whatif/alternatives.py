@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
 from kvwire.controller.policies import Adaptive, CacheGen, Fixed, Raw, TextOnly
-from kvwire.whatif.records import Details
-from kvwire.whatif.situation import known_link
+from kvwire.whatif.situation import Details, known_link
 
 if TYPE_CHECKING:
-    from kvwire.whatif.records import Prediction
-    from kvwire.whatif.situation import PlanScenario
+    from kvwire.whatif.situation import PlanScenario, Prediction
 
 
 def predict_alternatives(situation: PlanScenario) -> list[Prediction]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from typing import TYPE_CHECKING, Literal
 
@@ -52,7 +53,7 @@ def find_break_evens(situation: PlanScenario) -> Iterator[BreakEven]:
     for level in range(lowest, situation.finest + 1) if goal.deadline_s is not None else ():
         ceiling = None if goal.ceiling is None else max(level, goal.ceiling)
         with_floor = replace(situation.without_floors(), goal=replace(goal, floor=level, ceiling=ceiling))
-        yield _break_even("in time", level, _InTime(with_floor))
+        yield _break_even("in time", level, partial(_is_in_time, with_floor))
 
 
 def _beating_text(situation: PlanScenario) -> Iterator[BreakEven]:
@@ -61,7 +62,7 @@ def _beating_text(situation: PlanScenario) -> Iterator[BreakEven]:
     text_s = replace(situation, goal=ctl.Goal(), documents=text).forecast().plan.finish_s
     for level in situation.levels:
         only = replace(situation, goal=ctl.Goal(floor=level), documents=blobs)
-        yield _break_even("beats text", level, _Sooner(only, text_s))
+        yield _break_even("beats text", level, partial(_is_sooner, only, text_s))
 
 
 def find_unchanged(situation: PlanScenario, forecast: Forecast) -> tuple[float | None, float | None]:
@@ -73,21 +74,12 @@ def find_unchanged(situation: PlanScenario, forecast: Forecast) -> tuple[float |
     return _edge(same, situation.bandwidth, -1), _edge(same, situation.bandwidth, 1)
 
 
-@dataclass(frozen=True)
-class _InTime:
-    situation: PlanScenario
-
-    def __call__(self, bandwidth: float) -> bool:
-        return self.situation.forecast(bandwidth=bandwidth).plan.in_time
+def _is_in_time(situation: PlanScenario, bandwidth: float) -> bool:
+    return situation.forecast(bandwidth=bandwidth).plan.in_time
 
 
-@dataclass(frozen=True)
-class _Sooner:
-    situation: PlanScenario
-    than_s: float
-
-    def __call__(self, bandwidth: float) -> bool:
-        return self.situation.forecast(bandwidth=bandwidth).plan.finish_s < self.than_s
+def _is_sooner(situation: PlanScenario, than_s: float, bandwidth: float) -> bool:
+    return situation.forecast(bandwidth=bandwidth).plan.finish_s < than_s
 
 
 def _as_text(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.whatif.plan import LoadPlan
-    from kvwire.whatif.records import Prediction
+    from kvwire.whatif.situation import Prediction
 
 MILLION = 1_000_000
 TEXT, RAW = "text only", "raw cache"

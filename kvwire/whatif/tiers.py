@@ -16,8 +16,7 @@ from kvwire.transport import parse_link
 from kvwire.whatif.situation import known_link
 
 if TYPE_CHECKING:
-    from kvwire.whatif.records import Prediction
-    from kvwire.whatif.situation import PlanScenario
+    from kvwire.whatif.situation import PlanScenario, Prediction
 
 LATER = 1.05
 """Without a deadline: times the fastest device's first token that still counts as fast enough."""
@@ -71,16 +70,16 @@ class PlannedTier:
     Attributes:
         tier: The device.
         prediction: Of a load from it.
-        month: Price of keeping the documents' caches there for a month.
-        is_fast: The first token is in time; without a deadline, not much later than from the fastest device.
-        is_best: It is the cheapest of those.
+        cost_per_month: Of keeping the documents' caches there, in the currency of the prices.
+        is_fast_enough: The first token is in time; without a deadline, not much later than from the fastest device.
+        is_cheapest: It is the cheapest of those.
     """
 
     tier: Tier
     prediction: Prediction
-    month: float
-    is_fast: bool
-    is_best: bool = False
+    cost_per_month: float
+    is_fast_enough: bool
+    is_cheapest: bool = False
 
 
 def plan_tiers(situation: PlanScenario, tiers: tuple[Tier, ...], stored_bytes: int) -> tuple[PlannedTier, ...]:
@@ -96,6 +95,6 @@ def plan_tiers(situation: PlanScenario, tiers: tuple[Tier, ...], stored_bytes: i
         PlannedTier(tier, prediction, stored_bytes / _GB * tier.gb_month, prediction.ttft_s <= due)
         for tier, prediction in zip(tiers, found, strict=True)
     ]
-    fast = [each for each in planned if each.is_fast]
-    best = min(fast, key=lambda each: (each.month, each.prediction.ttft_s), default=None)
-    return tuple(replace(each, is_best=each is best) for each in planned)
+    fast = [each for each in planned if each.is_fast_enough]
+    cheapest = min(fast, key=lambda each: (each.cost_per_month, each.prediction.ttft_s), default=None)
+    return tuple(replace(each, is_cheapest=each is cheapest) for each in planned)

@@ -23,8 +23,8 @@ ended before it. So, wherever the two meet:
   and compute the text, encoding the document again heals it.
 - A writer of content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
 - An entry that is removed or replaced between C1 and C5 keeps its content until the next collection.
-- Of several parts all have the same C1, which goes on before each part with what was written since; a dry look before
-  is that C1, too. Marks only ever come, so that C2 to C5 find what they would after a C1 of their own.
+- A dry look before is C1, too; the sweep after it goes on with what was written since. Marks only ever come, so that C2
+  to C5 find what they would after a C1 of their own.
 
 Entries of token sequences are hints. One that no document shares any more is deleted; losing one costs an encoding.
 Entries of prefixes are read once they are old, and deleted where no document has their text any more; losing one costs
@@ -89,7 +89,6 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
     max_fraction: float = 1.0,
     allow_empty_catalog: bool = False,
     part: Part = WHOLE,
-    parts: int = 1,
     on_progress: OnProgress | None = None,
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
@@ -110,32 +109,24 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
         part: Content and entries to collect. All entries of documents are read for it, and of what they name only this
             part is kept in memory. Parts may be collected side by side and in any order; unfinished files go with the
             first. An entry of a prefix that leads into other parts goes once those were collected.
-        parts: Collect the whole as so many parts, one after the other. Entries are read once for all of them, with
-            ``max_fraction`` too, and before each part those that were written since.
         on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
 
     Returns:
         What was deleted.
 
     Raises:
-        ArgumentError: The grace period is negative, there are no parts, or garbage is more than ``max_fraction`` of
-            the content.
+        ArgumentError: The grace period is negative, or garbage is more than ``max_fraction`` of the content.
         StorageError: The tenants cannot be listed.
     """
     if grace_s < 0:
         raise ArgumentError(f"a grace period is no time at least, {grace_s:g} s are less")
-    if parts < 1:
-        raise ArgumentError(f"collect the whole as 1 part at least, got {parts}")
-    if parts > 1 and part.count > 1:
-        raise ArgumentError("choose one part (--part K/N, part=) or the whole as several (--parts N, parts=), not both")
-    chosen = (part,) if parts == 1 else tuple(Part(number, parts) for number in range(1, parts + 1))
     tell = on_progress or (lambda _what, _count: None)
-    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell, dry_run=dry_run)
+    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, part=part, tell=tell, dry_run=dry_run)
     if max_fraction < 1 and not dry_run:
         look = replace(settings, dry_run=True, keeps_marks=True)
         check_fraction(_sweep(store, tenant_hash, keyring, look), max_fraction)
     total = _sweep(store, tenant_hash, keyring, settings)
-    if not dry_run and chosen[0].number == 1:
+    if not dry_run and part.number == 1:
         total += remove_leftovers(store, grace_s)
     return total
 
@@ -144,7 +135,7 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
 class _Settings:
     grace_s: float
     allow_empty_catalog: bool
-    parts: tuple[Part, ...]
+    part: Part
     tell: OnProgress
     dry_run: bool
     keeps_marks: bool = False  # of a dry look, for the sweep after it
@@ -156,34 +147,25 @@ def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, setti
     for catalog in catalogs(store, tenant_hash, keyring):
         try:
             for space in catalog.configurations():
-                total += _collect_parts(catalog, space, settings)
+                marks = settings.marks.pop(space.root, None) or Marks(settings.part)
+                total += _Sweep(catalog, space, settings, marks).run()
+                if settings.keeps_marks:
+                    marks.pack()
+                    settings.marks[space.root] = marks
         except StorageError as error:
             total += Collected(failures=(f"v1/{catalog.tenant}/: {error}",))
     return total
 
 
-def _collect_parts(catalog: Catalog, space: KeySpace, settings: _Settings) -> Collected:
-    parts, total = settings.parts, Collected()
-    marks = settings.marks.pop(space.root, None) or Marks(parts[0] if len(parts) == 1 else WHOLE)
-    for part in parts:
-        total += _Sweep(catalog, space, settings, part, marks).run()
-        if not marks.at:  # the entries cannot be read, and would not be for the other parts
-            break
-    if settings.keeps_marks:
-        marks.pack()
-        settings.marks[space.root] = marks
-    return total
-
-
 class _Sweep:
-    """One configuration, or its part. marks: what entries name, for all parts that are collected together."""
+    """One configuration, or its part. marks: what entries name, as far as a look before has read it."""
 
-    def __init__(self, catalog: Catalog, space: KeySpace, settings: _Settings, part: Part, marks: Marks) -> None:
+    def __init__(self, catalog: Catalog, space: KeySpace, settings: _Settings, marks: Marks) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._space = space
         self._grace_s, self._dry_run, self._tell = settings.grace_s, settings.dry_run, settings.tell
-        self._allow_empty_catalog, self._part, self._marks = settings.allow_empty_catalog, part, marks
+        self._allow_empty_catalog, self._part, self._marks = settings.allow_empty_catalog, settings.part, marks
         self._done = Collected()
 
     def run(self) -> Collected:

@@ -145,8 +145,8 @@ def test_troubles_are_told_once():
     [
         ({}, "name the store"),
         ({"store": "file:///x", "stor": 1}, "no setting 'stor'"),
-        ({"store": "file:///x", "model": 3}, "model is a text"),
-        ({"store": "file:///x", "level": True}, "level is a name or an index"),
+        ({"store": "file:///x", "model": 3}, r"got `int` - at `\$.model`"),
+        ({"store": "file:///x", "level": True}, r"got `bool` - at `\$.level`"),
         ({"store": "file:///x", "level": 2}, "is not lossless"),
         ({"store": "file:///x", "level": "finest"}, "lossy_for_all"),
         ({"store": "file:///x", "cache_salt": "x"}, "no setting 'cache_salt'"),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvwire
 from kvwire import Chat, Turn
-from kvwire.cli import encode
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError
 from kvwire.reuse import PLAIN
@@ -180,13 +178,3 @@ def test_the_command_asks_in_a_chat(small, demo_model, tmp_path, run):
     assert (plain["computed_tokens"], chat["computed_tokens"]) == (0, 4)
     assert other["computed_tokens"] > chat["computed_tokens"]
     assert run(*base, "--before", "x")[0] == 2
-
-
-def test_a_damaged_text_does_not_fail_what_is_stored(chatting, corpus, names, caplog):
-    store = corpus.catalog.store
-    damaged = corpus.catalog.keys(corpus.config).text(corpus.find(names[0]).token_digest)
-    store.put(damaged, store.get(damaged)[:-1])
-    refs = [SimpleNamespace(document_id=name) for name in ("left out", *names)]
-    encode._prepare_chats(Corpus(chatting, store), Chat(), refs)
-    (told,) = [record.getMessage() for record in caplog.records if "in a chat" in record.getMessage()]
-    assert f"document {names[0]!r} in a chat: its end was not checked" in told

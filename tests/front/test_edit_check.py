@@ -11,7 +11,7 @@ from kvwire.errors import ArgumentError, CorruptError
 from kvwire.reuse import align
 from kvwire.runtime import edit_check
 from kvwire.runtime.edit_check import check_edits, edit_prompts
-from kvwire.runtime.edit_report import EditReport, edit_repair
+from kvwire.runtime.reports import EditReport, edit_repair
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_the_error_to_expect_is_that_of_the_next_larger_share():
     "change",
     [
         {"version": 2}, {"edited": [0.2, 0.05]}, {"donor": [1.0]}, {"holes": [-1.0, 0.0]},
-        {"repaired": {"attention": [[1.0]]}}, {"prompts": 0}, {"repaired": []}, {"shares": 3}, {"more": 1},
+        {"repaired": {"attention": [[1.0]]}}, {"prompts": 0}, {"repaired": []}, {"shares": 3},
         {"shares": [], "repaired": {}},
     ],
 )  # fmt: skip

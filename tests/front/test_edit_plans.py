@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvwire.codec import encode, read_header
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
 from kvwire.reuse import common_spans
-from kvwire.runtime.edit_report import EditRepair
+from kvwire.runtime.reports import EditRepair
 from kvwire.runtime.similar import EditTerms, ReuseCosts, _Plans
 from kvwire.store import Catalog, Donor, MemoryStore
 from kvwire.store.records import CatalogEntry

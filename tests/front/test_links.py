@@ -15,10 +15,10 @@ from kvwire.reuse import SELECTORS
 from kvwire.runtime import link_check
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.link_check import CheckPrompt, check_exact, check_links, prompts_of, shortened
-from kvwire.runtime.link_report import LinkReport
 from kvwire.runtime.links import plan_links
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.reports import LinkReport
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -220,7 +220,6 @@ def test_a_report_is_read_as_it_was_written():
         REPORT.to_json().replace(b'"shares": [0.05, 0.15, 0.3]', b'"shares": 3'),
         REPORT.to_json().replace(b'"repaired": {', b'"repaired": {"x": 4, '),
         REPORT.to_json()[:-20],
-        json.dumps(json.loads(REPORT.to_json()) | {"more": 1}).encode(),
     ],
 )
 def test_a_damaged_report_says_what_to_do(data):
@@ -434,6 +433,29 @@ def test_questions_of_ones_own(run, demo_model, tmp_path, brief):
     assert run(*words)[0] == 2
     questions.write_text('{"documents": []}')
     assert run(*words)[0] == 2
+
+
+def test_documents_are_measured_as_the_store_has_them(run, demo_model, tmp_path, brief):
+    documents, place = demo_model.parent / "documents", ("--store", f"file://{tmp_path}/store")
+    (file, *_) = sorted(documents.glob("*.txt"))
+    code, _, err = run("encode", file, "--model", demo_model, "--calibration", "quick", "--neutral-prefix", 8, *place)
+    assert code == 0, err
+    words = (
+        "check-model",
+        demo_model,
+        "--documents",
+        documents,
+        "--prompts",
+        1,
+        "--shift-prompts",
+        0,
+        "--json",
+        *place,
+    )
+    _, out, err = run(*words)
+    assert (json.loads(out)["neutral"], "leave out --neutral-prefix" in err) == (8, False)
+    _, out, err = run(*words, "--neutral-prefix", 0)
+    assert (json.loads(out)["neutral"], "leave out --neutral-prefix" in err) == (0, True)
 
 
 @pytest.mark.parametrize("edits", [False, True])

@@ -395,17 +395,21 @@ def test_stores_of_registered_schemes_have_names_of_their_own():
 
 
 def test_an_engines_name_tells_what_its_speed_depends_on():
-    known = ("org/model", "main", "NVIDIA H200", "bfloat16", 8)
+    known = ("org/model", "main", "NVIDIA H200", "bfloat16", "8")
     assert engine_key(*known) == "org/model | main | NVIDIA H200 | bfloat16 | 8"
-    others = [("org/b", *known[1:]), (*known[:2], "cpu", *known[3:]), (*known[:4], 4), (*known, "triton")]
-    others += [(*known, "", "torch 2.8.0+cpu kvwire 0.1.0"), (*known, "", "", 2), (*known, "", "", 4)]
+    others = [("org/b", *known[1:]), (*known[:2], "cpu", *known[3:]), (*known[:4], "4"), (*known, "triton")]
+    others += [
+        (*known, "", "torch 2.8.0+cpu kvwire 0.1.0"),
+        (*known, "2 decoded at a time"),
+        (*known, "4 decoded at a time"),
+    ]
     assert len({engine_key(*other) for other in others} | {engine_key(*known)}) == 8
-    assert "alice" not in engine_key("/home/alice/model", "t0ken=s3cret?", "cpu", "float32", 2)
+    assert "alice" not in engine_key("/home/alice/model", "t0ken=s3cret?", "cpu", "float32", "2")
     assert engine_key("https://alice:s3cret@host/m", *known[1:]).startswith("#")
 
 
 def test_no_name_is_too_long_for_the_file(path):
-    link, engine = link_key(f"http://{'a' * 5000}/"), engine_key(*["x" * 5000] * 4, 10**9)
+    link, engine = link_key(f"http://{'a' * 5000}/"), engine_key(*["x" * 5000] * 4, "9" * 10)
     file = EstimatesFile(path)
     file.remember(link, engine, estimates())
     assert file.recall(link, engine).has_engine

@@ -12,8 +12,7 @@ from kvwire.controller.simulator import LoadArrival, World, constant, costs, doc
 from kvwire.errors import ArgumentError
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 from kvwire.whatif.plan import plan_load
-from kvwire.whatif.records import Details
-from kvwire.whatif.situation import PlanScenario, known_link
+from kvwire.whatif.situation import Details, PlanScenario, known_link
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)
@@ -34,8 +33,10 @@ def prompt():
 
 
 def made(prompt, goal=None, bandwidth=BANDWIDTH, *, compare=False, details=None):
+    documents = tuple(each if isinstance(each, tuple) else (each,) for each in prompt)
     estimates = known_link(COSTS, bandwidth, RTT_S)
-    return plan_load(prompt, estimates, goal, settings=SETTINGS, details=details, compare=compare)
+    scenario = PlanScenario(documents, estimates, goal or ctl.Goal(), SETTINGS, details=details or Details())
+    return plan_load(scenario, compare=compare)
 
 
 def loaded(prompt, goal, policy=None, bandwidth=BANDWIDTH):
@@ -88,7 +89,7 @@ def test_the_first_plan_of_one_document_is_what_a_controller_asks_its_policy_for
 def test_estimates_stay_as_they_are(prompt):
     estimates = known_link(COSTS, BANDWIDTH, RTT_S)
     before = estimates.to_state()
-    plan_load(prompt[:1], estimates, settings=SETTINGS)
+    plan_load(PlanScenario((tuple(prompt[:1]),), estimates, settings=SETTINGS))
     assert estimates.to_state() == before
 
 

@@ -15,8 +15,7 @@ from kvwire.runtime.estimates_file import EstimatesFile, link_key
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store import FolderStore
 from kvwire.whatif.plan import plan_load
-from kvwire.whatif.records import Details
-from kvwire.whatif.situation import known_link
+from kvwire.whatif.situation import Details, PlanScenario, known_link
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)
@@ -61,10 +60,10 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
     corpus = Corpus(small.engine, FolderStore(folder))
     infos = [corpus.read_header(corpus.find(name)) for name in names]
     details = Details(header_bytes=sum(info.header_bytes for info in infos))
-    inputs = [ctl.DocumentPlanInput.from_blob(info) for info in infos]
+    inputs = tuple((ctl.DocumentPlanInput.from_blob(info),) for info in infos)
     settings = controls_of(LoadSettings(), on_gpu=False)
     estimates = known_link(small.costs, 5000.0, 0.01)
-    plan = plan_load(inputs, estimates, settings=settings, details=details, compare=False)
+    plan = plan_load(PlanScenario(inputs, estimates, settings=settings, details=details), compare=False)
     assert report["prediction"]["ttft_s"] == pytest.approx(plan.prediction.ttft_s)
     assert [(row["document"], row["chunk"], row["level"]) for row in report["chunks"]] == [
         (names[chunk.document], chunk.chunk, chunk.level) for chunk in plan.chunks

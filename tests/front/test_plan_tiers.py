@@ -11,7 +11,7 @@ from kvwire import controller as ctl
 from kvwire.controller.simulator import costs, documents_for, machine_named, model_named
 from kvwire.errors import ArgumentError
 from kvwire.whatif.plan import plan_load
-from kvwire.whatif.situation import known_link
+from kvwire.whatif.situation import PlanScenario, known_link
 from kvwire.whatif.tiers import LATER, Tier, parse_tiers
 
 DEVICES = "ram=400gbit,0.01ms,2.5 nvme=38gbit,0.1ms,0.08 hdd=2gbit,8ms,0.02 s3=1gbit,20ms,0.023"
@@ -22,10 +22,8 @@ def planned(devices, **goal):
     shape = model_named("llama-3.1-8b")
     estimates = known_link(costs(shape, machine_named("h100")), 1.25e9, 0.001)
     settings = ctl.ControllerSettings(workers=2)
-    return plan_load(
-        documents_for(shape, [8000]), estimates, ctl.Goal(**goal), settings=settings, compare=False,
-        tiers=parse_tiers(devices), stored_bytes=2 * GB,
-    )  # fmt: skip
+    scenario = PlanScenario((tuple(documents_for(shape, [8000])),), estimates, ctl.Goal(**goal), settings)
+    return plan_load(scenario, compare=False, tiers=parse_tiers(devices), stored_bytes=2 * GB)
 
 
 def test_devices_are_read():
@@ -49,17 +47,17 @@ def test_the_cheapest_of_those_that_are_fast_enough_is_best(deadline_s):
     tiers = planned(DEVICES, deadline_s=deadline_s, objective=objective).tiers
     assert [each.tier.name for each in tiers] == ["ram", "nvme", "hdd", "s3"]
     due = deadline_s or LATER * min(each.prediction.ttft_s for each in tiers)
-    assert [each.is_fast for each in tiers] == [each.prediction.ttft_s <= due for each in tiers]
-    cheapest = min((each.month for each in tiers if each.is_fast), default=None)
-    assert [each.month for each in tiers if each.is_best] == ([] if cheapest is None else [cheapest])
-    assert [each.month for each in tiers] == pytest.approx([5.0, 0.16, 0.04, 0.046])
+    assert [each.is_fast_enough for each in tiers] == [each.prediction.ttft_s <= due for each in tiers]
+    cheapest = min((each.cost_per_month for each in tiers if each.is_fast_enough), default=None)
+    assert [each.cost_per_month for each in tiers if each.is_cheapest] == ([] if cheapest is None else [cheapest])
+    assert [each.cost_per_month for each in tiers] == pytest.approx([5.0, 0.16, 0.04, 0.046])
 
 
 def test_a_device_like_the_link_loads_as_the_plan_does():
     made = planned("like=10gbit,1ms,1")
     (only,) = made.tiers
     assert replace(only.prediction, name="kvwire") == made.prediction
-    assert only.is_best
+    assert only.is_cheapest
 
 
 def test_the_command_line_shows_devices(run):
@@ -67,7 +65,7 @@ def test_the_command_line_shows_devices(run):
     code, out, _ = run(*words, "--no-compare", "--deadline", "0.5", "--tiers", DEVICES, "--json")
     told = json.loads(out)["tiers"]
     assert code == 0
-    best = [each for each in told if each["is_best"]]
+    best = [each for each in told if each["is_cheapest"]]
     assert [each["tier"]["name"] for each in best] == ["hdd"]
     code, out, _ = run(*words, "--no-compare", "--deadline", "0.5", "--tiers", DEVICES)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("and the cheapest")] == ["hdd"]
@@ -77,7 +75,7 @@ def test_the_command_line_shows_devices(run):
     assert "tiers" not in json.loads(out)
 
 
-@pytest.mark.parametrize("words", [("--tiers", DEVICES), ("--price", "gpu_hour=1")])
+@pytest.mark.parametrize("words", [("--tiers", DEVICES), ("--price", "gpu_hour=1"), ("--exact",)])
 def test_prompts_are_planned_without_devices_and_prices(run, tmp_path, words):
     (tmp_path / "prompt.txt").write_text("The bell rang.")
     place = ("--model", "m", "--store", str(tmp_path))

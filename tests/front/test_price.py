@@ -12,7 +12,7 @@ from kvwire.controller.simulator import costs, documents_for, machine_named, mod
 from kvwire.errors import ArgumentError
 from kvwire.whatif.plan import plan_load
 from kvwire.whatif.price import MILLION, Prices, engine_s, price_plan
-from kvwire.whatif.situation import known_link
+from kvwire.whatif.situation import PlanScenario, known_link
 
 SHAPE = model_named("llama-3.1-8b")
 WORDS = (
@@ -33,7 +33,8 @@ WORDS = (
 @pytest.fixture(scope="module")
 def plan():
     estimates = known_link(costs(SHAPE, machine_named("a100")), 125e6, 0.002)
-    return plan_load(documents_for(SHAPE, [2000, 3000]), estimates, settings=ctl.ControllerSettings(workers=2))
+    documents = tuple((each,) for each in documents_for(SHAPE, [2000, 3000]))
+    return plan_load(PlanScenario(documents, estimates, settings=ctl.ControllerSettings(workers=2)))
 
 
 def timed(way, seconds):

@@ -20,7 +20,7 @@ from kvwire.runtime.link_check import (
     shift_figures,
     split_prompts,
 )
-from kvwire.runtime.link_report import LinkReport
+from kvwire.runtime.reports import LinkReport
 
 from .test_links import REPORT, texts
 

@@ -15,9 +15,9 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost, events
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime import edit_check
 from kvwire.runtime.corpus import Coding, Document
-from kvwire.runtime.edit_report import EditReport
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.reports import EditReport
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -371,7 +371,9 @@ def test_the_command_line_plans_and_asks_similar_prompts(run, small, demo_model,
     told = json.loads(out)
     assert [each["tokens"] > 300 for each in told["considered"]] == [True], err
     assert told["plan"]["reused"] == told["considered"][0]["tokens"]
-    code, out, err = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit")
+    code, late, _ = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit", "--deadline", "1e-9", "--json")
+    assert (code, json.loads(late)["error"]["kind"]) == (6, "DeadlineError")
+    code, out, err = run("plan", "--prompt", prompt, *model, *place, "--link", "1gbit", "--deadline", "1000")
     assert all(word in out for word in ("without donors", "edited", "spans", "never measured", "donor")), out
     ask = ["ask", "--prompt", prompt, "--reuse", "donors", "--tokens", 2, *model, *place]
     code, out, err = run(*ask, "--json")

@@ -129,18 +129,6 @@ def test_removed_documents_are_garbage_afterwards(run, folder, small):
     assert run("gc", "--store", folder, "--grace", "soon")[0] == 2
 
 
-def test_the_whole_is_collected_as_parts(run, folder):
-    assert run("rm", "text alone", "--store", folder)[0] == 0
-    common = ("gc", "--store", folder, "--grace", "0s", "--json")
-    dry = json.loads(run(*common, "--dry-run")[1])
-    code, _, err = run(*common, "--parts", 3, "--part", "1/3")
-    assert code == 2
-    assert "--parts N" in err
-    assert dry["texts"] == 1
-    assert json.loads(run(*common, "--parts", 3)[1]) == dry | {"dry_run": False}
-    assert run("verify", "--store", folder)[0] == 0
-
-
 def test_garbage_of_all_tenants(run, tmp_path):
     with closing(FolderStore(tmp_path)) as store:
         for tenant in ("alice", "bob"):

@@ -19,9 +19,8 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.costs import joins, measure_costs, measure_joined
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.passes import PromptWorker
+from kvwire.runtime.passes import PromptWorker, recompute_together
 from kvwire.runtime.settings import LoadSettings
-from kvwire.runtime.together import recompute_together
 from kvwire.store import MemoryStore
 from kvwire.types import ChunkId
 

@@ -18,8 +18,8 @@ from kvwire.offline import (
     find_documents,
     prepare_profile,
 )
-from kvwire.offline.batches import Batches
 from kvwire.offline.pipeline import ahead
+from kvwire.offline.steps import Batches
 from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import MemoryStore
 

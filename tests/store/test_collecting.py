@@ -247,8 +247,7 @@ class ListingStore(StoreWrapper):
         super().delete_many(keys)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_several_announcements_share_a_look_at_the_entries(monkeypatch, parts):
+def test_several_announcements_share_a_look_at_the_entries(monkeypatch):
     """What is deleted is what one announcement at a time deletes."""
     ends = []
     for batch in (5, 40):
@@ -262,16 +261,14 @@ def test_several_announcements_share_a_look_at_the_entries(monkeypatch, parts):
         monkeypatch.setattr(collecting, "MAX_NAMES", 5)
         monkeypatch.setattr(collecting, "_BATCH", batch)
         counting = ListingStore(store, catalog.keys(CONFIG))
-        done = collect(counting, parts=parts)
+        done = collect(counting)
         assert (done.blobs, done.texts, done.failures) == (100, 100, ())
         ends.append((done, sorted(store.keys("")), counting))
     (old, old_keys, alone), (new, new_keys, shared) = ends
     assert (new, new_keys) == (old, old_keys)
-    if parts == 1:
-        assert (alone.listings, shared.listings) == (1 + 200 // 5, 1 + 200 // 40)
-    assert shared.listings <= alone.listings / 3
+    assert (alone.listings, shared.listings) == (1 + 200 // 5, 1 + 200 // 40)
     assert set(alone.announced) == {1}
-    assert shared.announced[:8] == list(range(8, 0, -1)) or parts > 1  # each goes once its names are done with
+    assert shared.announced[:8] == list(range(8, 0, -1))  # each goes once its names are done with
     assert max(shared.announced) == 8
 
 
@@ -465,13 +462,13 @@ WRITERS = [_put_again, _alias, _text_alone, _put_and_confirm, _replaced]
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("age", [60.0, 2 * GRACE_S])
-@pytest.mark.parametrize(("parts", "names"), [(1, MAX_NAMES), (2, MAX_NAMES), (1, 1)])
-def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer, age, parts, names):
+@pytest.mark.parametrize("names", [MAX_NAMES, 1])
+def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer, age, names):
     """The collector stops after each of its steps for the whole writer, and the other way round."""
-    for steps in range(45 * parts + 10 * (names == 1)):
+    for steps in range(45 + 10 * (names == 1)):
         for first, second in ((0, 1), (1, 0)):
-            turns = [first] * steps + [second] * 120 * parts
-            _check_order(monkeypatch, [writer], 1, 0.0, age, in_catalog=False, turns=turns, names=names, parts=parts)
+            turns = [first] * steps + [second] * 120
+            _check_order(monkeypatch, [writer], 1, 0.0, age, in_catalog=False, turns=turns, names=names)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -483,9 +480,9 @@ def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer,
     in_catalog=st.booleans(),
     runs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=12),
     how=st.builds(
-        lambda names, parts: {"names": names, **parts},
+        lambda names, most: {"names": names, "max_fraction": most},
         st.sampled_from([1, 2, MAX_NAMES]),
-        st.sampled_from([{}, {"parts": 2}, {"parts": 3, "max_fraction": 0.999}]),
+        st.sampled_from([1.0, 0.999]),
     ),
 )
 def test_in_every_order_of_steps_nothing_is_lost_that_an_entry_names(

@@ -96,10 +96,8 @@ def test_a_part_as_a_command_takes_it():
     assert Part.parse("3/16") == Part(3, 16)
 
 
-def collected(store, how, count, **options):
-    """Collect parts in any order, or all of them in one go."""
-    if how == "at once":
-        return collect(store, parts=count, **options)
+def collected(store, count, **options):
+    """Collect parts in any order."""
     parts = [Part(number + 1, count) for number in range(count)]
     random.Random(count).shuffle(parts)
     return sum((collect(store, part=part, **options) for part in parts), Collected())
@@ -117,36 +115,29 @@ def littered(catalog):
     return store
 
 
-@pytest.mark.parametrize(
-    ("how", "count"), [*(("by parts", count) for count in (1, 3, 64)), *(("at once", n) for n in (2, 3, 64, 300))]
-)
-def test_collecting_parts_deletes_what_collecting_the_whole_does(catalog, how, count):
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_collecting_parts_deletes_what_collecting_the_whole_does(catalog, count):
     whole, in_parts = littered(catalog), littered(catalog)
-    dry = collected(in_parts, how, count, dry_run=True)
+    dry = collected(in_parts, count, dry_run=True)
     expected = [collect(whole), collect(whole)]
-    found = [collected(in_parts, how, count), collected(in_parts, how, count)]
+    found = [collected(in_parts, count), collected(in_parts, count)]
     assert expected[0].failures == found[0].failures == found[1].failures == ()
     assert (found[0].blobs, found[0].texts, found[0].bytes) == (expected[0].blobs, expected[0].texts, expected[0].bytes)
     assert (dry.blobs, dry.texts, dry.bytes) == (found[0].blobs, found[0].texts, found[0].bytes)
     assert found[0].misplaced == expected[0].misplaced
-    if how == "at once":
-        assert found[0].looked_at == expected[0].looked_at
-    else:
-        assert found[0].entries + found[1].entries == expected[0].entries
+    assert found[0].entries + found[1].entries == expected[0].entries
     assert set(in_parts.keys("")) == set(whole.keys(""))
     assert found[0].blobs == 40
 
 
-@pytest.mark.parametrize("how", ["by parts", "at once"])
 @pytest.mark.parametrize("count", [2, 64])
-def test_a_lost_catalog_stops_every_part(catalog, how, count):
+def test_a_lost_catalog_stops_every_part(catalog, count):
     store = littered(catalog)
     store.delete_many(list(store.keys(Catalog(store).keys(CONFIG).catalog)))
     before = set(store.keys(""))
-    failures = collected(store, how, count).failures
+    failures = collected(store, count).failures
     assert set(store.keys("")) == before
     assert "rebuild" in failures[0]
-    assert len(failures) == 1 or how == "by parts"
 
 
 class Reading(StoreWrapper):
@@ -165,19 +156,18 @@ class Reading(StoreWrapper):
         return call(request.data)
 
 
-@pytest.mark.parametrize("parts", [1, 16])
 @pytest.mark.parametrize("options", [{"dry_run": True}, {"max_fraction": 0.99}, {}])
-def test_entries_are_read_once_for_all_parts_and_for_a_look_before(catalog, options, parts):
+def test_entries_are_read_once_with_a_look_before(catalog, options):
     store = Reading(littered(catalog))
-    done = collect(store, parts=parts, **options)
+    done = collect(store, **options)
     assert (done.failures, done.blobs) == ((), 40)
     assert (store.reads, store.late_reads) == (80, 0)
 
 
 class Meanwhile(StoreWrapper):
-    """Does something once, as soon as an announcement was written that names a key, or any."""
+    """Does something once, as soon as an announcement was written that names a key."""
 
-    def __init__(self, inner, work, name=""):
+    def __init__(self, inner, work, name):
         super().__init__(inner)
         self.work, self.name, self.done = work, name.rpartition("/")[2], False
 
@@ -190,36 +180,15 @@ class Meanwhile(StoreWrapper):
         return result
 
 
-def in_the_last_of(count, catalog):
-    """A document that ``littered`` takes out, whose blob is in the last of so many parts: its entry's key and bytes."""
-    for number in range(0, 120, 3):
-        entry = catalog.by_document(CONFIG, f"document {number}")
-        if Part(1, count).number_of(entry.blob_key) == count:
-            key = catalog.keys(CONFIG).document(entry.document_id)
-            return entry, key, catalog.store.get(key)
-    raise AssertionError
-
-
-@pytest.mark.parametrize("when", ["an earlier part", "its own part"])
 @pytest.mark.parametrize("max_fraction", [1.0, 0.99])
-def test_as_parts_what_an_entry_names_meanwhile_stays_however_old(catalog, when, max_fraction):
-    store, (entry, key, data) = littered(catalog), in_the_last_of(8, catalog)
-    name = entry.blob_key if when == "its own part" else ""
-    late = Meanwhile(store, lambda: store.put(key, data), name)
-    done = collect(late, parts=8, max_fraction=max_fraction)
+def test_what_an_entry_names_meanwhile_stays_however_old(catalog, max_fraction):
+    store, entry = littered(catalog), catalog.by_document(CONFIG, "document 3")
+    key = catalog.keys(CONFIG).document(entry.document_id)
+    late = Meanwhile(store, lambda: store.put(key, catalog.store.get(key)), entry.blob_key)
+    done = collect(late, max_fraction=max_fraction)
     assert late.done
     assert (done.failures, done.blobs) == ((), 39)
     assert store.get(entry.blob_key)
-
-
-def test_what_came_during_earlier_parts_is_read_before_anything_is_announced(catalog, monkeypatch):
-    """Once, by the part in which it was written."""
-    monkeypatch.setattr("kvwire.store.upkeep.walk._SKEW_S", 0.0)
-    inner, (entry, key, data) = littered(catalog), in_the_last_of(8, catalog)
-    store = Reading(inner)
-    collect(Meanwhile(store, lambda: inner.put(key, data)), parts=8)
-    assert inner.get(entry.blob_key)
-    assert (store.reads, store.late_reads) == (80, 1)
 
 
 DIGESTS = st.integers(0, 50).map(lambda number: hashlib.sha256(bytes([number])).hexdigest())
@@ -258,12 +227,3 @@ def test_two_keys_that_share_their_first_bytes_both_stay():
     marks = Marks(WHOLE)
     marks.add_all([one], 1.0)
     assert other in marks
-
-
-@pytest.mark.parametrize(
-    ("options", "say"),
-    [({"part": Part(1, 2), "parts": 3}, "not both"), *(({"parts": n}, str(n)) for n in (0, -1, 65537))],
-)
-def test_parts_that_cannot_be_are_refused(catalog, options, say):
-    with pytest.raises(ArgumentError, match=say):
-        collect(catalog.store, **options)

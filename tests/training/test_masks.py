@@ -21,7 +21,7 @@ from kvwire.reuse import (
 )
 from kvwire.reuse.compress import passes
 from kvwire.training import Sample, TrainableModel, Turn, batch_of, linked, plain
-from kvwire.training.sequences import IGNORED
+from kvwire.training.samples import IGNORED
 
 from ..engines.families import engine_of, error_between
 

@@ -16,7 +16,7 @@ from kvwire.engines.vllm.scheduling import ConnectorScheduler, names_documents
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.link_report import LinkReport
+from kvwire.runtime.reports import LinkReport
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, request_body, request_salt
 

@@ -26,8 +26,8 @@ from kvwire.vllm import Choice, request_body, request_salt
         Choice(("a",), objective="earliest"),
         Choice(("a", "b"), level=1, repair="kept"),
         Choice(("a",), level=1, head=24),
-        Choice(("a",), level=1, soon=("b", "c")),
-        Choice(level=1, soon=("b",)),
+        Choice(("a",), level=1, prefetch=("b", "c")),
+        Choice(level=1, prefetch=("b",)),
     ],
 )
 def test_a_choice_is_read_as_it_was_written(choice):

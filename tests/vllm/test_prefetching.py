@@ -56,7 +56,7 @@ def wait(counts, tiers, documents):
 def test_what_was_fetched_ahead_is_loaded_without_the_store(slow):
     told, remote, tiers = slow
     counts = Counts()
-    with closing(Halves(told)) as halves, closing(Prefetcher(told.corpus, counts)) as ahead:
+    with closing(Halves(told)) as halves, closing(Prefetcher(told.corpus, counts)) as prefetcher:
         hint = {"documents": ["b"], "soon": ["a", "c"], "level": 1}
         salt = request_salt(told.corpus, Choice(("b",), level=1))
         first = halves.body("b") | {"kv_transfer_params": {"kvwire": hint}}
@@ -64,7 +64,7 @@ def test_what_was_fetched_ahead_is_loaded_without_the_store(slow):
         halves.load(first)
         hints = halves.scheduling.take_hints()
         assert hints == [PrefetchHint(("a", "c"), 1)]
-        ahead.start(hints)
+        prefetcher.start(hints)
         assert wait(counts, tiers, 2) == {"soon_documents": 2}
         assert halves.scheduling.take_hints() == []
         body, before = halves.body("ac"), remote.reads
@@ -79,8 +79,8 @@ def test_one_document_after_the_other_is_fetched(told, hints, became):
     """A cache queues a bounded number of ranges, and a document has one for each of its chunks: here up to 5."""
     counts, few = Counts(), TierSettings(prefetch_hints=hints)
     tiers = open_tiers(FolderStore(told.root), memory_bytes=1 << 24, settings=few)
-    with closing(tiers), closing(Prefetcher(Corpus.open(tiers), counts)) as ahead:
-        ahead.start([PrefetchHint(("a", "b", "c") * 9, 1)])
+    with closing(tiers), closing(Prefetcher(Corpus.open(tiers), counts)) as prefetcher:
+        prefetcher.start([PrefetchHint(("a", "b", "c") * 9, 1)])
         assert wait(counts, tiers, 27) == {became: 27}
 
 
@@ -97,13 +97,13 @@ def test_documents_that_are_lost_or_too_many_are_counted(slow, monkeypatch, capl
     told, _, tiers = slow
     monkeypatch.setattr("kvwire.engines.vllm.prefetching._MOST", 3)
     counts = Counts()
-    with closing(Prefetcher(told.corpus, counts)) as ahead:
-        ahead.start([PrefetchHint(("absent",)), PrefetchHint(("gone", "c"), 9)])
+    with closing(Prefetcher(told.corpus, counts)) as prefetcher:
+        prefetcher.start([PrefetchHint(("absent",)), PrefetchHint(("gone", "c"), 9)])
         assert wait(counts, tiers, 3) == {"soon_dropped": 3}
         assert caplog.text.count("told once") == 2  # lost; no such level
-    with closing(Prefetcher(told.corpus, counts)) as ahead:
-        monkeypatch.setattr(ahead._threads, "submit", lambda *_: None)
-        ahead.start([PrefetchHint(("a",) * 5)])
+    with closing(Prefetcher(told.corpus, counts)) as prefetcher:
+        monkeypatch.setattr(prefetcher._threads, "submit", lambda *_: None)
+        prefetcher.start([PrefetchHint(("a",) * 5)])
         assert counts.take() == {"soon_dropped": 2}
 
 

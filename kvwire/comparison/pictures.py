@@ -1,4 +1,4 @@
-"""The demo's picture: time to first token by link."""
+"""Pictures: time to first token by link, and what linking loses over the share of recomputed rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
+
+    from kvwire.runtime.reports import LinkReport
 
 _WAYS = (("kvwire", "kvwire", "#1b7f79"), ("raw", "raw KV cache", "#e0a458"), ("text", "recompute", "#9aa5b1"))
 
@@ -44,3 +47,40 @@ def _panel(axes: Axes, row: Mapping[str, Any], *, first: bool) -> None:
     axes.tick_params(axis="y", length=0, labelleft=first)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+# Okabe and Ito's palette; markers repeat the distinction.
+_STYLES = {
+    "attention": ("#0072B2", "o"),
+    "blend": ("#CC79A7", "D"),
+    "cacheblend": ("#E69F00", "s"),
+    "first": ("#009E73", "^"),
+}
+_LEAST = 1e-7
+
+
+def draw_links(report: LinkReport, path: Path) -> None:
+    """Write a PNG: KL divergence from a full prefill against the share of recomputed rows."""
+    report = report.with_shift()  # as in loads
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, row in report.repaired.items():
+        color, marker = _STYLES.get(name, ("#555555", "x"))
+        shares, kls = [0.0, *report.shares], [report.linked, *row]
+        axes.plot(shares, [max(kl, _LEAST) for kl in kls], color=color, marker=marker, label=name)
+    lines = ((report.no_documents, "#555555", "no documents"), (report.allowed, "#D55E00", "allowed"))
+    for kl, color, words in lines:
+        axes.axhline(max(kl, _LEAST), color=color, linestyle="--", linewidth=1.2)
+        axes.annotate(
+            words, (1.0, max(kl, _LEAST)), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+            textcoords="offset points", ha="right", color=color, fontsize=9,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlabel("recomputed rows of the prompt")
+    axes.set_ylabel("KL divergence from a full prefill (nats)")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    axes.set_title(f"{report.model_id}: linked documents, {report.prompts} prompts", fontsize=11)
+    figure.savefig(path, dpi=130)
