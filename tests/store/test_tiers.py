@@ -238,6 +238,17 @@ def test_an_object_that_was_too_short_is_read_whole_once_it_is_healed_and_distru
         assert tiers.get(key) == data
 
 
+def test_a_read_behind_a_length_that_is_old_asks_the_remote(tmp_path):
+    memory, [(key, data)] = filled()
+    memory.put(key, data[:300])
+    with closing(open_tiers(memory, memory_bytes=MIB, folder=tmp_path, folder_bytes=MIB)) as tiers:
+        assert tiers.get(key) == data[:300]
+        assert tiers.get(key, 300, 400) == b""
+        memory.put(key, data)
+        assert tiers.get(key, 300, 400) == data[300:400]
+        assert tiers.get(key) == data
+
+
 def test_the_next_process_takes_the_length_that_a_file_says_until_it_is_distrusted(tmp_path):
     memory, [(key, data)] = filled()
     memory.close = lambda: None
