@@ -221,11 +221,10 @@ class LayeredKind(LevelKind):
         if (info.sinks or info.can_begin) and not cast("Profile", profile).has_sinks:
             raise CorruptError("the blob has attention sinks and its profile knows of none; encode the document anew")
         if tokens * rank > MAX_CHUNK_SYMBOLS:
-            msg = (
+            raise CorruptError(
                 f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed; "
                 "fetch the blob's header again"
             )
-            raise CorruptError(msg)
 
     def check_settings(self, settings: CodingSettings) -> None:
         """Accept every number of prefix layers and every ladder."""

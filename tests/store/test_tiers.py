@@ -368,8 +368,7 @@ def test_a_failure_reaches_only_those_whose_bytes_it_concerns():
     class HalfDead(StoreWrapper):
         def get(self, key, start=0, end=None):
             if start < 500:
-                msg = "the first half cannot be read"
-                raise StorageError(msg)
+                raise StorageError("the first half cannot be read")
             return self.inner.get(key, start, end)
 
     with closing(open_tiers(HalfDead(memory))) as tiers, ThreadPoolExecutor(10) as pool:

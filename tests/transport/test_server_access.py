@@ -217,8 +217,7 @@ def test_what_is_written_while_a_broken_version_is_read_is_seen(tmp_path, caplog
     def parse(data):
         if data == b"half":
             path.write_bytes(b"half and the rest")  # its writer ends just after it was read
-            msg = "not valid JSON"
-            raise ArgumentError(msg)
+            raise ArgumentError("not valid JSON")
         return data
 
     watched = WatchedFile(path, parse)

@@ -63,8 +63,7 @@ class Stepwise(ByteSource):
             if self.steps is not None:
                 await self.steps.acquire()
             if self.fails_at is not None and last > self.fails_at:
-                msg = "the connection broke"
-                raise StorageError(msg)
+                raise StorageError("the connection broke")
             self.given.append((first, last))
             sink(self.data[first:last])
 
