@@ -153,10 +153,7 @@ class LayeredDecoder(LevelDecoder):
             raise CorruptError(f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again")
 
     def use_device(
-        self,
-        out: KVCache | PagedKVCache,
-        workspace_bytes: int | None,
-        finish: Callable[[int, int], bool] | None,
+        self, out: KVCache | PagedKVCache, workspace_bytes: int | None, finish: Callable[[int, int], bool] | None
     ) -> None:
         """Put the profile on the device and describe the output."""
         from kvwire.codec.gpu.decode import DeviceDecoder  # needs Triton

@@ -381,10 +381,7 @@ def test_a_failure_reaches_only_those_whose_bytes_it_concerns():
 def test_a_reader_stops_waiting_for_a_leader_from_which_nothing_comes():
     memory, [(key, data)] = filled()
     remote = Ranges(memory)
-    with (
-        closing(open_tiers(remote, settings=TierSettings(answer_s=0.05))) as tiers,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    with closing(open_tiers(remote, settings=TierSettings(answer_s=0.05))) as tiers, ThreadPoolExecutor(2) as pool:
         remote.gate.clear()
         asked = []
         for _ in range(2):  # the second asks for itself
