@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
@@ -199,6 +200,19 @@ def misbehaving():
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await listening.wait_closed()
+
+    return start
+
+
+@pytest.fixture
+def unsteady(blob, misbehaving, fetcher_for):
+    """A server of the blob, or of ``data``, where requests go wrong by plan; and a fetcher of it."""
+
+    @asynccontextmanager
+    async def start(plan=lambda *_: None, data=blob, sleep=asyncio.sleep, **settings):
+        made = {"settings": replace(FAST, **settings), "sleep": sleep}
+        async with misbehaving(data, plan) as server, fetcher_for(server.url, **made) as fetcher:
+            yield server, fetcher
 
     return start
 
