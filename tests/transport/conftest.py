@@ -1,6 +1,7 @@
 """Servers that misbehave, and the pieces that most tests need."""
 
 import asyncio
+import inspect
 import random
 import socket
 import threading
@@ -51,6 +52,13 @@ async def fetched(fetcher, blob, wanted=behind_the_head, **options):
     assert not bad
     check_all(blob, good)
     return good
+
+
+async def until(holds):
+    """Wait until it holds, as a call or a coroutine tells."""
+    async with asyncio.timeout(30):
+        while not (await found if inspect.isawaitable(found := holds()) else found):
+            await asyncio.sleep(0.001)
 
 
 async def answered(asked):

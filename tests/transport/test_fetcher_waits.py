@@ -29,7 +29,7 @@ from kvwire.transport import (
 )
 from kvwire.transport.fetch.metering import Pace
 
-from .conftest import HEAD, behind_the_head, check_all, everything, fetched, outcome
+from .conftest import HEAD, behind_the_head, check_all, everything, fetched, outcome, until
 
 # Second requests.
 
@@ -394,9 +394,7 @@ async def test_an_object_opened_for_nobody_is_closed(tmp_path, cancelled):
     with suppress(asyncio.CancelledError):
         await reading
     waits.set()
-    async with asyncio.timeout(5):
-        while not opened or opened[0]._descriptor >= 0:
-            await asyncio.sleep(0.001)
+    await until(lambda: opened and opened[0]._descriptor < 0)
 
 
 @pytest.mark.parametrize("hangs", ["opening", "reading"])

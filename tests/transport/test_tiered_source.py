@@ -27,7 +27,7 @@ from kvwire.transport.sources.base import ByteSource
 from kvwire.transport.sources.open_source import TieredSource
 
 from ..store_wrappers import CountingStore
-from .conftest import everything, outcome
+from .conftest import everything, outcome, until
 
 MIB = 1 << 20
 
@@ -109,12 +109,6 @@ async def cancelled(*tasks):
             await task
 
 
-async def until(holds):
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0)
-
-
 async def test_bytes_are_passed_on_as_they_come_and_kept(tiers):
     remote = Stepwise(DATA, held=True)
     source = TieredSource(tiers, KEY, remote)
@@ -168,9 +162,7 @@ async def test_readers_that_want_the_same_bytes_share_a_request_and_hear_what_ha
     came = []
     tasks.append(asyncio.create_task(TieredSource(tiers, KEY, remote).read(50, None, came.append)))
     remote.allow(3)
-    async with asyncio.timeout(30):
-        while sum(map(len, came)) < 250:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(map(len, came)) >= 250)
     assert not tasks[0].done()
     remote.allow(7)
     assert (await asyncio.gather(*tasks))[:4] == [DATA, DATA, DATA[300:], DATA[999:]]
