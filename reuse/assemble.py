@@ -148,9 +148,7 @@ class LinkedPrompt:
         _check_alike(piece.meta, self.cache.meta)
         part = whole.slice(start, stop)
         placed = moved(piece, part.meta.offset)
-        for target, source in zip((*part.keys, *part.values), (*placed.keys, *placed.values), strict=True):
-            if target.numel():
-                target.copy_(source)
+        _copy(part, placed)
         if piece.kept is not None or self.cache.kept is not None:
             self.keep(document, _masks(piece), start)
 
@@ -169,9 +167,7 @@ class LinkedPrompt:
             msg = f"the head of this prompt is {part.tokens} tokens at positions from 0, got {piece.tokens}"
             raise ArgumentError(msg)
         _check_alike(piece.meta, self.cache.meta)
-        for target, source in zip((*part.keys, *part.values), (*piece.keys, *piece.values), strict=True):
-            if target.numel():
-                target.copy_(source)
+        _copy(part, piece)
 
     def keep(self, document: int, kept: Sequence[Tensor | None], start: int = 0) -> None:
         """Record which tokens of a pruned document are stored, after writing it into ``document()`` directly.
@@ -319,6 +315,12 @@ def _shifted(tensor: Tensor, meta: CacheMeta, layer: int, side: Side, distance: 
         return tensor
     index, start = rotary
     return shift_keys(tensor, meta.ropes[index], distance, start)
+
+
+def _copy(target: KVCache, source: KVCache) -> None:
+    for old, new in zip((*target.keys, *target.values), (*source.keys, *source.values), strict=True):
+        if old.numel():
+            old.copy_(new)
 
 
 def _masks(cache: KVCache) -> list[Tensor]:

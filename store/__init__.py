@@ -10,16 +10,7 @@ if TYPE_CHECKING:
     from kvwire.store.backends.memory import MemoryStore
     from kvwire.store.backends.s3.address import S3Settings
     from kvwire.store.backends.s3.store import S3Store
-    from kvwire.store.base import (
-        Data,
-        Listed,
-        ObjectReader,
-        ObjectStat,
-        Snapshots,
-        Store,
-        clamp_range,
-        open_object,
-    )
+    from kvwire.store.base import Data, Listed, ObjectReader, ObjectStat, Snapshots, Store, clamp_range, open_object
     from kvwire.store.cache.settings import TierSettings
     from kvwire.store.cache.tiered import TieredStore, open_tiers, parse_size
     from kvwire.store.catalog.catalog import Catalog

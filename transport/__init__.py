@@ -26,14 +26,7 @@ if TYPE_CHECKING:
     from kvwire.transport.server.exchange import JsonLines, TextLines
     from kvwire.transport.server.listening import ServerTls, TlsFiles, listen, serve
     from kvwire.transport.server.settings import ServerSettings
-    from kvwire.transport.sources.base import (
-        ByteSource,
-        LinkedSource,
-        ReadTimeouts,
-        Sink,
-        StoreSource,
-        read_object,
-    )
+    from kvwire.transport.sources.base import ByteSource, LinkedSource, ReadTimeouts, Sink, StoreSource, read_object
     from kvwire.transport.sources.http import HttpSource, open_session
     from kvwire.transport.sources.open_source import open_document, open_source
 

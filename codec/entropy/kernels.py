@@ -149,14 +149,7 @@ def decode_base(
 
 @jit
 def decode_refinement(
-    words: U16,
-    counts: U16,
-    states: U32,
-    classes: NDArray[int64],
-    thresholds: U32,
-    contexts: U8,
-    out: U8,
-    wrong: U32,
+    words: U16, counts: U16, states: U32, classes: NDArray[int64], thresholds: U32, contexts: U8, out: U8, wrong: U32
 ) -> None:
     """Decode a stream of refinement symbols."""
     limit, pointers, rows = uint32(words.shape[0] - 1), _first_words(counts), empty(out.shape[1], uint32)

@@ -214,8 +214,7 @@ def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
     if type(size) is not int or size < 0 or bool(size) != bool(fields.flags & BEGINNING):
         raise CorruptError("the blob's flags and its metadata disagree on how it begins a prompt; fetch it again")
     if size and (metadata.get("kept_bytes") or metadata.get("prefix") or not metadata.get("neutral_prefix")):
-        msg = "the blob has a beginning, and is pruned, a part, or without neutral prefix; fetch it again"
-        raise CorruptError(msg)
+        raise CorruptError("the blob has a beginning, and is pruned, a part, or without neutral prefix; fetch it again")
     return size
 
 

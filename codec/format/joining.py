@@ -80,10 +80,9 @@ def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
         expected = BlobPrefix(len(ids), digest.hexdigest()) if number else None
         if (info.prefix and replace(info.prefix, document="")) != expected:
             found = "no part" if info.prefix is None else f"behind {info.prefix.tokens} tokens"
-            msg = (
+            raise CorruptError(
                 f"part {number} of the document is not the one behind its first {len(ids)} tokens ({found}): {_ADVICE}"
             )
-            raise CorruptError(msg)
         if info.token_ids is None:
             raise CorruptError(f"part {number} of the document does not say its token ids: {_ADVICE}")
         ids += info.token_ids

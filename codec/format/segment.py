@@ -15,12 +15,7 @@ import numpy as np
 import zstandard
 
 from kvwire.codec.entropy import kernels
-from kvwire.codec.entropy.rans import (
-    MAX_LANES,
-    Lanes,
-    decode_base,
-    decode_ternary,
-)
+from kvwire.codec.entropy.rans import MAX_LANES, Lanes, decode_base, decode_ternary
 from kvwire.codec.entropy.tables import ESCAPE, GRID_PER_LEVEL, LARGEST, Tables, clip_class
 from kvwire.codec.format.metadata_json import decompress
 from kvwire.errors import CorruptError

@@ -212,17 +212,7 @@ def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_escapes(
-    escapes,
-    entries,
-    words32,
-    values,
-    peaks,
-    counts,
-    flags,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+def place_escapes(escapes, entries, words32, values, peaks, counts, flags, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
     """Write a row's escaped values where the stream has escapes; the list goes token by token, column by column."""
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)

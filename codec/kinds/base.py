@@ -66,10 +66,7 @@ class LevelDecoder(ABC):
         """Decode one chunk on the processor into ``out`` from token ``at`` on; a damaged chunk writes nothing."""
 
     def use_device(  # noqa: B027 - most kinds have no kernels
-        self,
-        out: KVCache | PagedKVCache,
-        workspace_bytes: int | None,
-        finish: Callable[[int, int], bool] | None,
+        self, out: KVCache | PagedKVCache, workspace_bytes: int | None, finish: Callable[[int, int], bool] | None
     ) -> None:
         """Prepare to decode on the output's device; a kind without kernels does nothing."""
 

@@ -126,10 +126,7 @@ def decode_cachegen(data: bytes, profile: CacheGenProfile, level: int, tokens: i
     parts = [
         part
         for block in profile.blocks
-        for part in (
-            (groups, profile.anchors[block.rows]),
-            (tokens - groups, profile.deltas[level, block.rows]),
-        )
+        for part in ((groups, profile.anchors[block.rows]), (tokens - groups, profile.deltas[level, block.rows]))
     ]
     symbols = decode_rows(words, parts)
     values = _with_escapes(symbols[1::2], escapes)

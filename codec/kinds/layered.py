@@ -153,10 +153,7 @@ class LayeredDecoder(LevelDecoder):
             raise CorruptError(f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again")
 
     def use_device(
-        self,
-        out: KVCache | PagedKVCache,
-        workspace_bytes: int | None,
-        finish: Callable[[int, int], bool] | None,
+        self, out: KVCache | PagedKVCache, workspace_bytes: int | None, finish: Callable[[int, int], bool] | None
     ) -> None:
         """Put the profile on the device and describe the output."""
         from kvwire.codec.gpu.decode import DeviceDecoder  # needs Triton
@@ -221,11 +218,10 @@ class LayeredKind(LevelKind):
         if (info.sinks or info.can_begin) and not cast("Profile", profile).has_sinks:
             raise CorruptError("the blob has attention sinks and its profile knows of none; encode the document anew")
         if tokens * rank > MAX_CHUNK_SYMBOLS:
-            msg = (
+            raise CorruptError(
                 f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed; "
                 "fetch the blob's header again"
             )
-            raise CorruptError(msg)
 
     def check_settings(self, settings: CodingSettings) -> None:
         """Accept every number of prefix layers and every ladder."""

@@ -76,8 +76,7 @@ def open_profile(outline: bytes, digest: str, fetch: Fetch, level: int = 0) -> P
     named = len(outline), hashlib.sha256(outline).hexdigest()
     profile.__dict__.update(digest=digest, outline=named, _file=lambda: _checked(outline + sections.bytes(), digest))
     if not all(has_sound_outline(group, profile) and group.has_sound_steps() for group in sections.groups):
-        problem = "steps, classes or a predictor of another shape or range"
-        raise _damaged(problem)
+        raise _damaged("steps, classes or a predictor of another shape or range")
     for arrays in (first, *others):
         sections.take(arrays)
     return profile
@@ -302,8 +301,7 @@ class LazyGroup(Group):
         except _BAD as error:
             raise _damaged(error) from error
         if not has_sound_metric(self.planes, found, self._layers):
-            problem = f"the metric of group {self._index}"
-            raise _damaged(problem)
+            raise _damaged(f"the metric of group {self._index}")
         return found
 
     @property

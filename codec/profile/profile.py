@@ -20,12 +20,7 @@ from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import describe, pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
-from kvwire.codec.format.metadata_json import (
-    check_model,
-    error_to_kl_from_json,
-    layers_from_json,
-    layers_to_json,
-)
+from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
 from kvwire.codec.profile.group import ROWS_BYTES, Expectations
 from kvwire.codec.profile.stored import arrays_of, group_of
 from kvwire.errors import CorruptError

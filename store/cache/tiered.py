@@ -101,6 +101,9 @@ class TieredStore(Store):
         if name is None or start == end:
             return self._remote.get(key, start, end)
         self.cache.use(name)
+        known = self.cache.sizes.get(name)
+        if known is not None and start >= known and self._remote.stat(key).size != known:
+            self._forget(key)  # it was too short when its length was told
         return self._read(name, key, start, end)
 
     def stat(self, key: str) -> ObjectStat:

@@ -29,9 +29,9 @@ MAX_NAMES = 8192
 _POLL_S = 0.05
 
 
-def is_old(modified: float, grace_s: float = GRACE_S) -> bool:
+def is_old(modified: float) -> bool:
     """Whether content is so old that a collector may soon take it: half the grace."""
-    return 0 < modified < time.time() - grace_s / 2
+    return 0 < modified < time.time() - GRACE_S / 2
 
 
 def announce(store: Store, space: KeySpace, keys: Collection[str]) -> str:

@@ -52,8 +52,7 @@ class Profiles:
             try:
                 data = self._objects.store.get(key, start, min(end, start + MAX_SMALL_BYTES))
             except NotFoundError as error:
-                msg = f"profile {digest[:12]} is not in {self._objects.store.url}: {_ABSENT}"
-                raise NotFoundError(msg) from error
+                raise NotFoundError(f"profile {digest[:12]} is not in {self._objects.store.url}: {_ABSENT}") from error
             found = [data[first - start : last - start] for first, last, _ in parts]
             known = [hashlib.sha256(part).hexdigest() for part in found]
             bad = [each[0] for each, sha256 in zip(parts, known, strict=True) if sha256 != each[2]]

@@ -22,14 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvwire._lazy import require
 from kvwire.codec.format.container import parse_header, read_header
 from kvwire.codec.format.header import MAX_HEADER_BYTES
-from kvwire.errors import (
-    ArgumentError,
-    AuthError,
-    CorruptError,
-    FormatVersionError,
-    NotSealedError,
-    TruncatedError,
-)
+from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotSealedError, TruncatedError
 from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:

@@ -218,8 +218,7 @@ class PrefixIndex:
             if isinstance(found, PrefixEntry):
                 document = documents(found.document_id, found.token_digest)
                 if document is None:
-                    msg = f"no document with the text of {found.document_id!r} has a blob any more"
-                    raise NotFoundError(msg)
+                    raise NotFoundError(f"no document with the text of {found.document_id!r} has a blob any more")
                 info = self._info(document)
                 token_ids, hashes = self._text(document, opening_of(info))
                 if hashes[found.chunk : found.chunk + 1] == [chunk_hash]:

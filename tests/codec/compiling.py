@@ -103,8 +103,7 @@ def _compiled(job: dict[str, Any]) -> Report:
     types = {name: job["signature"].get(name, "constexpr") for name in kernel.arg_names}
     missing = [name for name, kind in types.items() if kind == "constexpr" and name not in job["constexprs"]]
     if missing:
-        msg = f"the signature leaves out {', '.join(missing)}"
-        raise ValueError(msg)
+        raise ValueError(f"the signature leaves out {', '.join(missing)}")
     arch = job["arch"]
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     compiled = triton.compile(ASTSource(kernel, types, job["constexprs"]), target=target, options=job["options"])
@@ -124,8 +123,7 @@ def _nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     if found is None:
-        msg = f"cuobjdump says something else than expected: {text}"
-        raise ValueError(msg)
+        raise ValueError(f"cuobjdump says something else than expected: {text}")
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
 

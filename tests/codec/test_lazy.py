@@ -173,8 +173,7 @@ def test_what_cannot_be_fetched_later_is_said_and_can_be_asked_again(profile, bl
 
     def fetch(sections):
         if reader.read and lost[0]:
-            msg = "the profile is gone"
-            raise NotFoundError(msg)
+            raise NotFoundError("the profile is gone")
         return reader(sections)
 
     lazy = open_profile(reader.outline, profile.digest, fetch)

@@ -67,8 +67,7 @@ class HalfProfile:
 
     def check_fits(self, meta):
         if meta.model_id != self.model_id:
-            msg = "another model"
-            raise MismatchError(msg)
+            raise MismatchError("another model")
 
 
 class HalfEncoder(LevelEncoder):
@@ -98,8 +97,7 @@ class HalfDecoder(LevelDecoder):
         planes = planes_of(meta.layers)
         widths = [plane_width(meta.layers, plane) for plane in planes]
         if len(piece.segments[0]) != 2 * (stop - start) * sum(widths):
-            msg = "a segment of another length"
-            raise CorruptError(msg)
+            raise CorruptError("a segment of another length")
         elements = np.frombuffer(piece.segments[0], "<f2").astype(np.float32).reshape(stop - start, -1)
         scatter_planes(torch.from_numpy(elements), tuple(planes), out, meta, at, self._cos_sin(start, stop))
 

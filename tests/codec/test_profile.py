@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvwire.codec import (
-    KVCache,
-    Ladder,
-    Profile,
-    decode,
-    encode,
-    fit_profile,
-    inspect,
-    positions_off,
-    trial_blob,
-)
+from kvwire.codec import KVCache, Ladder, Profile, decode, encode, fit_profile, inspect, positions_off, trial_blob
 from kvwire.codec.backend import planes_of
 from kvwire.codec.fitting.fit import group_planes, identity_profile
 from kvwire.codec.fitting.moments import Features, MomentSums

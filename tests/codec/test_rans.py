@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec.entropy import kernels
-from kvwire.codec.entropy.rans import (
-    MAX_LANES,
-    Lanes,
-    decode_base,
-    decode_ternary,
-    encode_base,
-    lanes_for,
-)
+from kvwire.codec.entropy.rans import MAX_LANES, Lanes, decode_base, decode_ternary, encode_base, lanes_for
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
 from kvwire.errors import CorruptError
 

@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import Profile, encode, fit_profile, inspect
-from kvwire.codec.fitting.rounding import (
-    factor_of,
-    round_with_feedback,
-)
+from kvwire.codec.fitting.rounding import factor_of, round_with_feedback
 from kvwire.codec.profile.group import LARGEST, QuantisedMatrix
 
 from . import surgery as cut

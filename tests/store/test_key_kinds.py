@@ -40,15 +40,13 @@ INDEX = b"index of similar prompts"
 def names(key, data):
     found = parse_object(data).get("index")
     if not isinstance(found, str):
-        msg = "it names no index"
-        raise CorruptError(msg)
+        raise CorruptError("it names no index")
     return [table.ObjectRef(key.partition("catalog/")[0] + f"similar/{found}.kvi", "index")]
 
 
 def checked(reader, digest):
     if sha256(reader.read(0, reader.size)).hexdigest() != digest:
-        msg = "the index is damaged"
-        raise CorruptError(msg)
+        raise CorruptError("the index is damaged")
     return True
 
 

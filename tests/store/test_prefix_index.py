@@ -398,8 +398,7 @@ def test_a_blob_that_cannot_be_used_is_a_miss(catalog, index, store, damage):
 
 def test_a_store_that_fails_is_told(index, store, monkeypatch):
     def broken(*_args):
-        msg = "the disk is gone"
-        raise StorageError(msg)
+        raise StorageError("the disk is gone")
 
     monkeypatch.setattr(store, "get", broken)
     with pytest.raises(StorageError, match="the disk is gone"):

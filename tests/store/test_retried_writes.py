@@ -232,14 +232,12 @@ class _Dropping(StoreWrapper):
 
     def _do(self, request, call):
         if self.is_away:
-            msg = "the remote is away"
-            raise StorageError(msg)
+            raise StorageError("the remote is away")
         found = call(request.data)
         if request.method == "put" and request.key == PLAIN and not self.has_dropped.is_set():
             self.is_away = True
             self.has_dropped.set()
-            msg = "the answer was lost"
-            raise StorageError(msg)
+            raise StorageError("the answer was lost")
         return found
 
 
@@ -318,8 +316,7 @@ def test_a_removal_that_ended_early_is_ended_by_the_next(tmp_path):
         def delete(self, key):
             self.left -= 1
             if self.left < 0:
-                msg = "killed"
-                raise StorageError(msg)
+                raise StorageError("killed")
             self.inner.delete(key)
 
     for left in range(3):

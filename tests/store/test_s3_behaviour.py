@@ -203,8 +203,7 @@ def test_nothing_stays_of_an_upload_that_failed(store, raw, prefix, monkeypatch,
 
 def test_an_upload_that_cannot_be_removed_is_logged(store, raw, prefix, monkeypatch, caplog):
     def refuse(**_):
-        msg = "the server is busy"
-        raise StorageError(msg)
+        raise StorageError("the server is busy")
 
     monkeypatch.setattr(store._client._boto, "upload_part", refuse)
     monkeypatch.setattr(store._client._boto, "abort_multipart_upload", refuse)

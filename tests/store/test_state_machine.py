@@ -77,11 +77,7 @@ class BlobMachine(StoreMachine):
         return st.sampled_from(self.known[key])
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [MemoryMachine, FolderMachine, PlainMachine],
-    ids=lambda one: one.__name__,
-)
+@pytest.mark.parametrize("machine", [MemoryMachine, FolderMachine, PlainMachine], ids=lambda one: one.__name__)
 def test_stores_behave_like_a_dictionary(machine):
     run_state_machine_as_test(machine, settings=FEW)
 

@@ -238,6 +238,17 @@ def test_an_object_that_was_too_short_is_read_whole_once_it_is_healed_and_distru
         assert tiers.get(key) == data
 
 
+def test_a_read_behind_a_length_that_is_old_asks_the_remote(tmp_path):
+    memory, [(key, data)] = filled()
+    memory.put(key, data[:300])
+    with closing(open_tiers(memory, memory_bytes=MIB, folder=tmp_path, folder_bytes=MIB)) as tiers:
+        assert tiers.get(key) == data[:300]
+        assert tiers.get(key, 300, 400) == b""
+        memory.put(key, data)
+        assert tiers.get(key, 300, 400) == data[300:400]
+        assert tiers.get(key) == data
+
+
 def test_the_next_process_takes_the_length_that_a_file_says_until_it_is_distrusted(tmp_path):
     memory, [(key, data)] = filled()
     memory.close = lambda: None
@@ -357,8 +368,7 @@ def test_a_failure_reaches_only_those_whose_bytes_it_concerns():
     class HalfDead(StoreWrapper):
         def get(self, key, start=0, end=None):
             if start < 500:
-                msg = "the first half cannot be read"
-                raise StorageError(msg)
+                raise StorageError("the first half cannot be read")
             return self.inner.get(key, start, end)
 
     with closing(open_tiers(HalfDead(memory))) as tiers, ThreadPoolExecutor(10) as pool:
@@ -371,10 +381,7 @@ def test_a_failure_reaches_only_those_whose_bytes_it_concerns():
 def test_a_reader_stops_waiting_for_a_leader_from_which_nothing_comes():
     memory, [(key, data)] = filled()
     remote = Ranges(memory)
-    with (
-        closing(open_tiers(remote, settings=TierSettings(answer_s=0.05))) as tiers,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    with closing(open_tiers(remote, settings=TierSettings(answer_s=0.05))) as tiers, ThreadPoolExecutor(2) as pool:
         remote.gate.clear()
         asked = []
         for _ in range(2):  # the second asks for itself

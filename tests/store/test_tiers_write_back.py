@@ -54,8 +54,7 @@ class Journal(StoreWrapper):
             self.tried.set()
             assert self.gate.wait(30)
         if self.is_down:
-            msg = "the remote is down"
-            raise StorageError(msg)
+            raise StorageError("the remote is down")
         result = call(request.data)
         if request.method in {"put", "create"}:
             self.written.append(request.key)
@@ -294,8 +293,7 @@ def test_a_store_that_breaks_its_promise_does_not_stop_the_uploads(tmp_path):
         def put(self, key, data):
             if not hasattr(self, "broke"):
                 self.broke = True
-                msg = "not a kvwire error"
-                raise ZeroDivisionError(msg)
+                raise ZeroDivisionError("not a kvwire error")
             self.inner.put(key, data)
 
     memory = MemoryStore()
@@ -328,8 +326,7 @@ class NoEntries(Journal):
 
     def _do(self, request, call):
         if self.is_closed and request.method == "put" and "/catalog/" in request.key:
-            msg = "no entries now"
-            raise StorageError(msg)
+            raise StorageError("no entries now")
         return super()._do(request, call)
 
 

@@ -1,10 +1,12 @@
 """Servers that misbehave, and the pieces that most tests need."""
 
 import asyncio
+import inspect
 import random
 import socket
 import threading
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
@@ -50,6 +52,13 @@ async def fetched(fetcher, blob, wanted=behind_the_head, **options):
     assert not bad
     check_all(blob, good)
     return good
+
+
+async def until(holds):
+    """Wait until it holds, as a call or a coroutine tells."""
+    async with asyncio.timeout(30):
+        while not (await found if inspect.isawaitable(found := holds()) else found):
+            await asyncio.sleep(0.001)
 
 
 async def answered(asked):
@@ -199,6 +208,19 @@ def misbehaving():
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await listening.wait_closed()
+
+    return start
+
+
+@pytest.fixture
+def unsteady(blob, misbehaving, fetcher_for):
+    """A server of the blob, or of ``data``, where requests go wrong by plan; and a fetcher of it."""
+
+    @asynccontextmanager
+    async def start(plan=lambda *_: None, data=blob, sleep=asyncio.sleep, **settings):
+        made = {"settings": replace(FAST, **settings), "sleep": sleep}
+        async with misbehaving(data, plan) as server, fetcher_for(server.url, **made) as fetcher:
+            yield server, fetcher
 
     return start
 

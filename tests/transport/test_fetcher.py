@@ -104,8 +104,7 @@ class Counting(StoreSource):
 async def test_neighbours_share_requests(store, fetcher_for, fake):
     source = Counting(store, fake.KEY)
     async with fetcher_for(source) as fetcher:
-        info = await fetcher.open()
-        await arrivals_of(fetcher, everything(info))
+        await arrivals_of(fetcher, everything(await fetcher.open()))
     (head, *ranges) = sorted(source.asked)
     assert head == (0, 65536)
     assert len(ranges) == 4  # 300 kB in ranges of at most 100 kB, cut between segments
@@ -120,8 +119,7 @@ async def test_a_subset_of_levels(url, blob, fetcher_for):
 async def test_a_gap_is_charged_to_the_segment_behind_it(url, fetcher_for, fake):
     settings = replace(fake.FAST, gap_bytes=20_000)
     async with fetcher_for(url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        row = info.segments[8]
+        row = (await fetcher.open()).segments[8]
         first, last = await arrivals_of(fetcher, [row[0], row[2]])
     assert first.wire_bytes == 5_000
     assert last.wire_bytes == 25_000
@@ -212,8 +210,7 @@ async def test_leaving_early_breaks_off_what_runs(store, fake, fetcher_for):
     async with fetcher_for(
         StoreSource(store, fake.KEY), link=link, settings=FetchSettings(header_bytes=2000)
     ) as fetcher:
-        info = await fetcher.open()
-        async with aclosing(fetcher.fetch(everything(info))) as arrivals:
+        async with aclosing(fetcher.fetch(everything(await fetcher.open()))) as arrivals:
             async for _ in arrivals:
                 break
         assert asyncio.all_tasks() == before
@@ -259,8 +256,7 @@ async def test_samples_tell_bandwidth_and_time_to_first_byte(store, fake, fetche
     link = EmulatedLink.of(parse_link("16mbit,30ms"))
     meter = LinkMeter(samples.append)
     async with serve(store) as base, fetcher_for(f"{base}/{fake.KEY}", link=link, meter=meter) as fetcher:
-        info = await fetcher.open()
-        arrivals = await arrivals_of(fetcher, everything(info))
+        arrivals = await arrivals_of(fetcher, everything(await fetcher.open()))
     assert sum(s.wire_bytes for s in samples) == 65536 + sum(a.wire_bytes for a in arrivals)
     bandwidth = sum(s.timed_bytes for s in samples) / sum(s.busy_s for s in samples)
     assert 2e5 < bandwidth < 2.6e6  # less than the link's where the machine is busy

@@ -40,15 +40,14 @@ FAULTS = {
 }
 
 
-def patient_for(fault, settings):
+def patience_for(fault):
     """Short waits where the fault is to make one wait, long ones elsewhere: a busy machine is no fault."""
-    return replace(settings, patience=ReadTimeouts(0.5, 0.3)) if {"silent", "stall"} & set(fault) else settings
+    return {"patience": ReadTimeouts(0.5, 0.3)} if {"silent", "stall"} & set(fault) else {}
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-async def test_one_fault_costs_time_and_nothing_else(fault, blob, misbehaving, fetcher_for, fake):
-    settings = patient_for(fault, fake.FAST)
-    async with misbehaving(blob, first_time(fault)) as server, fetcher_for(server.url, settings=settings) as fetcher:
+async def test_one_fault_costs_time_and_nothing_else(fault, blob, unsteady):
+    async with unsteady(first_time(fault), **patience_for(fault)) as (server, fetcher):
         good = await fetched(fetcher, blob)
         assert max(arrival.attempts for arrival in good.values()) == 2
         assert set(server.conditions) == {None, '"one"'}
@@ -56,13 +55,12 @@ async def test_one_fault_costs_time_and_nothing_else(fault, blob, misbehaving, f
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-async def test_one_fault_while_opening(fault, blob, misbehaving, fetcher_for, fake):
-    plan, settings = first_time(fault, at=0), patient_for(fault, fake.FAST)
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+async def test_one_fault_while_opening(fault, blob, fake, unsteady):
+    async with unsteady(first_time(fault, at=0), **patience_for(fault)) as (_, fetcher):
         assert await fetcher.open() == fake.read_header(blob)
 
 
-async def test_a_flipped_bit_costs_that_segment_alone(blob, misbehaving, fetcher_for):
+async def test_a_flipped_bit_costs_that_segment_alone(blob, unsteady):
     flipped = []
 
     def plan(number, start, end):
@@ -71,7 +69,7 @@ async def test_a_flipped_bit_costs_that_segment_alone(blob, misbehaving, fetcher
             return {"flip": 200_000}
         return None
 
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
+    async with unsteady(plan) as (server, fetcher):
         good = await fetched(fetcher, blob)
     hit = [a for s, a in good.items() if s.offset <= 200_000 < s.end]
     assert [a.attempts for a in hit] == [2]
@@ -80,17 +78,17 @@ async def test_a_flipped_bit_costs_that_segment_alone(blob, misbehaving, fetcher
     assert server.requests[-1] == (hit[0].segment.offset, hit[0].segment.end)
 
 
-async def test_a_flipped_bit_in_the_head_is_read_again(blob, misbehaving, fetcher_for, fake):
-    async with misbehaving(blob, first_time({"flip": 40}, at=0)) as server, fetcher_for(server.url) as fetcher:
+async def test_a_flipped_bit_in_the_head_is_read_again(blob, fake, unsteady):
+    async with unsteady(first_time({"flip": 40}, at=0)) as (server, fetcher):
         assert await fetcher.open() == fake.read_header(blob)
-    async with misbehaving(blob, lambda *_: {"flip": 40}) as server, fetcher_for(server.url) as fetcher:
+    async with unsteady(lambda *_: {"flip": 40}) as (server, fetcher):
         with pytest.raises(CorruptError):
             await fetcher.open()
         assert len(server.requests) == 4
 
 
-async def test_payload_that_came_along_damaged_is_fetched(blob, misbehaving, fetcher_for):
-    async with misbehaving(blob, first_time({"flip": 30_000}, at=0)) as server, fetcher_for(server.url) as fetcher:
+async def test_payload_that_came_along_damaged_is_fetched(unsteady):
+    async with unsteady(first_time({"flip": 30_000}, at=0)) as (server, fetcher):
         info = await fetcher.open()
         hit = next(s for s in everything(info) if s.offset <= 30_000 < s.end)
         good, bad = await outcome(fetcher, [s for s in everything(info) if s.end <= HEAD])
@@ -99,10 +97,10 @@ async def test_payload_that_came_along_damaged_is_fetched(blob, misbehaving, fet
     assert server.requests[1:] == [(hit.offset, hit.end)]
 
 
-async def test_rot_on_the_servers_side_is_corrupt_and_bounded(blob, misbehaving, fetcher_for):
+async def test_rot_on_the_servers_side_is_corrupt_and_bounded(blob, unsteady):
     rotten = bytearray(blob)
     rotten[200_000] ^= 1
-    async with misbehaving(bytes(rotten), lambda *_: None) as server, fetcher_for(server.url) as fetcher:
+    async with unsteady(data=bytes(rotten)) as (server, fetcher):
         info = await fetcher.open()
         good, bad = await outcome(fetcher, behind_the_head(info))
     ((segment, error),) = bad.items()
@@ -115,36 +113,32 @@ async def test_rot_on_the_servers_side_is_corrupt_and_bounded(blob, misbehaving,
     assert len(good) == len(behind_the_head(info)) - 1
 
 
-async def test_a_spot_that_always_fails_takes_no_neighbour_along(blob, misbehaving, fetcher_for):
+async def test_a_spot_that_always_fails_takes_no_neighbour_along(unsteady):
     def plan(_number, start, end):
         return {"status": "500 Bad sector"} if start <= 200_000 < end else None
 
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
-        info = await fetcher.open()
-        _, bad = await outcome(fetcher, behind_the_head(info))
+    async with unsteady(plan) as (_, fetcher):
+        _, bad = await outcome(fetcher, behind_the_head(await fetcher.open()))
         assert len(bad) == 1
         assert isinstance(next(iter(bad.values())), SegmentStorageError)
         assert isinstance(next(iter(bad.values())), StorageError)
 
 
-async def test_an_answer_that_breaks_off_is_held_against_one_segment(blob, misbehaving, fetcher_for, fake):
-    settings = replace(fake.FAST, retries=0, concurrency=1)
+async def test_an_answer_that_breaks_off_is_held_against_one_segment(unsteady):
     plan = first_time({"after": 33_333, "reset": True})
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
+    async with unsteady(plan, retries=0, concurrency=1) as (server, fetcher):
+        good, bad = await outcome(fetcher, behind_the_head(await fetcher.open()))
     ((segment, _),) = bad.items()
     assert segment.offset <= server.requests[1][0] + 33_333 < segment.end
     assert all(arrival.attempts == 1 for arrival in good.values())
 
 
 @pytest.mark.parametrize("after", [1, 4_000, 12_000])
-async def test_a_server_that_never_ends_an_answer(after, blob, misbehaving, fetcher_for, fake):
+async def test_a_server_that_never_ends_an_answer(after, fake, unsteady):
     """What is shorter than the server's breath arrives; the rest fails, after a bounded number of requests."""
     plan = lambda number, *_: {"after": after, "reset": bool(number % 2)} if number else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
-        info = await fetcher.open()
-        wanted = behind_the_head(info)
+    async with unsteady(plan) as (server, fetcher):
+        wanted = behind_the_head(await fetcher.open())
         good, bad = await outcome(fetcher, wanted)
         assert {s.stored for s in bad} == {s for s in (5_000, 10_000, 15_000) if s > after}
         assert all(s.stored <= after for s in good)
@@ -171,12 +165,10 @@ async def test_a_dead_server_is_given_up_with_pauses_between(blob, misbehaving, 
     assert len(set(pauses)) > 3  # jittered
 
 
-async def test_a_server_that_always_stalls_is_given_up(blob, misbehaving, fetcher_for, fake):
-    settings = replace(fake.FAST, retries=1, patience=ReadTimeouts(0.1, 0.1))
+async def test_a_server_that_always_stalls_is_given_up(unsteady):
     plan = lambda number, *_: {"after": 100, "stall": True} if number else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info))
+    async with unsteady(plan, retries=1, patience=ReadTimeouts(0.1, 0.1)) as (server, fetcher):
+        good, bad = await outcome(fetcher, behind_the_head(await fetcher.open()))
         assert not good
         assert all(isinstance(error.__cause__, StalledError) for error in bad.values())
         assert len(server.requests) <= 12
@@ -198,9 +190,8 @@ async def test_a_whole_object_is_not_waited_for_without_a_limit(misbehaving, ses
         ({"status": "403 Forbidden"}, AuthError),
     ],
 )
-async def test_faults_of_the_whole_object_end_the_fetch_at_once(fault, kind, blob, misbehaving, fetcher_for):
-    plan = lambda number, *_: fault if number else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
+async def test_faults_of_the_whole_object_end_the_fetch_at_once(fault, kind, unsteady):
+    async with unsteady(lambda number, *_: fault if number else None) as (server, fetcher):
         info = await fetcher.open()
         with pytest.raises(kind):
             await outcome(fetcher, behind_the_head(info))
@@ -210,30 +201,28 @@ async def test_faults_of_the_whole_object_end_the_fetch_at_once(fault, kind, blo
 @pytest.mark.parametrize(
     ("status", "kind"), [("404 Not Found", NotFoundError), ("410 Gone", NotFoundError), ("401 X", AuthError)]
 )
-async def test_faults_of_the_whole_object_end_the_opening_at_once(status, kind, blob, misbehaving, fetcher_for):
-    async with misbehaving(blob, lambda *_: {"status": status}) as server, fetcher_for(server.url) as fetcher:
+async def test_faults_of_the_whole_object_end_the_opening_at_once(status, kind, unsteady):
+    async with unsteady(lambda *_: {"status": status}) as (server, fetcher):
         with pytest.raises(kind):
             await fetcher.open()
         assert len(server.requests) == 1
 
 
-async def test_a_weak_tag_is_no_condition(blob, misbehaving, fetcher_for):
-    async with misbehaving(blob, lambda *_: {"etag": 'W/"x"'}) as server, fetcher_for(server.url) as fetcher:
+async def test_a_weak_tag_is_no_condition(blob, unsteady):
+    async with unsteady(lambda *_: {"etag": 'W/"x"'}) as (server, fetcher):
         assert await fetched(fetcher, blob)
         assert set(server.conditions) == {None}
 
 
-async def test_a_server_without_ranges_serves_heads_but_no_segments(blob, misbehaving, fetcher_for, fake):
+async def test_a_server_without_ranges_serves_heads_but_no_segments(unsteady):
     whole = {"status": "200 OK"}
-    settings = replace(fake.FAST, retries=1)
-    async with misbehaving(blob, lambda *_: whole) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        good, bad = await outcome(fetcher, behind_the_head(info)[:2])
+    async with unsteady(lambda *_: whole, retries=1) as (_, fetcher):
+        good, bad = await outcome(fetcher, behind_the_head(await fetcher.open())[:2])
         assert not good
         assert all("ignores byte ranges" in str(error) for error in bad.values())
 
 
-async def test_chaos(blob, misbehaving, fetcher_for, fake):
+async def test_chaos(blob, unsteady):
     """Every third request goes wrong in some way; with enough retries everything arrives, and intact."""
     rng = random.Random(3)
     quick = [f for name, f in FAULTS.items() if name not in ("no answer", "stalls in mid-body")]
@@ -241,7 +230,6 @@ async def test_chaos(blob, misbehaving, fetcher_for, fake):
     def plan(_number, start, end):
         return rng.choice([*quick, {"flip": rng.randrange(start, end)}]) if rng.random() < 0.33 else None
 
-    settings = replace(fake.FAST, retries=30, max_bytes=16_000)
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, retries=30, max_bytes=16_000) as (server, fetcher):
         await fetched(fetcher, blob, everything)
         assert len(server.requests) > 12

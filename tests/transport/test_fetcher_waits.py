@@ -29,17 +29,17 @@ from kvwire.transport import (
 )
 from kvwire.transport.fetch.metering import Pace
 
-from .conftest import HEAD, behind_the_head, check_all, everything, fetched, outcome
+from .conftest import HEAD, behind_the_head, check_all, everything, fetched, outcome, until
 
 # Second requests.
 
 
-def settled(fake, **options):
-    """One segment a request, one request at a time, hedges after a tenth of a second."""
-    return replace(fake.FAST, concurrency=2, max_bytes=20_000, gap_bytes=0, hedge_least_s=0.1, **options)
+SETTLED = {"concurrency": 2, "max_bytes": 20_000, "gap_bytes": 0, "hedge_least_s": 0.1}
+"""One segment a request, one request at a time, hedges after a tenth of a second."""
+PATIENT = ReadTimeouts(60, 60)
 
 
-async def test_a_request_that_hangs_gets_a_second_one(blob, misbehaving, fetcher_for, fake):
+async def test_a_request_that_hangs_gets_a_second_one(blob, unsteady):
     hung = []
 
     def plan(number, start, _end):
@@ -48,13 +48,13 @@ async def test_a_request_that_hangs_gets_a_second_one(blob, misbehaving, fetcher
             return {"silent": True}
         return None
 
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settled(fake)) as fetcher:
+    async with unsteady(plan, **SETTLED) as (server, fetcher):
         await fetched(fetcher, blob)
     assert (fetcher.counts.hedges, fetcher.counts.hedges_won) == (1, 1)
     assert sum(start == hung[0] for start, _ in server.requests) == 2
 
 
-async def test_a_request_that_hangs_in_mid_body_is_hedged_for_the_rest(misbehaving, fetcher_for, fake):
+async def test_a_request_that_hangs_in_mid_body_is_hedged_for_the_rest(fake, unsteady):
     blob, hung = fake.build([[5_000, 10_000, 15_000]] * 40), []
 
     def plan(number, start, end):
@@ -63,8 +63,7 @@ async def test_a_request_that_hangs_in_mid_body_is_hedged_for_the_rest(misbehavi
             return {"after": 31_000, "stall": True}
         return None
 
-    settings = replace(settled(fake), max_bytes=60_000)
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, blob, **SETTLED | {"max_bytes": 60_000}) as (server, fetcher):
         await fetched(fetcher, blob)
     ((start, end),) = hung
     second = [r for r in server.requests if r[1] == end and r[0] > start]
@@ -73,12 +72,10 @@ async def test_a_request_that_hangs_in_mid_body_is_hedged_for_the_rest(misbehavi
     assert fetcher.counts.hedges_won == 1
 
 
-async def test_hedges_are_few(blob, misbehaving, fetcher_for, fake):
+async def test_hedges_are_few(blob, unsteady):
     """Where half of the requests hang, second requests stay within their share and retries do the rest."""
     plan = lambda number, *_: {"silent": True} if number >= 8 and number % 2 else None  # noqa: E731
-    settings = replace(settled(fake), retries=6, hedge_share=0.05)
-    settings = replace(settings, patience=replace(settings.patience, first_byte_s=0.4))
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, **SETTLED, retries=6, hedge_share=0.05, patience=ReadTimeouts(0.4, 5)) as (_, fetcher):
         await fetched(fetcher, blob)
     assert fetcher.counts.stalled > 0
     assert 1 <= fetcher.counts.hedges <= 1 + 0.05 * fetcher.counts.requests
@@ -92,18 +89,16 @@ async def test_a_slow_link_is_no_reason_for_hedges(store, blob, fetcher_for, fak
     assert fetcher.counts.hedges == 0
 
 
-async def test_hedging_can_be_switched_off(blob, misbehaving, fetcher_for, fake):
+async def test_hedging_can_be_switched_off(blob, unsteady):
     plan = lambda number, *_: {"silent": True} if number == 9 else None  # noqa: E731
-    settings = replace(settled(fake, hedge_factor=0), patience=replace(fake.FAST.patience, first_byte_s=0.5))
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, **SETTLED, hedge_factor=0, patience=ReadTimeouts(0.5, 5)) as (_, fetcher):
         await fetched(fetcher, blob)
     assert (fetcher.counts.hedges, fetcher.counts.stalled) == (0, 1)
 
 
-async def test_breaking_off_leaves_no_task_behind(blob, misbehaving, fetcher_for, fake):
-    plan = lambda number, *_: {"silent": True} if number >= 8 else None  # noqa: E731
+async def test_breaking_off_leaves_no_task_behind(unsteady):
     before = asyncio.all_tasks()
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settled(fake)) as fetcher:
+    async with unsteady(lambda number, *_: {"silent": True} if number >= 8 else None, **SETTLED) as (_, fetcher):
         info = await fetcher.open()
         mine = asyncio.all_tasks()
         async with aclosing(fetcher.fetch(behind_the_head(info))) as arrivals:
@@ -137,10 +132,9 @@ def test_overdue_is_many_times_the_usual_and_a_least_time_and_hedges_have_a_budg
     assert [pace.may_hedge(0.1) for _ in range(3)] == [True, True, False]
 
 
-async def test_what_misses_the_deadline_is_given_as_late(blob, misbehaving, fetcher_for, fake):
+async def test_what_misses_the_deadline_is_given_as_late(blob, unsteady):
     plan = lambda number, *_: {"after": 12_000, "stall": True} if number else None  # noqa: E731
-    patient = replace(fake.FAST, patience=ReadTimeouts(60, 60))
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=patient) as fetcher:
+    async with unsteady(plan, patience=PATIENT) as (_, fetcher):
         info = await fetcher.open()
         started = time.monotonic()
         good, bad = await outcome(fetcher, behind_the_head(info), deadline=started + 0.5)
@@ -154,35 +148,32 @@ async def test_what_misses_the_deadline_is_given_as_late(blob, misbehaving, fetc
 
 async def test_a_deadline_that_has_passed_still_gives_what_is_at_hand(store, fetcher_for, fake):
     async with fetcher_for(StoreSource(store, fake.KEY)) as fetcher:
-        info = await fetcher.open()
-        everything = [segment for row in info.segments for segment in row]
-        good, bad = await outcome(fetcher, everything, deadline=time.monotonic() - 1)
-    assert {s for s in everything if s.end <= HEAD} <= set(good)
-    assert set(bad) <= {s for s in everything if s.end > HEAD}
+        wanted = everything(await fetcher.open())
+        good, bad = await outcome(fetcher, wanted, deadline=time.monotonic() - 1)
+    assert {s for s in wanted if s.end <= HEAD} <= set(good)
+    assert set(bad) <= {s for s in wanted if s.end > HEAD}
     assert bad
 
 
 @pytest.mark.parametrize(
     ("status", "at"), [("503 Busy", 1), ("429 Too Many Requests", 1), ("429 Too Many Requests", 0)]
 )
-async def test_a_server_that_says_when_is_obeyed(status, at, blob, misbehaving, fetcher_for):
+async def test_a_server_that_says_when_is_obeyed(status, at, blob, unsteady):
     pauses = []
 
     async def sleep(seconds):
         pauses.append(seconds)
 
     fault = {"status": status, "headers": ["Retry-After: 7"]}
-    plan = lambda number, *_: fault if number == at else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, sleep=sleep) as fetcher:
+    async with unsteady(lambda number, *_: fault if number == at else None, sleep=sleep) as (_, fetcher):
         await fetched(fetcher, blob)
     assert max(pauses) == 7
 
 
-async def test_nobody_waits_beyond_the_deadline(blob, misbehaving, fetcher_for, fake):
+async def test_nobody_waits_beyond_the_deadline(unsteady):
     fault = {"status": "503 Busy", "headers": ["Retry-After: 20"]}
-    settings = replace(fake.FAST, concurrency=1, max_bytes=20_000)
     plan = lambda number, *_: fault if number == 1 else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, concurrency=1, max_bytes=20_000) as (_, fetcher):
         info = await fetcher.open()
         started = time.monotonic()
         _, bad = await outcome(fetcher, behind_the_head(info), deadline=started + 15)
@@ -270,10 +261,9 @@ def flips_until(last, spot):
         ([[300_000]], flips_until(6, 200_000), 1 + 5 + 5, 1),  # parts with a wrong sum are all asked for again
     ],
 )
-async def test_a_long_segment_comes_in_parts(misbehaving, fetcher_for, fake, sizes, plan, requests, corrupt):
+async def test_a_long_segment_comes_in_parts(fake, sizes, plan, requests, corrupt, unsteady):
     blob = fake.build(sizes)
-    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000, hedge_factor=0)
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, blob, max_bytes=70_000, header_bytes=2_000, hedge_factor=0) as (server, fetcher):
         await fetched(fetcher, blob, everything)
     assert len(server.requests) == requests
     assert all(end - start <= 70_000 for start, end in server.requests)
@@ -333,7 +323,7 @@ async def test_counts_tell_what_was_done(store, blob, fetcher_for, fake):
     assert (counts.retried, counts.hedges, counts.corrupt, counts.stalled, counts.late, counts.given_up) == (0,) * 6
 
 
-async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetcher_for, fake):
+async def test_chaos_with_hedges_gives_the_right_bytes(blob, unsteady):
     rng = random.Random(7)
     faults = [
         {"silent": True},
@@ -343,17 +333,14 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
         {"status": "500 Oops"},
     ]
     plan = lambda number, *_: rng.choice(faults) if number and rng.random() < 0.25 else None  # noqa: E731
-    settings = replace(settled(fake, hedge_share=0.5), retries=20)
-    settings = replace(settings, patience=replace(settings.patience, first_byte_s=0.3, stall_s=0.3))
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, **SETTLED, hedge_share=0.5, retries=20, patience=ReadTimeouts(0.3, 0.3)) as (_, fetcher):
         for _ in range(3):
             good = await fetched(fetcher, blob)
     assert isinstance(next(iter(good.values())), FetchedSegment)
 
 
-async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for, fake):
-    patient, plan = replace(fake.FAST, patience=ReadTimeouts(60, 60)), lambda *_: {"after": 10, "stall": True}
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=patient) as fetcher:
+async def test_a_head_that_misses_its_deadline(unsteady):
+    async with unsteady(lambda *_: {"after": 10, "stall": True}, patience=PATIENT) as (_, fetcher):
         started = time.monotonic()
         with pytest.raises(DeadlineError, match="no header by the deadline"):
             await fetcher.open(deadline=started + 0.2)
@@ -407,9 +394,7 @@ async def test_an_object_opened_for_nobody_is_closed(tmp_path, cancelled):
     with suppress(asyncio.CancelledError):
         await reading
     waits.set()
-    async with asyncio.timeout(5):
-        while not opened or opened[0]._descriptor >= 0:
-            await asyncio.sleep(0.001)
+    await until(lambda: opened and opened[0]._descriptor < 0)
 
 
 @pytest.mark.parametrize("hangs", ["opening", "reading"])
@@ -436,27 +421,27 @@ async def test_a_folder_that_hangs_is_given_up_as_a_server_is(fetcher_for, fake,
         waits.set()
 
 
-async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
+async def test_every_part_has_its_own_attempts(fake, unsteady):
     """Each of six parts fails as often as it may: the segment arrives all the same."""
     blob, seen = fake.build([[400_000]]), {}
-    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000, retries=2)
 
     def plan(number, start, _end):
         seen[start] = seen.get(start, 0) + 1
         return {"status": "500 Oops"} if number and seen[start] <= 2 else None
 
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+    async with unsteady(plan, blob, max_bytes=70_000, header_bytes=2_000, retries=2) as (_, fetcher):
         good = await fetched(fetcher, blob, everything)
     assert next(iter(good.values())).attempts == 3
 
 
-async def test_parts_of_a_segment_that_was_given_up_are_not_asked_for(misbehaving, fetcher_for, fake):
+async def test_parts_of_a_segment_that_was_given_up_are_not_asked_for(fake, unsteady):
     blob = fake.build([[700_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000, retries=0, concurrency=1)
     plan = lambda number, *_: {"status": "500 Oops"} if number else None  # noqa: E731
-    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        info = await fetcher.open()
-        _, bad = await outcome(fetcher, [info.segments[0][0]])
+    async with unsteady(plan, blob, max_bytes=70_000, header_bytes=2_000, retries=0, concurrency=1) as (
+        server,
+        fetcher,
+    ):
+        _, bad = await outcome(fetcher, [(await fetcher.open()).segments[0][0]])
     assert len(bad) == 1
     assert len(server.requests) == 2
 

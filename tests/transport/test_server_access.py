@@ -29,7 +29,7 @@ from kvwire.transport import (
 from kvwire.transport.server import application
 from kvwire.transport.server.credentials import TenantTokens, WatchedFile
 
-from .conftest import answered
+from .conftest import answered, until
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -153,12 +153,6 @@ async def test_metrics_need_their_token_or_the_full_one(url, client, tokens, sto
         assert await answered(client.get(f"{open_url}/outside")) == 200
 
 
-async def eventually(holds):
-    async with asyncio.timeout(20):
-        while not await holds():
-            await asyncio.sleep(0.02)
-
-
 @pytest.fixture
 def _looks_often(monkeypatch):
     monkeypatch.setattr(application, "_REFRESH_S", 0.05)
@@ -180,22 +174,15 @@ async def test_the_tenants_file_is_read_again(url, client, tokens, caplog):
     async def known():
         return await status(token) == 200
 
-    await eventually(known)
+    await until(known)
     assert await status(tokens["anna"]) == 401
     path.write_text("[{]")
 
-    async def told():
-        return "stays in force" in caplog.text
-
-    await eventually(told)
+    await until(lambda: "stays in force" in caplog.text)
     assert await status(token) == 200
     path.unlink()
-    await eventually(lambda: _count(caplog, 2))
+    await until(lambda: caplog.text.count("stays in force") >= 2)
     assert await status(token) == 200
-
-
-async def _count(caplog, times):
-    return caplog.text.count("stays in force") >= times
 
 
 def test_reload_does_it_at_once(tokens, store):
@@ -217,8 +204,7 @@ def test_what_is_written_while_a_broken_version_is_read_is_seen(tmp_path, caplog
     def parse(data):
         if data == b"half":
             path.write_bytes(b"half and the rest")  # its writer ends just after it was read
-            msg = "not valid JSON"
-            raise ArgumentError(msg)
+            raise ArgumentError("not valid JSON")
         return data
 
     watched = WatchedFile(path, parse)

@@ -22,7 +22,7 @@ from kvwire.transport.server.metrics import ServerMetrics
 from kvwire.transport.server.uploads import SpoolBudget
 from kvwire.types import SEALED_MAGIC
 
-from .conftest import answered
+from .conftest import answered, until
 
 DATA = bytes(range(256)) * 8192  # 2 MiB: several batches
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -284,9 +284,7 @@ async def settled(client, url):
 async def test_a_client_that_goes_away_leaves_nothing(url, client, store, spool, how):
     head = (f"PUT /{BLOB} HTTP/1.1", f"Content-Length: {len(DATA)}")
     reader, writer = await raw(url, head, DATA[: 3 << 19])
-    async with asyncio.timeout(20):
-        while not held_files(spool):
-            await asyncio.sleep(0.01)
+    await until(lambda: held_files(spool))
     assert 1 << 20 <= (await metrics(client, url))["kvwire_spool_bytes"] < len(DATA)
     if how == "abort":
         writer.transport.abort()
@@ -480,9 +478,7 @@ async def test_a_folder_spools_inside_itself(client, tmp_path):
     store = FolderStore(tmp_path / "new" / "folder")
     async with serve(store) as url:
         _, writer = await raw(url, (f"PUT /{BLOB} HTTP/1.1", f"Content-Length: {len(DATA)}"), b"x")
-        async with asyncio.timeout(20):
-            while not held_files(store.root):
-                await asyncio.sleep(0.01)
+        await until(lambda: held_files(store.root))
         assert all_keys(store) == []
         writer.transport.abort()
         await settled(client, url)

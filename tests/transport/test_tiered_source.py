@@ -27,17 +27,17 @@ from kvwire.transport.sources.base import ByteSource
 from kvwire.transport.sources.open_source import TieredSource
 
 from ..store_wrappers import CountingStore
-from .conftest import everything, outcome
+from .conftest import everything, outcome, until
 
 MIB = 1 << 20
 
 
 class Stepwise(ByteSource):
-    """Gives pieces of 100 bytes as it is allowed to; remembers what it gave. fails_at: the first byte of an error."""
+    """Gives pieces of 100 bytes, where ``held`` as it is allowed to; remembers them. fails_at: where it breaks off."""
 
-    def __init__(self, data, *, steps=None, fails_at=None):
+    def __init__(self, data, *, held=False, fails_at=None):
         self.data = data
-        self.steps = steps
+        self.steps = asyncio.Semaphore(0) if held else None
         self.fails_at = fails_at
         self.given = []
         self.requests = 0
@@ -63,10 +63,13 @@ class Stepwise(ByteSource):
             if self.steps is not None:
                 await self.steps.acquire()
             if self.fails_at is not None and last > self.fails_at:
-                msg = "the connection broke"
-                raise StorageError(msg)
+                raise StorageError("the connection broke")
             self.given.append((first, last))
             sink(self.data[first:last])
+
+    def allow(self, pieces):
+        for _ in range(pieces):
+            self.steps.release()
 
     def distrust(self, start, end):
         self.distrusted.append((start, end))
@@ -99,20 +102,20 @@ async def read(source, start=0, end=None):
     return b"".join(pieces)
 
 
-async def until(holds):
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0)
+async def cancelled(*tasks):
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def test_bytes_are_passed_on_as_they_come_and_kept(tiers):
-    steps = asyncio.Semaphore(0)
-    remote = Stepwise(DATA, steps=steps)
+    remote = Stepwise(DATA, held=True)
     source = TieredSource(tiers, KEY, remote)
     came = []
     reading = asyncio.create_task(source.read(0, None, lambda data: came.append(len(data))))
     for number in range(1, 11):
-        steps.release()
+        remote.allow(1)
         await until(lambda number=number: sum(came) == 100 * number)
     await reading
     assert source.size == 1000
@@ -153,20 +156,15 @@ async def test_bytes_on_the_disk_are_read_from_there(tmp_path):
 
 
 async def test_readers_that_want_the_same_bytes_share_a_request_and_hear_what_has_come_before_all_of_it_has(tiers):
-    steps = asyncio.Semaphore(0)
-    remote = Stepwise(DATA, steps=steps)
+    remote = Stepwise(DATA, held=True)
     tasks = [asyncio.create_task(read(TieredSource(tiers, KEY, remote), start)) for start in (0, 0, 300, 999)]
     await until(lambda: tiers.counters().remote.waits == 3)
     came = []
     tasks.append(asyncio.create_task(TieredSource(tiers, KEY, remote).read(50, None, came.append)))
-    for _ in range(3):
-        steps.release()
-    async with asyncio.timeout(30):
-        while sum(map(len, came)) < 250:
-            await asyncio.sleep(0.01)
+    remote.allow(3)
+    await until(lambda: sum(map(len, came)) >= 250)
     assert not tasks[0].done()
-    for _ in range(7):
-        steps.release()
+    remote.allow(7)
     assert (await asyncio.gather(*tasks))[:4] == [DATA, DATA, DATA[300:], DATA[999:]]
     assert b"".join(came) == DATA[50:]
     assert remote.times == {1}
@@ -183,30 +181,25 @@ async def started(tiers, remote, count):
 
 
 async def test_a_cancelled_leader_leaves_what_came_and_another_goes_on(tiers):
-    steps = asyncio.Semaphore(0)
-    remote = Stepwise(DATA, steps=steps)
+    remote = Stepwise(DATA, held=True)
     leading, waiting = await started(tiers, remote, 5)
-    for _ in range(4):
-        steps.release()
+    remote.allow(4)
     await until(lambda: len(remote.given) == 4)
     leading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leading
-    for _ in range(6):
-        steps.release()
+    remote.allow(6)
     assert await asyncio.gather(*waiting) == [DATA] * 5
     assert remote.times == {1}
     assert remote.requests == 2
 
 
 async def test_a_cancelled_waiter_disturbs_nobody(tiers):
-    steps = asyncio.Semaphore(0)
-    remote = Stepwise(DATA, steps=steps)
+    remote = Stepwise(DATA, held=True)
     leading, waiting = await started(tiers, remote, 3)
     waiting[0].cancel()
     waiting[2].cancel()
-    for _ in range(10):
-        steps.release()
+    remote.allow(10)
     results = await asyncio.gather(leading, *waiting, return_exceptions=True)
     assert [isinstance(one, asyncio.CancelledError) or one == DATA for one in results] == [True] * 4
     assert results[0] == results[2] == DATA
@@ -214,14 +207,12 @@ async def test_a_cancelled_waiter_disturbs_nobody(tiers):
 
 
 async def test_a_failed_leader_is_followed_by_one_who_waits(tiers):
-    steps = asyncio.Semaphore(0)
-    broken, sound = Stepwise(DATA, steps=steps, fails_at=500), Stepwise(DATA)
+    broken, sound = Stepwise(DATA, held=True, fails_at=500), Stepwise(DATA)
     leading = asyncio.create_task(read(TieredSource(tiers, KEY, broken)))
     await broken.asked.wait()
     waiting = [asyncio.create_task(read(TieredSource(tiers, KEY, sound))) for _ in range(5)]
     await until(lambda: tiers.counters().remote.waits == 5)
-    for _ in range(10):
-        steps.release()
+    broken.allow(10)
     with pytest.raises(StorageError):
         await leading
     assert await asyncio.gather(*waiting) == [DATA] * 5
@@ -230,14 +221,13 @@ async def test_a_failed_leader_is_followed_by_one_who_waits(tiers):
 
 
 async def test_a_dead_remote_is_not_asked_once_for_each_of_a_thousand_readers(tiers):
-    steps = asyncio.Semaphore(0)
-    remote = Stepwise(DATA, steps=steps, fails_at=0)
+    remote = Stepwise(DATA, held=True, fails_at=0)
     tasks = [asyncio.create_task(read(TieredSource(tiers, KEY, remote))) for _ in range(1000)]
     await remote.asked.wait()
     await until(lambda: tiers.counters().remote.waits >= 999)
-    steps.release()
+    remote.allow(1)
     await until(lambda: tiers.counters().remote.waits >= 999 + 998)  # all but the one who asks a second time
-    steps.release()
+    remote.allow(1)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(one, StorageError) for one in results)
     assert remote.requests == 2
@@ -246,15 +236,13 @@ async def test_a_dead_remote_is_not_asked_once_for_each_of_a_thousand_readers(ti
 async def test_a_silent_leader_is_left_after_a_while(tmp_path):
     quick = TierSettings(stall_s=0.05)
     with closing(open_tiers(MemoryStore(), memory_bytes=MIB, settings=quick)) as tiers:
-        silent = Stepwise(DATA, steps=asyncio.Semaphore(0))
+        silent = Stepwise(DATA, held=True)
         leading = asyncio.create_task(read(TieredSource(tiers, KEY, silent)))
         await silent.asked.wait()
         results = await asyncio.gather(*(read(TieredSource(tiers, KEY, Stepwise(DATA))) for _ in range(3)))
         assert results == [DATA] * 3
         assert tiers.counters().remote.takeovers == 1
-        leading.cancel()
-        with suppress(asyncio.CancelledError):
-            await leading
+        await cancelled(leading)
 
 
 async def test_a_source_that_asks_twice_for_the_same_bytes_hedges(tiers):
@@ -271,9 +259,7 @@ async def test_a_source_that_asks_twice_for_the_same_bytes_hedges(tiers):
     await remote.asked.wait()
     waiting = asyncio.create_task(read(TieredSource(tiers, KEY, Stepwise(DATA, fails_at=0))))
     assert await read(source) == DATA
-    first.cancel()  # as a fetcher does once the second request has won
-    with suppress(asyncio.CancelledError):
-        await first
+    await cancelled(first)  # as a fetcher does once the second request has won
     assert await waiting == DATA
     assert remote.requests == 2
 
@@ -296,10 +282,7 @@ async def test_requests_that_are_cancelled_are_counted_and_their_bytes_kept(tier
     for _ in range(3):
         steps[1].release()
     await until(lambda: len(remote.given) == 3)
-    for task in (second, first):
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    await cancelled(second, first)
     counted = tiers.counters().remote
     assert (counted.requests, counted.bytes, counted.failures) == (2, 300, 0)
     assert await read(TieredSource(tiers, KEY, Stepwise(b"")), 0, 300) == DATA[:300]
@@ -385,14 +368,12 @@ async def test_distrusted_bytes_come_from_the_remote_next_time(tiers):
 
 
 async def test_bytes_that_were_distrusted_on_their_way_are_not_kept(tiers):
-    steps = asyncio.Semaphore(0)
-    remote = Stepwise(DATA, steps=steps)
+    remote = Stepwise(DATA, held=True)
     source = TieredSource(tiers, KEY, remote)
     first = asyncio.create_task(read(source))
     await remote.asked.wait()
     source.distrust(0, 1000)
-    for _ in range(30):
-        steps.release()
+    remote.allow(30)
     await first
     assert tiers.counters().memory.extents == 0
     assert await read(source) == DATA

@@ -51,9 +51,7 @@ class LinkMeter:
     """
 
     def __init__(
-        self,
-        on_sample: Callable[[LinkSample], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, on_sample: Callable[[LinkSample], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Start idle.
 

@@ -53,13 +53,12 @@ class AccessSettings:
 class Access:
     """Decides on requests; holds the files' current content."""
 
-    def __init__(self, settings: AccessSettings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: AccessSettings) -> None:
         """Read the files."""
         for token in (settings.token, settings.metrics_token):
             if token is not None:
                 check_token(token)
         self._settings = settings
-        self._clock = clock
         self._tenants = WatchedFile(settings.tenants, TenantTokens.parse) if settings.tenants else None
         self._keys = (
             WatchedFile(settings.signing_keys, SigningKeys.parse, private=True) if settings.signing_keys else None
@@ -90,7 +89,7 @@ class Access:
             return Rights(f"address {address}", write=True, full=True)
         given = headers.get("Authorization")
         if self._keys and is_signed(query) and (given is None or _is_basic(given)):
-            return self._keys.value.rights(method, path, query, self._clock())
+            return self._keys.value.rights(method, path, query, time.time())
         rights = self._bearer(given)
         if rights is None:
             wanted = "a valid token or signed URL" if self._keys else "a valid bearer token"
@@ -122,7 +121,7 @@ class Access:
             return None
         if self._settings.token and _same(token, self._settings.token):
             return Rights("token", write=True, full=True)
-        return self._tenants.value.find(token, self._clock()) if self._tenants else None
+        return self._tenants.value.find(token, time.time()) if self._tenants else None
 
 
 class RateLimiter:

@@ -137,13 +137,7 @@ class Objects:
                 request.transport.abort()
 
     async def _send_pieces(
-        self,
-        exchange: Exchange,
-        response: web.StreamResponse,
-        reader: ObjectReader,
-        piece: bytes,
-        start: int,
-        end: int,
+        self, exchange: Exchange, response: web.StreamResponse, reader: ObjectReader, piece: bytes, start: int, end: int
     ) -> None:
         """Send a piece while the next is read; pieces grow."""
         size = self._settings.piece_bytes

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, RepairCost, computed, highest, none_needed
+from kvwire.errors import ArgumentError
+from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, RepairCost, Selector, computed, highest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ _NEAR = 4.0
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Selector):
     """The rows that contribute most to the question's output: attention times the value's norm.
 
     The maximum over heads counts (``AttentionSummary.influence``): few heads find what a question is about, most attend
@@ -41,9 +42,8 @@ class Attention:
 
     def scores(self, given: RepairInput) -> Tensor:
         """How much each token matters to the question."""
-        error = none_needed(given, "question", self.name)
-        if error:
-            raise error
+        if not given.question:
+            raise ArgumentError(f"the selector {self.name} looks where the question looks; give it a question")
         attention = given.seen
         if attention is None or self.layers:
             attention = given.engine.look(given.cache, given.question, layers=self.layers)

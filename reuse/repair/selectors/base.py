@@ -129,9 +129,10 @@ class Selector(Protocol):
             layers: Of the model.
 
         Returns:
-            The cost.
+            The cost; by default of no more than to compute these rows.
         """
-        ...
+        del question
+        return computed(rows, tokens, layers)
 
 
 def rows_for(share: float, documents: tuple[int, ...]) -> int:
@@ -170,16 +171,3 @@ def highest(scores: Tensor, count: int, documents: tuple[int, ...], block: int =
 def computed(rows: int, tokens: int, layers: int) -> RepairCost:
     """Cost of rows that run through all layers and attend to the whole prompt at most."""
     return RepairCost(float(layers * rows), float(layers * rows * tokens))
-
-
-def none_needed(given: RepairInput, need: Need, selector: str) -> ArgumentError | None:
-    """The error to raise if a selector lacks an input."""
-    if need == "question" and not given.question:
-        return ArgumentError(f"the selector {selector} looks where the question looks; give it a question")
-    if need == "deviation" and given.deviation is None:
-        msg = (
-            f"the selector {selector} needs deviations measured at encode time, which these blobs lack; encode with "
-            "deviations, or choose the selector attention"
-        )
-        return ArgumentError(msg)
-    return None

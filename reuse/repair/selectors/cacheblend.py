@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, highest
+from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, Selector, highest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kvwire.reuse.repair.selectors.base import Need, RepairInput
@@ -18,7 +20,7 @@ Sides = Literal["keys", "values", "both"]
 
 
 @dataclass(frozen=True)
-class CacheBlend:
+class CacheBlend(Selector):
     """Run all rows through the first layers; those that deviate most at the check layer go on.
 
     Attributes:
@@ -36,14 +38,15 @@ class CacheBlend:
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""
-        tokens = given.cache.tokens
-        if count >= tokens:
-            return Chosen(torch.arange(tokens))
-        rows = torch.arange(given.documents[0], tokens)  # nothing precedes the first document
-        if count in {0, len(rows)}:
-            return Chosen(rows[:count])
-        check = min(self.check_layer, len(given.cache.meta.layers) - 1)
-        return Chosen(rows, _ByDeviation(check, count, self.sides, given.documents, writes_all=self.writes_all))
+
+        def best(rows: Tensor, deviations: Tensor) -> Tensor:
+            scores = torch.full((sum(given.documents),), -torch.inf)
+            scores[rows] = deviations
+            return highest(scores, count, given.documents)
+
+        return narrowed(
+            given, count, self.check_layer, lambda check: DropAt(check, best, self.sides, writes_all=self.writes_all)
+        )
 
     def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
         """See ``Selector``."""
@@ -53,24 +56,33 @@ class CacheBlend:
         return RepairCost(float(token_layers), float(first * tokens * tokens / 2 + (layers - first) * rows * tokens))
 
 
-class _ByDeviation:
-    """Drops the rows that deviate least, at the check layer."""
+@dataclass(frozen=True)
+class DropAt:
+    """Drops rows at layer ``check``. best: which positions go on, given all rows' and by how much each deviates."""
 
-    def __init__(self, check: int, count: int, sides: Sides, documents: tuple[int, ...], *, writes_all: bool) -> None:
-        self._check, self._count, self._sides, self._documents = check, count, sides, documents
-        self.writes_all = writes_all
+    check: int
+    best: Callable[[Tensor, Tensor], Tensor]
+    sides: Sides = "both"
+    writes_all: bool = True
 
     def choose(
         self, layer: int, rows: Tensor, stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]
     ) -> Tensor | None:
         """See ``Narrowing``."""
-        if layer != self._check or not fresh[0].numel():
+        if layer != self.check or not fresh[0].numel():
             return None
-        scores = torch.full((sum(self._documents),), -torch.inf)
-        scores[rows] = deviation(stale, fresh, self._sides).cpu()
-        chosen = torch.zeros(len(scores), dtype=torch.bool)
-        chosen[highest(scores, self._count, self._documents)] = True
-        return chosen[rows].nonzero()[:, 0]
+        return torch.isin(rows, self.best(rows, deviation(stale, fresh, self.sides).cpu())).nonzero()[:, 0]
+
+
+def narrowed(given: RepairInput, count: int, check_layer: int, narrow: Callable[[int], DropAt]) -> Chosen:
+    """All rows up to a layer and ``count`` from there on; right away where these are all, or none."""
+    tokens = given.cache.tokens
+    if count >= tokens:
+        return Chosen(torch.arange(tokens))
+    rows = torch.arange(given.documents[0], tokens)  # nothing precedes the first document
+    if count in {0, len(rows)}:
+        return Chosen(rows[:count])
+    return Chosen(rows, narrow(min(check_layer, len(given.cache.meta.layers) - 1)))
 
 
 def deviation(stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor], sides: Sides = "both") -> Tensor:

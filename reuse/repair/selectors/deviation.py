@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvwire.errors import ArgumentError
 from kvwire.reuse.repair.selectors.attention import Attention
-from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, RepairCost, computed, highest, none_needed
+from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, Selector, highest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.reuse.repair.selectors.base import Need, RepairInput
+    from kvwire.reuse.repair.selectors.base import Need, RepairCost, RepairInput
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Deviation(Selector):
     """The rows with the greatest stored deviation; it can start before any byte of a cache is there.
 
     Attributes:
@@ -28,23 +29,20 @@ class Deviation:
 
     def scores(self, given: RepairInput) -> Tensor:
         """Stored deviations."""
-        error = none_needed(given, "deviation", self.name)
-        if error or given.deviation is None:
-            raise error or ValueError
+        if given.deviation is None:
+            raise ArgumentError(
+                f"the selector {self.name} needs deviations measured at encode time, which these blobs lack; encode "
+                "with deviations, or choose the selector attention"
+            )
         return given.deviation
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""
         return Chosen(highest(self.scores(given), count, given.documents, self.block))
 
-    def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
-        """See ``Selector``."""
-        del question
-        return computed(rows, tokens, layers)
-
 
 @dataclass(frozen=True)
-class Product:
+class Product(Selector):
     """Attention of the question, times the root of the stored deviation: a distance, not its square.
 
     Attributes:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, computed, highest
+from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, Selector, computed, highest
 
 if TYPE_CHECKING:
     from kvwire.reuse.repair.selectors.base import Need, RepairInput
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Selector):
     """No rows: K = 0 linking."""
 
     name: str = "none"
@@ -32,7 +32,7 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Everything:
+class Everything(Selector):
     """All rows, whatever the count: a prefill of the whole prompt."""
 
     name: str = "all"
@@ -50,7 +50,7 @@ class Everything:
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Selector):
     """Random rows: the baseline that a selector has to beat."""
 
     name: str = "random"
@@ -62,14 +62,9 @@ class Random:
         scores = torch.rand(given.cache.tokens, generator=generator)
         return Chosen(highest(scores, count, given.documents))
 
-    def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
-        """See ``Selector``."""
-        del question
-        return computed(rows, tokens, layers)
-
 
 @dataclass(frozen=True)
-class First:
+class First(Selector):
     """The first rows of every document but the first: EPIC's LegoLink (arXiv 2410.15332).
 
     Attributes:
@@ -87,8 +82,3 @@ class First:
         if self.most is not None and count < given.cache.tokens:
             rows = rows[within[rows] < self.most]
         return Chosen(rows)
-
-    def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
-        """See ``Selector``."""
-        del question
-        return computed(rows, tokens, layers)

@@ -132,13 +132,7 @@ class HttpExchange:
         raise too_many_redirects(self._name)
 
     def _ask(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        data: Data | None,
-        limit: int | None,
-        give_up_at: float,
+        self, method: str, url: str, headers: Mapping[str, str], data: Data | None, limit: int | None, give_up_at: float
     ) -> Reply:
         failed, kept_closed = 0, False
         while True:

@@ -20,8 +20,7 @@ MOST_BYTES = 1 << 20
 def unframed(data):
     """The content of a frame, or of nothing."""
     if data and zstandard.get_frame_parameters(data).content_size > MOST_BYTES:
-        msg = "a frame claims more than any list holds"
-        raise ValueError(msg)
+        raise ValueError("a frame claims more than any list holds")
     return zstandard.ZstdDecompressor().decompress(data) if data else b""
 
 

@@ -111,8 +111,7 @@ class Worker:
         if code == 0:
             return False
         if code > 0:
-            msg = "a process of the fuzzer failed, as told above"
-            raise RuntimeError(msg)
+            raise RuntimeError("a process of the fuzzer failed, as told above")
         number = self.at.value
         how = signal.Signals(-code).name
         tally.findings.append(f"{number}: it ended its process ({how}); mutants just before it are not counted")
