@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.inputs import model_name, open_engine, read_file
+from kvwire.cli.inputs import model_name, open_engine, open_tokenizer, read_file, use_layout
 from kvwire.cli.options import (
     BACKEND,
     CALIBRATION,
@@ -92,7 +92,6 @@ def vllm_settings(place: StoreOptions, options: Any) -> VllmSettings:  # noqa: A
 
 def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
     """Open the store for a model that runs elsewhere; also called in actors."""
-    from kvwire.cli.inputs import open_tokenizer
     from kvwire.offline.on_vllm import reading_engine
     from kvwire.runtime.corpus import Coding, Corpus, find_model
 
@@ -169,10 +168,8 @@ class EncodeOutput:
 
     def end(self) -> PartialError | None:
         """Print levels and failures."""
-        error = None
-        if self._failures:
-            failed = len(self._failures)
-            error = PartialError(f"{failed} of {self._done + failed} documents were left out")
+        failed = len(self._failures)
+        error = PartialError(f"{failed} of {self._done + failed} documents were left out") if failed else None
         if self._as_json:
             say(json.dumps({"documents": self._documents, "failures": self._failures} | error_as_data(error)))
         else:
@@ -282,10 +279,8 @@ def encode(options: _EncodeOptions) -> None:
         raise ArgumentError(msg)
     if (options.system is not None or options.before) and not options.chat:
         raise ArgumentError("--system and --before are of a chat: give --chat, too")
-    run = _on_ray if options.on == "ray" else _here
-    if options.engine == "vllm":
-        run = _on_vllm
-    elif options.tensor_parallel != 1 or options.engine_args:
+    run = _on_vllm if options.engine == "vllm" else _on_ray if options.on == "ray" else _here
+    if run is not _on_vllm and (options.tensor_parallel != 1 or options.engine_args):
         raise ArgumentError("--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray")
     try:
         with stages():
@@ -303,8 +298,6 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     from kvwire.runtime.corpus import Corpus
 
     engine = open_engine(options.model, options.device, options.dtype)
-    from kvwire.cli.inputs import use_layout
-
     layout = use_layout(engine, options.links, options.soft_tokens)
     coding = Coding(
         options.method, options.prefix_layers, options.lossless, backend=options.backend,

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import ABOVE_0, DEVICE, DTYPE, JSON, MODEL, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkLayout
@@ -72,14 +71,13 @@ def train_links(options: _TrainOptions) -> None:
 
     Samples are lines of {passages, question, answer}, {passages, turns}, {passages, summary}, {messages} or {text}.
     """
-    from kvwire.engines.transformers.opening import open_engine
     from kvwire.training import report_of, train, write_report, write_trained
     from kvwire.training.output import check_drawable
 
     check_drawable()
     state = _state(options)
     dtype = "float32" if options.dtype == "auto" and not _is_frozen(options) else options.dtype
-    engine = open_engine(options.model, device=options.device, dtype=_dtype(dtype, options.device))
+    engine = open_engine(options.model, options.device, dtype)
     what = _training(options)
     mixture, weights = _mixture(engine, what, options)
     with _progress(what.recipe.steps) as tell:
@@ -93,15 +91,6 @@ def train_links(options: _TrainOptions) -> None:
     first, last = (sum(part) / len(part) for part in (trained.losses[:20], trained.losses[-20:]))
     say(f"loss {first:.4f} at first, {last:.4f} at last, in nats a token, means over 20 of {len(trained.losses)} steps")
     say(*(f"{kind.replace('_', ' ')}: {path}" for kind, path in report["written"].items()))
-
-
-def _dtype(name: str, device: str) -> torch.dtype | None:
-    import torch
-
-    if name == "auto":
-        return torch.float32 if device == "cpu" else None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _is_frozen(options: _TrainOptions) -> bool:
@@ -152,13 +141,11 @@ def _mixture(engine: TransformersEngine, what: Training, options: _TrainOptions)
 
 
 def _weighted(given: str) -> tuple[str, float]:
-    name, equals, weight = given.rpartition("=")
-    if not equals:
-        return given, 1.0
-    try:
-        return name, float(weight)
-    except ValueError:
-        return given, 1.0
+    name, _, weight = given.rpartition("=")
+    with suppress(ValueError):
+        if name:
+            return name, float(weight)
+    return given, 1.0
 
 
 @contextmanager
