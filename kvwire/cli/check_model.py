@@ -13,8 +13,9 @@ import click
 import msgspec
 
 from kvwire._json import strict_json
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, flag, option
+from kvwire.cli.options import StoreOptions, argument, command, flag, option
 from kvwire.cli.say import error_as_data, leave, progress, say
 from kvwire.errors import ArgumentError, KvwireError, PartialError, StorageError
 
@@ -57,10 +58,10 @@ class _CheckOptions:
         metavar="N", type=click.IntRange(0),
     )  # fmt: skip
     edits: bool = flag("Measure prompts made of similar ones instead (kvwire ask --reuse).")
-    place: StoreOptions = STORE
-    device: str = DEVICE
-    dtype: str = DTYPE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    as_json: bool = opt.JSON
 
 
 @command(_CheckOptions)

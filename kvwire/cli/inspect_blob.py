@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import model_name, open_engine
-from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, option
+from kvwire.cli.options import StoreOptions, argument, command, option
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD
@@ -29,8 +30,8 @@ class _InspectOptions:
     model: str | None = option(
         "Whose document BLOB is: folder or name; needed where the store has several.", envvar="KVWIRE_MODEL"
     )
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
 
 @command(_InspectOptions)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import click
 
 from kvwire._json import json_object
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import (
     find_entry,
     open_engine,
@@ -19,24 +20,7 @@ from kvwire.cli.inputs import (
     read_shape,
     read_tokens,
 )
-from kvwire.cli.options import (
-    ABOVE_0,
-    CONFIG,
-    DEVICE,
-    DTYPE,
-    FLOOR,
-    JSON,
-    MAX_KL,
-    OBJECTIVE,
-    REPAIR,
-    STORE,
-    StoreOptions,
-    argument,
-    flag,
-    option,
-    repair_of,
-    usual,
-)  # fmt: skip
+from kvwire.cli.options import StoreOptions, argument, flag, option, repair_of, usual
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -68,21 +52,21 @@ class PlanOptions:
     prompt: Path | None = option("Instead of --docs: file with a whole prompt, planned as for ask --prompt.")
     documents: int = option("Number of documents that --context is split into.", default=1, type=click.IntRange(1, 128))
     model: str | None = option("Folder of the model; its costs are remembered or measured.", envvar="KVWIRE_MODEL")
-    device: str = DEVICE
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = DTYPE
+    device: str = opt.DEVICE
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt.DTYPE
     machine: str | None = option("Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
     workers: str | None = option("2: decode while recomputing.", type=click.Choice(["1", "2"]))
-    config: str = CONFIG
+    config: str = opt.CONFIG
     link: str | None = option("1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
-    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0)
-    objective: Objective | None = OBJECTIVE
+    deadline: float | None = option("Seconds until the first token.", type=opt.ABOVE_0)
+    objective: Objective | None = opt.OBJECTIVE
     exact: bool = flag("Bit-exact caches only, as in ask.")
-    max_kl: float | None = MAX_KL
-    floor: int | None = FLOOR
+    max_kl: float | None = opt.MAX_KL
+    floor: int | None = opt.FLOOR
     question_tokens: int = option("Length of the question.", default=32, type=click.IntRange(1, 1 << 20))
-    repair: str = REPAIR
+    repair: str = opt.REPAIR
     price: str | None = option(
         "Also print costs in money, by prices such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES"
     )
@@ -92,8 +76,8 @@ class PlanOptions:
         metavar="DEVICES",
     )
     compare: bool = option("Also work out alternatives and break-even points.", "--compare/--no-compare", default=True)
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
     @classmethod
     def of_document(cls, name: str, config: str, **given: Any) -> Self:  # noqa: ANN401 - options' values

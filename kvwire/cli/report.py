@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, command, flag, option
+from kvwire.cli import options as opt
+from kvwire.cli.options import StoreOptions, command, flag, option
 from kvwire.cli.say import progress, say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 
@@ -36,13 +37,13 @@ class _ReportOptions:
     all_tenants: bool = flag("Every tenant of the store, not only --tenant.")
     sample: int = option("Headers that are read.", default=16, type=click.IntRange(0, 1024))
     model: str | None = option("Folder of the model, for the time to the first token.", envvar="KVWIRE_MODEL")
-    device: str = DEVICE
-    dtype: str = DTYPE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
     machine: str | None = option("Instead of --model: a machine by name, such as h100; needs --shape.")
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
     @property
     def costs(self) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
-from kvwire.cli.options import ABOVE_0, FLOOR, JSON, MAX_KL, OBJECTIVE, command, flag, option, repair_of
+from kvwire.cli.options import command, flag, option, repair_of
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
@@ -68,10 +69,10 @@ class _Asked:
         "Round trip, where the link names none.",
         "--rtt", "rtt_s", default=0.002, type=click.FloatRange(0, 60), metavar="SECONDS",
     )  # fmt: skip
-    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0, metavar="SECONDS")
-    objective: Objective | None = OBJECTIVE
-    max_kl: float | None = MAX_KL
-    floor: int | None = FLOOR
+    deadline: float | None = option("Seconds until the first token.", type=opt.ABOVE_0, metavar="SECONDS")
+    objective: Objective | None = opt.OBJECTIVE
+    max_kl: float | None = opt.MAX_KL
+    floor: int | None = opt.FLOOR
     repair: str = option(
         "Rows computed anew so that documents see each other; see kvwire ask.",
         default="none", metavar="none|auto|all|SHARE",
@@ -101,7 +102,7 @@ class _Asked:
     )
     seed: int = option(default=0, type=click.IntRange(0, 2**31))
     out: Path | None = option("Folder for JSON and pictures.", type=click.Path(file_okay=False, path_type=Path))
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @dataclass(frozen=True)

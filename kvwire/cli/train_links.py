@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import ABOVE_0, DEVICE, DTYPE, JSON, MODEL, command, flag, option
+from kvwire.cli.options import command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -31,7 +32,7 @@ _RECIPES = {"links": "kvlink", "wrappers": "kv-packet", "anchors": "kvlink"}
 class _TrainOptions:
     """What ``kvwire train-links`` is given."""
 
-    model: str = MODEL
+    model: str = opt.MODEL
     data: tuple[str, ...] = option(
         "A .jsonl file of samples, a text, or a folder of texts; several are mixed by their weights.",
         required=True, metavar="PATH[=WEIGHT]",
@@ -49,7 +50,7 @@ class _TrainOptions:
     steps: int | None = option(type=click.IntRange(1))
     batch: int | None = option("Samples per step.", type=click.IntRange(1))
     micro_batch: int | None = option("Samples in memory at once.", type=click.IntRange(1))
-    learning_rate: float | None = option(type=ABOVE_0)
+    learning_rate: float | None = option(type=opt.ABOVE_0)
     warm_up: int | None = option("Steps over which the rate rises.", type=click.IntRange(0))
     most_tokens: int | None = option("Longest sample, in tokens.", type=click.IntRange(1))
     passages: int = option("Most documents cut from a text.", default=10, type=click.IntRange(1))
@@ -60,9 +61,9 @@ class _TrainOptions:
     seed: int = option(default=0)
     keep_every: int = option("Steps between saved states.", default=100, type=click.IntRange(1))
     resume: bool = flag("Resume the interrupted training in --out.")
-    device: str = DEVICE
-    dtype: str = DTYPE
-    as_json: bool = JSON
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    as_json: bool = opt.JSON
 
 
 @command(_TrainOptions)
