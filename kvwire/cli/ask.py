@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvwire.cli import options as opt
-from kvwire.cli.inputs import open_engine
+from kvwire.cli.inputs import open_engine, read_file
 from kvwire.cli.options import StoreOptions, argument, command, flag, option, repair_of, use_file
 from kvwire.cli.printing import print_answer
 from kvwire.cli.say import leave, stages
@@ -260,11 +260,7 @@ def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: As
     from kvwire.reuse import read_schema
     from kvwire.runtime.schemas import sized
 
-    path = Path(options.schema or "")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise NotFoundError(f"{path} cannot be read ({error.strerror}); --schema names a JSON file") from error
+    data = read_file(Path(options.schema or ""), "--schema names a JSON file")
     arguments = {}
     for given in options.arguments:
         name, is_given, text = given.partition("=")

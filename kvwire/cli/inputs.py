@@ -6,6 +6,7 @@ import gc
 import re
 from typing import TYPE_CHECKING, TypeVar
 
+from kvwire._user_file import file_errors
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, StorageError, TruncatedError
 
 if TYPE_CHECKING:
@@ -52,14 +53,12 @@ def read_file_header(path: Path) -> BlobInfo:
         raise type(error)(f"{path}: {error}") from error
 
 
-def read_file(path: Path, advice: str) -> bytes:
-    """Read a whole file."""
+def read_file(path: Path, advice: str, most: int | None = None) -> bytes:
+    """Read a whole file, or one byte more than ``most``."""
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; {advice}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+    with file_errors(f"{path} cannot be read", "check its permissions and the disk"), path.open("rb") as file:
+        return file.read() if most is None else file.read(most + 1)
 
 
 def read_tokens(text: str, most: int) -> int:

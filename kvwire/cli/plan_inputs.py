@@ -14,6 +14,7 @@ from kvwire.cli import options as opt
 from kvwire.cli.inputs import (
     find_entry,
     open_engine,
+    read_file,
     read_file_header,
     read_link,
     read_machine,
@@ -21,7 +22,7 @@ from kvwire.cli.inputs import (
     read_tokens,
 )
 from kvwire.cli.options import StoreOptions, argument, flag, option, repair_of, usual
-from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.controller import ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal, Objective
@@ -356,13 +357,7 @@ def _kl(info: BlobInfo) -> tuple[float, ...]:
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """Of a printed plan ``estimates``, which are checked later, and ``compute`` unless estimates stand alone."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} does not exist; name what kvwire plan --json printed") from error
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+    content = read_file(path, "name what kvwire plan --json printed", _MOST_BYTES)
     try:
         state = json_object(content, str(path), _MOST_BYTES)
     except CorruptError as error:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire._user_file import file_errors
 from kvwire.cli import options as opt
 from kvwire.cli.options import StoreOptions, command, flag, option
 from kvwire.cli.say import progress, say
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,10 +114,8 @@ def _check_pictures() -> None:
 def _write(page: Path, found: Survey, first: FirstTokens | None) -> None:
     from kvwire.report import write_page
 
-    try:
+    with file_errors(f"{page} cannot be written", "choose another --out"):
         page.write_text(write_page(found, first, _HINT), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{page} cannot be written ({error.strerror}); choose another --out") from error
 
 
 def _as_data(found: Survey, first: FirstTokens | None) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from kvwire._user_file import file_errors
 from kvwire.cli import options as opt
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.cli.options import command, flag, option, repair_of
 from kvwire.cli.say import say
-from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -372,7 +373,7 @@ def _check_pictures() -> None:
 def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> None:
     from kvwire.whatif.pictures import draw_cdf, draw_load
 
-    try:
+    with file_errors(f"{out} cannot be written", "choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
         (out / "simulation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         first = results[0].case
@@ -383,6 +384,4 @@ def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> Non
         draw_cdf(panels, first.scenario.goal.deadline_s, out / "ttft.png")
         title = ", ".join((*first.group, first.link, results[0].policy))
         draw_load(results[0].scored[0].outcome, title, out / "load.png")
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     say(f"written: simulation.json, ttft.png and load.png in {out}", err=True)
