@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.controller import events as ev
 from kvwire.runtime.answer import Answer, Timing, with_expected_kl
-from kvwire.runtime.repair import RepairContext, Repairer
+from kvwire.runtime.repair import RepairContext, repair_rows
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -80,7 +80,6 @@ class AnswerStage:
         """Take the parts."""
         self._engine, self._session, self._settings = engine, session, settings
         self._estimates, self._planner = estimates, planner
-        self._repairer = Repairer(engine)
         self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
         self._keeping: Future[int] | None = None
 
@@ -213,7 +212,9 @@ class AnswerStage:
         restore: Callable[[], Tensor] | None = early.computed if early else None
         if found and found.kept:
             restore = partial(found.kept.write, prompt, finish.front)
-        repaired, trouble = self._repairer.run(load.links, prompt, told, question, share, finish.front, stop, restore)
+        repaired, trouble = repair_rows(
+            self._engine, load.links, prompt, told, question, share, finish.front, stop=stop, restore=restore
+        )
         if early:
             repaired = early.joined(repaired, load.links.selector, share)
         linking = time.monotonic()
