@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from measure import add_common_options, calibration, default_texts, one_thread, summary, table, windows, write_json
 from quality import CONTINUATION, Exact, compare, predictions
+from test_parts.codec.naive_coding import chunk_levels_naive
 
 import kvwire
 from kvwire.codec import Ladder
 from kvwire.codec.backend import planes_of
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.transform.analysis import energy_of
-from kvwire.codec.transform.levels import chunk_levels_naive
 from kvwire.codec.transform.positions import positions_off
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _FIT, _METRIC, _REGRESSION, _ROUNDING = (
     f"kvwire.codec.fitting.{name}" for name in ("fit", "metric", "regression", "rounding")
 )
 _LEVELS = "kvwire.codec.transform.levels"
+_NAIVE = "test_parts.codec.naive_coding"
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def settings() -> list[Setting]:
     cut = importlib.import_module(_REGRESSION).TABLE_CUT
     spare = _default
     fast = {
-        offset: ((_LEVELS, "ChunkLevels", NaiveLevels), (_LEVELS, "quantise", dead_zone(offset)))
+        offset: ((_LEVELS, "ChunkLevels", NaiveLevels), (_NAIVE, "quantise", dead_zone(offset)))
         for offset in (0.4, 0.33)
     }
     return [

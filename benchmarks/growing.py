@@ -9,14 +9,13 @@ emulated link; of the same chat, one blob, and parts of several lengths.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from measure import add_common_options, default_texts, one_thread, summary, windows, write_json
+from test_parts.store_wrappers import Request, StoreWrapper
 
 import kvwire
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
@@ -27,11 +26,6 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.transport import parse_link
 from kvwire.transport.testing import serving
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from store_wrappers import Request, StoreWrapper
-
-sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import random
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from measure import add_common_options, one_thread, write_json
+from test_parts.store_wrappers import CountingStore
 
 import kvwire
 from kvwire.codec import Profile
@@ -40,11 +40,6 @@ from kvwire.store.records import CatalogEntry
 from kvwire.transport import parse_link
 from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from store_wrappers import CountingStore
-
-sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fault_parts.servers import CREDENTIALS, ministack
+from test_parts.fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random
+from test_parts.plain_blobs import build_blob, read_blob_head
 
 from kvwire.errors import KvwireError
 from kvwire.store import KeySpace, MemoryStore, S3Settings, S3Store, TierSettings, open_tiers
@@ -42,12 +44,6 @@ from kvwire.transport import (
     open_source,
 )
 from kvwire.transport.testing import serving
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from fault_proxy import FaultKind, FaultProxy, ProxyFault, at_random
-from plain_blobs import build_blob, read_blob_head
-
-sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

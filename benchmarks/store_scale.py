@@ -12,26 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from measure import RESULTS, write_json
+from test_parts.store_wrappers import Request, StoreWrapper
 
 import kvwire
 from kvwire.store import Catalog, MemoryStore, collect, verify_store
 from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, digest_tokens
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from store_wrappers import Request, StoreWrapper
-
-sys.path.pop()  # else folders of the tests are found as packages, such as vllm
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvwire.store.base import Data
 

@@ -82,36 +82,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.codec.api.decode": ("BlobDecoder", "decode"),
-        "kvwire.codec.api.encode": ("CHUNK_TOKENS", "encode", "trial_blob"),
-        "kvwire.codec.api.inspect": ("inspect", "level_index", "verify"),
-        "kvwire.codec.backend": ("Backend", "Plane", "planes_of", "uses_triton"),
-        "kvwire.codec.fitting.fit": ("fit_profile",),
-        "kvwire.codec.fitting.gathering": ("StatisticsBuilder",),
-        "kvwire.codec.fitting.statistics": ("Statistics",),
-        "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "error_of_method", "methods"),
-        "kvwire.codec.format.container": ("read_header",),
-        "kvwire.codec.format.texts": ("pack_text", "read_text", "read_text_documents"),
-        "kvwire.codec.gpu.streams": ("Pending", "StreamEvent"),
-        "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method", "read_profile"),
-        "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),
-        "kvwire.codec.kinds.cachegen_profile": ("CacheGenProfile",),
-        "kvwire.codec.kinds.requests": ("AnyProfile",),
-        "kvwire.codec.profile.lazy": ("loaded_part", "open_profile"),
-        "kvwire.codec.profile.profile": ("ERROR_NOTE", "Profile"),
-        "kvwire.codec.transform.positions": (
-            "positions_off",
-            "positions_on",
-            "rotate",
-            "rotation",
-            "rows_off",
-            "rows_on",
-            "shift_keys",
-        ),
-        "kvwire.codec.transform.levels": ("Ladder",),
-        "kvwire.types": ("CacheMeta", "KVCache", "PagedKVCache"),
-    },
-)
+__getattr__ = lazy(__name__)

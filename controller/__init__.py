@@ -46,25 +46,4 @@ __all__ = [
     "replay",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.controller.core": ("Controller", "replay"),
-        "kvwire.controller.costs": (
-            "CostModel",
-            "DecodeCost",
-            "PrefillCost",
-            "fit_decode",
-            "fit_joined",
-            "fit_prefill",
-        ),
-        "kvwire.controller.documents": ("EXACT", "MAX_KL", "DocumentPlanInput", "fetched_levels", "kl_floor"),
-        "kvwire.controller.estimates": ("Estimates",),
-        "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),
-        "kvwire.controller.events": ("LogEntry",),
-        "kvwire.controller.learning": ("DecodeEstimator", "PrefillEstimator"),
-        "kvwire.controller.policies": ("Adaptive", "Policy"),
-        "kvwire.controller.repair": ("RepairOption",),
-        "kvwire.controller.settings": ("ControllerSettings", "Goal", "Objective", "OnLate"),
-    },
-)
+__getattr__ = lazy(__name__)

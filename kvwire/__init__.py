@@ -76,44 +76,7 @@ __all__ = [
     "read_profile",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.codec": (
-            "BlobDecoder",
-            "CacheGenProfile",
-            "Ladder",
-            "Pending",
-            "Profile",
-            "Statistics",
-            "decode",
-            "encode",
-            "fit_cachegen_profile",
-            "fit_profile",
-            "inspect",
-            "read_profile",
-        ),
-        "kvwire.runtime.quality": ("calibrate_error",),
-        "kvwire.runtime.coding": ("Coding", "Document"),
-        "kvwire.runtime.corpus": ("Corpus",),
-        "kvwire.engines.transformers": ("TransformersEngine", "generate_inputs", "open_engine"),
-        "kvwire.runtime.answer": ("Answer",),
-        "kvwire.runtime.loader": ("Loader",),
-        "kvwire.store": ("Keyring", "open_store", "open_tiers"),
-        "kvwire.reuse": ("LinkedPrompt", "link"),
-        "kvwire.types": (
-            "CacheMeta",
-            "Chat",
-            "ChunkId",
-            "Decision",
-            "KVCache",
-            "LayerSpec",
-            "PagedKVCache",
-            "RopeRegime",
-            "Turn",
-        ),
-    },
-)
+__getattr__ = lazy(__name__)
 
 
 def __dir__() -> list[str]:

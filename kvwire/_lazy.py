@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,19 +10,32 @@ from typing import TYPE_CHECKING, Any
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
 
-def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Make a package's ``__getattr__`` (PEP 562)."""
-    home_of = {name: home for home, names in homes.items() for name in names}
+_IMPORT = re.compile(r"^    from (\S+) import (?:\(([^)]*)\)|(.+))$", re.MULTILINE)
+
+
+def lazy(package: str) -> Callable[[str], Any]:
+    """Make a package's ``__getattr__`` (PEP 562): what it imports for type checkers, it imports on first use.
+
+    The names are those of ``__all__``; the imports stand above it, under ``if TYPE_CHECKING``, and are read from there.
+    """
+    home_of: dict[str, str] = {}
 
     def get(name: str) -> Any:  # noqa: ANN401 - any of the names
-        if name not in home_of:
+        module = sys.modules[package]
+        if name not in module.__all__:
             msg = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(msg)
+        if not home_of:
+            source: str | None = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a file's or an archive's
+            if source is None:
+                raise ImportError(f"{package} is installed without its source, which names what it imports")
+            for home, several, one in _IMPORT.findall(source.partition("\n__all__")[0]):
+                home_of.update(dict.fromkeys(re.findall(r"\w+", several or one), home))
         value = getattr(import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)
+        setattr(module, name, value)
         return value
 
     return get

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["KvwireL2Adapter"]
 
-__getattr__ = lazy(__name__, {"kvwire.engines.lmcache.adapter": ("KvwireL2Adapter",)})
+__getattr__ = lazy(__name__)

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["KvwireStorage"]
 
-__getattr__ = lazy(__name__, {"kvwire.engines.sglang.storage": ("KvwireStorage",)})
+__getattr__ = lazy(__name__)

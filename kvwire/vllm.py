@@ -29,14 +29,4 @@ __all__ = [
     "request_salt",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.engines.vllm.chat": ("chat_body",),
-        "kvwire.engines.vllm.connector": ("KvwireConnector",),
-        "kvwire.engines.vllm.extension": ("SavingWorker",),
-        "kvwire.engines.vllm.proxy.application": ("ProxySettings", "VllmProxy"),
-        "kvwire.engines.vllm.proxy.bodies": ("BodyMaker", "Wanted"),
-        "kvwire.engines.vllm.requests": ("Choice", "request_body", "request_salt"),
-    },
-)
+__getattr__ = lazy(__name__)

@@ -94,46 +94,4 @@ __all__ = [
     "wrappers",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.reuse.assemble": ("LinkedPrompt", "block_mask", "link", "moved"),
-        "kvwire.reuse.compress": (
-            "compute_cached",
-            "compute_piece",
-            "compute_stored",
-        ),
-        "kvwire.reuse.edits.place": ("compute_holes", "place_spans"),
-        "kvwire.reuse.edits.script": ("EditScript", "Span", "align", "combine_spans", "common_spans"),
-        "kvwire.reuse.layout": ("Anchors", "LinkLayout", "PromptLayout", "Segment", "SegmentKind", "soft_token"),
-        "kvwire.reuse.layout_presets": (
-            "PLAIN",
-            "anchors",
-            "block_attention",
-            "kvlink",
-            "read_layout",
-            "soft_links",
-            "turborag",
-            "wrappers",
-        ),
-        "kvwire.reuse.link_repair": ("repair_laid_out",),
-        "kvwire.reuse.link_rows": ("compute_links", "link_documents"),
-        "kvwire.reuse.link_shift": ("LinkShift", "ShiftLearner"),
-        "kvwire.reuse.repair.measured": ("measure_deviation",),
-        "kvwire.reuse.repair.repairing": ("Repaired", "repair_prompt", "selector_of"),
-        "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "AttentionSummary", "checked_rows"),
-        "kvwire.reuse.repair.selectors": ("SELECTORS",),
-        "kvwire.reuse.repair.selectors.base": ("Chosen", "RepairCost", "RepairInput", "Selector", "rows_for"),
-        "kvwire.reuse.schema": (
-            "Module",
-            "Parameter",
-            "Schema",
-            "SchemaPrompt",
-            "Union",
-            "fill_parameters",
-            "place_modules",
-        ),
-        "kvwire.reuse.schema_json": ("read_schema",),
-        "kvwire.reuse.soft_tokens": ("SoftTokens", "as_stored", "own_tokens", "stored_tokens"),
-    },
-)
+__getattr__ = lazy(__name__)

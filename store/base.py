@@ -303,41 +303,51 @@ class Snapshots(Protocol):
         ...
 
 
-class _PlainReader:
-    """Reads through ``Store.get``, for stores that keep no versions; an object that has changed is refused."""
+@dataclass(frozen=True, eq=False)
+class HeldObject:
+    """An ``ObjectReader`` of a version that its store is asked for range by range.
 
-    def __init__(self, store: Store, key: str) -> None:
-        self._store = store
-        self._key = key
-        self._stat = store.stat(key)
+    Attributes:
+        size: Length in bytes.
+        etag: Strong entity tag, without quotes.
+        fetch: Reads a range that lies in the object.
+        modified: Time of writing in Unix seconds; 0: unknown.
+    """
 
-    @property
-    def size(self) -> int:
-        return self._stat.size
-
-    @property
-    def etag(self) -> str:
-        return self._stat.etag
+    size: int
+    etag: str
+    fetch: Callable[[int, int], bytes]
+    modified: float = 0.0
 
     def read(self, start: int, end: int) -> bytes:
-        end = min(end, self.size)
-        data = self._store.get(self._key, start, max(start, end))
-        if len(data) != max(0, end - start) or self._store.stat(self._key).etag != self.etag:
-            raise StorageError(f"{self._key} changed while being read: open it again")
-        return data
+        """Read a range, clamped at the object's end."""
+        start, stop = clamp_range(start, end, self.size)
+        return self.fetch(start, stop) if start < stop else b""
 
     def close(self) -> None:
-        pass
+        """Nothing is held."""
 
 
 def open_object(store: Store, key: str) -> ObjectReader:
     """Open one version of an object of any store; the caller closes it.
 
+    Where the store keeps no versions, an object that has changed is refused.
+
     Raises:
         NotFoundError: There is no such object.
     """
     snapshot: Callable[[str], ObjectReader] | None = getattr(store, "snapshot", None)  # isinstance takes 20 us
-    return snapshot(key) if snapshot else _PlainReader(store, key)
+    if snapshot:
+        return snapshot(key)
+    about = store.stat(key)
+
+    def fetch(start: int, end: int) -> bytes:
+        data = store.get(key, start, end)
+        if len(data) != end - start or store.stat(key).etag != about.etag:
+            raise StorageError(f"{key} changed while being read: open it again")
+        return data
+
+    return HeldObject(about.size, about.etag, fetch)
 
 
 def holds(store: Store, key: str, data: Data) -> bool:

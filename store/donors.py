@@ -21,7 +21,6 @@ from kvwire.store.index_records import DonorEntry, feature_digest
 from kvwire.store.listing import read_ahead
 from kvwire.store.prefix.index import MOST_INFOS, MOST_TOKENS, prefix_info
 from kvwire.store.recent import Recent
-from kvwire.store.records import pack_record
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class DonorIndex:
         del opening, after
         if digest_tokens(token_ids) != document.token_digest:
             raise ArgumentError(f"the text is not that of {document.document_id!r}: index it with its own token ids")
-        data = pack_record(DonorEntry(SCHEME, document.document_id, document.token_digest))
+        data = DonorEntry(SCHEME, document.document_id, document.token_digest).to_json()
         features = self._features(token_ids, self.writer)
         self._make_room(features, document.token_digest)
         keys = [self._space.donor_entry(feature, document.token_digest) for feature in features]

@@ -8,20 +8,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from kvwire._json import Sha256, record
+from kvwire._json import Sha256  # noqa: TC001 - msgspec evaluates annotations
 from kvwire.errors import ArgumentError
-from kvwire.store.records import MOST_TOKENS, Name, pack_record, versioned
+from kvwire.store.records import MOST_TOKENS, Name, Record
 
 _SAVED = re.compile(r"(?:prompts|saved|sessions)/.*|head-[0-9a-f]{32}", re.DOTALL)
 _SCHEME = r"^[a-z][a-z0-9]{0,30}-[1-9][0-9]{0,6}\Z"
 _HASH = r"^(?:[0-9a-f]{2}){8,64}\Z"
 
 
-class PrefixEntry(Struct, frozen=True):
+class PrefixEntry(Record, frozen=True):
     """One chunk of one document, and so all tokens before it.
 
     Attributes:
@@ -32,6 +32,9 @@ class PrefixEntry(Struct, frozen=True):
         start: First token of the chunk.
         stop: Behind its last token.
     """
+
+    what: ClassVar[str] = "a prefix entry"
+    advice: ClassVar[str] = "index the document again (kvwire store index)"
 
     scheme: str
     chunk_hash: str
@@ -53,53 +56,26 @@ class PrefixEntry(Struct, frozen=True):
         """Number of the chunk in its document."""
         return self.start // (self.stop - self.start)
 
-    def to_json(self) -> bytes:
-        """The bytes to store; the same for the same entry."""
-        return pack_record(self)
 
-    @classmethod
-    def from_json(cls, data: bytes) -> PrefixEntry:
-        """Read ``to_json``; names that are not known are passed over.
-
-        Args:
-            data: As stored.
-
-        Returns:
-            The entry.
-
-        Raises:
-            CorruptError: A field is missing or impossible.
-            FormatVersionError: A later version wrote it.
-        """
-        what = "a prefix entry"
-        return record(versioned(data, what), cls, what, "index the document again (kvwire store index)")
-
-
-class DonorEntry(Struct, frozen=True):
+class DonorEntry(Record, frozen=True):
     """One document that has a feature of a sketch, such as ``sketch-64``; ``token_digest`` is of its whole text."""
+
+    what: ClassVar[str] = "a donor entry"
+    advice: ClassVar[str] = "index the document again (kvwire store index --index donors)"
 
     scheme: Annotated[str, Meta(pattern=_SCHEME)]
     document_id: Name
     token_digest: Sha256
 
-    @classmethod
-    def from_json(cls, data: bytes) -> DonorEntry:
-        """Read ``pack_record``."""
-        what = "a donor entry"
-        return record(versioned(data, what), cls, what, "index the document again (kvwire store index --index donors)")
 
-
-class LastUse(Struct, frozen=True):
+class LastUse(Record, frozen=True):
     """Says that a document was used when this object was written; by the digest a collector sees what is left of it."""
+
+    what: ClassVar[str] = "the mark of a last use"
+    advice: ClassVar[str] = "the next use writes it again"
 
     document_id: Name
     token_digest: Sha256
-
-    @classmethod
-    def from_json(cls, data: bytes) -> LastUse:
-        """Read ``pack_record``."""
-        what = "the mark of a last use"
-        return record(versioned(data, what), cls, what, "the next use writes it again")
 
 
 def is_saved(document_id: str) -> bool:
@@ -119,8 +95,5 @@ def feature_digest(scheme: str, feature: int, writer: str = "", secret: bytes = 
 
 def _named(told: str, secret: bytes) -> str:
     """A digest; keyed where there is a secret, since hashes and features of short texts can be guessed."""
-    return (
-        hmac.new(secret, told.encode(), hashlib.sha256).hexdigest()
-        if secret
-        else hashlib.sha256(told.encode()).hexdigest()
-    )
+    data = told.encode()
+    return (hmac.new(secret, data, hashlib.sha256) if secret else hashlib.sha256(data)).hexdigest()

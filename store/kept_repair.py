@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from kvwire._json import record
-from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.records import VERSION, versioned
+from kvwire._json import Sha256OrEmpty  # noqa: TC001 - msgspec evaluates annotations
+from kvwire.errors import ArgumentError
+from kvwire.store.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TEXT_LEVEL = 255
 """In place of a level: all documents were computed from their texts."""
-_WHAT, _ADVICE = "a kept repair", "the next repair of these documents writes it again"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_DOCUMENT = re.compile(r"[0-9a-f]{64}(?::[0-9a-f]{64})?")
-_MOST_BYTES = 1 << 40
+_Document = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}(?::[0-9a-f]{64})?\Z")]
 
 
-class KeptRows(Struct, frozen=True):
+class KeptRows(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The rows of one document.
 
     Attributes:
@@ -34,9 +28,9 @@ class KeptRows(Struct, frozen=True):
         tokens: Which of the document's tokens they are: bit i % 8 of byte i // 8 stands for token i.
     """
 
-    sha256: str = ""
-    size: int = 0
-    tokens: bytes = b""
+    sha256: Sha256OrEmpty
+    size: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    tokens: bytes
 
     @property
     def count(self) -> int:
@@ -44,7 +38,7 @@ class KeptRows(Struct, frozen=True):
         return int.from_bytes(self.tokens).bit_count()
 
 
-class KeptRepair(Struct, frozen=True):
+class KeptRepair(Record, frozen=True):
     """Repaired rows of the documents of a prompt, in its order. JSON in a store; docs/format.md tells the fields.
 
     Attributes:
@@ -56,20 +50,18 @@ class KeptRepair(Struct, frozen=True):
         parts: Rows of each document.
     """
 
-    documents: tuple[str, ...]
-    level: int
-    profile_digest: str
+    what: ClassVar[str] = "a kept repair"
+    advice: ClassVar[str] = "the next repair of these documents writes it again"
+
+    documents: Annotated[tuple[_Document, ...], Meta(min_length=1)]
+    level: Annotated[int, Meta(ge=0, le=TEXT_LEVEL)]
+    profile_digest: Sha256OrEmpty
     parts: tuple[KeptRows, ...]
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
-        named = all(_DOCUMENT.fullmatch(each) for each in self.documents)
-        sound = bool(self.documents) and named and (not self.profile_digest or _DIGEST.fullmatch(self.profile_digest))
-        parts = all(
-            (_DIGEST.fullmatch(part.sha256) and 0 < part.size < _MOST_BYTES) if part.count else part == KeptRows()
-            for part in self.parts
-        )
-        if not (sound and parts and len(self.parts) == len(self.documents) and 0 <= self.level <= TEXT_LEVEL):
+        sound = all((part.sha256 and part.size) or not (part.count or part.sha256 or part.size) for part in self.parts)
+        if not sound or len(self.parts) != len(self.documents):
             raise ArgumentError("a kept repair names its documents in order, and the rows of each")
 
     @property
@@ -81,40 +73,6 @@ class KeptRepair(Struct, frozen=True):
     def digest(self) -> str:
         """What its key has: of the order of the documents alone."""
         return order_digest(self.documents)
-
-    def to_json(self) -> bytes:
-        """The bytes to store; the same for the same rows."""
-        parts = [[part.sha256, part.size, base64.b64encode(part.tokens).decode()] for part in self.parts]
-        fields = {
-            "version": VERSION,
-            "documents": self.documents,
-            "level": self.level,
-            "profile_digest": self.profile_digest,
-            "parts": parts,
-        }
-        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> KeptRepair:
-        """Read ``to_json``.
-
-        Args:
-            data: As stored.
-
-        Returns:
-            What is kept.
-
-        Raises:
-            CorruptError: ``to_json`` did not write this.
-            FormatVersionError: A later version wrote it.
-        """
-        fields = versioned(data, _WHAT)
-        rows = record(fields.get("parts"), list[tuple[str, int, str]], f"{_WHAT}'s parts", _ADVICE)
-        try:
-            parts = [KeptRows(sha256, size, base64.b64decode(tokens, validate=True)) for sha256, size, tokens in rows]
-        except ValueError as error:
-            raise CorruptError(f"{_WHAT} is damaged ({error}): {_ADVICE}") from error
-        return record(fields | {"parts": parts}, cls, _WHAT, _ADVICE)
 
 
 def base_of(token_digest: str, neutral_digest: str) -> str:

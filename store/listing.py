@@ -60,6 +60,9 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
             if len(begun) >= _AHEAD * threads:
                 first, future = begun.popleft()
                 yield first, future.result
+        # Threads end with their work: who takes results may fail, and an error keeps this generator until the garbage
+        # collector comes.
+        pool.shutdown(wait=False)
         while begun:
             first, future = begun.popleft()
             yield first, future.result

@@ -6,9 +6,9 @@ import base64
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, to_builtins
 from msgspec.structs import asdict
 
 from kvwire._json import Sha256, Sha256OrEmpty, check_version, json_object, record, strict_json
@@ -17,6 +17,7 @@ from kvwire.store.keys import MAX_NAME_CHARS, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Self
 
     from kvwire.types import CacheMeta
 
@@ -142,9 +143,37 @@ class CatalogEntry(Struct, frozen=True):
         return record(told, cls, _WHAT, _ADVICE)
 
 
-def pack_record(told: Struct) -> bytes:
-    """A record with its version; equal ones give equal bytes."""
-    return json.dumps({"version": VERSION} | asdict(told), sort_keys=True, separators=(",", ":")).encode()
+class Record(Struct, frozen=True):
+    """A small JSON object of the catalog, which carries a version; fields that are not known are passed over.
+
+    Attributes:
+        what: Of one, in words.
+        advice: How a damaged one is replaced.
+    """
+
+    what: ClassVar[str]
+    advice: ClassVar[str]
+
+    def to_json(self) -> bytes:
+        """The bytes to store; the same for the same record."""
+        fields = {"version": VERSION} | to_builtins(self)
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Read ``to_json``.
+
+        Args:
+            data: As stored.
+
+        Returns:
+            The record.
+
+        Raises:
+            CorruptError: A field is missing or impossible.
+            FormatVersionError: A later version wrote it.
+        """
+        return record(versioned(data, cls.what), cls, cls.what, cls.advice)
 
 
 def versioned(data: bytes, what: str) -> dict[str, Any]:

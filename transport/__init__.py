@@ -85,39 +85,4 @@ __all__ = [
     "split",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.store.backends.http.store": ("HttpStore", "HttpStoreSettings"),
-        "kvwire.transport.links": ("EmulatedLink", "LinkSettings", "RateSchedule", "parse_link"),
-        "kvwire.transport.errors": (
-            "BusyError",
-            "RejectedError",
-            "ReplacedError",
-            "SegmentCorruptError",
-            "SegmentError",
-            "SegmentStorageError",
-            "StalledError",
-        ),
-        "kvwire.transport.fetch.fetcher": ("BlobFetcher",),
-        "kvwire.transport.fetch.metering": ("LinkMeter", "LinkSample"),
-        "kvwire.transport.fetch.ranges": ("Range", "WantedRange", "coalesce", "split"),
-        "kvwire.transport.fetch.types": ("FetchCounts", "FetchSettings", "FetchedSegment"),
-        "kvwire.transport.server.access": ("AccessSettings",),
-        "kvwire.transport.server.application": ("ObjectServer",),
-        "kvwire.transport.server.credentials": ("SigningKeys", "new_token", "sign_url"),
-        "kvwire.transport.server.exchange": ("JsonLines", "TextLines"),
-        "kvwire.transport.server.listening": ("ServerTls", "TlsFiles", "listen", "serve"),
-        "kvwire.transport.server.settings": ("ServerSettings",),
-        "kvwire.transport.sources.base": (
-            "ByteSource",
-            "LinkedSource",
-            "ReadTimeouts",
-            "Sink",
-            "StoreSource",
-            "read_object",
-        ),
-        "kvwire.transport.sources.http": ("HttpSource", "open_session"),
-        "kvwire.transport.sources.open_source": ("open_document", "open_source"),
-    },
-)
+__getattr__ = lazy(__name__)

@@ -18,15 +18,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from test_parts.store_wrappers import CountingStore
+
 from fault_parts.network import RIGHT, WRONG, Row, named, seconds_since
 from kvwire.errors import KvwireError
 from kvwire.store import FolderStore, MemoryStore, S3Settings, S3Store, content_digest, open_tiers
 from kvwire.store.testing.samples import blob
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-from store_wrappers import CountingStore
-
-sys.path.pop()  # else folders of the tests are found as packages, such as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +40,7 @@ from kvwire.errors import KvwireError
 from kvwire.store import FolderStore, MemoryStore, S3Settings, S3Store, open_tiers
 from kvwire.store.testing.samples import blob
 sys.path.append(sys.argv[3])
-from store_wrappers import CountingStore
+from test_parts.store_wrappers import CountingStore
 place, size = sys.argv[1], int(sys.argv[2])
 parts = S3Settings(multipart_bytes=5 << 20, part_bytes=5 << 20)
 def tiers(remote, **options):
@@ -107,8 +104,8 @@ def _row(fault: str, when: str, where: str, outcome: str, started: float, attemp
 
 @contextmanager
 def _program(text: str, place: str | Path, size: int) -> Iterator[subprocess.Popen[str]]:
-    tests = str(Path(__file__).resolve().parents[2] / "tests")
-    command = [sys.executable, "-c", _PREAMBLE + text, str(place), str(size), tests]
+    folder = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-c", _PREAMBLE + text, str(place), str(size), folder]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         yield process

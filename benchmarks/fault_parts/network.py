@@ -12,14 +12,16 @@ import base64
 import hashlib
 import json
 import math
-import sys
 import time
 from collections import deque
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from test_parts.fault_proxy import FaultKind, FaultProxy, ProxyFault, ProxyRequest, nth
+from test_parts.plain_blobs import build_blob as build
+from test_parts.plain_blobs import read_blob_head as read_header
 
 from kvwire.errors import KvwireError
 from kvwire.store import Catalog, HttpAddress, KeySpace, MemoryStore, S3Settings, S3Store, tenant_hash
@@ -38,15 +40,9 @@ from kvwire.transport import (
 )
 from kvwire.transport.testing import serving
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-from fault_proxy import FaultKind, FaultProxy, ProxyFault, ProxyRequest, nth
-from plain_blobs import build_blob as build
-from plain_blobs import read_blob_head as read_header
-
-sys.path.pop()  # else folders of the tests are found as packages, such as vllm
-
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from pathlib import Path
 
     from kvwire.store import Store
     from kvwire.transport import ByteSource

@@ -234,9 +234,9 @@ class BlobDecoder:
             drop_pruned(self._out, self._header.kept, start, stop)
 
     def _finish(self, start: int, stop: int) -> bool:
-        """Zero pruned entries and write sinks after lossy levels; return whether anything may have been written."""
-        drop_pruned(self._out, self._header.kept, start, stop)
+        """Write sinks and zero pruned entries after lossy levels; return whether anything may have been written."""
         placed = self._sinks is not None and self._sinks.place(start, stop)
+        drop_pruned(self._out, self._header.kept, start, stop)
         return placed or self._header.kept is not None
 
     def _check_bytes(self, segment: SegmentInfo, data: bytes) -> None:

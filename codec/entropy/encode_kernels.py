@@ -1,4 +1,4 @@
-"""numba kernel that encodes a stream; see ``kernels`` for the rules of all kernels, ``rans_naive`` for the twin."""
+"""numba kernel that encodes a stream; see ``kernels`` for the rules of all kernels."""
 
 from __future__ import annotations
 

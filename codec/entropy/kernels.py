@@ -1,4 +1,4 @@
-"""numba kernels of the entropy decoder and of symbols; readable twins are in ``rans_naive`` or ``transform.levels``.
+"""numba kernels of the entropy decoder and of symbols; the tests have readable twins.
 
 No kernel checks an index, so every index must be in range by construction, whatever the stream holds: columns come from
 ``SegmentState.columns`` and index its own values; classes are clipped to those with a table; contexts are at most 2;

@@ -51,6 +51,39 @@ def _sizes_of(classes: NDArray[int64], sizes: F32) -> tuple[F32, F32]:
     return ones, twos
 
 
+@register_jitable
+def _third(q: int32) -> int32:
+    """The value of the next coarser level, see ``kernels.coarsen``."""
+    return int32(uint32(q + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+
+
+@register_jitable
+def _quantise(row: F32, runs: U32, inverse: float, descents: int, picked: F32, values: NDArray[int32]) -> None:
+    """Pick a token's coded coefficients, and quantise them at some levels below the finest."""
+    at = uint32(0)
+    for run in range(runs.shape[0]):
+        for c in range(runs[run, 0], runs[run, 1]):
+            picked[at] = row[c]
+            at += uint32(1)
+    for i in range(picked.shape[0]):
+        values[i] = int32(np.rint(picked[i] * float32(inverse)))
+    for _ in range(descents):
+        for i in range(picked.shape[0]):
+            values[i] = _third(values[i])
+
+
+@register_jitable
+def _add_errors(picked: F32, values: NDArray[int32], ones: F32, twos: F32, step: float, missed: F32) -> None:
+    """Add the squared errors of a token's quantised coefficients."""
+    for i in range(picked.shape[0]):
+        q, one, two = abs(values[i]), ones[i], twos[i]
+        size = float32(q)
+        size = one if q == 1 else size
+        size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points
+        difference = abs(picked[i]) - float32(step) * size
+        missed[i] += difference * difference
+
+
 @jit
 def enter_level(
     unit: NDArray[int64],
@@ -109,27 +142,12 @@ def base_symbols(
     for i in range(count):
         rows[i] = uint32((classes[i] - 1) * 256)
     for t in range(symbols.shape[0]):
-        at = uint32(0)
-        for run in range(runs.shape[0]):
-            for c in range(runs[run, 0], runs[run, 1]):
-                picked[at] = coefficients[t, c]
-                at += uint32(1)
-        for i in range(count):
-            values[i] = int32(np.rint(picked[i] * float32(inverse)))
-        for _ in range(descents):
-            for i in range(count):
-                values[i] = int32(uint32(values[i] + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+        _quantise(coefficients[t], runs, inverse, descents, picked, values)
         for i in range(count):
             q = values[i]
             symbol = uint32(q + int32(128)) if -128 < q < 128 else uint32(0)  # noqa: PLR2004 - the alphabet
             symbols[t, i] = uint8(symbol) if base[rows[i] + symbol] > 0 else uint8(0)
-        for i in range(count):
-            q, one, two = abs(values[i]), ones[i], twos[i]
-            size = float32(q)
-            size = one if q == 1 else size
-            size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points
-            difference = abs(picked[i]) - float32(step) * size
-            missed[i] += difference * difference
+        _add_errors(picked, values, ones, twos, step, missed)
 
 
 @jit
@@ -149,25 +167,10 @@ def refinement_codes(
     picked, values = empty(count, float32), empty(count, int32)
     ones, twos = _sizes_of(classes, sizes)
     for t in range(codes.shape[0]):
-        at = uint32(0)
-        for run in range(runs.shape[0]):
-            for c in range(runs[run, 0], runs[run, 1]):
-                picked[at] = coefficients[t, c]
-                at += uint32(1)
-        for i in range(count):
-            values[i] = int32(np.rint(picked[i] * float32(inverse)))
-        for _ in range(descents):
-            for i in range(count):
-                values[i] = int32(uint32(values[i] + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+        _quantise(coefficients[t], runs, inverse, descents, picked, values)
         for i in range(count):
             q = values[i]
-            below = int32(uint32(q + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+            below = _third(q)
             r = q - int32(3) * below
             codes[t, i] = uint8(int32(3) * min(abs(below), int32(2)) + int32(1) + (-r if below < 0 else r))
-        for i in range(count):
-            q, one, two = abs(values[i]), ones[i], twos[i]
-            size = float32(q)
-            size = one if q == 1 else size
-            size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points
-            difference = abs(picked[i]) - float32(step) * size
-            missed[i] += difference * difference
+        _add_errors(picked, values, ones, twos, step, missed)

@@ -1,4 +1,9 @@
-"""The fast entropy coder: private-lane rANS in numba kernels, with the same streams as ``rans_naive``.
+"""The entropy coder: private-lane rANS in numba kernels.
+
+Every lane is a separate rANS coder (Duda, arXiv 1311.2540; streaming form after Giesen's ryg_rans): a 32-bit state at
+or above 2^16, so that one 16-bit word always refills it, and 12-bit probabilities. Of symbols ``[tokens, columns]``,
+lane ``l`` walks columns ``l``, ``l + lanes``, ``l + 2 * lanes``, ... in token order. Lanes share nothing, so a vector
+unit or a GPU decodes them in lockstep.
 
 Two coders share the lane layout. Base symbols (bytes) decode through a lookup table. Refinements have three symbols and
 a context, so two thresholds of four bytes together replace the table.
@@ -51,13 +56,6 @@ def lanes_for(symbols: int, per_lane: int = SYMBOLS_PER_LANE) -> int:
 def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
     """Encode base symbols ``[tokens, columns]``, each column with the table of its class."""
     return _encode(symbols, classes, tables.base, tables.base_entries, lanes)
-
-
-def encode_ternary(
-    symbols: NDArray[np.uint8], contexts: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int
-) -> Lanes:
-    """Encode refinement symbols under their contexts."""
-    return encode_refinement(np.uint8(3) * contexts + symbols, classes, tables, lanes)
 
 
 def encode_refinement(codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:

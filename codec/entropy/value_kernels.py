@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from numba.extending import register_jitable
 from numpy import empty, float32, float64, uint16, uint32, uintp
 
 from kvwire.codec.entropy.jit import jit
@@ -14,16 +15,21 @@ if TYPE_CHECKING:
     from kvwire.codec.entropy.jit import F32, I32, I64, U16, U32
 
 
+@register_jitable
+def _dequantised(q: int, one: float32, two: float32) -> float32:
+    """A value at step 1: sizes 1 and 2 have points of their own."""
+    size = float32(abs(q))
+    size = one if abs(q) == 1 else size
+    size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+    return -size if q < 0 else size
+
+
 @jit
 def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
     """Set ``out = step * size`` with the sign of the value."""
     for t in range(out.shape[0]):
         for c in range(out.shape[1]):
-            q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
-            size = float32(abs(q))
-            size = one if abs(q) == 1 else size
-            size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
-            out[t, c] = float32(step) * (-size if q < 0 else size)
+            out[t, c] = float32(step) * _dequantised(quantised[t, c], sizes[1, c], sizes[2, c])
 
 
 @jit
@@ -34,12 +40,8 @@ def to_bfloat16(quantised: I32, sizes: F32, limit: int, out: U16) -> None:
     bits = row.view(uint32)
     for t in range(out.shape[0]):
         for c in range(columns):
-            q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
-            size = float32(abs(q))
-            size = one if abs(q) == 1 else size
-            size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
-            size = float32(0) if abs(q) > limit else size
-            row[c] = -size if q < 0 else size
+            size = _dequantised(quantised[t, c], sizes[1, c], sizes[2, c])
+            row[c] = float32(0) if abs(quantised[t, c]) > limit else size
         for c in range(columns):
             out[t, c] = uint16((bits[c] + uint32(0x7FFF) + ((bits[c] >> uint32(16)) & uint32(1))) >> uint32(16))
 
@@ -66,11 +68,8 @@ def list_values(quantised: I32, sizes: F32, dense: int, limit: int, ends: I64, t
         for c in range(ends.shape[0]):
             q = quantised[t, c]
             if abs(q) > (limit if c < dense else 0):
-                size = float32(abs(q))
-                size = sizes[1, c] if abs(q) == 1 else size
-                size = sizes[2, c] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
                 at = ends[c]
-                tokens[at], values[at] = uint32(t), -size if q < 0 else size
+                tokens[at], values[at] = uint32(t), _dequantised(q, sizes[1, c], sizes[2, c])
                 ends[c] = at + 1
 
 

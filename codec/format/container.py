@@ -205,11 +205,7 @@ def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
 
 def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
     """Read token index and stored bytes of each attention sink."""
-    sinks = _flagged(lambda: sinks_from_json(metadata.get("sinks"), fields.tokens), fields, SINKS, "attention sinks")
-    if sinks and metadata.get("kept_bytes"):
-        msg = "the blob has attention sinks, and entries that were pruned, which no writer does; fetch it again"
-        raise CorruptError(msg)
-    return sinks
+    return _flagged(lambda: sinks_from_json(metadata.get("sinks"), fields.tokens), fields, SINKS, "attention sinks")
 
 
 def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:

@@ -20,11 +20,8 @@ from kvwire.codec.entropy.rans import (
     Lanes,
     decode_base,
     decode_ternary,
-    encode_base,
-    encode_ternary,
-    lanes_for,
 )
-from kvwire.codec.entropy.tables import BIAS, ESCAPE, GRID_PER_LEVEL, LARGEST, Tables, clip_class
+from kvwire.codec.entropy.tables import ESCAPE, GRID_PER_LEVEL, LARGEST, Tables, clip_class
 from kvwire.codec.format.metadata_json import decompress
 from kvwire.errors import CorruptError
 
@@ -90,50 +87,6 @@ class SegmentState:
         """Go one level up: raise the classes of coded columns by a level and add the entering ones."""
         self.classes = np.where(self.classes > 0, clip_class(self.classes + GRID_PER_LEVEL), 0)
         self.classes[fresh] = classes
-
-
-def encode_segment(
-    state: SegmentState,
-    shift: int,
-    wanted: NDArray[np.int64],
-    values: NDArray[np.int32],
-    refinement: NDArray[np.uint8] | None,
-) -> tuple[bytes, int]:
-    """Encode the next level of a chunk and advance the state; the readable twin of ``transform.levels``."""
-    entering = np.asarray(values.any(axis=0))
-    codes = enter_level(state, shift, wanted, entering)
-    escapes = b""
-    if refinement is None:
-        stream, escapes = _encode_base(state, values)
-    else:
-        columns = state.columns
-        symbols = refinement[:, columns]
-        lanes = lanes_for(symbols.size)
-        stream = encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes)
-    state.values = values
-    return pack_segment(codes, escapes, stream), state.tokens * len(state.columns)
-
-
-def enter_level(state: SegmentState, shift: int, wanted: NDArray[np.int64], entering: NDArray[np.bool_]) -> bytes:
-    """Advance a state's classes to the next level; return the class codes of the open columns."""
-    open_columns = np.flatnonzero(state.classes == 0)
-    entering = entering[open_columns]
-    fresh = open_columns[entering]
-    chosen = clip_class(wanted[fresh])
-    codes = np.zeros(len(open_columns), np.uint8)
-    codes[entering] = _zigzag(chosen - clip_class(state.spread[fresh] - shift)) + 1
-    state.enter(fresh, chosen)
-    return codes.tobytes()
-
-
-def _encode_base(state: SegmentState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:
-    columns = state.columns
-    classes = state.classes[columns]
-    picked = values[:, columns]
-    symbols = np.where(np.abs(picked) < BIAS, picked + BIAS, ESCAPE).astype(np.uint8)
-    symbols[state.tables.base[classes[None, :] - 1, symbols] == 0] = ESCAPE
-    stream = encode_base(symbols, classes, state.tables, lanes_for(symbols.size))
-    return stream, picked[symbols == ESCAPE].astype("<i4").tobytes()
 
 
 def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
@@ -254,10 +207,6 @@ def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
     if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
         raise CorruptError("a segment escapes to values that no encoder writes: it is damaged, fetch it again")
     return escaped
-
-
-def _zigzag(delta: NDArray[np.int64]) -> NDArray[np.uint8]:
-    return np.where(delta >= 0, 2 * delta, -2 * delta - 1).astype(np.uint8)
 
 
 def _unzigzag(code: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec.transform.analysis import HALVED_STEP, LARGE_STEPS, fast_bfloat16, sampling_step
+from kvwire.codec.transform.analysis import (
+    HALVED_STEP,
+    LARGE_STEPS,
+    fast_bfloat16,
+    fill_pruned,
+    pruned_entries,
+    sampling_step,
+)
 from kvwire.codec.transform.positions import rotate, rotation
 
 if TYPE_CHECKING:
@@ -107,11 +114,10 @@ class Transform:
         for at in self._sinks:
             if start <= at < stop:
                 out[at - start] = 0.0  # the header stores sinks
-        for (_, layer), view in zip(group.planes, views, strict=True):
-            mask = cache.kept[layer] if cache.kept is not None else None
-            if mask is not None:  # pruned entries take their predicted value, which costs least to code
-                pruned = ~mask[:, start:stop].to(out.device).T[:, :, None]
-                view.view(stop - start, len(mask), -1).masked_fill_(pruned, 0.0)
+        if cache.kept is not None:
+            pruned = pruned_entries(cache, group.planes, start, stop).to(out.device)
+            analysis = None if group.scales is not None else group.analysis
+            fill_pruned(out, pruned, analysis, group.variances(self._step))
         return out, total
 
     def _width(self, plane: tuple[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""Triton kernels that decode streams into values; readable twins are in ``rans_naive`` and ``transform.levels``.
+"""Triton kernels that decode streams into values; the tests have readable twins.
 
 They read the same streams as numba's kernels, symbol for symbol. One thread walks one lane. All levels of all chunks of
 a batch are one launch: programs take tickets, level by level, and a refinement waits until the level below of its chunk

@@ -1,4 +1,4 @@
-"""Triton kernels that encode; readable twins are in ``transform.levels`` and ``rans_naive``.
+"""Triton kernels that encode; the tests have readable twins.
 
 Quantised values are split into a one-byte symbol for every level, ``[tokens, levels, columns]``: the base symbol at
 level 0, three times the context plus the refinement at later ones. One kernel codes both: a byte and its column's row

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.profile.group import solve, weighted
+from kvwire.codec.transform.analysis import variances_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +69,10 @@ class DeviceGroup:
         made, _ = solve(cast("Tensor", self.rows).float(), self.metric)
         torch.cuda.synchronize(self._device)  # other threads read it from their own streams
         return made
+
+    def variances(self, step: float) -> Tensor:
+        """``variances_of`` on the device."""
+        return variances_of(self._group, step).to(self._device)
 
     @cached_property
     def halved_analysis(self) -> Tensor:

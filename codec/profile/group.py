@@ -31,6 +31,9 @@ SMALL = 127
 MIN_DIAGONAL_RATIO = 1e-2
 """Least ratio of diagonal entries in the Cholesky factor of the rows' Gram matrix at which float32 solves as accurately
 as it stores."""
+_DEPENDENT = 1e-7
+"""The same ratio below which rows are dependent: its square is near the precision of float64. A fit on few tokens keeps
+all directions and rounds most of them coarsely, which leaves ratios down to 1e-5."""
 MOST_PIECES = 14
 """Most pieces of a group's rows: a file has at most 16 sections."""
 ROWS_BYTES = 64 << 20
@@ -274,15 +277,16 @@ def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[to
     factor, failed_at = torch.linalg.cholesky_ex(gram)
     diagonal = factor.diagonal()
     if int(failed_at) or (len(gram) and bool(diagonal.amin() < MIN_DIAGONAL_RATIO * diagonal.amax())):
-        return solve_precisely(synthesis, dual), gram
+        return solve_precisely(synthesis, metric), gram
     return torch.cholesky_solve(dual.T, factor).T.contiguous(), gram
 
 
-def solve_precisely(synthesis: torch.Tensor, dual: torch.Tensor) -> torch.Tensor:
+def solve_precisely(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Compute ``Group.analysis`` in float64."""
-    wide = dual.double()
+    wide = weighted(synthesis.double(), tuple(block.double() for block in metric))
     factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ wide)
-    if int(failed_at):
+    diagonal = factor.diagonal()
+    if int(failed_at) or bool(diagonal.amin() < _DEPENDENT * diagonal.amax()):
         raise CorruptError("the profile's basis is not independent in its own metric; fetch the profile again")
     return torch.cholesky_solve(wide.T, factor).T.float().contiguous()
 

@@ -99,11 +99,6 @@ class Profile:
         return 0 if self.table is None else self.table.shape[1]
 
     @property
-    def needs_tokens(self) -> bool:
-        """Whether coding needs the document's token ids."""
-        return self.table is not None
-
-    @property
     def has_sinks(self) -> bool:
         """Whether the profile has a row of attention sinks."""
         return all(group.sink.size for group in self.groups)

@@ -1,12 +1,11 @@
 """Encode a chunk's coefficients into the segments of all levels, each level straight from the coefficients.
 
 A level's values are the finest level's, rounded from level to level. A column's largest coefficient determines its
-first coded level, so columns that no level codes are never quantised. ``chunk_levels_naive`` is the readable twin.
+first coded level, so columns that no level codes are never quantised.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,9 +14,9 @@ import numpy as np
 
 from kvwire.codec.entropy import kernels, level_kernels
 from kvwire.codec.entropy.rans import encode_base, encode_refinement, lanes_for
-from kvwire.codec.entropy.tables import ESCAPE, GRID_PER_LEVEL, LARGEST, class_of, column_classes
+from kvwire.codec.entropy.tables import ESCAPE, GRID_PER_LEVEL, LARGEST, class_of
 from kvwire.codec.format.codecs import MAX_LEVELS
-from kvwire.codec.format.segment import SegmentState, encode_segment, pack_segment
+from kvwire.codec.format.segment import pack_segment
 from kvwire.errors import ArgumentError, CacheValueError
 
 if TYPE_CHECKING:
@@ -104,20 +103,6 @@ def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[n
         kernels.coarsen(values[0], coarse, refinement)
         values.insert(0, coarse)
         symbols.insert(0, refinement)
-    return values, symbols
-
-
-def split_levels_naive(
-    finest: NDArray[np.int32], levels: int
-) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """Split as ``split_levels``, which is its fast twin."""
-    values = [finest]
-    for _ in range(levels - 1):
-        values.insert(0, np.rint(values[0] / RATIO).astype(np.int32))
-    symbols = []
-    for coarse, fine in itertools.pairwise(values):
-        remainder = fine - RATIO * coarse
-        symbols.append((1 + np.where(coarse < 0, -remainder, remainder)).astype(np.uint8))
     return values, symbols
 
 
@@ -217,29 +202,3 @@ def _first_levels(peaks: NDArray[np.float32], levels: int) -> NDArray[np.int64]:
         found += peaks < least
         least = RATIO * least - 1
     return found
-
-
-def chunk_levels_naive(
-    coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
-) -> list[CodedLevel]:
-    """Encode a chunk as ``ChunkLevels`` does, but level by level from all values; its readable twin."""
-    values, refinements = split_levels_naive(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
-    unit = column_classes(coefficients)
-    state = SegmentState(len(coefficients), spread, tables)
-    coded = []
-    for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
-        refinement = refinements[level - 1] if level else None
-        data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
-        coded.append((data, symbols, squared_error(coefficients, values[level], tables.sizes_of(state.classes), step)))
-    return coded
-
-
-def squared_error(
-    coefficients: NDArray[np.float32], values: NDArray[np.int32], sizes: NDArray[np.float32], step: float
-) -> float:
-    """Sum the squared errors of quantised values."""
-    size = abs(values).astype(np.float32)
-    for small in (1, 2):
-        size = np.where(abs(values) == small, sizes[small], size)
-    missed = np.abs(coefficients) - np.float32(step) * size
-    return float((missed * missed).sum(axis=0).sum(dtype=np.float64))

@@ -42,16 +42,21 @@ _SPAN = 1024
 def find_sinks(cache: KVCache, text: TextPredictor) -> dict[int, bytes]:
     """Find the attention sinks: tokens nearer to the profile's sink row than to the prediction from their text.
 
-    All tokens are compared in the middle group, and those that pass in all groups. Returns frames by token index.
+    All tokens of which nothing is pruned are compared in the middle group, and those that pass in all groups. Returns
+    frames by token index.
     """
     groups = text.profile.groups
-    if not text.profile.has_sinks or cache.kept is not None:
+    if not text.profile.has_sinks:
         return {}
+    whole = np.ones(cache.tokens, bool)
+    for mask in cache.kept or ():
+        if mask is not None:
+            whole &= mask.all(0).cpu().numpy()
     likely: list[int] = []
     for start in range(0, cache.tokens, _SPAN):
         stop = min(start + _SPAN, cache.tokens)
         by_text, by_sink, _ = _distances(cache, text, len(groups) // 2, start, stop)
-        likely += (start + (by_sink < NEARER * by_text).nonzero()[0]).tolist()
+        likely += (start + (whole[start:stop] & (by_sink < NEARER * by_text)).nonzero()[0]).tolist()
     found: dict[int, bytes] = {}
     room = _ROOM_BYTES
     for at in likely[:_COMPARED]:

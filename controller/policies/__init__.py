@@ -26,12 +26,4 @@ __all__ = [
     "TextOnly",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.controller.plan": ("Adaptive",),
-        "kvwire.controller.snapshot": ("RECOMPUTE", "Plan", "PlanRequest", "Policy", "RepairRule"),
-        "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact", "CacheGenTimed"),
-        "kvwire.controller.policies.simple": ("CacheBlend", "Fixed", "Raw", "TextOnly"),
-    },
-)
+__getattr__ = lazy(__name__)

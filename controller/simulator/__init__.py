@@ -68,29 +68,4 @@ __all__ = [
     "with_outages",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.controller.simulator.contenders": ("policy_named", "policy_names"),
-        "kvwire.controller.simulator.machines": ("MACHINES", "Machine", "costs", "machine_named"),
-        "kvwire.controller.simulator.metrics": ("Scored", "Summary", "decibels"),
-        "kvwire.controller.simulator.models": ("MODELS", "Model", "model_named"),
-        "kvwire.controller.simulator.offline_optimum": ("Optimum", "optimum"),
-        "kvwire.controller.simulator.outcome": ("Outcome", "Span"),
-        "kvwire.controller.simulator.rates": ("ar1", "constant", "steps", "token_bucket", "with_outages"),
-        "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
-        "kvwire.controller.simulator.sizes": (
-            "documents_for",
-            "expected_kl",
-            "measured",
-            "raw_documents_for",
-            "raw_of",
-            "source_in_words",
-        ),
-        "kvwire.controller.simulator.steering": ("Steering",),
-        "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
-        "kvwire.controller.simulator.arrivals": ("LoadArrival", "Trouble"),
-        "kvwire.controller.simulator.world": ("World",),
-        "kvwire.types.rates": ("RateTrace",),
-    },
-)
+__getattr__ = lazy(__name__)

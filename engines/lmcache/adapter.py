@@ -11,11 +11,15 @@ from functools import partial
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from kvwire.errors import KvwireError
 from kvwire.runtime.adapters import ChunkSettings, uniform
@@ -25,7 +29,7 @@ from kvwire.store.prefix.schemes import SCHEMES
 from .layout import ObjectLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.memory_management import MemoryObj
@@ -60,6 +64,30 @@ class Finished(Generic[T]):
         with self._lock:
             results, self._results = self._results, {}
         return results
+
+
+class _Metrics(Collector):
+    """What all adapters of this process did, beside LMCache's own metrics, which count chunks as they are decoded."""
+
+    def __init__(self) -> None:
+        """Of no adapter yet."""
+        self.adapters: WeakSet[KvwireL2Adapter] = WeakSet()
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """As Prometheus asks for it."""
+        told = [adapter.report_status() for adapter in list(self.adapters)]
+        for name, words in _COUNTED.items():
+            yield CounterMetricFamily(f"kvwire_lmcache_{name}", words, value=sum(each[name] for each in told))
+
+
+_COUNTED = {
+    "loaded_chunks": "Chunks that were read from kvwire's store.",
+    "fetched_bytes": "Bytes of their blobs.",
+    "troubles": "Failures; the log tells each kind once.",
+}
+"""Names in an adapter's status that are metrics, too."""
+_METRICS = _Metrics()
+REGISTRY.register(_METRICS)
 
 
 class KvwireL2Adapter(L2AdapterInterface):
@@ -97,6 +125,7 @@ class KvwireL2Adapter(L2AdapterInterface):
         self._numbers = count()
         self._pool = ThreadPoolExecutor(_THREADS, "kvwire-lmcache")
         self._is_closed = False
+        _METRICS.adapters.add(self)
 
     def get_store_event_fd(self) -> int:
         """Signalled when a store task is done."""

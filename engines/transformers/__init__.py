@@ -17,12 +17,4 @@ __all__ = [
     "open_engine",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.engines.transformers.engine": ("TransformersEngine",),
-        "kvwire.engines.transformers.generating": ("generate_inputs",),
-        "kvwire.engines.transformers.model": ("DescribedModel",),
-        "kvwire.engines.transformers.opening": ("open_engine",),
-    },
-)
+__getattr__ = lazy(__name__)

@@ -63,7 +63,7 @@ def match_documents(
     corpus: Corpus, choice: Choice, prompt: Sequence[int], quality: LinkQuality | None = None
 ) -> MatchResult:
     """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs."""
-    entries = entries_of(corpus, choice)
+    entries = entries_of(corpus, choice.documents)
     kept = kept_of(corpus, choice, entries, prompt)
     salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
     if missing := missing_level(entries, choice.level):
@@ -96,12 +96,12 @@ def match_documents(
     if choice.repair and len(pieces) > repaired + len(front):
         trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
         pieces = pieces[: repaired + len(front)]
-    expected, linked = None, len(pieces) > 1 + len(front)
-    if linked and not choice.repair and quality is not None:
-        level = entries[0].levels[choice.level][0] if entries[0] and choice.level is not None else ""
-        expected = quality.expected_kl(level)
-        if why := quality.trouble(level):
-            pieces, trouble, expected = pieces[: 1 + len(front)], why, None
+    expected, linked = None, [entry for entry in entries[: len(pieces) - len(front)] if entry]
+    if len(linked) > 1 and not choice.repair and quality is not None:
+        level = linked[0].levels[choice.level][0] if choice.level is not None else ""
+        expected, why = quality.of_links(linked, level)
+        if why:
+            pieces, trouble = pieces[: 1 + len(front)], why
     kept = kept if kept and len(pieces) == repaired + len(front) else None
     return MatchResult(salt, tuple(pieces), trouble, kept, is_other, expected_kl=expected, front=len(front))
 

@@ -188,9 +188,9 @@ def salt_of(
     return f"{SALTED}{choice.mode}-{quality}-profile-{profile[:12] or 'none'}-{digest[:32]}"
 
 
-def entries_of(corpus: Corpus, choice: Choice) -> list[CatalogEntry | None]:
-    """Look the documents up, several at a time where the store is far; None for one that is not in the catalog."""
-    reads = read_ahead(corpus.catalog.store, choice.documents, partial(_entry, corpus))
+def entries_of(corpus: Corpus, names: Iterable[str]) -> list[CatalogEntry | None]:
+    """Look documents up, several at a time where the store is far; None for one that is not in the catalog."""
+    reads = read_ahead(corpus.catalog.store, names, partial(_entry, corpus))
     return [read() for _, read in reads]
 
 

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["cli", "main"]
 
-__getattr__ = lazy(__name__, {"kvwire.cli.app": ("cli", "main")})
+__getattr__ = lazy(__name__)

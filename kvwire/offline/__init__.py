@@ -41,17 +41,4 @@ __all__ = [
     "writing",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.offline.check": ("ProfileCheck", "check_profile"),
-        "kvwire.offline.manifest": ("LevelRow", "Row", "read_manifest", "writing"),
-        "kvwire.offline.on_ray": ("RaySettings", "encode_on_ray"),
-        "kvwire.offline.on_vllm": ("VllmSettings", "encode_on_vllm"),
-        "kvwire.offline.pipeline": ("encode_serially", "encode_side_by_side", "prepare_profile"),
-        "kvwire.offline.profiles": ("ProfileLevel", "ProfileSummary", "fit_profile_file", "summarise"),
-        "kvwire.offline.refs": ("DocumentRef",),
-        "kvwire.offline.sources": ("find_documents",),
-        "kvwire.offline.steps": ("RunOptions", "Work"),
-    },
-)
+__getattr__ = lazy(__name__)

@@ -18,11 +18,4 @@ __all__ = [
     "write_page",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.report.first_token": ("FirstTokens", "first_tokens"),
-        "kvwire.report.page": ("write_page",),
-        "kvwire.report.surveying": ("ConfigSurvey", "Survey", "survey"),
-    },
-)
+__getattr__ = lazy(__name__)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Coding", "Corpus", "Document", "Encoded"]
 
-__getattr__ = lazy(__name__, {"kvwire.runtime.coding": ("Coding", "Document", "Encoded")})
+__getattr__ = lazy(__name__)
 _ALL_LEVELS = 1 << 30
 
 

@@ -38,15 +38,4 @@ __all__ = [
     "write_trained",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.training.loop": (
-            "RECIPES", "Recipe", "Trained", "Training", "answer_loss", "divergence_loss", "train",
-        ),
-        "kvwire.training.output": ("report_of", "write_report", "write_trained"),
-        "kvwire.training.samples": ("Batch", "Sample", "Turn", "batch_of", "linked", "plain"),
-        "kvwire.training.sources": ("Mixture", "Samples", "Text", "TextCut", "read_source"),
-        "kvwire.training.trainable": ("TrainableModel",),
-    },
-)  # fmt: skip
+__getattr__ = lazy(__name__)

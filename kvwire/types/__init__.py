@@ -39,16 +39,4 @@ __all__ = [
     "digest_tokens",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "kvwire.types.blob": ("BlobInfo", "BlobPrefix", "BlockDeviation", "LevelInfo", "SegmentInfo", "SoftTokensName"),
-        "kvwire.types.cache": ("CacheMeta", "KVCache", "LayerSpec", "Side", "digest_tokens"),
-        "kvwire.types.chat": ("Chat", "RenderedChat", "Turn"),
-        "kvwire.types.decision": ("ChunkId", "Decision"),
-        "kvwire.types.magic": ("SEALED_MAGIC", "SHIFT_MAGIC", "TEXT_MAGIC"),
-        "kvwire.types.paged": ("PagedKVCache",),
-        "kvwire.types.rates": ("RateTrace",),
-        "kvwire.types.rope": ("RopeRegime",),
-    },
-)
+__getattr__ = lazy(__name__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvwire._forks import OwnProcess
 from kvwire.errors import ArgumentError
-from kvwire.store.base import ObjectStat, Store, clamp_range, open_object
+from kvwire.store.base import HeldObject, ObjectStat, Store, clamp_range, open_object
 from kvwire.store.cache.cache import RangeCache
 from kvwire.store.cache.disk_tier import DiskTier
 from kvwire.store.cache.local import unlocked_folders
@@ -122,7 +122,7 @@ class TieredStore(Store):
         if size is None:
             size = self.stat(key).size
         self.cache.use(name)
-        return _TieredReader(key, size, partial(self._read, name, key))
+        return HeldObject(size, content_digest(key) or "", partial(self._read, name, key))
 
     def put(self, key: str, data: Data) -> None:
         """Write to the remote (with ``write_back``: durably to the local disk) and keep content in the tiers."""
@@ -247,22 +247,6 @@ class TieredStore(Store):
         for start in range(0, len(view), self._settings.flight_bytes):
             part = bytes(view[start : start + self._settings.flight_bytes])
             self.cache.keep(name, start, part, len(view))
-
-
-class _TieredReader:
-    """One object, read through the tiers."""
-
-    def __init__(self, key: str, size: int, read: partial[bytes]) -> None:
-        self._read = read
-        self.size = size
-        self.etag = content_digest(key) or ""
-
-    def read(self, start: int, end: int) -> bytes:
-        start, stop = clamp_range(start, end, self.size)
-        return self._read(start, stop)
-
-    def close(self) -> None:
-        pass
 
 
 def parse_size(text: str) -> int:

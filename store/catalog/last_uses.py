@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, KvwireError, NotFoundError
 from kvwire.store.index_records import LastUse, is_saved
-from kvwire.store.records import pack_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,5 +81,5 @@ class LastUses:
                 return False
         except NotFoundError:
             pass
-        self._catalog.objects.write(key, pack_record(LastUse(entry.document_id, entry.token_digest)))
+        self._catalog.objects.write(key, LastUse(entry.document_id, entry.token_digest).to_json())
         return True

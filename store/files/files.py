@@ -16,6 +16,7 @@ from kvwire.store.key_kinds import content_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from kvwire.store.base import Data
@@ -47,34 +48,28 @@ _HASH_PIECE = 1 << 20
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Translate errors met while reading."""
+def _translated(verb: str, what: str) -> Iterator[None]:
     try:
         yield
     except KvwireError:
         raise
     except OSError as error:
-        if error.errno in _ABSENT:
+        if verb == "read" and error.errno in _ABSENT:
             raise NotFoundError(f"{what} is not there; check the address, or encode the document again") from error
-        raise _translated(error, "read", what) from error
+        advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+        translated = StorageError(f"cannot {verb} {what}: {advice}")
+        translated.errno = error.errno
+        raise translated from error
 
 
-@contextmanager
-def writing(what: str) -> Iterator[None]:
+def reading(what: str) -> AbstractContextManager[None]:
+    """Translate errors met while reading."""
+    return _translated("read", what)
+
+
+def writing(what: str) -> AbstractContextManager[None]:
     """Translate errors met while writing, deleting or making folders."""
-    try:
-        yield
-    except KvwireError:
-        raise
-    except OSError as error:
-        raise _translated(error, "write", what) from error
-
-
-def _translated(error: OSError, verb: str, what: str) -> StorageError:
-    advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
-    translated = StorageError(f"cannot {verb} {what}: {advice}")
-    translated.errno = error.errno
-    return translated
+    return _translated("write", what)
 
 
 def temporary_name() -> str:

@@ -20,6 +20,7 @@ from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from prometheus_client import REGISTRY, generate_latest
 
 from kvwire.errors import ArgumentError, NotFoundError
 
@@ -114,6 +115,26 @@ def test_documents_are_loaded_by_the_phases_of_its_checker(stored, shape, fused,
     assert not objects[5].tensor.any()
     assert status["read_only"]
     assert (status["loaded_chunks"], status["troubles"]) == (5, 0)
+
+
+def test_the_bytes_of_blobs_are_among_the_servers_metrics(stored):
+    """LMCache's own count chunks as they are decoded."""
+
+    def metric(name):
+        (line,) = [
+            each for each in generate_latest(REGISTRY).decode().splitlines() if each.startswith(f"{name}_total ")
+        ]
+        return float(line.split()[1])
+
+    names = ("kvwire_lmcache_loaded_chunks", "kvwire_lmcache_fetched_bytes")
+    keys, objects = keys_of(stored.hashes("a")), room(5)
+    with adapter_of(stored) as adapter, adapter_of(stored):
+        before = [metric(name) for name in names]
+        _run_load_phase(adapter, keys, objects)
+        chunks, fetched = (metric(name) - was for name, was in zip(names, before, strict=True))
+        assert fetched == adapter.report_status()["fetched_bytes"]
+    assert chunks == 5
+    assert 0 < fetched < sum(each.tensor.numel() * each.tensor.element_size() for each in objects)
 
 
 def test_two_workers_get_their_heads(stored):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore
 
 pytestmark = pytest.mark.filterwarnings("default")
+ROOT = Path(__file__).resolve().parents[2]
 CHUNK, BLOCK, SALT, LEVEL = 128, 32, "coarse", 1
 LENGTHS = {"a": 700, "b": 520}
 
@@ -56,16 +59,27 @@ def place(tmp_path_factory):
         yield root, engine, corpus, texts
 
 
+def page(name):
+    """A command of the page, in words."""
+    text = (ROOT / "docs" / "how-to" / "serve-through-lmcache.md").read_text(encoding="utf-8")
+    (line,) = [each for each in text.partition("```bash")[2].partition("```")[0].splitlines() if each.startswith(name)]
+    return shlex.split(line)
+
+
 @contextmanager
 def served(root, log, *adapters):
-    """LMCache's server with L2 adapters; gives its port and its address of metrics."""
-    port, http = free_port(), free_port()
-    command = [
-        sys.executable, "-c", "from lmcache.cli.main import main; main()", "server", "--host", "127.0.0.1",
-        "--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http), "--chunk-size", str(CHUNK),
-        "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU",
-        "--supported-transfer-mode", "engine_driven",
-    ]  # fmt: skip
+    """LMCache's server with L2 adapters, started as the page says but for sizes and ports; two of its ports."""
+    port, http, metrics = free_port(), free_port(), free_port()
+    words = page("lmcache server")[1:]
+    own = {"--port": str(port), "--l1-size-gb": "1", "--chunk-size": str(CHUNK)}
+    given = {name: own.pop(name, value) for name, value in zip(words[1::2], words[2::2], strict=True)}
+    assert not own
+    del given["--l2-adapter"]
+    given |= {"--host": "127.0.0.1", "--http-host": "127.0.0.1", "--http-port": str(http), "--l1-init-size-gb": "1"}
+    given |= {"--prometheus-port": str(metrics)}
+    given["--supported-transfer-mode"] = "engine_driven"  # without a GPU
+    command = [sys.executable, "-c", "from lmcache.cli.main import main; main()", words[0]]
+    command += [word for pair in given.items() for word in pair]
     for adapter in adapters:
         command += ["--l2-adapter", json.dumps(adapter)]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, cwd=root) as process:
@@ -79,7 +93,7 @@ def served(root, log, *adapters):
                     break
                 except OSError:
                     time.sleep(0.3)
-            yield port
+            yield port, metrics
         finally:
             process.terminate()
             process.wait(30)
@@ -87,10 +101,9 @@ def served(root, log, *adapters):
 
 @contextmanager
 def serving(root, port):
-    transfer = {
-        "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
-    }  # fmt: skip
+    words = page("vllm serve")
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    transfer["kv_connector_extra_config"]["lmcache.mp.port"] = port
     llm = LLM(
         model=str(root / "model"), kv_transfer_config=transfer, dtype="float32", enforce_eager=True, block_size=BLOCK,
         max_model_len=2048, skip_tokenizer_init=True, num_gpu_blocks_override=128,
@@ -118,20 +131,18 @@ def distance(engine, first, prompt, cached=None):
 
 
 def adapter_of(root, **params):
-    return {
-        "type": "plugin", "module_path": "kvwire.lmcache", "class_name": "KvwireL2Adapter",
-        "adapter_params": {"store": f"file://{root}/store", "chunk_tokens": CHUNK, "cpu_block": BLOCK} | params,
-    }  # fmt: skip
+    words = page("lmcache server")
+    adapter = json.loads(words[words.index("--l2-adapter") + 1])
+    own = {"store": f"file://{root}/store", "served_as": str(root / "model"), "chunk_tokens": CHUNK, "cpu_block": BLOCK}
+    return adapter | {"adapter_params": adapter["adapter_params"] | own | params}
 
 
 def test_documents_come_from_kvwires_store(place, tmp_path):
     """Exact ones for all requests, and coarse ones for those with the salt alone, from two adapters of one server."""
     root, engine, corpus, texts = place
-    served_as = str(root / "model")
-    exact = adapter_of(root, served_as=served_as, cache_salt="")
-    coarse = adapter_of(root, served_as=served_as, cache_salt=SALT, level=LEVEL)
+    exact, coarse = adapter_of(root), adapter_of(root, cache_salt=SALT, level=LEVEL)
     question, fresh = (7, 8, 9, 10, 11), random.Random(9).choices(range(20, 500), k=300)
-    with served(root, tmp_path / "server.log", exact, coarse) as port, serving(root, port) as llm:
+    with served(root, tmp_path / "server.log", exact, coarse) as (port, metrics), serving(root, port) as llm:
         for name, chunks in (("a", 5), ("b", 4)):
             prompt = (*texts[name], *question)
             first, cached = asked(llm, prompt)
@@ -148,3 +159,7 @@ def test_documents_come_from_kvwires_store(place, tmp_path):
         assert distance(engine, first, prompt) > 1e-3
         first, _ = asked(llm, prompt)  # nothing of the coarse one is left for others
         assert distance(engine, first, prompt) <= 1e-4
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=5) as answer:
+            told = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        assert float(told["kvwire_lmcache_loaded_chunks_total"]) >= 14
+        assert float(told["kvwire_lmcache_fetched_bytes_total"]) > 1000

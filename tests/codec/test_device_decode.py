@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect
-from kvwire.codec.entropy.rans import Lanes, encode_base, encode_ternary
-from kvwire.codec.entropy.rans_naive import decode_lanes
+from kvwire.codec.entropy.rans import Lanes, encode_base
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
 from kvwire.codec.format import segment
 from kvwire.codec.format.container import parse_header
@@ -29,11 +28,13 @@ from kvwire.codec.gpu.decode import _bytes
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.staging import BLOCK, describe_chunk, parse_chunk, stage
 from kvwire.codec.profile.group import Group
+from kvwire.codec.transform import levels
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
 
 from . import surgery as cut
 from .measures import drawn
+from .naive_coding import decode_lanes, encode_ternary
 from .synthetic import LATENT, MIXED, MIXED_ROPES, ROPE, make_cache, make_hidden, make_statistics
 
 TABLES = fit_tables(np.zeros((CLASSES, ALPHABET)), np.zeros((CLASSES, CONTEXTS, 3)))
@@ -47,8 +48,8 @@ FEW = settings(max_examples=8)
 @pytest.fixture(autouse=True)
 def _many_lanes(monkeypatch):
     """The interpreter takes a step for a symbol of every lane: short lanes are fast."""
-    real = segment.lanes_for
-    monkeypatch.setattr(segment, "lanes_for", lambda symbols: real(symbols, 16))
+    real = levels.lanes_for
+    monkeypatch.setattr(levels, "lanes_for", lambda symbols: real(symbols, 16))
 
 
 def fitted(layers=SMALL, ropes=(ROPE,), **more):

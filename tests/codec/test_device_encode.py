@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import Ladder, decode, encode, fit_profile, positions_on, read_header
-from kvwire.codec.entropy.rans import encode_base, encode_ternary
-from kvwire.codec.entropy.rans_naive import encode_lanes
+from kvwire.codec.entropy.rans import encode_base
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
 from kvwire.codec.fitting.fit import identity_profile
-from kvwire.codec.format.segment import SegmentState, encode_segment
+from kvwire.codec.format.segment import SegmentState
 from kvwire.codec.gpu import analysis as gpu_analysis
 from kvwire.codec.gpu import encode as device_encode
 from kvwire.codec.gpu import encode_kernels as kernels
@@ -29,12 +28,13 @@ from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform import analysis
-from kvwire.codec.transform.levels import quantise, split_levels, squared_error
+from kvwire.codec.transform.levels import quantise, split_levels
 from kvwire.errors import CacheValueError
 from kvwire.types import KVCache
 
 from .compiling import compile_for
 from .measures import drawn, measured
+from .naive_coding import encode_lanes, encode_segment, encode_ternary, squared_error
 from .synthetic import GQA, LATENT, MIXED, MIXED_ROPES, ROPE, make_cache, make_hidden, make_statistics
 from .write_golden import quantised
 

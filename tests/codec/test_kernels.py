@@ -8,7 +8,8 @@ import torch
 
 from kvwire.codec.entropy import kernels, value_kernels
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, POINTS
-from kvwire.codec.transform.levels import squared_error
+
+from .naive_coding import squared_error
 
 
 @pytest.fixture(params=[(1, 1), (7, 30), (40, 3), (5, 0)], ids=str)

@@ -12,9 +12,10 @@ from kvwire.codec import CacheMeta, KVCache, Ladder
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, LARGEST, fit_tables
 from kvwire.codec.profile.group import Group
 from kvwire.codec.transform.analysis import centre_planes, energy_of, gather_planes, kept_energy, metric_energy
-from kvwire.codec.transform.levels import ChunkLevels, chunk_levels_naive
+from kvwire.codec.transform.levels import ChunkLevels
 from kvwire.errors import CacheValueError
 
+from .naive_coding import chunk_levels_naive
 from .test_place import LAYERS, PLANES, ROPES
 
 COUNTS = np.random.default_rng(0)

@@ -220,11 +220,11 @@ def test_a_profile_that_predicts_needs_the_text(profile):
     for cache in (make_cache(30, ids=False), replace(make_cache(30), token_ids=(1, 2))):
         with pytest.raises(ArgumentError, match="pass a cache with token_ids"):
             encode(cache, profile)
-    assert not fit_profile([make_cache(64, ids=False)], make_statistics(words=True)).needs_tokens
-    assert not fit_profile([make_cache(64), make_cache(64, ids=False)], make_statistics(words=True)).needs_tokens
-    assert not fit_profile([make_cache(300)], make_statistics(words=True), text=False).needs_tokens
-    assert not fit_profile([make_cache(300)], make_statistics()).needs_tokens
-    assert fit_profile([make_cache(300)], make_statistics(words=True)).needs_tokens
+    assert fit_profile([make_cache(64, ids=False)], make_statistics(words=True)).table is None
+    assert fit_profile([make_cache(64), make_cache(64, ids=False)], make_statistics(words=True)).table is None
+    assert fit_profile([make_cache(300)], make_statistics(words=True), text=False).table is None
+    assert fit_profile([make_cache(300)], make_statistics()).table is None
+    assert fit_profile([make_cache(300)], make_statistics(words=True)).table is not None
 
 
 def test_tokens_beyond_the_table_are_of_another_model(profile, plain_profile):
@@ -245,7 +245,7 @@ def test_text_that_explains_nothing_is_left_out():
     cache = make_cache(512, 1)
     ids = np.random.default_rng(1).permutation(cache.token_ids).tolist()
     noise = KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids)
-    assert not fit_profile([noise], make_statistics(words=True)).needs_tokens
+    assert fit_profile([noise], make_statistics(words=True)).table is None
 
 
 def test_hidden_states_are_checked(head_profile):
@@ -323,7 +323,7 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden, 
 def test_the_identity_expects_means():
     cache = make_cache(30, layers=GQA[:1])
     inside = identity_profile(cache, Ladder())
-    assert not inside.needs_tokens
+    assert inside.table is None
     assert torch.equal(
         expected(TextPredictor(inside, 30, None), 1, 0, 30), torch.from_numpy(inside.groups[1].mean).repeat(30, 1)
     )

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from kvwire.codec import Ladder
 from kvwire.codec.entropy.tables import LARGEST
-from kvwire.codec.transform.levels import ladder_for, quantise, split_levels, split_levels_naive
+from kvwire.codec.transform.levels import ladder_for, quantise, split_levels
 from kvwire.errors import ArgumentError, CacheValueError
+
+from .naive_coding import split_levels_naive
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.sampled_from([3, 1000, LARGEST - 1]))

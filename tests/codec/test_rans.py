@@ -14,14 +14,13 @@ from kvwire.codec.entropy.rans import (
     decode_base,
     decode_ternary,
     encode_base,
-    encode_ternary,
     lanes_for,
 )
-from kvwire.codec.entropy.rans_naive import decode_lanes, encode_lanes
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
 from kvwire.errors import CorruptError
 
 from .measures import drawn
+from .naive_coding import decode_lanes, encode_lanes, encode_ternary
 
 TABLES = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 64), st.integers(0, 2**32 - 1))

@@ -164,11 +164,33 @@ def test_documents_without_sinks_are_coded_as_ever(profile, texts, backend):
         assert segments_of(blob) == segments_of(plain)
 
 
-def test_a_pruned_cache_has_none(cache, profile):
+@BACKENDS
+def test_a_pruned_cache_keeps_the_sinks_of_which_nothing_is_pruned(cache, profile, backend):
     kept = torch.rand(76, generator=torch.Generator().manual_seed(1)) < 0.5
-    masks = [kept.expand(spec.kv_heads, -1) for spec in DEEP]
+    kept[0] = True
+    masks = [kept.expand(spec.kv_heads, -1).clone() for spec in DEEP]
+    masks[1][0, 40], kept[40] = False, True
     pruned = KVCache.from_tensors(cache.keys, cache.values, cache.meta, cache.token_ids, kept=masks)
-    assert inspect(encode(pruned, profile, LADDER)).sinks == ()
+    blob = encode(pruned, profile, LADDER, backend=backend)
+    assert inspect(blob).sinks == (0,)
+    for level in range(4):
+        made = decode(blob, level, profile, backend=backend)
+        assert_sinks_near(made, pruned, profile, (0,))
+        assert not made.keys[1][0, 40].any()
+
+
+@BACKENDS
+def test_pruned_entries_of_a_sink_are_zero(cache, profile, backend):
+    """As other writers may store them."""
+    mask = torch.ones(2, 76, dtype=torch.bool)
+    mask[0, 20] = False
+    kept = [mask[: spec.kv_heads] if number == 1 else None for number, spec in enumerate(DEEP)]
+    pruned = KVCache.from_tensors(cache.keys, cache.values, cache.meta, cache.token_ids, kept=kept)
+    blob = encode(pruned, profile, LADDER)
+    frame = cut.sink_frames(blob)[0]
+    made = decode(cut.with_sinks(blob, [0, 20], [frame, frame]), 0, profile, backend=backend)
+    assert not made.keys[1][0, 20].any()
+    assert made.keys[0][:, 20].any()
 
 
 # Decoding

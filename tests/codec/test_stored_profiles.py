@@ -187,7 +187,7 @@ def test_groups_predict_all_or_none(data):
     """A table without predictors, predictors without a table, one group that does otherwise."""
     for names in (("table",), ("g0.predictor",), ("g0.predictor", "g1.predictor")):
         refused(without(data, *names), "wrong shape")
-    assert not Profile.from_bytes(without(data, "table", "g0.predictor", "g1.predictor")).needs_tokens
+    assert Profile.from_bytes(without(data, "table", "g0.predictor", "g1.predictor")).table is None
 
 
 def test_the_identity_has_a_scale_and_nothing_else(data):

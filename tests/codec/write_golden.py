@@ -51,6 +51,8 @@ BEGINNING = f"{STEM}-beginning"
 """Of blobs that have their first token as it begins a prompt (flag 16)."""
 SINKS = f"{STEM}-sinks"
 """Of blobs with attention sinks (flag 8), and profiles with a row of them."""
+PRUNED = f"{STEM}-holes"
+"""Of a pruned cache with an attention sink."""
 CONTEXT = f"{STEM}-context"
 """Of blobs whose rows were computed over tokens at a lossy level."""
 OFFSET = 3
@@ -261,6 +263,19 @@ def make_sinks() -> tuple[dict, dict, torch.Tensor]:
     return profiles, blobs, make_hidden(tiny)
 
 
+def make_pruned() -> tuple[dict, dict, torch.Tensor]:
+    """A blob of a pruned cache with an attention sink; as ``make``."""
+    from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny, with_sinks
+
+    tiny, caches = make_tiny(20, 5), [with_sinks(make_tiny(200, seed), seed=seed, first=0) for seed in (1, 2)]
+    profile = fit_profile(caches, make_statistics(TINY, TINY_ROPES, words=True), group_width=40)
+    sunk = with_sinks(tiny, (0, 13), first=0)
+    mask = (torch.arange(20) % torch.tensor([[3], [7]]) < 2) | (torch.arange(20) == 13)
+    pruned = replace(sunk, kept=(mask, None, None, mask[1:], None))
+    blob = encode(pruned, profile, LADDER, chunk_tokens=8, lossless=True)
+    return {f"{PRUNED}.kvp": profile}, {"sinks": (blob, f"{PRUNED}.kvp")}, make_hidden(tiny)
+
+
 def make_beginning() -> tuple[dict, dict, torch.Tensor]:
     """A blob of a document behind a neutral prefix, with and without a sink of its own; as ``make``."""
     from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny, with_sinks
@@ -291,6 +306,7 @@ def main() -> None:
         (CONTEXT, *make_context()),
         (SINKS, *make_sinks()),
         (BEGINNING, *make_beginning()),
+        (PRUNED, *make_pruned()),
     )
     written = [_written(*each) for each in made]
     for files in written:

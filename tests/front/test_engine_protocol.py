@@ -67,7 +67,7 @@ def test_a_profile_is_fitted_and_calibrated_without_statistics(engine, corpus):
     assert engine.statistics(list(TEXTS.values())) is None
     profile = corpus.profile()
     assert isinstance(profile, Profile)
-    assert not profile.needs_tokens
+    assert profile.table is None
     assert profile.notes["weighted"] == 0
     scale, exponent = profile.error_to_kl
     assert scale > 0

@@ -191,10 +191,12 @@ def test_any_edit_equals_token_by_token(ids, data):
     assert cache_error(prompt.cache, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_double_precision_is_exact(family):
     single = engine_of(family)
-    engine = type(single)(copy.deepcopy(single.model).double(), model_id=family)
+    model = copy.deepcopy(single.model).double()
+    model.config._experts_implementation = "eager"  # grouped products of experts have no float64
+    engine = type(single)(model, model_id=family)
     (whole,) = engine.prefill([EDITED])
     assert cache_error(edited(engine, [DONOR], EDITED, EditScript(len(EDITED))), whole) < 1e-10
 

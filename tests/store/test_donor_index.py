@@ -13,7 +13,6 @@ from kvwire.errors import ArgumentError, CorruptError, FormatVersionError
 from kvwire.store import Catalog, DonorIndex, Keyring, collect, index_documents, verify_store
 from kvwire.store.donors import _MIX, _MULTIPLIER, FEATURES, MOST_OF_FEATURE, SCHEME, SHINGLE, WINDOW, sketch
 from kvwire.store.index_records import DonorEntry, feature_digest
-from kvwire.store.records import pack_record
 from kvwire.types import digest_tokens
 
 from ..store_wrappers import CountingStore
@@ -227,7 +226,7 @@ def test_entries_and_names_of_features_stay_as_they_were(store, catalog):
     golden = Path(__file__).parent / "golden"
     stored = (golden / "donor-entry.json").read_bytes()
     entry = DonorEntry("sketch-64", "a/b", digest_tokens(ids))
-    assert pack_record(entry) == stored
+    assert entry.to_json() == stored
     assert DonorEntry.from_json(stored) == entry
     lines = [line.split() for line in (golden / "donor-features.txt").read_text().splitlines()]
     features = sketch(ids)

@@ -14,7 +14,6 @@ from kvwire.runtime.saving import PROMPTS
 from kvwire.store import collect, forget
 from kvwire.store.catalog.last_uses import LastUses
 from kvwire.store.index_records import LastUse, is_saved
-from kvwire.store.records import pack_record
 from kvwire.store.upkeep.forget import Stored, _windows, choose
 from kvwire.types import digest_tokens
 
@@ -197,8 +196,8 @@ def test_a_damaged_mark_is_refused(wrong):
 def test_the_mark_is_written_as_the_specification_shows_it():
     mark = LastUse("sessions/a", "d" * 64)
     shown = next(line for line in FORMAT.read_text().splitlines() if line.startswith('{"document_id":"sessions/a"'))
-    assert pack_record(mark).decode() == shown
-    assert LastUse.from_json(pack_record(mark)) == mark
+    assert mark.to_json().decode() == shown
+    assert LastUse.from_json(mark.to_json()) == mark
 
 
 def test_what_counts_as_saved_is_what_the_runtime_saves():

@@ -152,7 +152,7 @@ def test_a_missing_document_costs_what_follows_it(place):
     choice = Choice(("b", "absent", "a"), level=1)
     texts = {name: place.corpus.text(place.corpus.find(name)) for name in "ba"}
     prompt = [*texts["b"], *range(30, 60), *texts["a"], *QUESTION]
-    entries = entries_of(place.corpus, choice)
+    entries = entries_of(place.corpus, choice.documents)
     salt = salt_of(choice, place.corpus.catalog.tenant, place.corpus.meta.config_digest(), entries)
     body = {"prompt": prompt, "cache_salt": salt, "kv_transfer_params": {PARAMS: choice.params()}}
     ((first, _, told, _),) = place.ask(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
 import transformers
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
@@ -24,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvwire.engines.transformers import open_engine
-from kvwire.engines.vllm.connector import KvwireConnector
 from kvwire.engines.vllm.layout import _cpu_kernel, check_groups, register_pages
 from kvwire.engines.vllm.pages import PackedPages, PageFormat, probe, slots_of
 from kvwire.engines.vllm.requests import PARAMS
@@ -203,18 +200,6 @@ def test_pages_that_nothing_is_loaded_into_are_told_at_the_start(specs, save, sa
     check_groups(groups(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)), "all")
     with pytest.raises(ArgumentError, match=say):
         check_groups(groups(*specs), save)
-
-
-def test_the_connector_keeps_the_contract_of_this_vllm():
-    """Every method that vLLM may call is there, and takes what vLLM gives it."""
-    assert not KvwireConnector.__abstractmethods__
-    bases = (KVConnectorBase_V1, SupportsHMA)
-    own = {name for name in vars(KvwireConnector) if callable(getattr(KvwireConnector, name)) and name[0] != "_"}
-    shared = [(name, getattr(base, name)) for name in sorted(own) for base in bases if hasattr(base, name)]
-    assert own - {name for name, _ in shared} == {"outcomes"}
-    for name, theirs in shared:
-        mine, given = (inspect.signature(each).parameters for each in (getattr(KvwireConnector, name), theirs))
-        assert [(each.name, each.kind) for each in mine.values()] == [(n.name, n.kind) for n in given.values()], name
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from kvwire.runtime.reports import LinkReport
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, request_body, request_salt
 
+from ..engines.test_chat import CHATML, TEXTS
+from .conftest import chat_store
 from .halves import BLOCK, QUESTION, Halves, check, damage
 
 
@@ -197,6 +200,24 @@ def test_links_that_lose_too_much_are_told_or_not_made(told, caplog, report, bou
         assert halves.load(halves.body("a", 1))[3] == 150  # nothing is linked there
     is_told = report is not None and bound is None
     assert sum("of 1 that documents tell" in each.message for each in caplog.records) == is_told
+
+
+def test_what_was_measured_is_told_of_documents_computed_alike(tmp_path):
+    """Behind a neutral prefix they lose less; with a bound, those that were not measured are not linked."""
+    with chat_store(tmp_path, CHATML, {"a": TEXTS[0], "b": TEXTS[1]}, bos=False) as (told, _):
+        behind = Corpus(told.engine, told.corpus.catalog.store, coding=Coding(chunk_tokens=32, neutral_prefix=8))
+        list(behind.encode([Document(name, told.tokens[name[-1]]) for name in ("na", "nb")]))
+        whole = sum(map(len, told.tokens.values()))
+        for neutral, measured in ((0, ["a", "b"]), (8, ["na", "nb"])):
+            told.corpus.set_link_report(replace(REPORT, neutral=neutral))
+            with closing(Halves(told)) as free, closing(Halves(told, link_bound=0.5)) as bound:
+                for names in (["a", "b"], ["na", "nb"], ["a", "nb"], ["na", "b"]):
+                    body, is_measured = free.body(names), names == measured
+                    _, _, said, promised = free.load(body)
+                    assert (promised, said.get("expected_kl")) == (whole, 0.25 if is_measured else None)
+                    _, _, said, promised = bound.load(body)
+                    assert promised == (whole if is_measured else len(told.tokens["a"]))
+                    assert ("not measured of documents computed" in said.get("trouble", "")) != is_measured
 
 
 def test_a_store_that_fails_again_and_again_is_left_alone_for_a_while(told, monkeypatch, caplog):

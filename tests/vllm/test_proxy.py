@@ -26,7 +26,7 @@ from kvwire.engines.vllm.proxy.placeholders import RequestError
 from kvwire.engines.vllm.proxy.streaming import EventStream
 from kvwire.errors import ArgumentError, AuthError
 from kvwire.reuse import link
-from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.corpus import Corpus, Document
 from kvwire.types import Chat, Turn
 from kvwire.vllm import BodyMaker, Choice, ProxySettings, VllmProxy, Wanted, chat_body, request_salt
 
@@ -35,6 +35,7 @@ from .conftest import chat_store
 from .halves import Halves, check
 
 ONE, TWO = TEXTS[0] * 9, TEXTS[1].strip() * 5 + "\n"
+CUT = TEXTS[0] + "The keeper lit the la"
 SPELT = "A turn ends with <|im_end|> in this format.\n"
 
 
@@ -42,7 +43,7 @@ SPELT = "A turn ends with <|im_end|> in this format.\n"
 def place(request, tmp_path_factory):
     template, bos = request.param
     with chat_store(
-        tmp_path_factory.mktemp("proxy"), template, {"one": ONE, "two": TWO, "spelt": SPELT * 4}, bos=bos
+        tmp_path_factory.mktemp("proxy"), template, {"one": ONE, "two": TWO, "spelt": SPELT * 4, "cut": CUT}, bos=bos
     ) as made:
         yield made
 
@@ -98,6 +99,24 @@ def test_a_chat_says_what_chat_body_says(place, pieces, maker):
         cache = link([head, *(told.corpus.decode(name, 2, dtype=torch.float32) for name in ("one", "two"))])
         assert (bad, promised, said["level"]) == (set(), cache.tokens, 2)
         check(halves, blocks, cache, 0, cache.tokens)
+
+
+def test_a_document_that_runs_into_what_follows_is_loaded_up_to_the_seam(place, pieces, maker):
+    told, _ = place
+    made = maker().prepare(turns("{{kvwire:one}}{{kvwire:cut}}mp at six?"), is_chat=True)
+    rendered = pieces.tokenizer.apply_chat_template(
+        made.body["messages"], add_generation_prompt=True, return_dict=False
+    )
+    head, documents = asked(made)["head"], [*told.tokens["one"], *told.tokens["cut"]]
+    told.corpus.encoder().put_exact(Document("head", tuple(rendered[:head])))
+    agree = next(n for n, token in enumerate(documents) if rendered[head + n] != token)
+    assert len(told.tokens["one"]) < agree < len(documents)  # " la" is no token of " lamp"
+    with closing(Halves(told)) as halves:
+        bad, blocks, said, promised = halves.load(made.body | {"prompt": rendered})
+        rows = [told.corpus.decode(name, 2, dtype=torch.float32) for name in ("one", "cut")]
+        assert (bad, promised, said["loaded_tokens"]) == (set(), head + agree, head + agree)
+        assert f"from token {head + agree} on the prompt is not the text of document 'cut'" in said["trouble"]
+        check(halves, blocks, link([*told.engine.prefill([rendered[:head]]), *rows]), 0, head + agree)
 
 
 def test_documents_beside_the_messages_begin_the_named_one(maker):

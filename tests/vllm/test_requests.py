@@ -94,15 +94,15 @@ def test_a_body_holds_all_that_vllm_needs(told):
 
 def test_a_store_that_is_far_gives_the_same_entries(told):
     choice = Choice(("c", "absent", "a", "c", "b"), level=1)
-    near = entries_of(told.corpus, choice)
+    near = entries_of(told.corpus, choice.documents)
     assert [each and each.document_id for each in near] == ["c", None, "a", "c", "b"]
     with closing(FolderStore(told.root)) as store, serving(store) as url, closing(open_store(url)) as far:
-        assert entries_of(Corpus.open(far), choice) == near
+        assert entries_of(Corpus.open(far), choice.documents) == near
 
 
 def test_every_difference_gives_another_salt(told):
     choice, tenant, config = Choice(("a", "b"), level=1), "0" * 32, told.corpus.meta.config_digest()
-    entries = entries_of(told.corpus, choice)
+    entries = entries_of(told.corpus, choice.documents)
     a, b = entries
     salts = {
         salt_of(choice, tenant, config, entries),

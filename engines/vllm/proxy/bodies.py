@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.engines.transformers.chat import Script, read_around, render_template
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.combinations import Combination
-from kvwire.store import read_ahead
 
-from ..requests import KEPT, PARAMS, SALTED, Choice, current_profile_digest, kept_of, missing_level, salt_of, with_own
+from ..requests import KEPT, PARAMS, SALTED, Choice, entries_of, kept_of, missing_level, request_salt, salt_of, with_own
 from .placeholders import (
     RequestError,
     cut,
@@ -140,7 +138,7 @@ class BodyMaker:
                 raise RequestError("a prompt with documents is one text", param="prompt")
         if not names:
             return self._prefixed(body, asked)
-        named = _Named(self._found(dict.fromkeys(names)))
+        named = _Named(self._found(list(dict.fromkeys(names))))
         made, choice = (self._chat if is_chat else self._prompt)(body, asked, named)
         return Prepared(made, "documents", choice.documents)
 
@@ -173,13 +171,10 @@ class BodyMaker:
         if asked or (self._wanted.prefix and not given):
             more: dict[str, Any] = {} if asked else {"prefix": True} | ({"save": True} if self._wanted.save else {})
             choice = self._read(asked | more)
+            made = body | {"kv_transfer_params": given | {PARAMS: choice.params()}}
             if choice.mode == "prefix":
-                profile, config = current_profile_digest(self._corpus), self._corpus.meta.config_digest()
-                salt = salt_of(choice, self._corpus.catalog.tenant, config, (), profile)
-                given[PARAMS] = choice.params()
-                return Prepared(body | {"cache_salt": self._salted(body, salt), "kv_transfer_params": given}, "prefix")
-            given[PARAMS] = choice.params()
-            return Prepared(body | {"kv_transfer_params": given})
+                return Prepared(made | {"cache_salt": self._salted(body, request_salt(self._corpus, choice))}, "prefix")
+            return Prepared(made)
         return Prepared(body)
 
     def _read(self, asked: Mapping[str, Any]) -> Choice:
@@ -286,18 +281,15 @@ class BodyMaker:
         except ArgumentError as error:
             raise RequestError(str(error), param="cache_salt") from error
 
-    def _found(self, names: Mapping[str, None]) -> dict[str, CatalogEntry]:
-        """Look documents up, several at a time where the store is far."""
-        reads = read_ahead(self._corpus.catalog.store, list(names), partial(self._entry, self._corpus))
-        return {name: read() for name, read in reads}
-
-    @staticmethod
-    def _entry(corpus: Corpus, name: str) -> CatalogEntry:
-        try:
-            return corpus.find(name)
-        except NotFoundError as error:
-            msg = f"document {name!r} is not in the catalog: encode it, or leave it out"
-            raise RequestError(msg, 404, "document_not_found", name) from error
+    def _found(self, names: Sequence[str]) -> dict[str, CatalogEntry]:
+        """Look documents up."""
+        found = {}
+        for name, entry in zip(names, entries_of(self._corpus, names), strict=True):
+            if entry is None:
+                msg = f"document {name!r} is not in the catalog: encode it, or leave it out"
+                raise RequestError(msg, 404, "document_not_found", name)
+            found[name] = entry
+        return found
 
     def _text(self, named: _Named, name: str) -> _Text:
         """A document's tokens and text; those of many documents are remembered, by their digests."""

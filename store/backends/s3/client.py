@@ -49,6 +49,7 @@ class S3Client:
     def __init__(self, address: S3Address, settings: S3Settings) -> None:
         """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet."""
         self._address, self._settings = address, settings
+        self._signed: Recent[str, tuple[float, HttpAddress]] = Recent(settings.addresses)  # by name: renew at, address
         self._connect()
 
     def _connect(self) -> None:
@@ -149,14 +150,28 @@ class S3Client:
         body = response_dict.get("body")
         self._answers.body = body if hasattr(body, "close") else None  # bytes, where S3 refused
 
-    @contextmanager
-    def signing(self, what: str) -> Iterator[BotoClient]:
-        """boto3's client, for work that asks nothing of the server."""
+    def presigned(self, name: str, *, renew: bool) -> HttpAddress:
+        """An address for reading an object, signed without asking the server; the most recent ones are remembered."""
+        if not renew and (known := self._known(name)):
+            return known
         self._stay_in_process()
-        with s3_errors(f"{what} in {self._address.url}"):
-            yield self._here()
+        now, wanted = time.time(), {"Bucket": self._address.bucket, "Key": name}
+        with s3_errors(f"{name} in {self._address.url}"):
+            left_s = self._credentials_expire_at() - now  # an address dies with what signed it
+            life_s = max(_LEAST_LIFE_S, math.floor(min(self._settings.address_s, left_s)))
+            url = self._here().generate_presigned_url("get_object", Params=wanted, ExpiresIn=life_s)
+        if not renew and (known := self._known(name)):  # another thread signed it meanwhile: all use the same
+            return known
+        began = math.floor(now)  # lives are counted in whole seconds
+        address = HttpAddress(url, (), began + life_s, self.tls, self.proxy, redirects=False)
+        self._signed.put(name, (began + _RENEW_AT * life_s, address))
+        return address
 
-    def credentials_expire_at(self) -> float:
+    def _known(self, name: str) -> HttpAddress | None:
+        signed = self._signed.get(name)
+        return signed[1] if signed and time.time() < signed[0] else None
+
+    def _credentials_expire_at(self) -> float:
         """When the credentials end. Renews what is due."""
         if self._credentials is None:
             return math.inf
@@ -165,7 +180,8 @@ class S3Client:
         return expiry.timestamp() if expiry else math.inf
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and forget the signed addresses."""
+        self._signed.clear()
         for boto in (self._boto, *self._left):
             boto.close()
 
@@ -220,42 +236,3 @@ def _add_md5(request: Any, **_: object) -> None:  # noqa: ANN401 - botocore's re
     digest = hashlib.md5(request.body, usedforsecurity=False).digest()
     del request.headers["Content-MD5"]  # a second attempt signs the same request again
     request.headers["Content-MD5"] = base64.b64encode(digest).decode()
-
-
-class Presigner:
-    """Signs GET addresses, without asking the server, and remembers the most recent ones."""
-
-    def __init__(self, client: S3Client, bucket: str, settings: S3Settings) -> None:
-        """Keep the client, whose credentials sign."""
-        self._client = client
-        self._bucket = bucket
-        self._settings = settings
-        self._known: Recent[str, tuple[float, HttpAddress]] = Recent(settings.addresses)  # by key: renew at, address
-
-    def address(self, name: str, *, renew: bool) -> HttpAddress:
-        """The address of an object."""
-        if not renew and (known := self._fresh(name)):
-            return known
-        now = time.time()
-        life_s, address = self._sign(name, now)
-        if not renew and (known := self._fresh(name)):  # another thread signed it meanwhile: all use the same
-            return known
-        self._known.put(name, (math.floor(now) + _RENEW_AT * life_s, address))  # lives are counted in whole seconds
-        return address
-
-    def forget(self) -> None:
-        """Drop all addresses."""
-        self._known.clear()
-
-    def _fresh(self, name: str) -> HttpAddress | None:
-        known = self._known.get(name)
-        return known[1] if known and time.time() < known[0] else None
-
-    def _sign(self, name: str, now: float) -> tuple[int, HttpAddress]:
-        with self._client.signing(name) as boto:
-            left_s = self._client.credentials_expire_at() - now  # an address dies with what signed it
-            life_s = max(_LEAST_LIFE_S, math.floor(min(self._settings.address_s, left_s)))
-            wanted = {"Bucket": self._bucket, "Key": name}
-            url = boto.generate_presigned_url("get_object", Params=wanted, ExpiresIn=life_s)
-        client, expires_at = self._client, math.floor(now) + life_s
-        return life_s, HttpAddress(url, (), expires_at, client.tls, client.proxy, redirects=False)

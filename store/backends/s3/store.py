@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import AuthError, NotFoundError, StorageError
 from kvwire.store.backends.s3.address import S3Address, S3Settings
-from kvwire.store.backends.s3.client import Presigner, S3Client
+from kvwire.store.backends.s3.client import S3Client
 from kvwire.store.backends.s3.errors import (
     DeniedError,
     NoSuchUploadError,
@@ -31,7 +32,7 @@ from kvwire.store.backends.s3.requests import (
     strong_tag,
     upload_in_parts,
 )
-from kvwire.store.base import ObjectStat, Store, clamp_range, holds
+from kvwire.store.base import HeldObject, ObjectStat, Store, clamp_range, holds
 from kvwire.store.http_clients import range_header
 from kvwire.store.key_kinds import check_place, content_digest
 from kvwire.store.keys import check_after, check_key
@@ -71,7 +72,6 @@ class S3Store(Store):
         self._address = S3Address.parse(url)
         self._settings = settings or S3Settings()
         self._client = S3Client(self._address, self._settings)
-        self._presigner = Presigner(self._client, self._address.bucket, self._settings)
         self._may_list = True  # until a listing is refused
         self._scanned: set[str] = set()  # prefixes
         self._has_read = False
@@ -89,31 +89,28 @@ class S3Store(Store):
         """
         if renew:
             self.get(key, 0, 1)
-        return self._presigner.address(self._name(key), renew=renew)
+        return self._client.presigned(self._name(key), renew=renew)
 
-    def snapshot(self, key: str) -> S3Reader:
+    def snapshot(self, key: str) -> HeldObject:
         """The object as it is now: reads fail with StorageError once it is another, and never mix the two."""
-        return S3Reader(self, key, *self._head(key))
+        about, tag = self._head(key)
+        return HeldObject(about.size, about.etag, partial(self._read_held, key, tag), about.modified)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of the object, clamped at its end."""
-        return self.read_version(key, "", start, end)
+        return self._read_version(key, "", start, end)
 
-    def read_version(self, key: str, tag: str, start: int, end: int | None) -> bytes:
-        """As ``get``, of one version.
+    def _read_held(self, key: str, tag: str, start: int, end: int) -> bytes:
+        try:
+            data = self._read_version(key, tag, start, end)
+        except NotFoundError as error:
+            raise _replaced(key) from error
+        if len(data) != end - start:  # a server without tags
+            raise _replaced(key)
+        return data
 
-        Args:
-            key: The object.
-            tag: S3's tag of the version; empty: of any.
-            start: First byte.
-            end: The byte after the last; None: to the object's end.
-
-        Returns:
-            The bytes, clamped at the object's end.
-
-        Raises:
-            StorageError: The version is gone.
-        """
+    def _read_version(self, key: str, tag: str, start: int, end: int | None) -> bytes:
+        """As ``get``, of the version with S3's own tag; empty: of any."""
         clamp_range(start, end, 0)
         if start == end:
             self.stat(key)
@@ -222,7 +219,6 @@ class S3Store(Store):
 
     def close(self) -> None:
         """Close the connections and forget the signed addresses."""
-        self._presigner.forget()
         self._client.close()
 
     def _head(self, key: str) -> tuple[ObjectStat, str]:
@@ -290,33 +286,6 @@ class S3Store(Store):
 
     def _target(self, key: str) -> Params:
         return {"Bucket": self._address.bucket, "Key": self._name(key)}
-
-
-class S3Reader:
-    """Reads ranges of one version of an object; safe from several threads."""
-
-    def __init__(self, store: S3Store, key: str, stat: ObjectStat, tag: str) -> None:
-        """Keep what was told of the version."""
-        self._store = store
-        self._key = key
-        self._tag = tag
-        self.size, self.etag, self.modified = stat.size, stat.etag, stat.modified
-
-    def read(self, start: int, end: int) -> bytes:
-        """Read a range of the version."""
-        start, end = clamp_range(start, end, self.size)
-        if start >= end:
-            return b""
-        try:
-            data = self._store.read_version(self._key, self._tag, start, end)
-        except NotFoundError as error:
-            raise _replaced(self._key) from error
-        if len(data) != end - start:  # a server without tags
-            raise _replaced(self._key)
-        return data
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _body(data: Data) -> bytes:

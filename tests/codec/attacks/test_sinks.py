@@ -94,15 +94,6 @@ def test_a_flag_without_a_list_and_a_list_without_a_flag(sunk, blob, sinks):
     refused_by_head(cut.field(sunk, "incompatible", 40), error=FormatVersionError)
 
 
-def test_sinks_of_a_cache_that_lacks_entries(sunk):
-    """Their place in the header would be the frames'."""
-    first, second = cut.sink_frames(sunk)
-    changed = cut.with_metadata(
-        sunk, cut.metadata(sunk) | {"kept_bytes": len(first), "sinks": [[20, len(second)]]}, frames=[first, second]
-    )
-    refused_by_head(changed, match="pruned")
-
-
 def test_sinks_without_a_level_that_leaves_them_out(exact_blob, cachegen_blob, sunk):
     for blob in (exact_blob, cachegen_blob):
         refused_by_head(cut.with_sinks(blob, [0], cut.sink_frames(sunk)[:1]), match="no level that leaves them out")
