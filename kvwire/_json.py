@@ -69,13 +69,13 @@ def record(fields: object, kind: type[T], what: str, advice: str) -> T:
         raise CorruptError(msg) from error
 
 
-def versioned_record(data: bytes | str, kind: type[T], what: str, advice: str, versions: Sequence[int]) -> T:
-    """Read a stored record of one of these versions; CorruptError gives the problem and the advice."""
+def stored_record(data: bytes | str, kind: type[T], what: str, advice: str, versions: Sequence[int] = ()) -> T:
+    """Read a stored record, of one of these versions if it has any; CorruptError gives the problem and the advice."""
     try:
         fields = json_object(data, what, _MOST_BYTES)
     except CorruptError as error:
         raise CorruptError(f"{error}; {advice}") from error
-    if fields.pop("version", None) not in versions:
+    if versions and fields.pop("version", None) not in versions:
         raise CorruptError(f"{what} is of another version: {advice}")
     return record(fields, kind, what, advice)
 

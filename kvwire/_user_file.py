@@ -5,16 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvwire.errors import KvwireError, StorageError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 FILE_MODE = 0o600
 """Mode of such a file and its temporary files."""
 _FOLDER_MODE = 0o700
 _ROOT, _OTHERS_WRITE = 0, 0o022
+
+
+@contextmanager
+def file_errors(trouble: str, advice: str) -> Iterator[None]:
+    """Translate what the system says of a user's file; trouble: such as ``a.txt cannot be read``."""
+    try:
+        yield
+    except KvwireError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{trouble} ({error.strerror or error}); {advice}") from error
 
 
 def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path | None:

@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import (
-    BACKEND,
-    DEVICE,
-    DTYPE,
-    JSON,
-    MODEL,
-    STORE,
-    StoreOptions,
-    argument,
-    command,
-    flag,
-    option,
-)  # fmt: skip
+from kvwire.cli.options import StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, NotFoundError
 
@@ -45,12 +34,12 @@ class _AppendOptions:
     )  # fmt: skip
     fork: str = option("Leave DOCUMENT unchanged, and store the result under NAME.", default="", metavar="NAME")
     compact: bool = flag("Encode DOCUMENT again as one blob, after appending.")
-    model: str = MODEL
-    place: StoreOptions = STORE
-    device: str = DEVICE
-    dtype: str = DTYPE
-    backend: Backend = BACKEND
-    as_json: bool = JSON
+    model: str = opt.MODEL
+    place: StoreOptions = opt.STORE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    backend: Backend = opt.BACKEND
+    as_json: bool = opt.JSON
 
 
 @command(_AppendOptions)

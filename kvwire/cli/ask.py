@@ -11,31 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import (
-    ABOVE_0,
-    BACKEND,
-    CHAT_BEFORE,
-    DEVICE,
-    DTYPE,
-    FLOOR,
-    JSON,
-    LINKS,
-    MAX_KL,
-    MODEL,
-    OBJECTIVE,
-    REPAIR,
-    SOFT_TOKENS,
-    STORE,
-    USES,
-    StoreOptions,
-    argument,
-    command,
-    flag,
-    option,
-    repair_of,
-    use_file,
-)  # fmt: skip
+from kvwire.cli import options as opt
+from kvwire.cli.inputs import open_engine, read_file
+from kvwire.cli.options import StoreOptions, argument, command, flag, option, repair_of, use_file
 from kvwire.cli.printing import print_answer
 from kvwire.cli.say import leave, stages
 from kvwire.errors import ArgumentError, DeadlineError, NotFoundError, StorageError
@@ -76,7 +54,7 @@ class AskOptions:
     save: bool = flag("Store prompt and answer, for prompts that begin with them.")
     more_docs: tuple[str, ...] = argument(nargs=-1)
     question: str = option("Text that the model continues, after the documents or the prompt.", default="")
-    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0)
+    deadline: float | None = option("Seconds until the first token.", type=opt.ABOVE_0)
     prefetch: tuple[str, ...] = option(
         "Document to prefetch into --cache after the answer; repeatable.", "--soon", "prefetch"
     )
@@ -85,14 +63,14 @@ class AskOptions:
     )
     link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
     exact: bool = flag("Bit-exact caches only: lossless levels (encode --lossless), or recomputed text.")
-    max_kl: float | None = MAX_KL
-    floor: int | None = FLOOR
+    max_kl: float | None = opt.MAX_KL
+    floor: int | None = opt.FLOOR
     ceiling: int | None = option("Finest level worth waiting for; by default any.", type=click.IntRange(0, 7))
     on_late: OnLate = option(
         "If the first token cannot be in time: serve it as soon as possible, or refuse at once.",
         default="serve", type=click.Choice(["serve", "refuse"]),
     )  # fmt: skip
-    repair: str = REPAIR
+    repair: str = opt.REPAIR
     repair_floor: float | None = option(
         "Least share that auto repairs; by default what check-model found the model to need.",
         type=click.FloatRange(0, 1),
@@ -120,7 +98,7 @@ class AskOptions:
         "Keep rows that were computed anew, for the same documents in the same order, and use what is kept."
     )
     kept_size: str | None = option("Limit of all kept rows of the model and tenant, such as 2GB; by default 1GiB.")
-    objective: Objective | None = OBJECTIVE
+    objective: Objective | None = opt.OBJECTIVE
     tokens: int = option("Most tokens of the answer.", default=32, type=click.IntRange(min=1))
     texts: str | None = option("Folder with the documents' texts, for those whose blob is lost.")
     variants: tuple[str, ...] = option(
@@ -131,22 +109,22 @@ class AskOptions:
     arguments: tuple[str, ...] = option(
         "Text for a parameter of the schema; repeatable.", "--argument", metavar="MODULE.PARAMETER=TEXT"
     )
-    links: str | None = LINKS
-    soft_tokens: Path | None = SOFT_TOKENS
+    links: str | None = opt.LINKS
+    soft_tokens: Path | None = opt.SOFT_TOKENS
     system: str | None = option("Text before the documents, computed in every prompt; with --chat the system turn.")
     chat: bool = flag(
         "Put the model's chat template around documents and question, which are the user's turn; the answer is the "
         "assistant's."
     )
-    before: str = CHAT_BEFORE
-    uses: str | None = USES
-    model: str = MODEL
-    place: StoreOptions = STORE
-    device: str = DEVICE
-    dtype: str = DTYPE
-    backend: Backend = BACKEND
+    before: str = opt.CHAT_BEFORE
+    uses: str | None = opt.USES
+    model: str = opt.MODEL
+    place: StoreOptions = opt.STORE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    backend: Backend = opt.BACKEND
     verbose: bool = flag("Print progress before the answer, even if stderr is no terminal.", "-v", "--verbose")
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(AskOptions)
@@ -282,11 +260,7 @@ def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: As
     from kvwire.reuse import read_schema
     from kvwire.runtime.schemas import sized
 
-    path = Path(options.schema or "")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise NotFoundError(f"{path} cannot be read ({error.strerror}); --schema names a JSON file") from error
+    data = read_file(Path(options.schema or ""), "--schema names a JSON file")
     arguments = {}
     for given in options.arguments:
         name, is_given, text = given.partition("=")

@@ -13,8 +13,10 @@ import click
 import msgspec
 
 from kvwire._json import strict_json
-from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, argument, command, flag, option
+from kvwire._user_file import file_errors
+from kvwire.cli import options as opt
+from kvwire.cli.inputs import open_engine, read_file
+from kvwire.cli.options import StoreOptions, argument, command, flag, option
 from kvwire.cli.say import error_as_data, leave, progress, say
 from kvwire.errors import ArgumentError, KvwireError, PartialError, StorageError
 
@@ -57,10 +59,10 @@ class _CheckOptions:
         metavar="N", type=click.IntRange(0),
     )  # fmt: skip
     edits: bool = flag("Measure prompts made of similar ones instead (kvwire ask --reuse).")
-    place: StoreOptions = STORE
-    device: str = DEVICE
-    dtype: str = DTYPE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    as_json: bool = opt.JSON
 
 
 @command(_CheckOptions)
@@ -165,12 +167,10 @@ def _check_edits(
 def _draw(report: LinkReport, path: Path) -> None:
     try:
         from kvwire.comparison.pictures import draw_links
-
-        draw_links(report, path)
     except ImportError as error:
         raise ArgumentError("a picture needs matplotlib: pip install 'kvwire[demo]'") from error
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written ({error.strerror})") from error
+    with file_errors(f"{path} cannot be written", "choose another --picture"):
+        draw_links(report, path)
 
 
 class _Question(msgspec.Struct):
@@ -183,9 +183,7 @@ class _Question(msgspec.Struct):
 
 def _questions(path: Path) -> list[_Question]:
     try:
-        return msgspec.convert(strict_json(path.read_bytes(), str(path)), list[_Question])
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+        return msgspec.convert(strict_json(read_file(path, "check --questions"), str(path)), list[_Question])
     except msgspec.ValidationError as error:
         raise ArgumentError(f"{path} is not a list of {{documents, question, answer}} ({error})") from error
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import JSON, command, option
+from kvwire.cli.options import command, option
 from kvwire.cli.say import error_as_data, leave, say, say_text
 from kvwire.errors import KvwireError, NotFoundError
 
@@ -38,7 +39,7 @@ class _DemoOptions:
     links: tuple[str, ...] = option("name=50mbit,20ms; default: slow, middling and fast ones.", "--link")
     bound: float = option("KL divergence from exact caches, of any prompt, that is an error.", default=_BOUND)
     agreement: float = option("Share of equal next tokens below which it is an error.", default=0.9)
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_DemoOptions)

@@ -12,30 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.inputs import model_name, open_engine, read_file
-from kvwire.cli.options import (
-    BACKEND,
-    CALIBRATION,
-    CHAT_BEFORE,
-    DEVICE,
-    DTYPE,
-    FILE,
-    INDEX,
-    JSON,
-    LINKS,
-    MODEL,
-    PREFIX_LAYERS,
-    RESUME,
-    SOFT_TOKENS,
-    STORE,
-    USES,
-    StoreOptions,
-    argument,
-    command,
-    flag,
-    option,
-    use_file,
-)  # fmt: skip
+from kvwire.cli import options as opt
+from kvwire.cli.inputs import model_name, open_engine, open_tokenizer, read_file, use_layout
+from kvwire.cli.options import StoreOptions, argument, command, flag, option, use_file
 from kvwire.cli.printing import LevelTotals, describe
 from kvwire.cli.say import error_as_data, leave, say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
@@ -92,7 +71,6 @@ def vllm_settings(place: StoreOptions, options: Any) -> VllmSettings:  # noqa: A
 
 def vllm_corpus(place: StoreOptions, model: str, uses: str | None) -> Corpus:
     """Open the store for a model that runs elsewhere; also called in actors."""
-    from kvwire.cli.inputs import open_tokenizer
     from kvwire.offline.on_vllm import reading_engine
     from kvwire.runtime.corpus import Coding, Corpus, find_model
 
@@ -169,10 +147,8 @@ class EncodeOutput:
 
     def end(self) -> PartialError | None:
         """Print levels and failures."""
-        error = None
-        if self._failures:
-            failed = len(self._failures)
-            error = PartialError(f"{failed} of {self._done + failed} documents were left out")
+        failed = len(self._failures)
+        error = PartialError(f"{failed} of {self._done + failed} documents were left out") if failed else None
         if self._as_json:
             say(json.dumps({"documents": self._documents, "failures": self._failures} | error_as_data(error)))
         else:
@@ -214,14 +190,14 @@ class _EncodeOptions:
     """What ``kvwire encode`` is given."""
 
     paths: tuple[str, ...] = argument(nargs=-1, required=True)
-    model: str = MODEL
-    place: StoreOptions = STORE
-    device: str = DEVICE
-    dtype: str = DTYPE
+    model: str = opt.MODEL
+    place: StoreOptions = opt.STORE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
     force: bool = flag("Encode again what the store already has.")
     refit: bool = flag("Fit a new profile, and encode again documents with another one.")
     method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD)
-    prefix_layers: int = PREFIX_LAYERS
+    prefix_layers: int = opt.PREFIX_LAYERS
     lossless: bool = flag("Add a bit-exact level.")
     deviation: bool = flag("Measure how far tokens move behind others, for ask --selector product.")
     neutral_prefix: int = option(
@@ -233,19 +209,19 @@ class _EncodeOptions:
         "Keep documents with fewer than N counted uses as text; needs --uses.",
         default=0, type=click.IntRange(0), metavar="N",
     )  # fmt: skip
-    calibration: Extent = CALIBRATION
+    calibration: Extent = opt.CALIBRATION
     profile: Path | None = option(
-        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.", type=FILE
+        "Encode with this profile (kvwire profile fit) instead of fitting one; the store keeps it.", type=opt.FILE
     )
-    resume: Path | None = RESUME
-    links: str | None = LINKS
-    soft_tokens: Path | None = SOFT_TOKENS
-    index: tuple[str, ...] = INDEX
+    resume: Path | None = opt.RESUME
+    links: str | None = opt.LINKS
+    soft_tokens: Path | None = opt.SOFT_TOKENS
+    index: tuple[str, ...] = opt.INDEX
     chat: bool = flag("Also keep the rows that the model's chat template puts before documents, for chats in vLLM.")
     system: str | None = option("With --chat, the system turn.")
-    before: str = CHAT_BEFORE
-    uses: str | None = USES
-    backend: Backend = BACKEND
+    before: str = opt.CHAT_BEFORE
+    uses: str | None = opt.USES
+    backend: Backend = opt.BACKEND
     text_column: str = option("The text's field in rows.", default="text", metavar="NAME")
     id_column: str = option("The document id's field in rows.", default="id", metavar="NAME")
     manifest: str | None = option("Write a row for each document: .parquet, or .jsonl.", metavar="FILE")
@@ -259,7 +235,7 @@ class _EncodeOptions:
     actors: int = option("Engines on Ray; 0: as many as fit.", default=0, type=click.IntRange(0), metavar="N")
     gpus: float = option("GPUs of each engine on Ray.", default=0.0, type=click.FloatRange(0), metavar="G")
     cpus: float = option("Processors of each engine on Ray.", default=1.0, type=click.FloatRange(0), metavar="C")
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_EncodeOptions)
@@ -282,10 +258,8 @@ def encode(options: _EncodeOptions) -> None:
         raise ArgumentError(msg)
     if (options.system is not None or options.before) and not options.chat:
         raise ArgumentError("--system and --before are of a chat: give --chat, too")
-    run = _on_ray if options.on == "ray" else _here
-    if options.engine == "vllm":
-        run = _on_vllm
-    elif options.tensor_parallel != 1 or options.engine_args:
+    run = _on_vllm if options.engine == "vllm" else _on_ray if options.on == "ray" else _here
+    if run is not _on_vllm and (options.tensor_parallel != 1 or options.engine_args):
         raise ArgumentError("--tensor-parallel and --engine-args are vLLM's: add --engine vllm --on ray")
     try:
         with stages():
@@ -303,8 +277,6 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     from kvwire.runtime.corpus import Corpus
 
     engine = open_engine(options.model, options.device, options.dtype)
-    from kvwire.cli.inputs import use_layout
-
     layout = use_layout(engine, options.links, options.soft_tokens)
     coding = Coding(
         options.method, options.prefix_layers, options.lossless, backend=options.backend,

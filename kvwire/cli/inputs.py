@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from kvwire._user_file import file_errors
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, StorageError, TruncatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.base import Engine
+    from kvwire.engines.transformers import TransformersEngine
     from kvwire.engines.transformers.tokenizing import PieceTokenizer
     from kvwire.reuse import LinkLayout, SoftTokens
     from kvwire.store import Catalog, CatalogEntry, KeySpace
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
 
+T = TypeVar("T")
 _PREFIX_BYTES = 1 << 16  # most headers are shorter
 _TOKENS = re.compile(r"([0-9]{1,9})(k?)")
 _MOST_NAMED = 40  # characters of what somebody wrote that errors repeat
@@ -50,14 +53,12 @@ def read_file_header(path: Path) -> BlobInfo:
         raise type(error)(f"{path}: {error}") from error
 
 
-def read_file(path: Path, advice: str) -> bytes:
-    """Read a whole file."""
+def read_file(path: Path, advice: str, most: int | None = None) -> bytes:
+    """Read a whole file, or one byte more than ``most``."""
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; {advice}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+    with file_errors(f"{path} cannot be read", "check its permissions and the disk"), path.open("rb") as file:
+        return file.read() if most is None else file.read(most + 1)
 
 
 def read_tokens(text: str, most: int) -> int:
@@ -87,21 +88,20 @@ def read_machine(name: str) -> Machine:
     """Look up a machine."""
     from kvwire.controller.simulator import MACHINES
 
-    _check_name("machine", name, MACHINES)
-    return MACHINES[name]
+    return _named("machine", name, MACHINES)
 
 
 def read_shape(name: str) -> Model:
     """Look up a model's shape."""
     from kvwire.controller.simulator import MODELS
 
-    _check_name("model shape", name, MODELS)
-    return MODELS[name]
+    return _named("model shape", name, MODELS)
 
 
-def _check_name(kind: str, name: str, known: Collection[str]) -> None:
+def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
     if name not in known:
         raise NotFoundError(f"no {kind} is called {name[:_MOST_NAMED]!r}; choose one of {', '.join(known)}")
+    return known[name]
 
 
 def spaces_of(catalog: Catalog, config: str) -> Iterator[KeySpace]:
@@ -124,15 +124,14 @@ def find_entry(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, 
     )
 
 
-def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
+def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> TransformersEngine:
     """Open the engine that options name."""
     import torch
 
-    from kvwire.engines import transformers
+    from kvwire.engines.transformers.opening import open_engine
 
     usual = torch.float32 if device == "cpu" else None
-    chosen = usual if dtype == "auto" else getattr(torch, dtype)
-    engine = transformers.open_engine(model, device=device, dtype=chosen)
+    engine = open_engine(model, device=device, dtype=usual if dtype == "auto" else getattr(torch, dtype))
     gc.freeze()  # what is imported stays, and searching it for garbage holds all up for a third of a second
     return engine
 

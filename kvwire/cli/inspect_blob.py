@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvwire.cli.inputs import model_name, open_engine
-from kvwire.cli.options import JSON, STORE, StoreOptions, argument, command, option
+from kvwire.cli import options as opt
+from kvwire.cli.inputs import model_name, open_engine, read_file
+from kvwire.cli.options import StoreOptions, argument, command, option
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD
-from kvwire.errors import NotFoundError, StorageError
+from kvwire.errors import NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
@@ -29,8 +30,8 @@ class _InspectOptions:
     model: str | None = option(
         "Whose document BLOB is: folder or name; needed where the store has several.", envvar="KVWIRE_MODEL"
     )
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
 
 @command(_InspectOptions)
@@ -62,10 +63,7 @@ def _info(blob: str, model: str | None, place: StoreOptions) -> BlobInfo:
     if path.is_file():
         from kvwire.codec import verify
 
-        try:
-            return verify(path.read_bytes())
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+        return verify(read_file(path, "name a .kvw file, as kvwire encode writes them"))
     if not place.store:
         raise NotFoundError(f"{blob} is no file; to look up a document name --store")
     with closing(place.open()) as opened:

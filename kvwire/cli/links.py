@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.cli.inputs import read_link
+from kvwire.cli.inputs import read_file, read_link
 from kvwire.controller.simulator import (
     ar1,
     constant,
@@ -19,7 +19,7 @@ from kvwire.controller.simulator import (
     token_bucket,
     with_outages,
 )
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store import parse_size
 
 if TYPE_CHECKING:
@@ -52,14 +52,11 @@ def steady_link(text: str) -> NamedLink:
 def recorded_link(path: str, mean_bytes_s: float | None, stretch: float) -> NamedLink:
     """Read a recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s."""
     file = Path(path)
-    if not file.is_file():
-        raise NotFoundError(f"{path} is not a file; --trace takes recorded links, .json or lines of seconds and Mbit/s")
+    data = read_file(file, "--trace takes recorded links, .json or lines of seconds and Mbit/s", _MOST_CHARACTERS)
+    if len(data) > _MOST_CHARACTERS:
+        raise CorruptError(f"{path} is larger than any trace; cut it")
     try:
-        if file.stat().st_size > _MOST_CHARACTERS:
-            raise CorruptError(f"{path} is larger than any trace; cut it")
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise CorruptError(f"{path} is not text; name a trace, or copy it again") from error
     try:

@@ -10,34 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import click
 
 from kvwire._json import json_object
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import (
     find_entry,
     open_engine,
+    read_file,
     read_file_header,
     read_link,
     read_machine,
     read_shape,
     read_tokens,
 )
-from kvwire.cli.options import (
-    ABOVE_0,
-    CONFIG,
-    DEVICE,
-    DTYPE,
-    FLOOR,
-    JSON,
-    MAX_KL,
-    OBJECTIVE,
-    REPAIR,
-    STORE,
-    StoreOptions,
-    argument,
-    flag,
-    option,
-    repair_of,
-    usual,
-)  # fmt: skip
-from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
+from kvwire.cli.options import StoreOptions, argument, flag, option, repair_of, usual
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.controller import ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal, Objective
@@ -68,21 +53,21 @@ class PlanOptions:
     prompt: Path | None = option("Instead of --docs: file with a whole prompt, planned as for ask --prompt.")
     documents: int = option("Number of documents that --context is split into.", default=1, type=click.IntRange(1, 128))
     model: str | None = option("Folder of the model; its costs are remembered or measured.", envvar="KVWIRE_MODEL")
-    device: str = DEVICE
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = DTYPE
+    device: str = opt.DEVICE
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt.DTYPE
     machine: str | None = option("Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
     workers: str | None = option("2: decode while recomputing.", type=click.Choice(["1", "2"]))
-    config: str = CONFIG
+    config: str = opt.CONFIG
     link: str | None = option("1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
-    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0)
-    objective: Objective | None = OBJECTIVE
+    deadline: float | None = option("Seconds until the first token.", type=opt.ABOVE_0)
+    objective: Objective | None = opt.OBJECTIVE
     exact: bool = flag("Bit-exact caches only, as in ask.")
-    max_kl: float | None = MAX_KL
-    floor: int | None = FLOOR
+    max_kl: float | None = opt.MAX_KL
+    floor: int | None = opt.FLOOR
     question_tokens: int = option("Length of the question.", default=32, type=click.IntRange(1, 1 << 20))
-    repair: str = REPAIR
+    repair: str = opt.REPAIR
     price: str | None = option(
         "Also print costs in money, by prices such as gpu_hour=1.79,gb_month=0.023,egress=0.09.", metavar="PRICES"
     )
@@ -92,8 +77,8 @@ class PlanOptions:
         metavar="DEVICES",
     )
     compare: bool = option("Also work out alternatives and break-even points.", "--compare/--no-compare", default=True)
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
     @classmethod
     def of_document(cls, name: str, config: str, **given: Any) -> Self:  # noqa: ANN401 - options' values
@@ -372,13 +357,7 @@ def _kl(info: BlobInfo) -> tuple[float, ...]:
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """Of a printed plan ``estimates``, which are checked later, and ``compute`` unless estimates stand alone."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} does not exist; name what kvwire plan --json printed") from error
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+    content = read_file(path, "name what kvwire plan --json printed", _MOST_BYTES)
     try:
         state = json_object(content, str(path), _MOST_BYTES)
     except CorruptError as error:

@@ -17,40 +17,33 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
 
+_LEVEL = {
+    "name": "name", "step": "step", "bytes": "bytes", "cumulative_bytes": "cumulative_bytes",
+    "bits_per_element": "bits_per_element", "measured_error": "measured_error", "predicted_kl": "predicted_kl",
+    "alone": "independent", "lossless": "lossless",
+}  # fmt: skip
+"""What JSON says of a level, and where that is."""
+_TIMES = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "repair_s", "front_s", "query_s")
+_PARTS = {"front": "layout", "query": "question"}
+"""What people are told of times, where that is not their name."""
+
+
 def describe(info: BlobInfo) -> dict[str, Any]:
     """A blob's header as plain data."""
-    return {
-        "tokens": info.tokens,
-        "chunks": info.chunks,
-        "chunk_tokens": info.chunk_tokens,
+    names = ("tokens", "chunks", "chunk_tokens", "method", "opening", "context_level")
+    return {name: getattr(info, name) for name in names} | {
         "bytes": info.file_bytes,
         "head_bytes": info.header_bytes,
         "model": info.meta.model_id,
         "model_revision": info.meta.model_revision,
         "profile": info.profile_digest,
-        "method": info.method,
         "error_of": error_of_method(info.method),
         "head_start": info.prefix_layers,
         "neutral_prefix": len(info.neutral_prefix),
-        "opening": info.opening,
-        "context_level": info.context_level,
         "soft_tokens": info.soft_tokens.digest if info.soft_tokens else None,
         "prefix_tokens": info.prefix.tokens if info.prefix else 0,
         "deviation_block": info.deviation.block if info.deviation else None,
-        "levels": [
-            {
-                "name": level.name,
-                "step": level.step,
-                "bytes": level.bytes,
-                "cumulative_bytes": level.cumulative_bytes,
-                "bits_per_element": level.bits_per_element,
-                "measured_error": level.measured_error,
-                "predicted_kl": level.predicted_kl,
-                "alone": level.independent,
-                "lossless": level.lossless,
-            }
-            for level in info.levels
-        ],
+        "levels": [{name: getattr(level, field) for name, field in _LEVEL.items()} for level in info.levels],
     }
 
 
@@ -113,14 +106,10 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         say(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
     for miss in answer.misses:
         say(f"kvwire: {_outcome(names, answer, miss)}{miss}", err=True)
+    times = {name.removesuffix("_s"): getattr(timing, name) * 1e3 for name in _TIMES[1:]}
     spent = ", ".join(
-        f"{name} {getattr(timing, field) * 1e3:.0f}"
-        for name, field in (
-            ("fetch", "fetch_s"), ("decode", "decode_s"), ("recompute", "recompute_s"), ("link", "link_s"),
-            ("repair", "repair_s"), ("layout", "front_s"), ("question", "query_s"),
-        )
-        if field != "front_s" or answer.computed
-    )  # fmt: skip
+        f"{_PARTS.get(name, name)} {ms:.0f}" for name, ms in times.items() if name != "front" or answer.computed
+    )
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
     for line in _reused(answer.reused):
         say(line)
@@ -144,16 +133,10 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
 
 def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
     decisions = [
-        {
-            "document": names[d.chunk.document],
-            "chunk": d.chunk.chunk,
-            "action": d.action,
-            "level": d.level,
-            "reason": d.reason,
-        }
+        {"document": names[d.chunk.document], "chunk": d.chunk.chunk, "action": d.action, "level": d.level,
+         "reason": d.reason}
         for d in answer.decisions
-    ]
-    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "repair_s", "front_s", "query_s")
+    ]  # fmt: skip
     repair = answer.repair and {
         "selector": answer.repair.selector,
         "rows": answer.repair.rows.tolist(),
@@ -173,7 +156,7 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
         ],
         "repair": repair, "link_warning": answer.link_warning,
         "computed_tokens": answer.computed, **({"reused": asdict(answer.reused)} if answer.reused else {}),
-        "shifted_tokens": answer.shifted, **{name: getattr(answer.timing, name) for name in parts},
+        "shifted_tokens": answer.shifted, **{name: getattr(answer.timing, name) for name in _TIMES},
     }  # fmt: skip
 
 

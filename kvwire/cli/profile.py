@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine, read_file
-from kvwire.cli.options import CALIBRATION, DEVICE, DTYPE, FILE, JSON, PREFIX_LAYERS, RESUME, argument, command, option
+from kvwire.cli.options import argument, command, option
 from kvwire.cli.say import say, stages
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
@@ -36,14 +37,14 @@ class _FitOptions:
 
     model: str = argument(envvar="KVWIRE_MODEL")
     texts: tuple[str, ...] = option("Folder, file or glob of texts to fit on; repeatable.", required=True)
-    out: Path = option("File to write, a .kvp.", required=True, type=FILE)
+    out: Path = option("File to write, a .kvp.", required=True, type=opt.FILE)
     method: str = option(type=click.Choice(methods()), default=DEFAULT_METHOD)
-    prefix_layers: int = PREFIX_LAYERS
-    calibration: Extent = CALIBRATION
-    resume: Path | None = RESUME
-    device: str = DEVICE
-    dtype: str = DTYPE
-    as_json: bool = JSON
+    prefix_layers: int = opt.PREFIX_LAYERS
+    calibration: Extent = opt.CALIBRATION
+    resume: Path | None = opt.RESUME
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    as_json: bool = opt.JSON
 
 
 @command(_FitOptions, group=profile)
@@ -76,7 +77,7 @@ class _ShowOptions:
     """What ``kvwire profile show`` is given."""
 
     file: Path = argument()
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_ShowOptions, group=profile)
@@ -114,7 +115,7 @@ class _CheckOptions:
 
     manifest: str = argument(metavar="MANIFEST")
     level: str | None = option("Name of the level that is looked at; without it, the middle one.")
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_CheckOptions, group=profile)

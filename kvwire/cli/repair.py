@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine
-from kvwire.cli.options import ABOVE_0, DEVICE, DTYPE, JSON, MODEL, STORE, StoreOptions, command, option, use_file
+from kvwire.cli.options import StoreOptions, command, option, use_file
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -21,14 +22,14 @@ class _RepairOptions:
     """What ``kvwire repair`` is given."""
 
     combinations: str = option("File in which kvwire vllm-proxy counts what it links.", required=True, metavar="FILE")
-    model: str = MODEL
-    device: str = DEVICE
-    dtype: str = DTYPE
+    model: str = opt.MODEL
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
     after: int = option("Uses from which on documents are repaired.", default=2, type=click.IntRange(1))
     kept_size: str = option("Of all rows that are kept; older ones give way.", default="10GB")
-    watch: float | None = option("Go on until interrupted, and look every so many seconds.", type=ABOVE_0)
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    watch: float | None = option("Go on until interrupted, and look every so many seconds.", type=opt.ABOVE_0)
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
 
 @command(_RepairOptions)

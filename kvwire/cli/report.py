@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import DEVICE, DTYPE, JSON, STORE, StoreOptions, command, flag, option
+from kvwire._user_file import file_errors
+from kvwire.cli import options as opt
+from kvwire.cli.options import StoreOptions, command, flag, option
 from kvwire.cli.say import progress, say
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,13 +38,13 @@ class _ReportOptions:
     all_tenants: bool = flag("Every tenant of the store, not only --tenant.")
     sample: int = option("Headers that are read.", default=16, type=click.IntRange(0, 1024))
     model: str | None = option("Folder of the model, for the time to the first token.", envvar="KVWIRE_MODEL")
-    device: str = DEVICE
-    dtype: str = DTYPE
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
     machine: str | None = option("Instead of --model: a machine by name, such as h100; needs --shape.")
     shape: str | None = option("The model's shape by name, such as llama-3.1-8b; needs --machine.")
     estimates: str | None = option("Instead of --model: what kvwire plan --json printed.", metavar="FILE")
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
     @property
     def costs(self) -> dict[str, Any]:
@@ -112,10 +114,8 @@ def _check_pictures() -> None:
 def _write(page: Path, found: Survey, first: FirstTokens | None) -> None:
     from kvwire.report import write_page
 
-    try:
+    with file_errors(f"{page} cannot be written", "choose another --out"):
         page.write_text(write_page(found, first, _HINT), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{page} cannot be written ({error.strerror}); choose another --out") from error
 
 
 def _as_data(found: Survey, first: FirstTokens | None) -> dict[str, Any]:

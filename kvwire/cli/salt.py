@@ -8,20 +8,9 @@ from pathlib import Path
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import model_name, open_tokenizer
-from kvwire.cli.options import (
-    ABOVE_0,
-    CHAT_BEFORE,
-    JSON,
-    LEVEL,
-    OBJECTIVE,
-    STORE,
-    StoreOptions,
-    argument,
-    command,
-    flag,
-    option,
-)  # fmt: skip
+from kvwire.cli.options import StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -36,18 +25,18 @@ class _SaltOptions:
     prefix: bool = flag("Instead of documents: the longest prefix that the store's index knows.")
     save: bool = flag("Have vLLM keep what it computes of the prompt; changes no salt.")
     repair: str | None = option("Lay over them what ask --keep-repairs computed and kept.", type=click.Choice(["kept"]))
-    level: int | None = LEVEL
-    deadline_s: float | None = option("Seconds to load for.", "--deadline", "deadline_s", type=ABOVE_0)
-    objective: str | None = OBJECTIVE
+    level: int | None = opt.LEVEL
+    deadline_s: float | None = option("Seconds to load for.", "--deadline", "deadline_s", type=opt.ABOVE_0)
+    objective: str | None = opt.OBJECTIVE
     question: str | None = option("Print the body of a whole request that ends with this; needs --model as a folder.")
     chat: bool = flag("Put the model's chat template around them, whose rows encode --chat keeps.")
     system: str | None = option("With --chat, the system turn.")
-    before: str = CHAT_BEFORE
+    before: str = opt.CHAT_BEFORE
     served_name: str | None = option("The model's name in that body; by default --model.")
     max_tokens: int = option("In that body.", default=64, type=click.IntRange(1))
     model: str | None = option("Folder or name; needed where the store has several models.", envvar="KVWIRE_MODEL")
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
 
 @command(_SaltOptions)

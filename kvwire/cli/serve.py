@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.options import CACHE, CACHE_SIZE, JSON, MEMORY_SIZE, StoreOptions, argument, command, flag, option
+from kvwire.cli import options as opt
+from kvwire.cli.options import StoreOptions, argument, command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
@@ -41,9 +42,9 @@ class _ServeOptions:
         "file:///folder, s3://bucket/prefix, or another address of a store.", required=True, envvar="KVWIRE_STORE"
     )
     store_token: str | None = option("Bearer token for a store behind http://.", envvar="KVWIRE_STORE_TOKEN")
-    cache: str | None = CACHE
-    cache_size: str = CACHE_SIZE
-    memory_size: str | None = MEMORY_SIZE
+    cache: str | None = opt.CACHE
+    cache_size: str = opt.CACHE_SIZE
+    memory_size: str | None = opt.MEMORY_SIZE
     host: str = option("Address to bind; others than loopback need access.", default="127.0.0.1", envvar="KVWIRE_HOST")
     port: int = option("0: any free port.", default=8473, type=click.IntRange(0, 65535), envvar="KVWIRE_PORT")
     token: str | None = option(
@@ -91,7 +92,7 @@ class _ServeOptions:
         default="info", type=click.Choice(["debug", "info", "warning", "error"]), envvar="KVWIRE_LOG_LEVEL"
     )
     log_format: str = option(default="json", type=click.Choice(["json", "text"]), envvar="KVWIRE_LOG_FORMAT")
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_ServeOptions)
@@ -205,7 +206,7 @@ class _SignOptions:
     key_id: str = option("Id of the key to sign with.", required=True, envvar="KVWIRE_KEY_ID")
     seconds: int = option("Seconds for which the URL is valid.", default=3600, type=click.IntRange(1))
     method: str = option(default="GET", type=click.Choice(["GET", "PUT", "DELETE"]))
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_SignOptions)
@@ -238,7 +239,7 @@ class _TokenOptions:
         default="", envvar="KVWIRE_SALT",
     )  # fmt: skip
     write: bool = flag("The token may write.")
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_TokenOptions)

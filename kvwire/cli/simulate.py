@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from kvwire._user_file import file_errors
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
-from kvwire.cli.options import ABOVE_0, FLOOR, JSON, MAX_KL, OBJECTIVE, command, flag, option, repair_of
+from kvwire.cli.options import command, flag, option, repair_of
 from kvwire.cli.say import say
-from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,10 +70,10 @@ class _Asked:
         "Round trip, where the link names none.",
         "--rtt", "rtt_s", default=0.002, type=click.FloatRange(0, 60), metavar="SECONDS",
     )  # fmt: skip
-    deadline: float | None = option("Seconds until the first token.", type=ABOVE_0, metavar="SECONDS")
-    objective: Objective | None = OBJECTIVE
-    max_kl: float | None = MAX_KL
-    floor: int | None = FLOOR
+    deadline: float | None = option("Seconds until the first token.", type=opt.ABOVE_0, metavar="SECONDS")
+    objective: Objective | None = opt.OBJECTIVE
+    max_kl: float | None = opt.MAX_KL
+    floor: int | None = opt.FLOOR
     repair: str = option(
         "Rows computed anew so that documents see each other; see kvwire ask.",
         default="none", metavar="none|auto|all|SHARE",
@@ -101,7 +103,7 @@ class _Asked:
     )
     seed: int = option(default=0, type=click.IntRange(0, 2**31))
     out: Path | None = option("Folder for JSON and pictures.", type=click.Path(file_okay=False, path_type=Path))
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @dataclass(frozen=True)
@@ -371,7 +373,7 @@ def _check_pictures() -> None:
 def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> None:
     from kvwire.whatif.pictures import draw_cdf, draw_load
 
-    try:
+    with file_errors(f"{out} cannot be written", "choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
         (out / "simulation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         first = results[0].case
@@ -382,6 +384,4 @@ def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> Non
         draw_cdf(panels, first.scenario.goal.deadline_s, out / "ttft.png")
         title = ", ".join((*first.group, first.link, results[0].policy))
         draw_load(results[0].scored[0].outcome, title, out / "load.png")
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     say(f"written: simulation.json, ttft.png and load.png in {out}", err=True)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import to_builtins
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import find_entry, spaces_of
-from kvwire.cli.options import CONFIG, JSON, STORE, StoreOptions, argument, command, flag, option
+from kvwire.cli.options import StoreOptions, argument, command, flag, option
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import count_failures, finish, progress, say
 from kvwire.cli.store_upkeep import JOBS, gc, index, rebuild, verify
@@ -38,8 +39,8 @@ for each in (gc, index, rebuild, verify):
 class _LsOptions:
     """What ``kvwire store ls`` is given."""
 
-    place: StoreOptions = STORE
-    config: str = CONFIG
+    place: StoreOptions = opt.STORE
+    config: str = opt.CONFIG
     tenants: bool = flag("List tenants, by their hashes, instead of documents.")
     configs: bool = flag("List the tenant's model configurations.")
     prefix: str | None = option(
@@ -78,9 +79,9 @@ class _StatOptions:
     """What ``kvwire store stat`` is given."""
 
     document: str = argument()
-    place: StoreOptions = STORE
-    config: str = CONFIG
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    config: str = opt.CONFIG
+    as_json: bool = opt.JSON
 
 
 @command(_StatOptions, group=store)
@@ -110,9 +111,9 @@ class _RmOptions:
     """What ``kvwire store rm`` is given."""
 
     documents: tuple[str, ...] = argument(nargs=-1, required=True)
-    place: StoreOptions = STORE
-    config: str = CONFIG
-    as_json: bool = JSON
+    place: StoreOptions = opt.STORE
+    config: str = opt.CONFIG
+    as_json: bool = opt.JSON
 
 
 @command(_RmOptions, group=store)
@@ -141,7 +142,7 @@ class _CpOptions:
     token: str | None = option("Bearer token for SOURCE, where that is http.", envvar="KVWIRE_TOKEN")
     to_token: str | None = option("Bearer token for TARGET.", envvar="KVWIRE_TO_TOKEN")
     jobs: int = JOBS
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_CpOptions, group=store)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import spaces_of
-from kvwire.cli.options import CONFIG, INDEX, JSON, STORE, StoreOptions, command, flag, option
+from kvwire.cli.options import StoreOptions, command, flag, option
 from kvwire.cli.say import count_failures, finish, progress, say
 from kvwire.errors import ArgumentError, CorruptError
 
@@ -29,7 +30,7 @@ _MOST_COLLECTED = 0.5
 class _GcOptions:
     """What ``kvwire store gc`` is given."""
 
-    place: StoreOptions = STORE
+    place: StoreOptions = opt.STORE
     all_tenants: bool = ALL_TENANTS
     grace: str = option("Keep content younger than this: 90s, 30m, 24h, 7d.", default="24h")
     dry_run: bool = flag("Delete nothing; print what would be deleted.")
@@ -46,7 +47,7 @@ class _GcOptions:
     yes: bool = flag("Delete even more than half of all bytes, or of all documents'.")
     allow_empty_catalog: bool = flag("Collect even if the catalog is empty or names nothing that exists.")
     part: str = _PART
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_GcOptions)
@@ -104,10 +105,10 @@ def _forgotten_words(done: Forgotten, keep_bytes: float, *, named: bool, dry_run
 class _IndexOptions:
     """What ``kvwire store index`` is given."""
 
-    index: tuple[str, ...] = INDEX
-    place: StoreOptions = STORE
-    config: str = CONFIG
-    as_json: bool = JSON
+    index: tuple[str, ...] = opt.INDEX
+    place: StoreOptions = opt.STORE
+    config: str = opt.CONFIG
+    as_json: bool = opt.JSON
 
 
 @command(_IndexOptions)
@@ -131,10 +132,10 @@ def index(options: _IndexOptions) -> None:
 class _RebuildOptions:
     """What ``kvwire store rebuild`` is given."""
 
-    place: StoreOptions = STORE
+    place: StoreOptions = opt.STORE
     all_tenants: bool = ALL_TENANTS
     dry_run: bool = flag("Write nothing; print what would be written.")
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_RebuildOptions)
@@ -164,12 +165,12 @@ def rebuild(options: _RebuildOptions) -> None:
 class _VerifyOptions:
     """What ``kvwire store verify`` is given."""
 
-    place: StoreOptions = STORE
+    place: StoreOptions = opt.STORE
     all_tenants: bool = ALL_TENANTS
     jobs: int = JOBS
     delete_damaged: bool = flag("Delete what is damaged, so that it is encoded again.")
     part: str = _PART
-    as_json: bool = JSON
+    as_json: bool = opt.JSON
 
 
 @command(_VerifyOptions)

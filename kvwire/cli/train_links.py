@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvwire.cli.options import ABOVE_0, DEVICE, DTYPE, JSON, MODEL, command, flag, option
+from kvwire.cli import options as opt
+from kvwire.cli.inputs import open_engine
+from kvwire.cli.options import command, flag, option
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkLayout
@@ -32,7 +32,7 @@ _RECIPES = {"links": "kvlink", "wrappers": "kv-packet", "anchors": "kvlink"}
 class _TrainOptions:
     """What ``kvwire train-links`` is given."""
 
-    model: str = MODEL
+    model: str = opt.MODEL
     data: tuple[str, ...] = option(
         "A .jsonl file of samples, a text, or a folder of texts; several are mixed by their weights.",
         required=True, metavar="PATH[=WEIGHT]",
@@ -50,7 +50,7 @@ class _TrainOptions:
     steps: int | None = option(type=click.IntRange(1))
     batch: int | None = option("Samples per step.", type=click.IntRange(1))
     micro_batch: int | None = option("Samples in memory at once.", type=click.IntRange(1))
-    learning_rate: float | None = option(type=ABOVE_0)
+    learning_rate: float | None = option(type=opt.ABOVE_0)
     warm_up: int | None = option("Steps over which the rate rises.", type=click.IntRange(0))
     most_tokens: int | None = option("Longest sample, in tokens.", type=click.IntRange(1))
     passages: int = option("Most documents cut from a text.", default=10, type=click.IntRange(1))
@@ -61,9 +61,9 @@ class _TrainOptions:
     seed: int = option(default=0)
     keep_every: int = option("Steps between saved states.", default=100, type=click.IntRange(1))
     resume: bool = flag("Resume the interrupted training in --out.")
-    device: str = DEVICE
-    dtype: str = DTYPE
-    as_json: bool = JSON
+    device: str = opt.DEVICE
+    dtype: str = opt.DTYPE
+    as_json: bool = opt.JSON
 
 
 @command(_TrainOptions)
@@ -72,14 +72,13 @@ def train_links(options: _TrainOptions) -> None:
 
     Samples are lines of {passages, question, answer}, {passages, turns}, {passages, summary}, {messages} or {text}.
     """
-    from kvwire.engines.transformers.opening import open_engine
     from kvwire.training import report_of, train, write_report, write_trained
     from kvwire.training.output import check_drawable
 
     check_drawable()
     state = _state(options)
     dtype = "float32" if options.dtype == "auto" and not _is_frozen(options) else options.dtype
-    engine = open_engine(options.model, device=options.device, dtype=_dtype(dtype, options.device))
+    engine = open_engine(options.model, options.device, dtype)
     what = _training(options)
     mixture, weights = _mixture(engine, what, options)
     with _progress(what.recipe.steps) as tell:
@@ -93,15 +92,6 @@ def train_links(options: _TrainOptions) -> None:
     first, last = (sum(part) / len(part) for part in (trained.losses[:20], trained.losses[-20:]))
     say(f"loss {first:.4f} at first, {last:.4f} at last, in nats a token, means over 20 of {len(trained.losses)} steps")
     say(*(f"{kind.replace('_', ' ')}: {path}" for kind, path in report["written"].items()))
-
-
-def _dtype(name: str, device: str) -> torch.dtype | None:
-    import torch
-
-    if name == "auto":
-        return torch.float32 if device == "cpu" else None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _is_frozen(options: _TrainOptions) -> bool:
@@ -152,13 +142,11 @@ def _mixture(engine: TransformersEngine, what: Training, options: _TrainOptions)
 
 
 def _weighted(given: str) -> tuple[str, float]:
-    name, equals, weight = given.rpartition("=")
-    if not equals:
-        return given, 1.0
-    try:
-        return name, float(weight)
-    except ValueError:
-        return given, 1.0
+    name, _, weight = given.rpartition("=")
+    with suppress(ValueError):
+        if name:
+            return name, float(weight)
+    return given, 1.0
 
 
 @contextmanager

@@ -11,21 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvwire.cli import options as opt
 from kvwire.cli.inputs import model_name
-from kvwire.cli.options import (
-    ABOVE_0,
-    FILE,
-    JSON,
-    LOG_FORMAT,
-    LOG_LEVEL,
-    OBJECTIVE,
-    STORE,
-    StoreOptions,
-    command,
-    flag,
-    option,
-    use_file,
-)  # fmt: skip
+from kvwire.cli.options import StoreOptions, command, flag, option, use_file
 from kvwire.cli.say import say
 from kvwire.cli.serve import logs_on_stderr
 
@@ -55,12 +43,12 @@ class _ProxyOptions:
         default="linked", type=click.Choice(["linked", "first", "kept"]),
     )  # fmt: skip
     level: int | None = option("Quality level of all chunks, where a request names none.", type=click.IntRange(0))
-    deadline_s: float | None = option("Seconds to load for, likewise.", "--deadline", "deadline_s", type=ABOVE_0)
-    objective: str | None = OBJECTIVE
+    deadline_s: float | None = option("Seconds to load for, likewise.", "--deadline", "deadline_s", type=opt.ABOVE_0)
+    objective: str | None = opt.OBJECTIVE
     prefix: bool = flag("Requests without documents load their longest stored prefix.")
     save: bool = flag("With --prefix, have vLLM keep their prompts and answers.")
     outcomes: Path | None = option(
-        "Socket for what became of streamed requests; vLLM's setting outcomes names the same.", type=FILE
+        "Socket for what became of streamed requests; vLLM's setting outcomes names the same.", type=opt.FILE
     )
     combinations: str | None = option(
         "Count linked documents here; kvwire repair repairs those that are linked often, and they are loaded so.",
@@ -68,14 +56,14 @@ class _ProxyOptions:
     )
     max_body_bytes: int = option("Largest request body.", default=32 << 20, type=click.IntRange(1))
     max_requests: int = option("Most requests answered at once.", default=512, type=click.IntRange(1))
-    answer_seconds: float = option("Longest silence of vLLM, in seconds.", default=600.0, type=ABOVE_0)
+    answer_seconds: float = option("Longest silence of vLLM, in seconds.", default=600.0, type=opt.ABOVE_0)
     shutdown_seconds: float = option(
         "Seconds for running answers after SIGTERM.", default=30.0, type=click.FloatRange(0)
     )
-    log_level: str = LOG_LEVEL
-    log_format: str = LOG_FORMAT
-    place: StoreOptions = STORE
-    as_json: bool = JSON
+    log_level: str = opt.LOG_LEVEL
+    log_format: str = opt.LOG_FORMAT
+    place: StoreOptions = opt.STORE
+    as_json: bool = opt.JSON
 
 
 @command(_ProxyOptions, "vllm-proxy")

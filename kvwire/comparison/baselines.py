@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.store import Store
     from kvwire.transport import LinkSettings
-
-
-class _Prompt(Protocol):
-    @property
-    def documents(self) -> tuple[str, ...]: ...
-
-    @property
-    def question(self) -> tuple[int, ...]: ...
-
-    @property
-    def head(self) -> tuple[int, ...]: ...
 
 
 def text_ttft(
@@ -62,13 +51,16 @@ class RawCaches:
             store.put(keys[name], flat.view(torch.uint8).numpy().tobytes())
         return cls(keys, {name: len(ids) for name, ids in documents.items()})
 
-    def ttft(self, engine: Engine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
+    def ttft(
+        self, engine: Engine, store: Store, link: LinkSettings, documents: Sequence[str], question: Sequence[int],
+        head: Sequence[int],
+    ) -> tuple[float, int]:  # fmt: skip
         """Fetch all documents at once, rotate, concatenate and run the question."""
         started = time.perf_counter()
-        caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
-        linked = link_opened(engine, caches, prompt.head)
+        caches, size = asyncio.run(self._fetch(engine, store, documents, link))
+        linked = link_opened(engine, caches, head)
         past = engine.past_key_values(linked)
-        int(engine.forward(past, prompt.question, linked.tokens, logits=1)[-1].argmax())
+        int(engine.forward(past, question, linked.tokens, logits=1)[-1].argmax())
         return time.perf_counter() - started, size
 
     async def _fetch(

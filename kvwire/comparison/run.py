@@ -212,7 +212,9 @@ class _Comparison:
     def _over(self, loader: Loader, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         first = self._prompts[0]
         ask = partial(Prompt.ask, loader=loader, deadline_s=deadline, objective="earliest")
-        raw = partial(self._raw.ttft, self._engine, self._corpus.catalog.store, first, link)
+        raw = partial(
+            self._raw.ttft, self._engine, self._corpus.catalog.store, link, first.documents, first.question, first.head
+        )
         ask(first)  # a server in use knows its link, so the first load is not timed
         raw_s, raw_bytes = raw()
         again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first load is a warm-up

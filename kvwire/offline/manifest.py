@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from kvwire._json import record
 from kvwire._lazy import require
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire._user_file import file_errors
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.files.files import put_in_place
 
 if TYPE_CHECKING:
@@ -101,11 +103,7 @@ class Row:
         Raises:
             CorruptError: It is invalid.
         """
-        try:
-            return cls(**{**found, "levels": tuple(LevelRow(**level) for level in found["levels"])})
-        except (TypeError, KeyError) as error:
-            msg = "the manifest holds a row that kvwire encode does not write; write it again with --manifest"
-            raise CorruptError(msg) from error
+        return record(found, cls, "a row of the manifest", "write it again with kvwire encode --manifest")
 
 
 class ManifestWriter(Protocol):
@@ -165,13 +163,8 @@ class _ParquetWriter:
             self._writer.close()
 
 
-@contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        msg = f"{path} cannot be written ({error.strerror}); check the folder and the space that is left"
-        raise StorageError(msg) from error
+def _storage_errors(path: Path) -> AbstractContextManager[None]:
+    return file_errors(f"{path} cannot be written", "check the folder and the space that is left")
 
 
 def _encodable(name: str) -> str:

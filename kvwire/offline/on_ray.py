@@ -74,6 +74,7 @@ def encode_on_ray(
     """
     require("ray", "ray", "--on ray")
     import ray
+    import ray.data
 
     chosen, spread = options or RunOptions(), settings or RaySettings()
     start_ray(spread)
@@ -82,24 +83,12 @@ def encode_on_ray(
     fitted = ray.get(ray.remote(**needs)(_prepare).remote(open_corpus, ray.put(lines), chosen))
     if "error" in fitted:
         raise getattr(errors, fitted["error"])(fitted["message"])
-    yield from _rows(lines, (open_corpus, fitted, chosen), needs, spread)
-
-
-def _rows(
-    lines: list[str], made_of: tuple[object, ...], needs: Mapping[str, Any], spread: RaySettings
-) -> Generator[Row]:
-    import ray.data
-
     data = dataset_of(lines, spread)
     actors = min(spread.actors or _most_actors(ray.cluster_resources(), spread), data.num_blocks())
-    told = data.map_batches(
-        Encoder,
-        fn_constructor_args=made_of,
-        batch_size=spread.batch,
-        compute=ray.data.ActorPoolStrategy(size=actors),
-        **needs,
+    pool, made_of = ray.data.ActorPoolStrategy(size=actors), (open_corpus, fitted, chosen)
+    yield from rows_of(
+        data.map_batches(Encoder, fn_constructor_args=made_of, batch_size=spread.batch, compute=pool, **needs)
     )
-    yield from rows_of(told)
 
 
 def dataset_of(lines: Sequence[str], spread: RaySettings) -> Any:  # noqa: ANN401 - Ray's

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 from html import escape
 from io import StringIO
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import rc_context
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -28,23 +28,8 @@ MEGABIT = 1.25e5
 _GIGA = 1000
 
 
-class Drawing:
-    """One figure.
-
-    Attributes:
-        axes: Axes to draw on.
-        svg: The figure, set when the ``with`` block of ``drawing`` ends.
-    """
-
-    def __init__(self, axes: Axes) -> None:
-        """Take the axes; ``drawing`` sets the SVG."""
-        self.axes = axes
-        self.svg = ""
-
-
-@contextmanager
-def drawing(title: str, words: str, height: float = 3.2) -> Iterator[Drawing]:
-    """Make a figure; ``svg`` is set after the block."""
+def draw(work: Callable[[Axes], None], title: str, words: str, height: float) -> str:
+    """A figure as SVG; work draws on its axes."""
     settings: dict[Any, Any] = {  # matplotlib types each name
         "svg.fonttype": "none", "svg.hashsalt": title, "text.parse_math": False, "font.size": 10,
         "font.family": "sans-serif", "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _GRID,
@@ -52,15 +37,14 @@ def drawing(title: str, words: str, height: float = 3.2) -> Iterator[Drawing]:
         "axes.spines.right": False, "legend.frameon": False,
     }  # fmt: skip
     with rc_context(settings):
-        figure = Figure(figsize=(7, height), layout="constrained")
+        figure, out = Figure(figsize=(7, height), layout="constrained"), StringIO()
         FigureCanvasSVG(figure)
-        made = Drawing(figure.add_subplot())
-        made.axes.grid(visible=True, alpha=0.5)
-        made.axes.set_axisbelow(True)
-        yield made
-        out = StringIO()
+        axes = figure.add_subplot()
+        axes.grid(visible=True, alpha=0.5)
+        axes.set_axisbelow(True)
+        work(axes)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    made.svg = _inline(out.getvalue(), title, words)
+    return _inline(out.getvalue(), title, words)
 
 
 def _inline(svg: str, title: str, words: str) -> str:
@@ -74,57 +58,47 @@ def _inline(svg: str, title: str, words: str) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
 
 
-def bars(
-    title: str, names: Sequence[str], values: Sequence[float], what: str, *, sideways: bool = False, words: str = ""
-) -> str:
+def bars(title: str, names: Sequence[str], values: Sequence[float], what: str, *, sideways: bool = False) -> str:
     """Draw a bar for each name."""
-    description = words or "; ".join(f"{name}: {value:,.4g}" for name, value in zip(names, values, strict=True))
-    height = max(1.2, 0.6 + 0.32 * len(names)) if sideways else 2.6
-    with drawing(title, description, height) as made:
+
+    def work(axes: Axes) -> None:
         places = range(len(names))
         if sideways:
-            made.axes.barh(places, values, color=_SERIES[0], height=0.7)
-            made.axes.set_yticks(list(places), names)
-            made.axes.invert_yaxis()
-            made.axes.set_xlabel(what)
+            axes.barh(places, values, color=_SERIES[0], height=0.7)
+            axes.set_yticks(list(places), names)
+            axes.invert_yaxis()
+            axes.set_xlabel(what)
         else:
-            made.axes.bar(places, values, color=_SERIES[0], width=0.8)
+            axes.bar(places, values, color=_SERIES[0], width=0.8)
             step = max(1, len(names) // 12)
-            made.axes.set_xticks(list(places)[::step], names[::step])
-            made.axes.set_ylabel(what)
-            made.axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        made.axes.grid(visible=False, axis="y" if sideways else "x")
-    return made.svg
+            axes.set_xticks(list(places)[::step], names[::step])
+            axes.set_ylabel(what)
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=False, axis="y" if sideways else "x")
+
+    words = "; ".join(f"{name}: {value:,.4g}" for name, value in zip(names, values, strict=True))
+    return draw(work, title, words, max(1.2, 0.6 + 0.32 * len(names)) if sideways else 2.6)
 
 
 def curves(
-    title: str,
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    x: str,
-    y: str,
-    *,
+    title: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *,
     to_words: Callable[[float], str] = "{:g}".format,
-) -> str:
+) -> str:  # fmt: skip
     """Draw lines over logarithmic axes; each has its own colour, dash and marker."""
-    description = "; ".join(
-        f"{name}: {ys[0]:.3g} at the left end, {ys[-1]:.3g} at the right" for name, (_, ys) in series.items()
-    )
-    with drawing(title, f"{y} over {x}. {description}", 3.6) as made:
-        for number, (name, (xs, ys)) in enumerate(series.items()):
-            look = number % len(_SERIES)
-            made.axes.plot(
-                xs, ys, color=_SERIES[look], linestyle=_DASHES[look], marker=_MARKS[look], markersize=4, label=name
-            )
-        made.axes.set_xscale("log")
-        made.axes.set_yscale("log")
-        made.axes.set_xlabel(x)
-        made.axes.set_ylabel(y)
-        for axis, words in ((made.axes.xaxis, to_words), (made.axes.yaxis, "{:g}".format)):
+
+    def work(axes: Axes) -> None:
+        looks = cycle(zip(_SERIES, _DASHES, _MARKS, strict=True))
+        for (name, (xs, ys)), (color, dashes, mark) in zip(series.items(), looks, strict=False):
+            axes.plot(xs, ys, color=color, linestyle=dashes, marker=mark, markersize=4, label=name)
+        axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+        for axis, words in ((axes.xaxis, to_words), (axes.yaxis, "{:g}".format)):
             axis.set_major_formatter(FuncFormatter(lambda value, _, words=words: words(value)))
             axis.set_minor_formatter(NullFormatter())
         if len(series) > 1:
-            made.axes.legend(fontsize=9)
-    return made.svg
+            axes.legend(fontsize=9)
+
+    ends = (f"{name}: {ys[0]:.3g} at the left end, {ys[-1]:.3g} at the right" for name, (_, ys) in series.items())
+    return draw(work, title, f"{y} over {x}. {'; '.join(ends)}", 3.6)
 
 
 def in_bits(megabits: float) -> str:

@@ -114,18 +114,13 @@ def _levels(config: ConfigSurvey) -> str:
     rows = []
     for name, total in config.levels.items():
         by_token = total.bytes / max(1, total.tokens)
-        kl = _mean(
-            [level.predicted_kl for info in config.sample.values() for level in info.levels if level.name == name]
+        sampled = [level for info in config.sample.values() for level in info.levels if level.name == name]
+        kl, bits = (
+            _mean([level.predicted_kl for level in sampled]),
+            _mean([level.bits_per_element for level in sampled]),
         )
-        bits = _mean(
-            [level.bits_per_element for info in config.sample.values() for level in info.levels if level.name == name]
-        )
-        rows.append(
-            (
-                name, f"{total.documents:,}", in_bytes(total.bytes), f"{by_token:,.0f}",
-                f"{bits:.3g}" if bits is not None else "", f"{kl:.2g}" if kl is not None else "not measured",
-            )
-        )  # fmt: skip
+        found = "" if bits is None else f"{bits:.3g}", "not measured" if kl is None else f"{kl:.2g}"
+        rows.append((name, f"{total.documents:,}", in_bytes(total.bytes), f"{by_token:,.0f}", *found))
     svg = bars(
         "Bytes to fetch for each level", list(config.levels),
         [total.bytes / max(1, total.tokens) for total in config.levels.values()], "bytes a token", sideways=True,
@@ -164,12 +159,9 @@ def _spread(items: Sequence[tuple[str, BlobInfo]]) -> list[tuple[str, BlobInfo]]
 
 
 def _points(info: BlobInfo) -> list[tuple[float, float]]:
-    found = []
-    for level in info.levels:
-        error = level.predicted_kl if level.predicted_kl is not None else level.measured_error
-        if error and error > 0:
-            found.append((level.bits_per_element, error))
-    return sorted(found)
+    errors = [each.measured_error if each.predicted_kl is None else each.predicted_kl for each in info.levels]
+    bits = [each.bits_per_element for each in info.levels]
+    return sorted((size, error) for size, error in zip(bits, errors, strict=True) if error > 0)
 
 
 def _lengths(config: ConfigSurvey) -> str:

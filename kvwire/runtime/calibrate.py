@@ -20,7 +20,7 @@ import torch
 from kvwire.errors import CorruptError, MismatchError
 from kvwire.reuse import compute_cached, compute_stored, own_tokens, stored_tokens
 from kvwire.runtime.coding import EXTENTS, LEAST_TOKENS
-from kvwire.runtime.prefill import opening_of, prefill_documents, states_of
+from kvwire.runtime.prefill import compute_behind, neutral_prefix, opening_of, prefill_documents, states_of
 from kvwire.runtime.quality import calibrate_error
 
 if TYPE_CHECKING:
@@ -56,11 +56,9 @@ class _Texts:
 
     def caches(self) -> list[KVCache]:
 
-        tokens = sum(map(len, self._chosen))
-        _progress.info("computing calibration texts: %d tokens of %d texts", tokens, len(self._chosen))
-        return spilled(
-            (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
-        )
+        tokens, count = sum(map(len, self._chosen)), len(self._chosen)
+        _progress.info("computing calibration texts: %d tokens of %d texts", tokens, count)
+        return spilled((compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), count)
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
         _progress.info("gathering statistics: what attention weighs, and what errors do to answers")
@@ -184,8 +182,6 @@ def compute_document(
     if coding.layout.anchors is not None:
         return compute_stored(engine, coding.layout, ids), ()
     if neutral:
-        from kvwire.runtime.prefill import compute_behind, neutral_prefix
-
         prefix = neutral_prefix(engine, ids, neutral)
         if len(prefix) > len(opening):
             return compute_behind(engine, prefix, ids), prefix
@@ -255,7 +251,7 @@ class MomentFile:
         """Do not read yet."""
         self._path, self._save_s = path, save_s
         self._digest, self._saved_at = "", time.monotonic()
-        self._bar: object = None
+        self._bar: Any = None
 
     def recall(self, digest: Callable[[], str]) -> Moments | None:
         """Read the file, if there is one."""
@@ -297,12 +293,12 @@ class MomentFile:
     def _show(self, total: int) -> None:
         from tqdm import tqdm
 
-        if self._bar is None:
-            self._bar = tqdm(total=total, unit="text", disable=None, desc="summing", file=sys.stderr, delay=1.0)
-        if isinstance(self._bar, tqdm):
-            self._bar.update(1)
-            if self._bar.n >= total:
-                self._bar.close()
+        bar = self._bar = self._bar or tqdm(
+            total=total, unit="text", disable=None, desc="summing", file=sys.stderr, delay=1.0
+        )
+        bar.update(1)
+        if bar.n >= total:
+            bar.close()
 
     def done(self) -> None:
         """Delete the file, once the profile is stored."""

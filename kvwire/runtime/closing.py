@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.controller import events as ev
 from kvwire.runtime.answer import Answer, Timing, with_expected_kl
-from kvwire.runtime.repair import RepairContext, Repairer
+from kvwire.runtime.repair import RepairContext, repair_rows
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -80,7 +80,6 @@ class AnswerStage:
         """Take the parts."""
         self._engine, self._session, self._settings = engine, session, settings
         self._estimates, self._planner = estimates, planner
-        self._repairer = Repairer(engine)
         self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
         self._keeping: Future[int] | None = None
 
@@ -102,32 +101,14 @@ class AnswerStage:
         shift = await self._shift(load, finish, due)
         close = partial(self._close, load, question, finish, due, found, shift)
         closing = await driver.compute(partial(edit, load, self._estimates, due) if edit else close)
-        is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
-        repair_s = 0.0 if is_short else closing.repair_s  # excluded from estimates
         if load.is_finished:
-            there = load.work.prompt.cache.tokens
-            told = ev.PromptAssembled(load.work.number, there, closing.beyond_s, repair_s)
-            if then or edit:  # what is asked may be most of the prompt
-                told = replace(told, seconds=closing.link_s, passes=((len(question), there, closing.query_s),))
-            if closing.rows:
-                told = replace(told, repair_s=closing.rows_s, rows=closing.rows)
-            driver.tell(told)
+            driver.tell(_assembled(load, closing, len(question), is_prompt=bool(then or edit)))
         if closing.trouble:
             load.work.misses.append(closing.trouble)
         opening = self._engine.opening_tokens
         if opening and tuple(question[: len(opening)]) == opening:
             load.work.misses.append(_BOS)
-        timing = Timing(
-            ttft_s=closing.done - started,
-            fetch_s=max(0.0, load.jobs.fetched_at - started),
-            decode_s=load.work.decode_s,
-            recompute_s=load.work.recompute_s,
-            link_s=closing.link_s,
-            query_s=closing.query_s,
-            repair_s=closing.repair_s + (load.in_order.seconds if load.in_order else 0.0),
-            look_s=load.work.look_s,
-            front_s=load.front_s,
-        )
+        timing = _timing(load, closing)
         tokens_before = load.work.prompt.cache.tokens
         share = _share(closing.repaired, finish, tokens_before)
         warning = load.link_warning(share, shifted=closing.shifted > 0)
@@ -136,11 +117,9 @@ class AnswerStage:
         start = tokens_before + len(question)
         out = await self._generate(driver, closing.past, first, start, tokens, stop)
         said = out[:-1] if out[-1] in stop else out
-        text = (
-            await driver.compute(partial(self._engine.detokenize, said, special=False))
-            if self._engine.has_tokenizer
-            else ""
-        )
+        text = ""
+        if self._engine.has_tokenizer:
+            text = await driver.compute(partial(self._engine.detokenize, said, special=False))
         if edit is None:
             self._keep(load, closing.repaired, found, finish)
         predicted_s = None if load.predicted_s is None else load.asked_s + load.predicted_s
@@ -213,7 +192,9 @@ class AnswerStage:
         restore: Callable[[], Tensor] | None = early.computed if early else None
         if found and found.kept:
             restore = partial(found.kept.write, prompt, finish.front)
-        repaired, trouble = self._repairer.run(load.links, prompt, told, question, share, finish.front, stop, restore)
+        repaired, trouble = repair_rows(
+            self._engine, load.links, prompt, told, question, share, finish.front, stop=stop, restore=restore
+        )
         if early:
             repaired = early.joined(repaired, load.links.selector, share)
         linking = time.monotonic()
@@ -240,6 +221,26 @@ class AnswerStage:
                 break
             out += more
         return out
+
+
+def _assembled(load: Load, closing: Closing, asked: int, *, is_prompt: bool) -> ev.PromptAssembled:
+    """What the controller is told of a closing, to learn from. is_prompt: what was asked may be most of the prompt."""
+    is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)  # excluded from estimates
+    there = load.work.prompt.cache.tokens
+    told = ev.PromptAssembled(load.work.number, there, closing.beyond_s, 0.0 if is_short else closing.repair_s)
+    if is_prompt:
+        told = replace(told, seconds=closing.link_s, passes=((asked, there, closing.query_s),))
+    return replace(told, repair_s=closing.rows_s, rows=closing.rows) if closing.rows else told
+
+
+def _timing(load: Load, closing: Closing) -> Timing:
+    started, work = load.request.started, load.work
+    return Timing(
+        ttft_s=closing.done - started, fetch_s=max(0.0, load.jobs.fetched_at - started), decode_s=work.decode_s,
+        recompute_s=work.recompute_s, link_s=closing.link_s, query_s=closing.query_s,
+        repair_s=closing.repair_s + (load.in_order.seconds if load.in_order else 0.0), look_s=work.look_s,
+        front_s=load.front_s,
+    )  # fmt: skip
 
 
 def _share(repaired: Repaired | None, finish: ev.Finish, tokens: int) -> float:

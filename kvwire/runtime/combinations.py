@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from msgspec import Meta
 
-from kvwire._json import json_object, record
+from kvwire._json import stored_record
 from kvwire.errors import ArgumentError, CorruptError, KvwireError
 from kvwire.runtime.kept import Gathered, RepairKeeper, bases
 from kvwire.store import TEXT_LEVEL
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvwire.store import CatalogEntry, UseCounts
 
 _MOST_DOCUMENTS, _MOST_HEAD = 4096, 1 << 20
-_WHAT = "a counted combination"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Combination:
     @classmethod
     def of_json(cls, text: str) -> Combination:
         """Read what ``to_json`` wrote."""
-        return record(json_object(text, _WHAT, _MOST_HEAD * 16), cls, _WHAT, "delete the file of counts")
+        return stored_record(text, cls, "a counted combination", "delete the file of counts")
 
 
 @dataclass(frozen=True)

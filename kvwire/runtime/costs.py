@@ -48,25 +48,11 @@ _ENOUGH = 0.1
 """A run that takes more than this share of the remaining budget is not repeated."""
 
 
-class Budget:
-    """Time for some samples, of which the first is always taken."""
-
-    def __init__(self, seconds: float) -> None:
-        """Begin."""
-        self._end = time.perf_counter() + seconds
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left, below 0 if overspent."""
-        return self._end - time.perf_counter()
-
-
 def measure_costs(
     engine: Engine,
     profile: AnyProfile | None = None,
     backend: Backend = "auto",
     threads: int | None = None,
-    budget_s: float = BUDGET_S,
 ) -> CostModel:
     """Time a few forward passes and chunk decodings on this engine, which also warms it up.
 
@@ -77,11 +63,10 @@ def measure_costs(
     longest = min(engine.window, max(new + before for new, before in _PASSES))
     ids = _random_ids(engine, longest)
     cache = _random_cache(engine, max(1, longest - _QUESTION), ids)
-    shares = {name: share * budget_s for name, share in _SHARES.items()}
-    prefill = _measure_prefill(engine, cache, ids, Budget(shares["prefill"]))
-    samples = _decode_samples(engine, cache, profile, backend, usual_threads(threads), Budget(shares["decode"]))
-    link_s = _link_s(engine, cache, ids, prefill, Budget(shares["link"]))
-    joined = measure_joined(engine, cache, shares["joined"])
+    prefill = _measure_prefill(engine, cache, ids, _until("prefill"))
+    samples = _decode_samples(engine, cache, profile, backend, usual_threads(threads), _until("decode"))
+    link_s = _link_s(engine, cache, ids, prefill, _until("link"))
+    joined = measure_joined(engine, cache, _until("joined"))
     costs = CostModel(prefill, fit_decode(samples), link_s_per_token=link_s, joined=joined)
     taken, chunk = time.perf_counter() - started, max(_CHUNKS)
     rate = chunk / max(costs.prefill.seconds(chunk), 1e-9)
@@ -89,20 +74,28 @@ def measure_costs(
     return costs
 
 
-def measure_joined(engine: Engine, cache: KVCache | None = None, budget_s: float = BUDGET_S) -> PrefillCost | None:
+def _until(part: str) -> float:
+    """When the time for a part's samples ends, of which the first is always taken."""
+    return time.perf_counter() + _SHARES[part] * BUDGET_S
+
+
+def _left_s(until: float) -> float:
+    """Seconds left, below 0 if overspent."""
+    return until - time.perf_counter()
+
+
+def measure_joined(engine: Engine, cache: KVCache, until: float) -> PrefillCost | None:
     """Time a few joined passes over several caches, which also warms them up."""
     if not joins(engine):
         return None
-    budget = Budget(budget_s)
     fitting = [(rows, new, before) for rows, new, before in _JOINED if new + before <= engine.window]
-    if cache is None:
-        cache = _random_cache(engine, max((before for *_, before in fitting), default=0) or 1)
     samples: list[tuple[int, int, int, float]] = []
-    for rows in fitting:
-        expected = samples[-1][-1] * rows[0] * rows[1] / (samples[-1][0] * samples[-1][1]) if samples else 0.0
-        if samples and expected > budget.left_s:
+    for rows, new, before in fitting:
+        if samples and samples[-1][-1] * rows * new / (samples[-1][0] * samples[-1][1]) > _left_s(until):
             break
-        samples.append((*rows, _joined_s(engine, cache, *rows, budget)))
+        prefixes, news = [cache.slice(0, before) if before else None] * rows, [_random_ids(engine, new)] * rows
+        work = partial(engine.extend_together, prefixes, news, offsets=[0] * rows)
+        samples.append((rows, new, before, _best(work, engine, until)))
     if len(samples) == 1:
         count, new, _, seconds = samples[0]
         return PrefillCost(0.0, seconds / (count * new))
@@ -117,12 +110,6 @@ def joins(engine: Engine) -> bool:
         _log.info("chunks of several loads are recomputed one load at a time: %s", error)
         return False
     return True
-
-
-def _joined_s(engine: Engine, cache: KVCache, rows: int, new: int, before: int, budget: Budget) -> float:
-    prefix = cache.slice(0, before) if before else None
-    prefixes, news = [prefix] * rows, [_random_ids(engine, new)] * rows
-    return _best(lambda: engine.extend_together(prefixes, news, offsets=[0] * rows), engine, budget)
 
 
 def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
@@ -183,51 +170,48 @@ def _decoding(decoder: BlobDecoder, blob: bytes, level: int) -> Callable[[], Non
     return partial(decoder.decode_chunk, 0, pieces, level)
 
 
-def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost, budget: Budget) -> float:
+def _link_s(engine: Engine, cache: KVCache, ids: list[int], prefill: PrefillCost, until: float) -> float:
     """Seconds per prompt token for handing the cache over, without the question's pass."""
     before = cache.tokens
     new = len(ids) - before
-    if not new or prefill.seconds(new, before) > budget.left_s:
+    if not new or prefill.seconds(new, before) > _left_s(until):
         return 0.0
     room = engine.allocate(len(ids))  # as in loads
     prompt = LinkedPrompt([before], engine.meta, cache=room.slice(0, before))
     prompt.write(0, 0, cache)
-    closing = _best(
-        lambda: engine.forward(engine.growing_past(prompt.cache, room), ids[before:], before, logits=1),
-        engine, budget,
-    )  # fmt: skip
+
+    def close() -> None:
+        engine.forward(engine.growing_past(prompt.cache, room), ids[before:], before, logits=1)
+
+    closing = _best(close, engine, until)
     return max(0.0, closing - prefill.seconds(new, before)) / before
 
 
-def _measure_prefill(engine: Engine, cache: KVCache, ids: list[int], budget: Budget) -> PrefillCost:
+def _measure_prefill(engine: Engine, cache: KVCache, ids: list[int], until: float) -> PrefillCost:
     """Costs of passes, from as many as there is time for."""
     longest, samples = len(ids), list[tuple[int, int, float]]()
     engine.extend(None, ids[:1])  # warms up, in case that takes long
     known: PrefillCost | None = None
     for new, before in [each for each in _PASSES if sum(each) <= longest] or [(longest, 0)]:
-        if known is not None and known.seconds(new, before) > budget.left_s:
+        if known is not None and known.seconds(new, before) > _left_s(until):
             continue
-        samples.append((new, before, _prefill_s(engine, cache, ids, new, before, budget)))
+        prefix = cache.slice(0, before) if before else None
+        samples.append((new, before, _best(partial(engine.extend, prefix, ids[before : before + new]), engine, until)))
         known = fit_prefill(samples) if len(samples) >= _TERMS else PrefillCost(0.0, samples[-1][-1] / new)
     return cast("PrefillCost", known)
 
 
-def _prefill_s(engine: Engine, cache: KVCache, ids: list[int], new: int, before: int, budget: Budget) -> float:
-    prefix = cache.slice(0, before) if before else None
-    return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine, budget)
-
-
 def _decode_samples(
-    engine: Engine, cache: KVCache, profile: AnyProfile | None, backend: Backend, threads: int, budget: Budget
+    engine: Engine, cache: KVCache, profile: AnyProfile | None, backend: Backend, threads: int, until: float
 ) -> list[tuple[int, int, float]]:
     """Tokens, bytes and seconds of chunks, short ones first: each at the coarsest level, the finest, and others."""
     samples: list[tuple[int, int, float]] = []
     with ThreadPoolExecutor(threads, initializer=stay_on_one_core) as pool:
         spent = 0.0
         for tokens in sorted({min(each, cache.tokens) for each in _CHUNKS}):
-            if samples and spent * tokens / samples[-1][0] > budget.left_s:
+            if samples and spent * tokens / samples[-1][0] > _left_s(until):
                 break
-            before_s = budget.left_s
+            before_s = _left_s(until)
             blob, make_decoder = _trial(engine, cache.slice(0, tokens), profile, backend)
             decoders = [make_decoder()]
             decoders += [] if decoders[0].on_gpu else [make_decoder() for _ in range(threads - 1)]
@@ -235,13 +219,13 @@ def _decode_samples(
             finest = len(info.levels) - 1
             levels = [0, finest, *range(1, finest)] if finest else [0]
             for number, level in enumerate(levels):
-                if number >= _ENDS and budget.left_s < 0:
+                if number >= _ENDS and _left_s(until) < 0:
                     break
                 works = [_decoding(each, blob, level) for each in decoders]
                 work = works[0] if decoders[0].on_gpu else partial(_side_by_side, pool, works)
                 stored = sum(segment.stored for segment in info.reads(0, level))
-                samples.append((tokens, stored, _best(work, engine, budget)))
-            spent = before_s - budget.left_s
+                samples.append((tokens, stored, _best(work, engine, until)))
+            spent = before_s - _left_s(until)
     if len({tokens for tokens, *_ in samples}) == 1:  # one length cannot show a fixed cost
         samples += [(_FAR * tokens, _FAR * stored, _FAR * seconds) for tokens, stored, seconds in samples]
     return samples
@@ -253,14 +237,14 @@ def _side_by_side(pool: ThreadPoolExecutor, works: Sequence[Callable[[], None]])
         running.result()
 
 
-def _best(work: Callable[[], object], engine: Engine, budget: Budget) -> float:
+def _best(work: Callable[[], object], engine: Engine, until: float) -> float:
     """Fastest of a few runs after a warm-up: other work on the machine only ever adds.
 
     If the first run takes a good part of the budget, it counts.
     """
     times: list[float] = []
     while len(times) <= _REPEATS:
-        left, started = budget.left_s, time.perf_counter()
+        left, started = _left_s(until), time.perf_counter()
         work()
         engine.synchronize()
         times.append(time.perf_counter() - started)

@@ -186,9 +186,8 @@ class OpenDocument:
     def advice(self) -> str:
         """What to do if a lost chunk cannot be recomputed because the text is not enough; empty if it is enough."""
         if self.info and self.info.soft_tokens and self.token_ids is None:
-            return (
-                f"name the soft tokens that {self.document_id!r} was encoded with (--soft-tokens), or encode it again"
-            )
+            name = repr(self.document_id)
+            return f"name the soft tokens that {name} was encoded with (--soft-tokens), or encode it again"
         if self.has_unknown_holes:
             return f"{self.document_id!r} is pruned in a way that its text does not tell: encode it again"
         return ""
@@ -196,13 +195,10 @@ class OpenDocument:
     def adopt_text(self, first: OpenDocument) -> OpenDocument | None:
         """A copy with another document's text, if that has the same chunks; else None."""
         info, ids = self.info, first.token_ids
-        if info is None or self.token_digest != first.token_digest:
+        if info is None or self.token_digest != first.token_digest or info.tokens != first.tokens:
             return None
-        if info.tokens != first.tokens or [info.chunk_span(chunk) for chunk in range(info.chunks)] != first.spans:
-            return None
-        if ids is not None and info.token_ids not in (None, ids):
-            return None
-        return self.with_header(info, ids)
+        is_cut_alike = [info.chunk_span(chunk) for chunk in range(info.chunks)] == first.spans
+        return self.with_header(info, ids) if is_cut_alike and (ids is None or info.token_ids in (None, ids)) else None
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:

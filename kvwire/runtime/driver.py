@@ -233,20 +233,13 @@ def _measured(sample: LinkSample) -> Iterator[ev.Event]:
 
 def _load_of(instruction: ev.Instruction) -> int:
     match instruction:
-        case ev.Fetch(chunk=chunk) | ev.Cancel(chunk=chunk) | ev.Release(chunk=chunk):
-            return chunk.load
-        case ev.Recompute(first=first) | ev.Interrupt(first=first):
-            return first.load
-        case ev.Decode(chunks=chunks):
-            return chunks[0].load
-        case ev.RecomputeTogether(passes=passes):
-            return passes[0].first.load
-        case (
-            ev.ComputePrefix(load=load)
-            | ev.Look(load=load)
-            | ev.Repair(load=load)
-            | ev.Finish(load=load)
-            | ev.Fail(load=load)
-            | ev.Refuse(load=load)
-        ):
-            return load
+        case ev.Fetch() | ev.Cancel() | ev.Release():
+            return instruction.chunk.load
+        case ev.Recompute() | ev.Interrupt():
+            return instruction.first.load
+        case ev.Decode():
+            return instruction.chunks[0].load
+        case ev.RecomputeTogether():
+            return instruction.passes[0].first.load
+        case _:
+            return instruction.load

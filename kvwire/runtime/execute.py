@@ -76,8 +76,11 @@ class Executor:
 
     def give_up(self) -> None:
         """End the load: its documents are not those that were found."""
+        self._finish(None)
+
+    def _finish(self, last: ev.Finish | None) -> None:
         if not self.done.done():
-            self.done.set_result(None)
+            self.done.set_result(last)
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a job of the load, whose error ends the load."""
@@ -119,8 +122,8 @@ class Executor:
 
     def _end(self, instruction: ev.Finish | ev.Fail | ev.Refuse) -> None:
         match instruction:
-            case ev.Finish() if not self.done.done():
-                self.done.set_result(instruction)
+            case ev.Finish():
+                self._finish(instruction)
             case ev.Fail(reason=reason):
                 advice = (document.advice for document in self.work.documents.values() if document.advice)
                 self.fail(StorageError("; ".join([reason, *advice][:2])))

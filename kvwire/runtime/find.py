@@ -137,11 +137,10 @@ class DocumentFinder:
         return self._views[self._corpora.index(document.corpus)].text(entry)
 
     async def _find_first(
-        self, document_id: str, text: tuple[int, ...] | None, timeouts: Timeouts, *,
-        anew: bool,
-    ) -> FoundDocument:  # fmt: skip
+        self, document_id: str, text: tuple[int, ...] | None, timeouts: Timeouts, *, anew: bool
+    ) -> FoundDocument:
+        wait_s = timeouts.patience if text is None else timeouts.soon
         try:
-            wait_s = timeouts.patience if text is None else timeouts.soon
             return await self._find_in(0, document_id, text, timeouts, wait_s, anew=anew, is_use=not anew)
         except UNREADABLE as error:
             if text is None:

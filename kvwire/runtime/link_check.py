@@ -55,8 +55,7 @@ class CheckPrompt:
 
 def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed: int = 0) -> list[CheckPrompt]:
     """Cut prompts from texts: each is a stretch of one text in pieces, so that every piece needs those before it."""
-    places, piece = _places(texts, window)
-    return [_cut(texts[which], start, piece) for which, start in _chosen(places, count, seed)]
+    return split_prompts(texts, count, 0, window, seed=seed)[0]
 
 
 def split_prompts(
@@ -193,15 +192,18 @@ class _Measured:
             )
         return max(0.0, kl)
 
+    def _kl_behind(self, cache: KVCache) -> float:
+        return self._kl(_after(self._engine, cache, self._rest))
+
     def figures(self, profile: AnyProfile | None) -> dict[object, float]:
         """KL divergences from a full prefill, by treatment."""
-        engine = self._engine
+        engine, alone = self._engine, [*self._engine.opening_tokens, *self._rest]
         out: dict[object, float] = {
-            "nothing": self._kl(self._without_documents()),
-            "linked": self._kl(_after(engine, link_opened(engine, self._caches), self._rest)),
+            "nothing": self._kl(engine.forward(None, alone, 0, logits=len(self._rest))),
+            "linked": self._kl_behind(self._linked(self._caches, None)),
         }
         if self._shift is not None:
-            out["shifted"] = self._kl(_after(engine, self._linked(self._caches, self._shift), self._rest))
+            out["shifted"] = self._kl_behind(self._linked(self._caches, self._shift))
         for name in SELECTORS:
             for share in SHARES:
                 kl = self._repaired(self._caches, name, share)
@@ -212,14 +214,11 @@ class _Measured:
                     out["shifted", name, share] = kl if shifted is None else shifted
         if isinstance(profile, Profile):
             for level, caches in self._decoded(profile):
-                out["level", level] = self._kl(_after(engine, link_opened(engine, caches), self._rest))
+                out["level", level] = self._kl_behind(self._linked(caches, None))
                 kl = self._repaired(caches, DEFAULT_SELECTOR, _LEVEL_SHARE)
                 if kl is not None:
                     out["level repaired", level] = kl
         return out
-
-    def _without_documents(self) -> Tensor:
-        return self._engine.forward(None, [*self._engine.opening_tokens, *self._rest], 0, logits=len(self._rest))
 
     def _linked(self, caches: Sequence[KVCache], shift: LinkShift | None) -> KVCache:
         linked = link_opened(self._engine, caches)
@@ -244,7 +243,7 @@ class _Measured:
             repair_prompt(repair, selector_of(selector), share)
         except MismatchError:
             return None
-        return self._kl(_after(self._engine, linked, self._rest))
+        return self._kl_behind(linked)
 
     def _decoded(self, profile: Profile) -> Iterator[tuple[str, list[KVCache]]]:
         engine, prompt = self._engine, self._prompt

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.settings import LoadSettings, RepairMode
 
 
+_UNABLE = "links were not repaired: this engine cannot compute rows inside a prompt"
 _LATE = "the mean shift of links was not added: it has not come in time"
 UNMEASURED_SHARE = 0.15
 """Least share of repaired rows if links were not measured and the model has attention sinks, as most real models do:
@@ -80,16 +81,11 @@ def plan_links(
     used = report.with_shift() if report and shift else report
     plan = _planned(repair, floor, selector, used, profile, layers)
     named = report.shift if report and shift else ""
-    begins = "closing" if named else _begins(plan.selector)
+    begins: Begins = "looked" if "question" in plan.selector.needs else "documents"
+    if named or "rows" in plan.selector.needs:  # a selector that drops rows between layers depends on all of them
+        begins = "closing"
     option = replace(plan.option, begins=begins) if plan.option else None
     return replace(plan, option=option, report=report, refuses=bound is not None, shift=named)
-
-
-def _begins(selector: Selector) -> Begins:
-    """When a selector's rows may be repaired document by document."""
-    if "rows" in selector.needs:
-        return "closing"  # it drops rows between layers, which depends on all of them
-    return "looked" if "question" in selector.needs else "documents"
 
 
 def _planned(
@@ -136,19 +132,13 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
     if report is None or report.is_within:
         return ""
     pairs = zip((0.0, *report.shares), report.left(selector), strict=False)
-    kl = min((kl for at, kl in pairs if at <= share), default=report.linked)
-    kl = 0.0 if share >= 1 else kl
+    kl = 0.0 if share >= 1 else min((kl for at, kl in pairs if at <= share), default=report.linked)
     if kl <= report.allowed:
         return ""
     lost = kl / report.no_documents if report.no_documents else 1.0
     way = report.least_share(selector)
     advice = f"repair {way:g} of the rows" if way else "run prompts like these as text"
     return f"documents that are linked like this lose {lost:.0%} of what they tell this model; {advice}"
-
-
-def cannot_repair(engine: Engine) -> str:
-    """Why an engine can never repair; empty if it can."""
-    return "" if engine.can_repair else "links were not repaired: this engine cannot compute rows inside a prompt"
 
 
 class LinkPlanner:
@@ -171,10 +161,9 @@ class LinkPlanner:
             except KvwireError as error:  # the next load tries again
                 trouble = f"the report on links was not read, so this load goes without it: {error}"
                 return replace(_plan_of(self._settings, None, None, 0), trouble=trouble)
-        trouble = cannot_repair(self._engine)
-        if trouble and self._plan.option and not self._plan.is_wanted:
-            return replace(self._plan, trouble=trouble, is_able=False)
-        return self._plan
+        if self._engine.can_repair or not self._plan.option or self._plan.is_wanted:
+            return self._plan
+        return replace(self._plan, trouble=_UNABLE, is_able=False)
 
     def _read_plan(self) -> LinkPlan:
         view, profile = self._view(), None

@@ -20,7 +20,7 @@ from kvwire.runtime.document import LEAST_PATIENCE_S, opening_troubles
 from kvwire.runtime.execute import Executor
 from kvwire.runtime.find import DocumentOpener, all_of
 from kvwire.runtime.passes import PromptWorker
-from kvwire.runtime.repair import RepairContext, Repairer, by_token
+from kvwire.runtime.repair import RepairContext, begin_repair, by_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -363,9 +363,9 @@ class Load:
             rows, seconds = self._compute_between(starts[asked.documents])
             return rows, sum(self.place.link_tokens[asked.documents :]), seconds
         if self.in_order is None:
-            repairer, front = Repairer(self.engine), asked.front and asked.front + len(prompt.opening)
-            question = self.request.question if self.request.looks else ()
-            self.in_order = repairer.begin(self.links, prompt, self.repair_context, question, asked.share, front)
+            front = asked.front and asked.front + len(prompt.opening)
+            question, context = self.request.question if self.request.looks else (), self.repair_context
+            self.in_order = begin_repair(self.engine, self.links, prompt, context, question, asked.share, front)
         stop_at = sum(prompt.lengths[: asked.documents])
         rows = self.in_order.run(stop_at, lambda: self.work.is_gone)
         self.engine.synchronize()

@@ -13,7 +13,7 @@ from kvwire.runtime.settings import LoadSettings, goal_of
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from kvwire import controller as ctl
     from kvwire.controller import Objective
@@ -208,8 +208,8 @@ class Loader:
                 system text or layout.
             OverloadedError: As for ``ask``.
         """
-        goal, reusing = goal_of(self._settings, deadline_s, objective), self._reusing(reuse, donors)
-        return self._session.run(self._runner.ask_prompt(token_ids, goal, reusing, tokens, save=save))
+        goal = goal_of(self._settings, deadline_s, objective)
+        return self._session.run(self._prompted(token_ids, goal, self._reusing(reuse, donors), tokens, save=save))
 
     async def ask_prompt_async(
         self,
@@ -223,8 +223,17 @@ class Loader:
         donors: Sequence[str] = (),
     ) -> Answer:
         """``ask_prompt`` for callers with an event loop of their own; cancelling it abandons the load."""
-        goal, reusing = goal_of(self._settings, deadline_s, objective), self._reusing(reuse, donors)
-        return await self._session.wait(self._runner.ask_prompt(token_ids, goal, reusing, tokens, save=save))
+        goal = goal_of(self._settings, deadline_s, objective)
+        return await self._session.wait(
+            self._prompted(token_ids, goal, self._reusing(reuse, donors), tokens, save=save)
+        )
+
+    def _prompted(
+        self, token_ids: Sequence[int], goal: ctl.Goal, reusing: Reusing, tokens: int, *, save: bool
+    ) -> Coroutine[None, None, Answer]:
+        return self._runner.ask_begun(
+            lambda made, times: made.prompt(token_ids, times, goal, reusing, save=save), goal, tokens
+        )
 
     def plan_prompt(
         self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = (),
@@ -296,7 +305,7 @@ class Loader:
             OverloadedError: As for ``ask``.
         """
         goal = goal_of(self._settings, deadline_s, objective)
-        return self._session.run(self._runner.converse(session, question, chat, goal, tokens))
+        return self._session.run(self._turn(session, question, chat, goal, tokens))
 
     async def converse_async(
         self,
@@ -310,7 +319,12 @@ class Loader:
     ) -> Answer:
         """``converse`` for callers with an event loop of their own; cancelling abandons a turn not yet being saved."""
         goal = goal_of(self._settings, deadline_s, objective)
-        return await self._session.wait(self._runner.converse(session, question, chat, goal, tokens))
+        return await self._session.wait(self._turn(session, question, chat, goal, tokens))
+
+    def _turn(
+        self, session: str, question: Sequence[int] | str, chat: Chat | None, goal: ctl.Goal, tokens: int
+    ) -> Coroutine[None, None, Answer]:
+        return self._runner.ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
 
     async def ask_async(
         self,

@@ -227,16 +227,16 @@ def laid_out(
 ) -> tuple[Layout, Sequence[int], Mapping[str, Sequence[int]] | None]:  # fmt: skip
     """The prompt's layout, with the question and the texts in its tokens."""
     layout = settings.layout
-    if schema is None and layout is None:
-        return PlainLayout(engine, asked.system), asked.question, texts
-    from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
-
-    if schema is not None and settings.first_tokens:
-        raise ArgumentError("modules of a schema are loaded whole: leave first_tokens out")
     if schema is not None:
+        if settings.first_tokens:
+            raise ArgumentError("modules of a schema are loaded whole: leave first_tokens out")
         return SchemaLayout(engine, schema), asked.question, texts
-    if layout is None or layout == PLAIN:
-        return PlainLayout(engine, asked.system), asked.question, texts
-    known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
-    question = [*asked.question, *layout.ending] if asked.question else asked.question
-    return LinksLayout(engine, layout, settings), question, known
+    if layout is not None:
+        from kvwire.reuse import PLAIN, stored_tokens  # few loads need these
+
+        if layout != PLAIN:
+            size = engine.vocabulary_size
+            known = {name: stored_tokens(layout, ids, size) for name, ids in (texts or {}).items()}
+            question = [*asked.question, *layout.ending] if asked.question else asked.question
+            return LinksLayout(engine, layout, settings), question, known
+    return PlainLayout(engine, asked.system), asked.question, texts

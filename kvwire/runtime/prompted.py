@@ -19,6 +19,7 @@ from kvwire.runtime.answer import Reuse
 from kvwire.runtime.document import FoundDocument, in_words
 from kvwire.runtime.find import UNREADABLE
 from kvwire.runtime.prefill import opened
+from kvwire.runtime.reports import edit_repair
 from kvwire.store import check_new_name
 from kvwire.types import KVCache
 from kvwire.types.cache import plain_token_ids
@@ -76,14 +77,18 @@ class Reusing(NamedTuple):
 
 
 class Prompter:
-    """Answers prompts and turns of sessions for one loader; used on the session's loop."""
+    """Answers prompts and turns of sessions for one loader; used on the session's loop.
+
+    Attributes:
+        engine: Runs the model.
+    """
 
     def __init__(
         self, engine: Engine, corpus: Corpus, session: Session, finder: DocumentFinder, settings: LoadSettings,
         costs: Callable[[], ReuseCosts],
     ) -> None:  # fmt: skip
         """Read nothing yet. costs: what link and engine take by now."""
-        self._engine, self._corpus, self._session, self._finder = engine, corpus, session, finder
+        self.engine, self._corpus, self._session, self._finder = engine, corpus, session, finder
         self._settings, self._costs = settings, costs
         self._view = corpus.over(session.view(corpus.catalog.store))
         self._index = self._view.index()
@@ -104,11 +109,11 @@ class Prompter:
         used = hit
         from kvwire.runtime.similar import LEAST_REUSED, beginning_pays, search_can_pay
 
-        total, is_asked = len(whole) - len(self._engine.opening_tokens), reusing.mode == "donors" or reusing.donors
+        total, is_asked = len(whole) - len(self.engine.opening_tokens), reusing.mode == "donors" or reusing.donors
         is_long = len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED
         if may_edit and is_long and (is_asked or search_can_pay(self._costs(), total)):
             search = await self._search(whole, hit, timeouts, goal, reusing, misses)
-        if hit is not None and not save and self._engine.can_recompute:  # what is kept shares what it begins with
+        if hit is not None and not save and self.engine.can_recompute:  # what is kept shares what it begins with
             used = hit if beginning_pays(self._costs(), hit, total, goal, self._max_kl) else None
         name = hit.document.document_id if hit else ""
         return replace(await begin(used), search=search, keeps_donors=save and may_edit, document=name)
@@ -136,7 +141,7 @@ class Prompter:
         why = ""
         if self._settings.exact:
             why = "exact caches were asked for"
-        elif not self._engine.can_repair:
+        elif not self.engine.can_repair:
             why = "this engine computes no rows inside a prompt"
         elif goal.on_late == "refuse" and goal.deadline_s is not None:
             why = "a load that may be refused is planned as a whole"
@@ -147,9 +152,7 @@ class Prompter:
     async def _edit_repair(self, timeouts: Timeouts, misses: list[str]) -> EditRepair:
         """What is done about rows behind edits; what was measured of the model is read once."""
         if self._repair is None:
-            from kvwire.runtime.reports import edit_repair
-
-            asked, layers = (self._settings.repair, self._settings.selector), len(self._engine.meta.layers)
+            asked, layers = (self._settings.repair, self._settings.selector), len(self.engine.meta.layers)
             try:
                 report = await self._session.look_up(self._view.edit_report, timeouts.soon)
             except UNREADABLE as error:  # the next prompt tries again
@@ -165,9 +168,9 @@ class Prompter:
         """Donors, and whether they pay; a store that fails or is late has none, which is told."""
         from kvwire.runtime.similar import EditTerms, SimilarPrompts
 
-        chosen, before = self._settings, len(self._engine.opening_tokens)
+        chosen, before = self._settings, len(self.engine.opening_tokens)
         if self._similar is None:
-            self._similar = SimilarPrompts(self._view, self._engine, chosen.writer, self._max_kl)
+            self._similar = SimilarPrompts(self._view, self.engine, chosen.writer, self._max_kl)
         last = min(reusing.last, len(whole) - before - 1)
         terms = EditTerms(costs or self._costs(), await self._edit_repair(timeouts, misses), goal, last)
         look = partial(
@@ -189,7 +192,7 @@ class Prompter:
         from kvwire.runtime.edited import Editing
 
         text, rest = begun.whole[: plan.script.tokens], begun.whole[plan.script.tokens :]
-        editing = Editing(self._engine, plan, text, rest, room, goal.floor)
+        editing = Editing(self.engine, plan, text, rest, room, goal.floor)
         finding = [self._finder.of_entry(donor.document, donor.token_ids, timeouts) for donor in plan.donors]
         return editing, editing.found([await each for each in finding])
 
@@ -197,7 +200,7 @@ class Prompter:
         self, whole: tuple[int, ...], misses: list[str], timeouts: Timeouts, started: float, keep: Keep | None,
         hit: PrefixHit | None, chat: Chat | None = None, stop: frozenset[int] = frozenset(),
     ) -> Begun:  # fmt: skip
-        before = len(self._engine.opening_tokens)
+        before = len(self.engine.opening_tokens)
         if hit is None:
             wanted = len(whole) - 1 - before
             found = FoundDocument(self._corpus, _PROMPT, None, None, whole[before:-1])
@@ -221,8 +224,8 @@ class Prompter:
             return await self._begun(
                 whole, misses, timeouts, started, Keep(session, etag, len(head)), hit, chat, stop
             )  # fmt: skip
-        _check_tokens(self._engine, ids)
-        total, window = len(self._engine.opening_tokens) + entry.tokens + len(ids), self._engine.window
+        _check_tokens(self.engine, ids)
+        total, window = len(self.engine.opening_tokens) + entry.tokens + len(ids), self.engine.window
         if total > window:
             msg = f"the session would have {total} tokens, the model's window is {window}: begin another session"
             raise ArgumentError(msg)
@@ -234,7 +237,7 @@ class Prompter:
         self, question: Sequence[int] | str, chat: Chat | None, *, is_first: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]:
         """A session's head, what a turn adds to what was said, and what ends the answer."""
-        engine = self._engine
+        engine = self.engine
         if chat is None:
             place: Place = "first" if is_first else "last"
             if isinstance(question, str):
@@ -248,10 +251,10 @@ class Prompter:
 
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """A whole prompt behind the opening tokens."""
-        ids, window = plain_token_ids(token_ids), self._engine.window
-        _check_tokens(self._engine, ids)
-        whole = opened(self._engine, ids)
-        if len(whole) - len(self._engine.opening_tokens) < 2:  # noqa: PLR2004 - what is loaded, and what is asked
+        ids, window = plain_token_ids(token_ids), self.engine.window
+        _check_tokens(self.engine, ids)
+        whole = opened(self.engine, ids)
+        if len(whole) - len(self.engine.opening_tokens) < 2:  # noqa: PLR2004 - what is loaded, and what is asked
             raise ArgumentError("a prompt needs two tokens at least, besides the BOS")
         if len(whole) > window:
             raise ArgumentError(f"the prompt has {len(whole)} tokens, the model's window is {window}; shorten it")
@@ -259,7 +262,7 @@ class Prompter:
 
     async def _longest(self, whole: tuple[int, ...], timeouts: Timeouts, misses: list[str]) -> PrefixHit | None:
         """The stored document that agrees longest; a store that fails is a miss, which is told."""
-        opening = len(self._engine.opening_tokens)
+        opening = len(self.engine.opening_tokens)
         try:
             hit = await self._session.look_up(partial(self._index.longest, whole, misses.append), timeouts.soon)
         except UNREADABLE as error:
@@ -280,11 +283,6 @@ class Prompter:
                 await driver.compute(made.put_opening)
             self._saver = made
         return self._saver
-
-    @property
-    def engine(self) -> Engine:
-        """Runs the model."""
-        return self._engine
 
     @property
     def donors(self) -> DonorIndex:
@@ -365,8 +363,10 @@ class Begun:
             except Exception as error:  # noqa: BLE001 - whatever it is, the answer is there
                 misses.append(f"prompt and answer were not saved: {in_words(error)}")
         if self.chat is not None:
-            misses += await asyncio.to_thread(self._apart, self.chat, (*whole[: opening + self.wanted], *self.rest))
-        return replace(answer, reused=reuse, misses=tuple(misses))
+            misses.append(
+                await asyncio.to_thread(self._apart, self.chat, (*whole[: opening + self.wanted], *self.rest))
+            )
+        return replace(answer, reused=reuse, misses=tuple(filter(None, misses)))
 
     async def _keep(
         self, keep: Keep, answer: Answer, driver: ControllerDriver, load: Load, past: Any  # noqa: ANN401
@@ -431,13 +431,12 @@ class Begun:
         )
         return KVCache.from_tensors(keys, values, replace(first.meta, token_digest=""), ids)
 
-    def _apart(self, chat: Chat, token_ids: tuple[int, ...]) -> list[str]:
-        """Where a session's tokens are not its template's."""
+    def _apart(self, chat: Chat, token_ids: tuple[int, ...]) -> str:
+        """Where a session's tokens are not its template's; empty where they are."""
         try:
-            told = self.prompter.engine.check_turns(chat, token_ids)
+            return self.prompter.engine.check_turns(chat, token_ids)
         except KvwireError as error:
-            told = f"the session's tokens were not compared with the template's: {error}"
-        return [told] if told else []
+            return f"the session's tokens were not compared with the template's: {error}"
 
 
 def _check_tokens(engine: Engine, token_ids: Sequence[int]) -> None:

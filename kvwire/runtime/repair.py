@@ -67,9 +67,10 @@ def _known(context: RepairContext, prompt: LinkedPrompt) -> list[Sequence[int]]:
     return known if len(known) == len(prompt.tokens) else []
 
 
-def _may(context: RepairContext, prompt: LinkedPrompt) -> bool:
-    """Whether rows of a prompt may be repaired: there is no trouble, and all texts are known."""
-    return not context.trouble and bool(_known(context, prompt))
+def _check_may(context: RepairContext, prompt: LinkedPrompt) -> None:
+    """Raise MismatchError where rows of a prompt may not be repaired: there is trouble, or a text is not known."""
+    if context.trouble or not _known(context, prompt):
+        raise MismatchError(context.trouble or "the text of a document is not known")
 
 
 def _behind(share: float, lengths: Sequence[int], front: int) -> float:
@@ -77,72 +78,57 @@ def _behind(share: float, lengths: Sequence[int], front: int) -> float:
     return share if share == 1 else share * (1 - max(0, front - lengths[0]) / sum(lengths))
 
 
-class Repairer:
-    """Repairs prompts of one engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Keep the engine."""
-        self._engine = engine
-
-    def run(
-        self, plan: LinkPlan, prompt: LinkedPrompt,
-        context: RepairContext, question: Sequence[int], share: float, front: int,
-        stop: Callable[[], bool] | None = None, restore: Callable[[], Tensor] | None = None,
-    ) -> tuple[Repaired | None, str]:  # fmt: skip
-        """Repair a share of a prompt's rows in its cache."""
-        lengths = context.lengths(prompt)
-        if share <= 0 or (len(lengths) == 1 and context.laid_out is None and share < 1):
-            return None, ""
-        if not _may(context, prompt):
-            return self._refused(plan, context.trouble or "the text of a document is not known")
-        if context.laid_out is None and share < 1 and len(_behind_front(lengths, front)) == 1:
+def repair_rows(  # noqa: PLR0913 - what is repaired, by what, and how far
+    engine: Engine, plan: LinkPlan, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int],
+    share: float, front: int, *, stop: Callable[[], bool] | None, restore: Callable[[], Tensor] | None,
+) -> tuple[Repaired | None, str]:  # fmt: skip
+    """Repair a share of a prompt's rows in its cache; why none, if they cannot be."""
+    lengths, laid_out = context.lengths(prompt), context.laid_out
+    if share <= 0 or (len(lengths) == 1 and laid_out is None and share < 1):
+        return None, ""
+    try:
+        _check_may(context, prompt)
+        if laid_out is None and share < 1 and len(_behind_front(lengths, front)) == 1:
             return None, ""
         share = _behind(share, lengths, front)
-        try:
-            if context.laid_out is not None:
-                return self._beside_links(plan, prompt, context.laid_out, context, question, share), ""
-            given = self._input(prompt, context, question, front)
+        if laid_out is None:
+            given = _input(engine, prompt, context, question, front)
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
-        except (ArgumentError, MismatchError) as error:
-            if plan.is_wanted and isinstance(error, ArgumentError):
-                raise
-            return self._refused(plan, str(error))
-
-    def begin(
-        self, plan: LinkPlan, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], share: float,
-        front: int,
-    ) -> RepairInOrder:  # fmt: skip
-        """Choose rows to repair document by document."""
-        if not _may(context, prompt):
-            raise MismatchError(context.trouble or "the text of a document is not known")
-        given = self._input(prompt, context, question, front)
-        count = rows_for(_behind(share, context.lengths(prompt), front), given.documents)
-        return RepairInOrder(given, plan.selector, share, count)
-
-    def _input(self, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], front: int) -> RepairInput:
-        """Selectors' input for a prompt without a layout."""
-        ids = (*prompt.opening, *(token for text in _known(context, prompt) for token in text))
-        documents, deviation = _behind_front(context.lengths(prompt), front), context.deviation
-        if deviation is not None and prompt.opening:
-            deviation = torch.cat([deviation.new_zeros(len(prompt.opening)), deviation])
-        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), deviation, seen=context.seen)
-
-    def _beside_links(
-        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, context: RepairContext,
-        question: Sequence[int], share: float,
-    ) -> Repaired:  # fmt: skip
         from kvwire.reuse import repair_laid_out  # few loads need it
 
         return repair_laid_out(
-            self._engine, prompt, laid_out, _known(context, prompt), question, plan.selector, share,
+            engine, prompt, laid_out, _known(context, prompt), question, plan.selector, share,
             deviation=context.deviation, seen=context.seen,
-        )  # fmt: skip
-
-    def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
-        words = f"links were not repaired: {why}"
+        ), ""  # fmt: skip
+    except (ArgumentError, MismatchError) as error:
+        if plan.is_wanted and isinstance(error, ArgumentError):
+            raise
+        words = f"links were not repaired: {error}"
         if plan.is_wanted:
-            raise MismatchError(words)
+            raise MismatchError(words) from error
         return None, words
+
+
+def begin_repair(
+    engine: Engine, plan: LinkPlan, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int],
+    share: float, front: int,
+) -> RepairInOrder:  # fmt: skip
+    """Choose rows to repair document by document."""
+    _check_may(context, prompt)
+    given = _input(engine, prompt, context, question, front)
+    count = rows_for(_behind(share, context.lengths(prompt), front), given.documents)
+    return RepairInOrder(given, plan.selector, share, count)
+
+
+def _input(
+    engine: Engine, prompt: LinkedPrompt, context: RepairContext, question: Sequence[int], front: int
+) -> RepairInput:
+    """Selectors' input for a prompt without a layout."""
+    ids = (*prompt.opening, *(token for text in _known(context, prompt) for token in text))
+    documents, deviation = _behind_front(context.lengths(prompt), front), context.deviation
+    if deviation is not None and prompt.opening:
+        deviation = torch.cat([deviation.new_zeros(len(prompt.opening)), deviation])
+    return RepairInput(engine, prompt.cache, ids, documents, tuple(question), deviation, seen=context.seen)
 
 
 class RepairInOrder:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvwire._json import versioned_record
+from kvwire._json import stored_record
 from kvwire.errors import ArgumentError
 from kvwire.reuse import SELECTORS, selector_of
 
@@ -121,7 +121,7 @@ class LinkReport:
     @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Parse ``to_json``."""
-        return versioned_record(data, cls, "the report on links", _ADVICE, _READ)
+        return stored_record(data, cls, "the report on links", _ADVICE, _READ)
 
 
 def scan_of(selector: Selector, layers: int) -> float:
@@ -231,7 +231,7 @@ class EditReport:
     @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Read what ``to_json`` wrote."""
-        return versioned_record(data, cls, "the report on edits", _EDIT_ADVICE, [_EDIT_VERSION])
+        return stored_record(data, cls, "the report on edits", _EDIT_ADVICE, [_EDIT_VERSION])
 
 
 def edit_repair(report: EditReport | None, repair: str | float, selector: str, layers: int) -> EditRepair:

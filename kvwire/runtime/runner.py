@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompted import Begun, Prompter, Reusing
+    from kvwire.runtime.prompted import Begun, Prompter
     from kvwire.runtime.similar import EditPlan, ReuseCosts
-    from kvwire.types import Chat
 
 _ANSWER_TOKENS = 64  # memory reserved for an answer; the cache moves once if it gets longer
 _LEAST_WORTH_S = 0.25  # least time for donors, however little they should save
@@ -252,24 +251,10 @@ class LoadRunner:
                 apart = await asyncio.to_thread(asked.chat.apart, self.engine, load.texts)
                 return replace(answer, misses=(*answer.misses, apart)) if apart else answer
 
-    async def ask_prompt(
-        self, token_ids: Sequence[int], goal: ctl.Goal, reusing: Reusing, tokens: int, *, save: bool
-    ) -> Answer:
-        """``Loader.ask_prompt``; on the session's loop."""
-        return await self.ask_begun(
-            lambda made, times: made.prompt(token_ids, times, goal, reusing, save=save), goal, tokens
-        )
-
-    async def converse(
-        self, session: str, question: Sequence[int] | str, chat: Chat | None, goal: ctl.Goal, tokens: int
-    ) -> Answer:
-        """``Loader.converse``; on the session's loop."""
-        return await self.ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
-
     async def ask_begun(
         self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
-        """Answer a prompt whose beginning the store may have."""
+        """Answer a prompt whose beginning the store may have; on the session's loop."""
         if self.settings.system or self.settings.layout or self.settings.first_tokens:
             msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
             raise ArgumentError(msg)

@@ -346,12 +346,11 @@ class _Plans:
     def told(self, best: EditPlan | None, why: str) -> list[Considered]:
         """Every donor, and why it is not used."""
         used = {donor.document.document_id for donor in best.donors} if best else set()
-        found = []
-        for at, (donor, spans) in enumerate(self._known):
-            name = donor.document.document_id
-            refused = self._refused.get(at, why if name in used else _NO_GAIN)
-            found.append(Considered(name, _reused(spans), len(spans), refused))
-        return found
+        named = [(donor.document.document_id, spans) for donor, spans in self._known]
+        return [
+            Considered(name, _reused(spans), len(spans), self._refused.get(at, why if name in used else _NO_GAIN))
+            for at, (name, spans) in enumerate(named)
+        ]
 
 
 def _reused(spans: Sequence[Span]) -> int:

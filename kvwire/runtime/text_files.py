@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
+from kvwire._user_file import file_errors
+from kvwire.errors import ArgumentError, KvwireError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -60,13 +61,10 @@ def _found(paths: Sequence[str]) -> dict[str, Path]:
 
 def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:
     """Read a file, or a part of it."""
-    try:
-        with Path(name).open("rb") as file:
-            file.seek(start)
-            return file.read(MOST_BYTES + 1 if end is None else min(end - start, MOST_BYTES + 1))
-    except OSError as error:
-        msg = f"{name} cannot be read ({error.strerror}); check that it is there and its permissions"
-        raise StorageError(msg) from error
+    advice = "check that it is there and its permissions"
+    with file_errors(f"{name} cannot be read", advice), Path(name).open("rb") as file:
+        file.seek(start)
+        return file.read(MOST_BYTES + 1 if end is None else min(end - start, MOST_BYTES + 1))
 
 
 def decoded_text(data: bytes, name: str) -> str:

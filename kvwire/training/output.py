@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvwire._lazy import require
+from kvwire._user_file import file_errors
 from kvwire._version import __version__
 from kvwire.engines.transformers.bars import quiet
 from kvwire.engines.transformers.identity import model_revision
-from kvwire.errors import StorageError
 from kvwire.reuse import SoftTokens
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SOFT_TOKENS, MODEL, REPORT, PICTURE, STATE = "soft-tokens.safetensors", "model", "report.json", "loss.png", "state.pt"
 """Names in the output folder."""
+_KEPT = "the training is saved, continue with --resume"
 
 
 def write_trained(engine: TransformersEngine, trained: Trained, what: Training, folder: Path) -> dict[str, str]:
@@ -43,7 +44,7 @@ def write_trained(engine: TransformersEngine, trained: Trained, what: Training, 
     """
     written: dict[str, str] = {}
     name, revision = engine.meta.model_id, engine.meta.model_revision
-    try:
+    with file_errors(f"{folder} cannot be written", _KEPT):
         folder.mkdir(parents=True, exist_ok=True)
         if not what.is_frozen:
             place = folder / MODEL
@@ -58,9 +59,6 @@ def write_trained(engine: TransformersEngine, trained: Trained, what: Training, 
             soft = SoftTokens(trained.model.soft.detach(), what.layout.name, name, revision)
             (folder / SOFT_TOKENS).write_bytes(soft.to_bytes())
             written["soft_tokens"] = str(folder / SOFT_TOKENS)
-    except OSError as error:
-        msg = f"{folder} cannot be written ({error.strerror or error}); the training is saved, continue with --resume"
-        raise StorageError(msg) from error
     return written
 
 
@@ -102,13 +100,10 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     Raises:
         StorageError: They cannot be written.
     """
-    try:
+    with file_errors(f"{folder} cannot be written", _KEPT):
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         title = f"{report['model']['id']}: {report['layout']}"
         draw_losses(report["loss"], title, report["method"], folder / PICTURE)
-    except OSError as error:
-        msg = f"{folder} cannot be written ({error.strerror}); the training is saved, continue with --resume"
-        raise StorageError(msg) from error
 
 
 _PARTS = 40

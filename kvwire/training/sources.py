@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,8 @@ class Samples:
     @property
     def digest(self) -> str:
         """Identifies the samples."""
-        return hashlib.sha256(
-            repr([(each.passages, each.turns, each.system) for each in self.samples]).encode()
-        ).hexdigest()
+        told = repr([(each.passages, each.turns, each.system) for each in self.samples])
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def fitting(self, layout: LinkLayout, most: int, vocabulary: int, *, skip_long: bool = False) -> Samples:
         """Check that samples can be used.
@@ -87,12 +87,8 @@ class Samples:
         """
         fitting = []
         for sample in self.samples:
-            try:
+            with suppress(ArgumentError) if skip_long else nullcontext():
                 check_fit(sample, layout, most, vocabulary)
-            except ArgumentError:
-                if not skip_long:
-                    raise
-            else:
                 fitting.append(sample)
         if not fitting:
             raise ArgumentError(f"no sample fits {most} tokens; raise --most-tokens, or give shorter ones")
@@ -173,9 +169,8 @@ class Text:
         count = drawn.randint(*self._cut.documents)
         position = drawn.randrange(len(self._ids) - count * self._cut.tokens - self._cut.rest + 1)
         start = position + count * self._cut.tokens
-        passages = tuple(
-            self._ids[first : first + self._cut.tokens] for first in range(position, start, self._cut.tokens)
-        )
+        size = self._cut.tokens
+        passages = tuple(self._ids[first : first + size] for first in range(position, start, size))
         rest = self._ids[start : start + self._cut.rest]
         question = self._cut.given
         return Sample(passages, (Turn(rest[:question], rest[question:]),), place=f"{self._place}, token {position}")
@@ -252,19 +247,12 @@ def _joined(files: Iterable[Path], tokenize: Callable[..., Sequence[int]]) -> Id
 
 
 def _samples(path: Path, tokenize: Callable[..., Sequence[int]]) -> Iterator[Sample]:
-    found = False
-    for number, line in enumerate(read_part(str(path)).splitlines(), 1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            found = True
-            try:
-                yield sample_of(strict_json(line), tokenize, place)
-            except ArgumentError as error:
-                if str(error).startswith(place):
-                    raise
-                raise ArgumentError(f"{place}: {error}") from error
-    if not found:
+    lines = [(n, line) for n, line in enumerate(read_part(str(path)).splitlines(), 1) if line.strip()]
+    if not lines:
         raise NotFoundError(f"{path} holds no samples: an object a line, such as {{passages, question, answer}}")
+    for number, line in lines:
+        place = f"{path}, line {number}"
+        yield sample_of(strict_json(line, place), tokenize, place)
 
 
 def sample_of(fields: Any, tokenize: Callable[..., Sequence[int]], place: str) -> Sample:  # noqa: ANN401 - JSON

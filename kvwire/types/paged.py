@@ -45,11 +45,8 @@ class PagedKVCache:
         """Raise ArgumentError if shapes disagree or the table lacks a needed page."""
         shapes = [
             (tensor.shape[2:], (spec.kv_heads, dim))
-            for tensors, dims in (
-                (self.keys, [spec.key_dim for spec in self.meta.layers]),
-                (self.values, [spec.value_dim for spec in self.meta.layers]),
-            )
-            for tensor, spec, dim in zip(tensors, self.meta.layers, dims, strict=len(tensors) == len(dims))
+            for tensors, dims in self._sides()
+            for tensor, spec, dim in zip(tensors, self.meta.layers, dims, strict=False)
             if spec.kind != "none"
         ]
         counted = len(self.keys) == len(self.values) == len(self.meta.layers)
@@ -93,6 +90,11 @@ class PagedKVCache:
         if any(block.ndim != _BLOCKS or block.shape[1] != 2 for block in blocks):  # noqa: PLR2004 - keys and values
             raise ArgumentError("blocks must be [pages, 2, page_tokens, kv_heads, dim], keys first")
         return cls([b[:, 0] for b in blocks], [b[:, 1] for b in blocks], page_table, tokens, meta, start)
+
+    def _sides(self) -> tuple[tuple[list[torch.Tensor], list[int]], tuple[list[torch.Tensor], list[int]]]:
+        """Tensors and dimensions of keys, and of values."""
+        layers = self.meta.layers
+        return (self.keys, [spec.key_dim for spec in layers]), (self.values, [spec.value_dim for spec in layers])
 
     def _page_shapes(self) -> set[tuple[int, int]]:
         return {
@@ -159,10 +161,7 @@ class PagedKVCache:
                 else tensor.new_zeros(spec.kv_heads, 0, dim)
                 for tensor, spec, dim in zip(tensors, self.meta.layers, dims, strict=True)
             ]
-            for tensors, dims in (
-                (self.keys, [spec.key_dim for spec in self.meta.layers]),
-                (self.values, [spec.value_dim for spec in self.meta.layers]),
-            )
+            for tensors, dims in self._sides()
         )
         return KVCache(list(keys), list(values), self.meta)
 

@@ -436,7 +436,7 @@ def test_questions_of_ones_own(run, demo_model, tmp_path, brief):
 
 
 def test_documents_are_measured_as_the_store_has_them(run, demo_model, tmp_path, brief):
-    documents, place = demo_model.parent / "documents", ("--store", f"file://{tmp_path}/store")
+    documents, place = demo_model.parent / "documents", ("--json", "--store", f"file://{tmp_path}/store")
     (file, *_) = sorted(documents.glob("*.txt"))
     code, _, err = run("encode", file, "--model", demo_model, "--calibration", "quick", "--neutral-prefix", 8, *place)
     assert code == 0, err

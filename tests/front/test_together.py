@@ -16,7 +16,7 @@ from kvwire.controller.policies import TextOnly
 from kvwire.engines.base import Engine
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.costs import joins, measure_costs, measure_joined
+from kvwire.runtime.costs import joins, measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.passes import PromptWorker, recompute_together
@@ -169,9 +169,7 @@ def test_an_engine_without_it_is_never_asked(small, lost, texts, monkeypatch):
 
 def test_costs_of_joined_passes_are_measured_and_remembered(small, lost, tmp_path, monkeypatch):
     assert joins(small.engine)
-    measured = measure_joined(small.engine)
-    assert measured.seconds(256) > 0
-    assert measure_costs(small.engine).joined is not None
+    assert measure_costs(small.engine).joined.seconds(256) > 0
     memory = EstimatesFile(tmp_path / "estimates.json")
     with Loader(small.engine, lost, memory=memory) as loader:
         assert loader.costs.joined is not None

@@ -91,7 +91,7 @@ def test_files_that_hold_nothing(tmp_path):
     with pytest.raises(ArgumentError, match=r"is no \.jsonl"):
         read_source(written(tmp_path, name="data.csv"), letters, CUT)
     (tmp_path / "broken.jsonl").write_text("{")
-    with pytest.raises(ArgumentError, match=r"broken.jsonl, line 1: not valid JSON"):
+    with pytest.raises(ArgumentError, match=r"broken.jsonl, line 1 is not valid JSON"):
         read_source(tmp_path / "broken.jsonl", letters, CUT)
     (tmp_path / "short.txt").write_text("too short a text")
     with pytest.raises(ArgumentError, match="has 16 tokens and a prompt takes 19"):
