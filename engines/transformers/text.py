@@ -109,7 +109,8 @@ def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
 def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its head, to compute no logits over the vocabulary for each of its entries."""
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
+    # some call their head the decoder
+    return model.base_model if isinstance(decoder, torch.nn.Linear) else decoder
 
 
 @torch.no_grad()

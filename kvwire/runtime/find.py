@@ -13,6 +13,7 @@ from kvwire.errors import CorruptError, FormatVersionError, KvwireError, NotFoun
 from kvwire.runtime.document import CHANGED, FoundDocument, OpenDocument, Timeouts
 from kvwire.transport import BlobFetcher, open_document
 from kvwire.types import digest_tokens
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -102,7 +103,7 @@ class DocumentFinder:
         if isinstance(document, FoundDocument):
             return document
         document_id, given = document, (texts or {}).get(document)
-        text = None if given is None else tuple(given)
+        text = None if given is None else plain_token_ids(given)
         looking = self._find_first(document_id, text, timeouts, anew=anew)
         others = [
             self._find_in(number, document_id, None, timeouts, timeouts.soon, anew=anew)

@@ -212,6 +212,8 @@ class Prompter:
 
     async def turn(self, name: str, question: Sequence[int] | str, chat: Chat | None, timeouts: Timeouts) -> Begun:
         """Find what a session has said so far, and what the next turn adds to it."""
+        if not name:
+            raise ArgumentError("a session needs a name: all that have none would be one")
         started, session = time.monotonic(), SESSIONS + check_new_name(name, "session")
         looking = partial(self._view.catalog.grown.version, self._view.config, session)
         entry, etag = await self._session.look_up(looking, timeouts.patience)

@@ -224,6 +224,7 @@ class LoadRunner:
         check_length(tokens)
         if isinstance(documents, str):
             raise ArgumentError(f"documents are a sequence of names, got one text: [{documents!r}]?")
+        documents = tuple(documents)  # an iterator would be empty the second time
         if wrong := [each for each in documents if not isinstance(each, (str, FoundDocument))]:
             raise ArgumentError(f"documents are given by their names, which are texts, got {wrong[0]!r}")
         with self.warming.paused():

@@ -136,6 +136,8 @@ def _plain(described: LayerSpec | RopeRegime) -> dict[str, object]:
 
 def plain_token_ids(token_ids: Iterable[SupportsIndex]) -> tuple[int, ...]:
     """Token ids as Python integers, from any iterable."""
+    if isinstance(token_ids, bytes | bytearray):
+        raise ArgumentError("token ids must be integers, got bytes: decode them to text first")
     listed = getattr(token_ids, "tolist", None)
     try:
         return tuple(map(operator.index, listed() if listed else token_ids))

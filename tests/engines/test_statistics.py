@@ -15,6 +15,7 @@ from .families import (
     FAMILIES,
     INTERLEAVED,
     LATENT,
+    SLIDING,
     VOCABULARY,
     config_of,
     documents,
@@ -225,3 +226,11 @@ def test_attention_that_cannot_be_watched_gives_no_weights():
     assert len(statistics.token_features) == VOCABULARY
     assert engine.statistics(documents(), tokens=False) is None
     assert engine_of("llama").statistics([]) is None
+
+
+def test_a_head_that_is_called_the_decoder_is_none():
+    options = {"sliding_window": SLIDING, "global_attn_every_n_layers": 3}
+    engine = TransformersEngine(make_model(make_config("ModernBertDecoderConfig", **options)))
+    assert engine.can_stop
+    assert len(engine.statistics(documents()).token_features) == VOCABULARY
+    assert engine.prefix_states(documents()[0], 1).shape[-1] == 2 * engine.model.config.hidden_size

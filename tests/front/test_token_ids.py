@@ -26,6 +26,7 @@ NOT_IDS = {
     "floats": np.array([1.0, 2.0]),
     "words": ["one", "two"],
     "text": "one",
+    "bytes": b"one",
     "none": [None],
     "nested": [[1, 2]],
     "matrix": np.ones((2, 2), "int64"),
@@ -55,6 +56,7 @@ def test_what_is_no_integer_is_refused_before_anything_is_computed(small, held):
             lambda: Document("b", wrong),
             lambda: corpus.append("a", wrong),
             lambda: KVCache.from_tensors([torch.zeros(shape)], [torch.zeros(shape)], token_ids=wrong),
+            lambda: loader.ask(["a"], [1], texts={"a": wrong}),
             *([] if held == "text" else [lambda: loader.ask(["a"], wrong)]),  # a question may be a text
         ):
             with pytest.raises(ArgumentError, match="token ids must be integers"):
@@ -71,8 +73,11 @@ def test_arrays_are_appended_and_asked(small):
     assert corpus.text(entry) == tuple(first[:50])
     with Loader(small.engine, corpus, costs=small.costs) as loader:
         assert loader.ask(["a"], np.array([5, 6, 7])).tokens == loader.ask(["a"], [5, 6, 7]).tokens
+        assert loader.ask(iter(["a"]), [5, 6, 7]).tokens == loader.ask(["a"], [5, 6, 7]).tokens
         with pytest.raises(ArgumentError, match="a sequence of names"):
             loader.ask("a", [5, 6, 7])  # which would be the documents of its letters
+        with pytest.raises(ArgumentError, match="a session needs a name"):
+            loader.converse("", [5, 6, 7])  # which would be everyone's
 
 
 def test_a_document_with_as_many_parts_as_it_can_have_becomes_one_blob(small, monkeypatch):
