@@ -6,10 +6,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODEC_LOSSLESS, MAX_LEVELS
 from kvwire.codec.format.header import MAX_CHUNK_TOKENS
-from kvwire.codec.format.metadata_json import prefix_from_json
+from kvwire.codec.format.metadata_json import PrefixName
 from kvwire.codec.format.pack import Draft, pack_blob
 from kvwire.codec.kinds.base import kind_of
 from kvwire.codec.kinds.outputs import device_of
@@ -138,9 +140,11 @@ def _checked_prefix(prefix: BlobPrefix | None, cache: KVCache) -> BlobPrefix | N
         msg = "a part of a document needs its token ids, and is not pruned: encode the whole document anew"
         raise ArgumentError(msg)
     try:
-        return prefix_from_json([prefix.tokens, prefix.token_digest, prefix.document])
-    except ValueError as error:
-        raise ArgumentError(f"{error}, got {prefix}") from error
+        msgspec.convert((prefix.tokens, prefix.token_digest, prefix.document), PrefixName)
+    except msgspec.ValidationError as error:
+        msg = f"the prefix of a part is a number of tokens, their SHA-256 and a document's name, got {prefix}"
+        raise ArgumentError(msg) from error
+    return prefix
 
 
 def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless: bool) -> list[int]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
+from kvwire._json import record
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS, DEFAULT_METHOD, MAX_CHUNK_SYMBOLS, MAX_LEVELS
 from kvwire.codec.format.header import (
     ALIGNMENT,
@@ -40,29 +42,25 @@ from kvwire.codec.format.header import (
     unpack_ids,
 )
 from kvwire.codec.format.metadata_json import (
-    deviation_from_json,
+    BlobMetadata,
+    deviation_of,
     elements_per_token,
-    error_to_kl_from_json,
     meta_from_json,
-    neutral_from_json,
-    prefix_from_json,
-    sinks_from_json,
     unpack_json,
 )
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
-from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
+from kvwire.types import BlobInfo, BlobPrefix, LevelInfo, SegmentInfo, digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
-    from kvwire.types import BlobPrefix, BlockDeviation, SoftTokensName
+    from kvwire.types import BlockDeviation, SoftTokensName
 
-Found = TypeVar("Found")
 _DIGEST_CHARACTERS = 64
-_MAX_LAYERS = 1 << 20
-_MAX_OFFSET = 1 << 31
+_FLAGGED = {
+    NEUTRAL: "a neutral prefix", SOFT: "soft tokens", PART: "what it is a part of", SINKS: "attention sinks",
+    BEGINNING: "how it begins a prompt",
+}  # fmt: skip
 
 
 def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
@@ -105,117 +103,80 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     """Parse the header in a blob's first bytes; see ``read_header`` for the errors."""
     fields = _prologue(data, check=check)
     parts = _parts(data, fields)
-    meta = meta_from_json(parts.metadata.get("meta"))
-    levels = _levels(parts.metadata.get("levels"), fields.levels)
-    digest = parts.metadata.get("profile")
+    metadata = parts.metadata
+    meta, levels, digest = meta_from_json(metadata.meta), _levels(metadata.levels, fields.levels), metadata.profile
     lossy = any(not level.lossless for level in levels)
     wanted = 0 if parts.profile or not lossy else _DIGEST_CHARACTERS
-    if not isinstance(digest, str) or len(digest) != wanted or (parts.profile and not lossy):
+    if len(digest) != wanted or (parts.profile and not lossy):
         msg = "the blob neither carries a profile nor names one, or has one that it does not need; fetch it again"
         raise CorruptError(msg)
-    prefix_layers, error_to_kl, offset = _settings(parts.metadata)
     token_ids = unpack_ids(parts.ids, fields.tokens, fields.bits)
     if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
         raise CorruptError("the blob's token ids are not those that its metadata names; write the document again")
     _check_chunks(fields, levels, elements_per_token(meta.layers))
     segments = _segments(parts.entries, fields, levels)
-    context = _context(parts.metadata)
-    infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl, context)
+    infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), metadata)
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
     if (parts.sinks or parts.beginning) and not any(level.codec == CODEC_LAYERED for level in levels):
         raise CorruptError("the blob has attention sinks and no level that leaves them out; fetch it again")
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
-        infos, segments, token_ids, method, prefix_layers, _deviation(parts.metadata, fields.tokens),
-        _neutral(parts.metadata, fields), _soft(parts.metadata, fields, token_ids), _prefix(parts.metadata, fields),
+        infos, segments, token_ids, method, metadata.prefix_layers, _deviation(metadata, fields.tokens),
+        metadata.neutral_prefix or (), _soft(metadata, token_ids),
+        None if metadata.prefix is None else BlobPrefix(*metadata.prefix),
         sinks=tuple(parts.sinks),
-        opening=_opening(parts.metadata),
+        opening=metadata.opening,
         can_begin=bool(parts.beginning),
-        context_level=context,
+        context_level=metadata.context_level,
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
     sinks = tuple(parts.sinks.values())
-    return Header(info, levels, parts.profile, parts.kept, offset, sinks, parts.beginning)
+    return Header(info, levels, parts.profile, parts.kept, metadata.offset, sinks, parts.beginning)
 
 
-def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
-    """Read prefix layers, calibration of the error, and offset of rotated keys."""
-    prefix_layers, raw, offset = (metadata.get(name) for name in ("head_start", "error_to_kl", "offset"))
+def _check_flags(metadata: BlobMetadata, flags: int) -> None:
+    """Refuse metadata that is there without its flag, or the other way round."""
+    named = {
+        NEUTRAL: metadata.neutral_prefix, SOFT: metadata.soft_tokens, PART: metadata.prefix, SINKS: metadata.sinks,
+        BEGINNING: metadata.beginning,
+    }  # fmt: skip
+    for flag, found in named.items():
+        if bool(found) != bool(flags & flag):
+            raise CorruptError(f"the blob's flags and its metadata disagree on {_FLAGGED[flag]}; fetch it again")
+
+
+def _check_together(metadata: BlobMetadata, tokens: int) -> None:
+    """Refuse fields that no writer puts together."""
+    neutral, places = metadata.neutral_prefix or (), [at for at, _ in metadata.sinks or ()]
+    if metadata.opening > len(neutral):
+        raise CorruptError(
+            f"the blob claims {metadata.opening} opening tokens in a neutral prefix of {len(neutral)}; fetch it again"
+        )
+    if not all(at < following for at, following in pairwise([*places, tokens])):
+        raise CorruptError(f"the blob's attention sinks are no ascending places among {tokens} tokens; fetch it again")
+    if metadata.beginning and (metadata.kept_bytes or metadata.prefix or not neutral):
+        raise CorruptError("the blob has a beginning, and is pruned, a part, or without neutral prefix; fetch it again")
+
+
+def _deviation(metadata: BlobMetadata, tokens: int) -> BlockDeviation | None:
     try:
-        error_to_kl = error_to_kl_from_json(raw)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CorruptError(f"the blob's calibration is damaged ({error}); fetch it again") from error
-    if type(prefix_layers) is not int or not 0 <= prefix_layers <= _MAX_LAYERS:
-        raise CorruptError(f"the blob claims a head start of {prefix_layers!r} layers; fetch it again")
-    if offset is not None and (type(offset) is not int or abs(offset) > _MAX_OFFSET):
-        raise CorruptError(f"the blob claims to begin at position {offset!r}; fetch it again")
-    return prefix_layers, error_to_kl, offset
-
-
-def _context(metadata: dict[str, Any]) -> int | None:
-    level = metadata.get("context_level")
-    if level is not None and (type(level) is not int or not 0 <= level < MAX_LEVELS):
-        raise CorruptError(f"the blob claims rows computed over level {level!r}; fetch it again")
-    return level
-
-
-def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
-    try:
-        return deviation_from_json(metadata.get("deviation"), tokens)
-    except (TypeError, ValueError) as error:
+        return None if metadata.deviation is None else deviation_of(metadata.deviation, tokens)
+    except ValueError as error:
         raise CorruptError(f"the blob's deviations are damaged ({error}); fetch it again") from error
 
 
-def _flagged(read: Callable[[], Found], fields: _Prologue, flag: int, what: str) -> Found:
-    """Read a metadata entry that must be present exactly where the flag is set."""
+def _soft(metadata: BlobMetadata, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
+    """Read the name of the document's soft tokens, which have the highest token ids."""
+    if metadata.soft_tokens is None:
+        return None
     try:
-        found = read()
+        soft = soft_from_json(metadata.soft_tokens)
     except ValueError as error:
         raise CorruptError(f"the blob is damaged: {error}; fetch it again") from error
-    if bool(found) != bool(fields.flags & flag):
-        raise CorruptError(f"the blob's flags and its metadata disagree on {what}; fetch it again")
-    return found
-
-
-def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
-    return _flagged(lambda: neutral_from_json(metadata.get("neutral_prefix")), fields, NEUTRAL, "a neutral prefix")
-
-
-def _opening(metadata: dict[str, Any]) -> int:
-    opening, neutral = metadata.get("opening", 0), metadata.get("neutral_prefix") or ()
-    if type(opening) is not int or not 0 <= opening <= len(neutral):
-        msg = f"the blob claims {opening!r} opening tokens in a neutral prefix of {len(neutral)}; fetch it again"
-        raise CorruptError(msg)
-    return opening
-
-
-def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
-    """Read the name of the document's soft tokens, which have the highest token ids."""
-    raw = metadata.get("soft_tokens")
-    soft = _flagged(lambda: None if raw is None else soft_from_json(raw), fields, SOFT, "soft tokens")
-    if soft is not None and (token_ids is None or max(token_ids) >= soft.first + soft.count):
+    if token_ids is None or max(token_ids) >= soft.first + soft.count:
         raise CorruptError("the blob's token ids lie beyond its soft tokens; fetch it again")
     return soft
-
-
-def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
-    return _flagged(lambda: prefix_from_json(metadata.get("prefix")), fields, PART, "what it is a part of")
-
-
-def _sinks(metadata: dict[str, Any], fields: _Prologue) -> dict[int, int]:
-    """Read token index and stored bytes of each attention sink."""
-    return _flagged(lambda: sinks_from_json(metadata.get("sinks"), fields.tokens), fields, SINKS, "attention sinks")
-
-
-def _beginning(metadata: dict[str, Any], fields: _Prologue) -> int:
-    """Read the bytes of the first token's frame for documents that begin a prompt; 0 for none."""
-    size = metadata.get("beginning", 0)
-    if type(size) is not int or size < 0 or bool(size) != bool(fields.flags & BEGINNING):
-        raise CorruptError("the blob's flags and its metadata disagree on how it begins a prompt; fetch it again")
-    if size and (metadata.get("kept_bytes") or metadata.get("prefix") or not metadata.get("neutral_prefix")):
-        raise CorruptError("the blob has a beginning, and is pruned, a part, or without neutral prefix; fetch it again")
-    return size
 
 
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
@@ -251,7 +212,7 @@ def _header_crc(header: bytes) -> int:
 
 
 class _Parts(NamedTuple):
-    metadata: dict[str, Any]
+    metadata: BlobMetadata
     entries: NDArray[np.void]
     ids: bytes
     profile: bytes
@@ -265,15 +226,16 @@ def _parts(data: bytes, fields: _Prologue) -> _Parts:
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
     room = fields.header_bytes - PROLOGUE.size - sum(sizes)
-    metadata = unpack_json(data[PROLOGUE.size : PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
-    sinks = _sinks(metadata, fields)
-    beginning = _beginning(metadata, fields)
-    room -= sum(sinks.values()) + beginning
-    kept_bytes = metadata.get("kept_bytes")
-    if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
+    raw = unpack_json(data[PROLOGUE.size : PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
+    metadata = record(raw, BlobMetadata, "the blob's metadata", "fetch it again")
+    _check_flags(metadata, fields.flags)
+    _check_together(metadata, fields.tokens)
+    sinks = dict(metadata.sinks or ())
+    room -= sum(sinks.values()) + metadata.beginning
+    if not 0 <= room - metadata.kept_bytes < ALIGNMENT:
         raise CorruptError("the blob's header does not add up to its length; fetch it again")
     at, parts = PROLOGUE.size, []
-    for size in (*sizes, kept_bytes, *sinks.values(), beginning):
+    for size in (*sizes, metadata.kept_bytes, *sinks.values(), metadata.beginning):
         parts.append(bytes(data[at : at + size]))
         at += size
     index = np.frombuffer(parts[1], ENTRY).reshape(fields.chunks, fields.levels)
@@ -345,8 +307,7 @@ def _level_infos(
     index: NDArray[np.void],
     fields: _Prologue,
     elements_of_token: int,
-    error_to_kl: tuple[float, float] | None,
-    context: int | None,
+    metadata: BlobMetadata,
 ) -> tuple[LevelInfo, ...]:
     out, below = [], fields.header_bytes
     chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
@@ -357,10 +318,11 @@ def _level_infos(
         cumulative = (fields.header_bytes if level.independent else below) + size
         below = cumulative
         error = _mean_error(column, chunk_tokens)
-        kl = None if error_to_kl is None else _predicted_kl(error, *error_to_kl)
+        kl = None if metadata.error_to_kl is None else _predicted_kl(error, *metadata.error_to_kl)
         bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
         kinds = (level.independent, level.lossless)
         out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, *kinds, kl))
+    context = metadata.context_level
     before = None if context is None else out[min(context, len(out) - 1)].predicted_kl
     if before is not None:  # the error of the rows before coding adds to the error of coding
         out = [e if e.predicted_kl is None else replace(e, predicted_kl=e.predicted_kl + before) for e in out]

@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
-import math
-import re
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import zstandard
+from msgspec import Meta
 
-from kvwire._json import strict_json
-from kvwire.codec.format.codecs import MAX_SINKS
+from kvwire._json import Sha256, strict_json
+from kvwire.codec.format.codecs import MAX_LEVELS, MAX_SINKS
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
-from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, LayerSpec, RopeRegime
+from kvwire.types import BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
 MAX_JSON_BYTES = 1 << 20
 """A thousand layers take a tenth of this; hostile text of this length makes some tens of megabytes of objects."""
 _MAX_BLOCK = 1 << 16
 """Most tokens that share a deviation."""
+_MAX_LAYERS = 1 << 20
+_MAX_OFFSET = 1 << 31
 MAX_NEUTRAL = 4096
 """Most tokens of a neutral prefix."""
-_SHA256 = re.compile("[0-9a-f]{64}")
 _MAX_DIM = 1 << 20
 """Larger than any layer's dimensions; products of two still fit 64 bits."""
 MAX_WIDTH = 1 << 23
 """Most elements for one token in all layers: several times those of the widest models without shared heads."""
 _STEEPEST = 8.0
 """Largest exponent of ``error_to_kl``."""
-_PAIR = 2
 _SHORT = 6
 """Fields of a layer row that omits ``value_rope`` (None) and ``key_rope_start`` (0)."""
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+_Size: TypeAlias = Annotated[int, Meta(gt=0, lt=1 << 32)]
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+ErrorToKl: TypeAlias = tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(gt=0, le=_STEEPEST)]]
+PrefixName: TypeAlias = tuple[_Size, Sha256, str]
+"""Of the tokens before a part of a document: their number and digest, and the name of a document that has them."""
+
+
+class BlobMetadata(msgspec.Struct):
+    """A blob's metadata, see docs/format.md; what is ``Any`` here is checked where it is read."""
+
+    profile: str
+    kept_bytes: _Count
+    prefix_layers: Annotated[int, Meta(ge=0, le=_MAX_LAYERS)] = msgspec.field(name="head_start")
+    meta: Any = None
+    levels: Any = None
+    soft_tokens: Any = None
+    error_to_kl: ErrorToKl | None = None
+    offset: Annotated[int, Meta(ge=-_MAX_OFFSET, le=_MAX_OFFSET)] | None = None
+    context_level: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None = None
+    deviation: tuple[Annotated[int, Meta(ge=1, le=_MAX_BLOCK)], str] | None = None
+    neutral_prefix: Annotated[tuple[_TokenId, ...], Meta(min_length=1, max_length=MAX_NEUTRAL)] | None = None
+    opening: _Count = 0
+    prefix: PrefixName | None = None
+    sinks: Annotated[list[tuple[_Count, _Size]], Meta(min_length=1, max_length=MAX_SINKS)] | None = None
+    beginning: _Count = 0
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
@@ -154,13 +179,11 @@ def _rope(raw: dict[str, Any]) -> RopeRegime:
 
 def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
     """Read ``Profile.error_to_kl``."""
-    if raw is None:
-        return None
-    numbers = [float(number) for number in raw if type(number) in {int, float}] if type(raw) is list else []
-    scale, exponent = numbers if len(numbers) == len(raw) else (0.0, 0.0)
-    if not (0 < scale < math.inf and 0 < exponent <= _STEEPEST):
-        raise ValueError(f"error_to_kl {raw!r}")
-    return scale, exponent
+    try:
+        found: ErrorToKl | None = msgspec.convert(raw, ErrorToKl | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"error_to_kl: {error}") from error
+    return found
 
 
 def deviation_to_json(deviation: BlockDeviation | None) -> list[Any] | None:
@@ -168,55 +191,13 @@ def deviation_to_json(deviation: BlockDeviation | None) -> list[Any] | None:
     return None if deviation is None else [deviation.block, base64.b64encode(deviation.codes).decode()]
 
 
-def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa: ANN401 - JSON
+def deviation_of(named: tuple[int, str], tokens: int) -> BlockDeviation:
     """Read ``deviation_to_json``."""
-    if raw is None:
-        return None
-    block, text = raw
-    if type(block) is not int or not 1 <= block <= _MAX_BLOCK or not isinstance(text, str):
-        raise ValueError(f"deviations of blocks of {block!r}")
+    block, text = named
     codes = base64.b64decode(text, validate=True)
     if len(codes) != -(-tokens // block):
         raise ValueError(f"{len(codes)} deviations of blocks of {block} tokens")
     return BlockDeviation(block, codes)
-
-
-def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
-    """Read the token ids that a document was computed behind."""
-    if raw is None:
-        return ()
-    sound = isinstance(raw, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in raw)
-    if not sound or not 0 < len(raw) <= MAX_NEUTRAL:
-        raise ValueError(f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids")
-    return tuple(raw)
-
-
-def sinks_from_json(raw: Any, tokens: int) -> dict[int, int]:  # noqa: ANN401 - JSON
-    """Read which tokens of a blob are attention sinks."""
-    if raw is None:
-        return {}
-    sound = isinstance(raw, list) and 0 < len(raw) <= MAX_SINKS and all(map(_is_sink, raw))
-    places = [at for at, _ in raw] if sound else []
-    if not sound or not all(at < following for at, following in itertools.pairwise([*places, tokens])):
-        msg = f"the attention sinks are no list of 1 to {MAX_SINKS} ascending places among {tokens} tokens, with sizes"
-        raise ValueError(msg)
-    return dict(raw)
-
-
-def _is_sink(raw: Any) -> bool:  # noqa: ANN401 - JSON
-    pair = isinstance(raw, list) and len(raw) == _PAIR and all(type(number) is int for number in raw)
-    return pair and raw[0] >= 0 and 0 < raw[1] < 1 << 32
-
-
-def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON
-    """Read the name of the tokens before a part of a document."""
-    match raw:
-        case None:
-            return None
-        case [int(tokens), str(digest), str(name)] if type(tokens) is int and _SHA256.fullmatch(digest):
-            if 0 < tokens < 1 << 32:
-                return BlobPrefix(tokens, digest, name)
-    raise ValueError("the prefix of a part is a number of tokens, their SHA-256 and a document's name")
 
 
 class Fitted(Protocol):

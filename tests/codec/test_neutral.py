@@ -49,7 +49,7 @@ def test_a_blob_says_what_its_document_was_computed_behind():
 @pytest.mark.parametrize("to", [[], [-1], [1 << 32], [True], "5", {"a": 1}, [1] * 4097, [1.0]])
 def test_impossible_prefixes_are_damage(to):
     blob = encode(make_cache(50, 3), levels=1, neutral_prefix=PREFIX)
-    with pytest.raises(CorruptError, match="neutral prefix"):
+    with pytest.raises(CorruptError, match=r"neutral.prefix"):
         inspect(cut.with_metadata(blob, cut.metadata(blob) | {"neutral_prefix": to}))
 
 
@@ -90,7 +90,7 @@ def test_parts_of_a_document_begin_as_its_first_one(sunk_profile):
 @pytest.mark.parametrize("size", [0, -1, True, "5", None, 1 << 20])
 def test_impossible_beginnings_are_damage(sunk_profile, size):
     blob = begun(sunk_profile)
-    with pytest.raises(CorruptError, match=r"begins a prompt|add up"):
+    with pytest.raises(CorruptError, match=r"begin|add up"):
         inspect(cut.with_metadata(blob, cut.metadata(blob) | {"beginning": size}, frames=cut.sink_frames(blob)))
 
 

@@ -47,7 +47,7 @@ def test_a_part_says_what_it_stands_behind(whole, profile):
 @pytest.mark.parametrize("to", [None, [], [0, "a" * 64, ""], [True, "a" * 64, ""], [3, "a" * 63, ""], [3, "a" * 64, 1]])
 def test_a_damaged_prefix_is_refused(whole, profile, to):
     _, blob, _ = _parts(whole, profile)
-    with pytest.raises(CorruptError, match="part"):
+    with pytest.raises(CorruptError, match=r"part|prefix"):
         inspect(cut.with_metadata(blob, cut.metadata(blob) | {"prefix": to}))
 
 
@@ -114,7 +114,7 @@ def test_rows_say_over_which_level_they_were_computed(whole, profile):
 @pytest.mark.parametrize("to", [-1, 8, True, "1", 1.0])
 def test_a_level_that_rows_cannot_have_been_computed_over_is_refused(whole, profile, to):
     blob = encode(whole, profile)
-    with pytest.raises(CorruptError, match="rows computed over"):
+    with pytest.raises(CorruptError, match="context_level"):
         inspect(cut.with_metadata(blob, cut.metadata(blob) | {"context_level": to}))
     if type(to) is int:
         with pytest.raises(ArgumentError, match="context_level"):

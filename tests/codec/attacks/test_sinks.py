@@ -68,20 +68,20 @@ def listed(blob, sinks):
     ],
 )
 def test_what_is_no_list_of_places_and_sizes(sunk, change):
-    refused_by_head(listed(sunk, change(cut.metadata(sunk)["sinks"])), match="attention sinks are no list")
+    refused_by_head(listed(sunk, change(cut.metadata(sunk)["sinks"])), match="sinks")
 
 
 def test_more_than_readers_hold(sunk):
     frame = cut.sink_frames(sunk)[0]
     long = encode(make_cache(100, 3, layers=DEEP), None, LADDER)
     assert len(inspect(cut.with_sinks(long, range(64), [frame] * 64)).sinks) == 64
-    refused_by_head(cut.with_sinks(long, range(65), [frame] * 65), match="1 to 64 ascending places")
+    refused_by_head(cut.with_sinks(long, range(65), [frame] * 65), match="<= 64 .*sinks")
 
 
 @pytest.mark.parametrize("more", [64, 1 << 20, (1 << 32) - 200, -64])
 def test_sizes_that_do_not_add_up(sunk, more):
     first, second = cut.metadata(sunk)["sinks"]
-    refused_by_head(listed(sunk, [first, [20, second[1] + more]]), match="does not add up|no list")
+    refused_by_head(listed(sunk, [first, [20, second[1] + more]]), match="does not add up|sinks")
 
 
 @pytest.mark.parametrize("sinks", [None, "gone"])
