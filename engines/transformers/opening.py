@@ -35,7 +35,8 @@ ADAPTER = "adapter_config.json"
 """Present in folders with an adapter, which transformers loads with the model."""
 _SHARD = re.compile(r"[^/\\]+\.safetensors")
 _UNUSABLE = (
-    AssertionError, AttributeError, LookupError, NotImplementedError, StrictDataclassError, TypeError, ValueError
+    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, StrictDataclassError, TypeError,
+    ValueError
 )  # fmt: skip
 """Errors of transformers for unusable configurations."""
 _NO_SDPA = "scaled_dot_product_attention"

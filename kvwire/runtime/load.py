@@ -177,7 +177,7 @@ class Load:
             around = "documents, what is put around them" if is_more else "documents"
             raise ArgumentError(
                 f"{around} and question are {total} tokens, the model's window is {self.engine.window}; name fewer "
-                "documents"
+                "documents or shorten the question"
             )
 
     def _repair_option(self) -> RepairOption | None:

@@ -212,6 +212,13 @@ def test_weights_of_another_configuration(folder, tmp_path, field, value, words)
         open_engine(folder)
 
 
+def test_a_configuration_that_cannot_be_computed_with(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 0}))
+    with pytest.raises(MismatchError, match="cannot be opened as a causal language model"):
+        open_engine(folder)
+
+
 def test_an_encoder_is_told_before_its_weights_are_missed(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))

@@ -75,7 +75,7 @@ def test_loads_of_schemas_refuse_what_cannot_be(small, corpus, schema):
     with pytest.raises(ArgumentError, match="has room for 20 tokens"):
         asked(small, corpus, narrow.prompt(["bell"]))
     far = Schema((Module("bell", BELL, ROOM, start=small.engine.window - ROOM),))
-    with pytest.raises(ArgumentError, match="name fewer documents"):
+    with pytest.raises(ArgumentError, match="name fewer documents or shorten the question"):
         asked(small, corpus, far.prompt(["bell"]))
     with pytest.raises(NotFoundError):
         asked(small, Corpus(small.engine, MemoryStore()), schema.prompt(["bell"]))
