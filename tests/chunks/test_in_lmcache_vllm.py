@@ -69,14 +69,13 @@ def page(name):
 @contextmanager
 def served(root, log, *adapters):
     """LMCache's server with L2 adapters, started as the page says but for sizes and ports; two of its ports."""
-    port, http, metrics = free_port(), free_port(), free_port()
+    port, http = free_port(), free_port()
     words = page("lmcache server")[1:]
     own = {"--port": str(port), "--l1-size-gb": "1", "--chunk-size": str(CHUNK)}
     given = {name: own.pop(name, value) for name, value in zip(words[1::2], words[2::2], strict=True)}
     assert not own
     del given["--l2-adapter"]
     given |= {"--host": "127.0.0.1", "--http-host": "127.0.0.1", "--http-port": str(http), "--l1-init-size-gb": "1"}
-    given |= {"--prometheus-port": str(metrics)}
     given["--supported-transfer-mode"] = "engine_driven"  # without a GPU
     command = [sys.executable, "-c", "from lmcache.cli.main import main; main()", words[0]]
     command += [word for pair in given.items() for word in pair]
@@ -93,7 +92,7 @@ def served(root, log, *adapters):
                     break
                 except OSError:
                     time.sleep(0.3)
-            yield port, metrics
+            yield port, http
         finally:
             process.terminate()
             process.wait(30)
@@ -142,7 +141,7 @@ def test_documents_come_from_kvwires_store(place, tmp_path):
     root, engine, corpus, texts = place
     exact, coarse = adapter_of(root), adapter_of(root, cache_salt=SALT, level=LEVEL)
     question, fresh = (7, 8, 9, 10, 11), random.Random(9).choices(range(20, 500), k=300)
-    with served(root, tmp_path / "server.log", exact, coarse) as (port, metrics), serving(root, port) as llm:
+    with served(root, tmp_path / "server.log", exact, coarse) as (port, http), serving(root, port) as llm:
         for name, chunks in (("a", 5), ("b", 4)):
             prompt = (*texts[name], *question)
             first, cached = asked(llm, prompt)
@@ -159,7 +158,7 @@ def test_documents_come_from_kvwires_store(place, tmp_path):
         assert distance(engine, first, prompt) > 1e-3
         first, _ = asked(llm, prompt)  # nothing of the coarse one is left for others
         assert distance(engine, first, prompt) <= 1e-4
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http}/metrics", timeout=5) as answer:
             told = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
         assert float(told["kvwire_lmcache_loaded_chunks_total"]) >= 14
         assert float(told["kvwire_lmcache_fetched_bytes_total"]) > 1000
