@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 ENCODER = "this model is an encoder with a decoder, whose layers also hold the encoder's states; use a decoder alone"
 _TOKENS = 12
+_ENDLESS = 1 << 20
+"""A longer sliding window hides no token of any prompt: the layer sees all."""
 _DISTANCE = 37
 """Far enough for every fast pair to turn several times, near enough for any window."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -203,7 +205,8 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
         msg = f"transformers cannot lay out a cache for this model ({_words(error)}); use a decoder with attention"
         raise MismatchError(msg) from error
     _check_layers(layers)
-    return [getattr(layer, "sliding_window", None) for layer in layers]
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return [None if window is None or window > _ENDLESS else window for window in windows]
 
 
 def _check_layers(layers: list[Any]) -> None:

@@ -288,3 +288,14 @@ def test_learning_leaves_no_trace_in_the_model():
     assert engine.meta == again.meta
     ids = documents()[0]
     assert torch.equal(engine.prefill([ids])[0].keys[0], again.prefill([ids])[0].keys[0])
+
+
+@pytest.mark.parametrize("window", [1, (1 << 20) + 1])
+def test_windows_of_one_token_and_of_all(window):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config("MistralConfig", sliding_window=window)).eval()
+    engine = TransformersEngine(model, model_id="windows")
+    assert {spec.window for spec in engine.meta.layers} == ({1} if window == 1 else {None})
+    (whole,) = engine.prefill([tokens(20, 1)])
+    extended = engine.extend(whole.slice(0, 15), tokens(20, 1)[15:])
+    assert cache_error(extended, whole.slice(15, 20)) < 1e-5
