@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
     from .snapshot import Policy
 
-_TICK_S = 0.05  # between looks at loads that wait for something
+_TICK_S = 0.05  # between looks at loads that wait, and at fetches that compute may beat
 _LEAST_TICK_S = 0.001  # so that a tick which changes nothing is not repeated at once
 _PLANS = 4  # made for one event, besides those of loads whose turn it is: an event takes 2 ms at most
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from .estimators import NOTICED
 from .snapshot import SLOWEST
 from .state import DOUBT, SLOWEST_PASS
-from .workers import OVERDUE
 
 if TYPE_CHECKING:
     from .costs import CostModel
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
-_PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
 _STOPS_S = SLOWEST_PASS / 16  # of what a pass takes, until it has stopped: engines stop between layers
 
 
@@ -37,12 +36,13 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
         return free_s
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
-        return max(_SHORT_PASS * base_s, left_s) if left_s else free_s
-    limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
-    limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
+        return max(_LONG_PASS * base_s, left_s) if left_s else free_s
+    alone = len(state.loads) == 1
+    limit_s = min(settings.max_pass_s, left_s / SLOWEST_PASS / (1 if alone else 2))  # others wait for a pass, too
+    limit_s = max(_SHORT_PASS * base_s, limit_s)
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
-    if settings.interrupts and settings.workers > 1 and len(state.loads) == 1:
-        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (OVERDUE + _STOPS_S)
+    if settings.interrupts and settings.workers > 1 and alone and not state.workers.was_interrupted(state.now):
+        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
 
@@ -52,18 +52,16 @@ def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
 
     Even if it takes longer than expected, it should not be what ends last.
     """
-    slow_s, plan, now = inf, load.plan, state.now
-    if state.workers.was_interrupted(now) and load.due < inf:
-        slow_s = (state.handover_at(load) - now) / SLOWEST_PASS
+    plan, now = load.plan, state.now
     if not state.policy.preemptible or plan is None or not (load.plan_bytes or state.link.fetches):
-        return slow_s
+        return inf
     bandwidth, doubt = state.estimates.bandwidth, state.estimates.prefill.high
     ends = load.planned_at + plan.finish_s - costs.closing_s(load.prompt_tokens)
     if load.goal.objective != "earliest" and plan.in_time:
         ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
     else:
         doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-    return min(slow_s, inf if doubt <= DOUBT else (ends - now) / doubt)
+    return inf if doubt <= DOUBT else (ends - now) / doubt
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:
