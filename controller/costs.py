@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 SHORTEST_S = 1e-9
 """What counts as this long at least, so that relative errors and ratios stay finite."""
-LARGEST = 10**13
-"""Of any rate, time, error or size: no link, engine or chunk has it, and sums of such stay finite."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
 
-from .costs import LARGEST
-
 if TYPE_CHECKING:
     from kvwire.types import BlobInfo, LevelInfo
 
+LARGEST = 10**13
+"""Of any rate, time, error or size: no link, engine or chunk has it, and sums of such stay finite."""
 EXACT = 1 << 10
 """A floor that no level is below the finest of."""
 MAX_KL = 0.03

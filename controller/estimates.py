@@ -12,7 +12,8 @@ from msgspec.structs import astuple
 from kvwire._json import record
 from kvwire.errors import ArgumentError
 
-from .costs import LARGEST, CostModel, DecodeCost, PrefillCost
+from .costs import CostModel, DecodeCost, PrefillCost
+from .documents import LARGEST
 from .estimators import MOST_KNOWN, UNKNOWN, BandwidthEstimator, TtfbEstimator
 from .horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
 from .learning import (

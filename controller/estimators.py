@@ -15,6 +15,7 @@ from statistics import NormalDist, median
 from kvwire.errors import ArgumentError
 
 from .horizons import HorizonErrors
+from .workers import NOTICED
 
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
@@ -26,8 +27,6 @@ MOST_KNOWN = 8
 """Measurements that are enough to trust a quantity; more of them change nothing."""
 UNKNOWN = 0.5
 """Relative 1-sigma error expected of a prior of which nothing is known."""
-NOTICED = 1.5
-"""Factor off what was expected that is more than noise: of a link where samples repeat it, of a forward pass."""
 
 
 @dataclass(frozen=True)

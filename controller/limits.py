@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from .estimators import NOTICED
 from .snapshot import SLOWEST
 from .state import DOUBT, SLOWEST_PASS
+from .workers import NOTICED
 
 if TYPE_CHECKING:
     from .costs import CostModel

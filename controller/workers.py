@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ArgumentError
 
-from .estimators import NOTICED
-
 if TYPE_CHECKING:
     from kvwire.types import ChunkId
 
 Worker = Literal["prefill", "decode"]
 
+NOTICED = 1.5
+"""Factor off what was expected that is more than noise: of a link where samples repeat it, of a forward pass."""
 _SLOW_S = 3.0  # for so long an engine counts as slow after a pass that was stopped for that
 
 
