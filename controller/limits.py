@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
+_PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
 _STOPS_S = SLOWEST_PASS / 16  # of what a pass takes, until it has stopped: engines stop between layers
 
 
@@ -36,12 +37,12 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
         return free_s
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
-        return max(_LONG_PASS * base_s, left_s) if left_s else free_s
-    alone = len(state.loads) == 1
-    limit_s = min(settings.max_pass_s, left_s / SLOWEST_PASS / (1 if alone else 2))  # others wait for a pass, too
-    limit_s = max(_SHORT_PASS * base_s, limit_s)
+        return max(_SHORT_PASS * base_s, left_s) if left_s else free_s
+    limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
+    limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
-    if settings.interrupts and settings.workers > 1 and alone and not state.workers.was_interrupted(state.now):
+    alone = settings.workers > 1 and len(state.loads) == 1
+    if settings.interrupts and alone and not state.workers.was_interrupted(state.now):
         saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
