@@ -60,7 +60,7 @@ VALID = (READY, REFINING, REFINED)
 """States in which a chunk of the prompt can be used as it is."""
 VALID_BYTES = bytes(VALID)
 
-_SIZES = 6  # rows of what is fixed before those of sizes
+_FIXED = ("document", "chunk", "tokens", "context", "finest", "floor")  # columns before those of sizes
 _MAY_MOVE = tuple(bytes(state in MOVES[old] for state in ChunkState) for old in ChunkState)
 _RAISABLE = np.isin(np.arange(len(ChunkState)), (FETCHING, ARRIVED, DECODING, READY, REFINING, REFINED, REDECODING))
 
@@ -94,7 +94,6 @@ class ChunkTable:
         held_total: Sum of ``held``.
         in_prompt_order: Documents became known in the order of the prompt.
         has_floors: A document has a floor of its own.
-        is_weighed: Errors of some chunks count more than those of others.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,6 @@ class ChunkTable:
         self.held_total = 0
         self.in_prompt_order = True
         self.has_floors = False
-        self.is_weighed = False
         self._fixed: tuple[Ints, NDArray[np.float64]] | None = None
 
     def __len__(self) -> int:
@@ -176,7 +174,6 @@ class ChunkTable:
     def weigh(self, start: int, weights: Sequence[float]) -> None:
         """Have the errors of a document's chunks count more or less."""
         self._fixed = None
-        self.is_weighed = True
         part = slice(start, start + len(weights))
         for errors in (self.exact_error, *self.errors):
             errors[part] = array("d", [error * weight for error, weight in zip(errors[part], weights, strict=True)])
@@ -267,7 +264,7 @@ class ChunkTable:
 
     def sizes_by_level(self) -> Ints:
         """Bytes of every chunk up to each level ``[L, n]``."""
-        return self.fixed()[0][_SIZES:]
+        return self.fixed()[0][len(_FIXED) :]
 
     def errors_by_level(self) -> Floats:
         """Errors of every chunk once decoded up to each level ``[L, n]``."""
@@ -276,7 +273,7 @@ class ChunkTable:
     def fixed(self) -> tuple[Ints, NDArray[np.float64]]:
         """Copies of what stays as it is while chunks move on, so that many columns are read in one go."""
         if self._fixed is None:
-            whole = (self.document, self.chunk, self.tokens, self.context, self.finest, self.floor, *self.sizes)
+            whole = (*(getattr(self, name) for name in _FIXED), *self.sizes)
             ints = np.array([np.frombuffer(each, np.int64) for each in whole])
             self._fixed = ints, np.array([np.frombuffer(each) for each in (self.exact_error, *self.errors)])
         return self._fixed
@@ -286,7 +283,7 @@ class ChunkTable:
         places = self._in_prompt_order(np.flatnonzero(self.look("state") == PLANNED))
         ints, floats = self.fixed()
         ints, floats = ints.take(places, axis=1), floats.take(places, axis=1)
-        document, chunk, tokens, context, finest, floor = ints[:_SIZES]
+        document, chunk, tokens, context, finest, floor = ints[: len(_FIXED)]
         waits = np.zeros(len(places))
         if prefix_s and len(places):
             by_document = np.zeros(1 + max(*prefix_s, int(document.max())))
@@ -297,7 +294,7 @@ class ChunkTable:
             chunk=chunk,
             tokens=tokens,
             context=context,
-            sizes=ints[_SIZES:],
+            sizes=ints[len(_FIXED) :],
             errors=floats[1:],
             top=self.look("top")[places],
             finest=finest,
@@ -320,7 +317,7 @@ class ChunkTable:
         refinable = UpgradeCandidates(
             level=self.look("level")[places],
             top=most[places],
-            sizes=ints[_SIZES:],
+            sizes=ints[len(_FIXED) :],
             errors=floats[1:],
             tokens=ints[2],
             ready=state[places] == READY,

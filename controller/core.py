@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
     from .snapshot import Policy
 
-_TICK_S = 0.05  # between looks at loads that wait for something
-_LEAST_TICK_S = 0.001  # so that a tick which changes nothing is not repeated at once
+_TICK_S = 0.05  # between looks at loads that wait, and at fetches that compute may beat
 _PLANS = 4  # made for one event, besides those of loads whose turn it is: an event takes 2 ms at most
 
 
@@ -212,7 +211,7 @@ class Controller:
         self._planner.add(load, load.add(document, variants, now))
         due_at = self._planner.due_at(load, now)
         # What can be done with a document is known once a plan names it.
-        self._wake_at = min(self._wake_at, max(due_at, now + _LEAST_TICK_S))
+        self._wake_at = min(self._wake_at, max(due_at, now + self._settings.plan_s))
         return load.is_known or now >= due_at
 
     def _progressed(self, event: ev.TransferProgress, now: float) -> None:
@@ -266,7 +265,7 @@ class Controller:
     def _next_wake(self, now: float) -> float:
         """Instant of the next tick that is needed."""
         state, link, starter = self._state, self._state.link, self._starter
-        computes, least = state.workers.is_free("prefill"), now + _LEAST_TICK_S
+        computes, least = state.workers.is_free("prefill"), now + self._settings.plan_s
         moments, waits = [state.stalls_at(), interrupts_at(state)], bool(link.fetches)
         for load in state.loads.values():
             if load.is_undecided:
@@ -284,7 +283,7 @@ class Controller:
         if any(load.waiting or load.refine for load in state.loads.values()):
             moments.append(max(link.opens_at(now, SPARE), least))
         if self.estimates.bandwidth.is_guess and link.fetches:
-            moments.append(now + max(link.waited_s(now), _LEAST_TICK_S))
+            moments.append(max(now + link.waited_s(now), least))
         return min((moment for moment in moments if moment > now), default=inf)
 
     def _conclude_all(self, now: float, out: list[ev.Instruction]) -> None:

@@ -12,7 +12,8 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from kvwire.types import BlobInfo, LevelInfo
 
-_LARGEST = 1 << 40
+LARGEST = 10**13
+"""Of any rate, time, error or size: no link, engine or chunk has it, and sums of such stay finite."""
 EXACT = 1 << 10
 """A floor that no level is below the finest of."""
 MAX_KL = 0.03
@@ -52,8 +53,8 @@ class DocumentPlanInput:
         """Refuse sizes that cannot be."""
         if not self.tokens or min(self.tokens) < 1:
             raise ArgumentError("a document needs at least one chunk, and every chunk at least one token")
-        if max(max(row, default=0) for row in (self.tokens, *self.fetch_bytes)) > _LARGEST:
-            raise ArgumentError(f"a chunk has at most {_LARGEST} tokens and as many bytes")
+        if max(max(row, default=0) for row in (self.tokens, *self.fetch_bytes)) > LARGEST:
+            raise ArgumentError(f"a chunk has at most {LARGEST} tokens and as many bytes")
         if self.fetch_bytes and len(self.fetch_bytes) != len(self.tokens):
             raise ArgumentError(f"{len(self.tokens)} chunks but bytes for {len(self.fetch_bytes)}")
         for sizes in self.fetch_bytes:

@@ -13,10 +13,10 @@ from kvwire._json import record
 from kvwire.errors import ArgumentError
 
 from .costs import CostModel, DecodeCost, PrefillCost
-from .estimators import BandwidthEstimator, TtfbEstimator
+from .documents import LARGEST
+from .estimators import MOST_KNOWN, UNKNOWN, BandwidthEstimator, TtfbEstimator
 from .horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
 from .learning import (
-    MOST_KNOWN,
     ClosingEstimator,
     DecodeEstimator,
     JoinedEstimator,
@@ -32,16 +32,11 @@ T = TypeVar("T", PrefillCost, DecodeCost)
 STATE_VERSION = 1
 _AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now
 _WEAK_ERROR = 1.0  # of such a link's bandwidth
-_WEAK_SPREAD = 0.5  # of its time to first byte
-_SLOWEST, _FASTEST = 1e3, 1e13  # bytes per second; a link slower than that was dead, not slow
-_LONGEST_S = 3600.0
-_LARGEST_ERROR = 10.0
-_LARGEST_SCALE = 1e3
-_DIGITS = 4  # of a count
+_SLOWEST = 1e3  # bytes per second; a link slower than that was dead, not slow
 _ADVICE = "delete what was remembered; it is measured again"
 
-_Seconds = Annotated[float, Meta(ge=0, le=_LONGEST_S)]
-_Error = Annotated[float, Meta(ge=0, le=_LARGEST_ERROR)]
+_Seconds = Annotated[float, Meta(ge=0, le=LARGEST)]
+_Error = Annotated[float, Meta(ge=0, le=LARGEST)]
 _Known = Annotated[int, Meta(ge=0, le=MOST_KNOWN)]
 _Count = Annotated[float, Meta(ge=0, le=MOST_COUNTED)]
 _Counts = Annotated[list[_Count], Meta(min_length=len(EDGES), max_length=len(EDGES))]
@@ -67,12 +62,12 @@ class _EngineRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     prefill: _PrefillRecord
     decode: _DecodeRecord
     link_s_per_token: _Seconds
-    repair_scale: Annotated[float, Meta(ge=1 / _LARGEST_SCALE, le=_LARGEST_SCALE)] | UnsetType = UNSET  # later versions
+    repair_scale: Annotated[float, Meta(ge=1 / LARGEST, le=LARGEST)] | UnsetType = UNSET  # later versions
     joined: _PrefillRecord | UnsetType = UNSET  # not every engine joins passes
 
 
 class _LinkRecord(Struct, forbid_unknown_fields=True):
-    bandwidth: Annotated[float, Meta(ge=_SLOWEST, le=_FASTEST)]
+    bandwidth: Annotated[float, Meta(ge=_SLOWEST, le=LARGEST)]
     bandwidth_error: _Error
     ttfb_s: _Seconds
     ttfb_spread: _Error
@@ -169,21 +164,21 @@ class Estimates:
 
     def to_state(self) -> dict[str, object]:
         """What ``of_state`` reads, as plain JSON: ``version``, ``link`` and ``engine``."""
-        ttfb = min(self.ttfb.value, _LONGEST_S)
-        spread = self.ttfb.deviation / ttfb if ttfb else _WEAK_SPREAD
-        counts = ([round(count, _DIGITS) for count in row] for row in self.bandwidth.horizons.counts)
+        ttfb = min(self.ttfb.value, LARGEST)
+        spread = self.ttfb.deviation / ttfb if ttfb else UNKNOWN
+        counts = ([round(count, 4) for count in row] for row in self.bandwidth.horizons.counts)
         link = _LinkRecord(
-            bandwidth=min(max(self.bandwidth.usual, _SLOWEST), _FASTEST),
-            bandwidth_error=min(self.bandwidth.error, _LARGEST_ERROR),
+            bandwidth=min(max(self.bandwidth.usual, _SLOWEST), LARGEST),
+            bandwidth_error=min(self.bandwidth.error, LARGEST),
             ttfb_s=ttfb,
-            ttfb_spread=min(spread, _LARGEST_ERROR),
+            ttfb_spread=min(spread, LARGEST),
             horizons=dict(zip(_HORIZONS, counts, strict=True)),
         )
         engine = _EngineRecord(
             prefill=_PrefillRecord(**_learnt(self.prefill)),
             decode=_DecodeRecord(**_learnt(self.decode)),
-            link_s_per_token=min(self.closing.link_s_per_token, _LONGEST_S),
-            repair_scale=min(max(self.repair.scale, 1 / _LARGEST_SCALE), _LARGEST_SCALE),
+            link_s_per_token=min(self.closing.link_s_per_token, LARGEST),
+            repair_scale=min(max(self.repair.scale, 1 / LARGEST), LARGEST),
             joined=_PrefillRecord(**_learnt(self.joined)) if self.joined else UNSET,
         )
         state: dict[str, object] = to_builtins(_StateRecord(STATE_VERSION, link, engine))
@@ -244,7 +239,7 @@ class Estimates:
                 horizons = HorizonErrors(faded(counts, age_s / _AGE_HALF_LIFE_S))
             error = _aged(link.bandwidth_error, _WEAK_ERROR, age_s)
             made.bandwidth = BandwidthEstimator(link.bandwidth, settings, prior_error=error, horizons=horizons)
-            made.ttfb = TtfbEstimator(link.ttfb_s, _aged(link.ttfb_spread, _WEAK_SPREAD, age_s))
+            made.ttfb = TtfbEstimator(link.ttfb_s, _aged(link.ttfb_spread, UNKNOWN, age_s))
         return made
 
 
@@ -255,8 +250,8 @@ def _aged(error: float, weak: float, age_s: float) -> float:
 
 def _learnt(estimator: PrefillEstimator | DecodeEstimator) -> dict[str, Any]:
     """Fields of a record."""
-    coefficients = {name: min(value, _LONGEST_S) for name, value in vars(estimator.cost).items()}
-    return {**coefficients, "spread": min(estimator.spread, _LARGEST_ERROR), "known": estimator.known}
+    coefficients = {name: min(value, LARGEST) for name, value in vars(estimator.cost).items()}
+    return {**coefficients, "spread": min(estimator.spread, LARGEST), "known": estimator.known}
 
 
 def _cost(kind: type[T], learnt: _PrefillRecord | _DecodeRecord) -> T:

@@ -10,36 +10,33 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import exp2, inf
-from statistics import median
+from statistics import NormalDist, median
 
 from kvwire.errors import ArgumentError
 
 from .horizons import HorizonErrors
+from .workers import NOTICED
 
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
-_LONG_S = 5.0
 _SHARE = 0.25  # of times at which less comes than plans rely on
-_JUMP = 1.5  # factor off the estimate that is taken for more than noise where samples repeat it
 _FALL_SAMPLES = 2
 _RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
-_WINDOW = 9
-_TRUSTED_SAMPLES = 3
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+MOST_KNOWN = 8
+"""Measurements that are enough to trust a quantity; more of them change nothing."""
+UNKNOWN = 0.5
+"""Relative 1-sigma error expected of a prior of which nothing is known."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
-
-    Attributes:
-        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a
-            fast link turns the average; time counts whatever the number of samples.
-    """
+    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner."""
 
     seconds: float  # half-life in busy seconds
     size: float = inf  # half-life in bytes
+    # least number of samples in a half-life that is over by bytes, so that no single sample of a fast link turns the
+    # average; time counts whatever the number of samples
     samples: float = 1.0
 
     def __post_init__(self) -> None:
@@ -60,6 +57,7 @@ class BandwidthSettings:
         fast: Memory of the quick average. Players use 2 and 5 seconds; a prompt loads within a second or so, on fast
             links within a few hundredths, hence less, and bytes besides.
         slow: Memory of the slow average.
+        usual: Memory of the average that a later load starts from.
         prior_error: Expected relative error of a prior of which nothing is known.
         min_bytes: A sample is kept back until it holds so many bytes.
         min_busy_s: And until it lasts so many busy seconds.
@@ -68,7 +66,8 @@ class BandwidthSettings:
 
     fast: Memory = Memory(0.15, 4e6, 1.5)
     slow: Memory = Memory(0.6, 16e6, 6.0)
-    prior_error: float = 0.5
+    usual: Memory = Memory(5.0)
+    prior_error: float = UNKNOWN
     min_bytes: int = 16_000
     min_busy_s: float = 0.001
     max_hold_s: float = 0.05
@@ -126,7 +125,7 @@ class BandwidthEstimator:
             raise ArgumentError(msg)
         self._prior = prior
         self._fast, self._slow = _Average(self._settings.fast), _Average(self._settings.slow)
-        self._long = _Average(Memory(_LONG_S))
+        self._long = _Average(self._settings.usual)
         self._busy_until = -inf
         self._held_bytes = 0
         self._held_s = 0.0
@@ -156,7 +155,7 @@ class BandwidthEstimator:
         if self._samples:
             # Errors are the measurements' own: that the prior was wrong does not make the link unsteady.
             expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
-            side = (rate > _JUMP * expected) - (expected > _JUMP * rate)
+            side = (rate > NOTICED * expected) - (expected > NOTICED * rate)
             self._streak = side and (self._streak + side if self._streak * side > 0 else side)
             self.horizons.add(size, seconds, expected)
             share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
@@ -214,18 +213,14 @@ class BandwidthEstimator:
 
 
 class RecentMedian:
-    """Median of the last few measurements of a quantity, which a single outlier does not move.
+    """Median of the last few measurements of a quantity, the prior the first: no single outlier moves it."""
 
-    The prior counts as one measurement until there are three.
-    """
-
-    def __init__(self, prior: float, spread: float = 0.5) -> None:
+    def __init__(self, prior: float, spread: float = UNKNOWN) -> None:
         """Start at a prior."""
         if not (0 <= prior < inf and 0 <= spread < inf):
             raise ArgumentError(f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}")
-        self._prior = prior
-        self._spread = spread
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._spread, self._count = spread, 0
+        self._recent = deque([prior], maxlen=1 + MOST_KNOWN)
         self.value = prior  # expected value
         self._deviation: float | None = None  # worked out where it is asked for
 
@@ -234,55 +229,29 @@ class RecentMedian:
         if not 0 <= measured < inf:
             raise ArgumentError(f"a measurement must be a finite number, at least 0, got {measured}")
         self._recent.append(measured)
-        self.value, self._deviation = median(self._taken), None
+        self._count += 1
+        self.value, self._deviation = median(self._recent), None
 
     @property
     def is_measured(self) -> bool:
         """Whether anything was measured yet."""
-        return bool(self._recent)
+        return self._count > 0
 
     @property
     def deviation(self) -> float:
         """One standard deviation: of the measurements, and at least what so few of them cannot rule out."""
         if self._deviation is None:
             value = self.value
-            measured = _MAD_TO_SIGMA * median(abs(taken - value) for taken in self._taken)
-            self._deviation = max(measured, self._spread * value / (1 + len(self._recent)))
+            # Half of what is normally distributed lies within so much of a standard deviation.
+            measured = median(abs(taken - value) for taken in self._recent) / NormalDist().inv_cdf(0.75)
+            self._deviation = max(measured, self._spread * value / (1 + min(self._count, MOST_KNOWN)))
         return self._deviation
 
-    @property
-    def _taken(self) -> list[float]:
-        known = len(self._recent) >= _TRUSTED_SAMPLES
-        return [*self._recent] if known else [self._prior, *self._recent]
 
-
-class TtfbEstimator:
+class TtfbEstimator(RecentMedian):
     """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
-
-    def __init__(self, prior_s: float, spread: float = 0.5) -> None:
-        """Start at a prior."""
-        self._recent = RecentMedian(prior_s, spread)
-
-    def add(self, seconds: float) -> None:
-        """Take in one measured time to first byte, in seconds."""
-        self._recent.add(seconds)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether any request was answered yet."""
-        return self._recent.is_measured
-
-    @property
-    def value(self) -> float:
-        """Expected seconds to the first byte."""
-        return self._recent.value
-
-    @property
-    def deviation(self) -> float:
-        """One standard deviation, in seconds."""
-        return self._recent.deviation
 
     @property
     def high(self) -> float:
         """Seconds that most requests do not exceed: two standard deviations more."""
-        return self._recent.value + 2 * self._recent.deviation
+        return self.value + 2 * self.deviation

@@ -19,40 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadRequested:
-    """A load begins.
-
-    Attributes:
-        documents: How many it has.
-        query_tokens: Of the question, and whatever else is computed before the first token.
-        goal: What is wanted, and by when.
-        repair: What repairing its links may take and gives; None: they stay as they are.
-        looks: The question can be run on the prompt while finer levels are fetched, to see where it looks: see
-            ``Look``.
-        links: Tokens that are computed behind each document, those before the first one with it; they count in
-            ``query_tokens`` until a ``Repair`` has computed them. Empty: none are before the last chunk, as in a load
-            with ``repair``, whose rows they see.
-    """
+    """A load begins."""
 
     load: int
-    documents: int
-    query_tokens: int
-    goal: Goal
-    repair: RepairOption | None = None
+    documents: int  # how many it has
+    query_tokens: int  # of the question, and whatever else is computed before the first token
+    goal: Goal  # what is wanted, and by when
+    repair: RepairOption | None = None  # what repairing its links may take and gives; None: they stay as they are
+    # the question can be run on the prompt while finer levels are fetched, to see where it looks: see ``Look``
     looks: bool = False
+    # tokens that are computed behind each document, those before the first one with it; they count in ``query_tokens``
+    # until a ``Repair`` has computed them. Empty: none are before the last chunk, as in a load with ``repair``, whose
+    # rows they see
     links: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class IndexKnown:
-    """What can be done about a document is known now.
-
-    Attributes:
-        variants: The same document as blobs with different head starts, chunk for chunk of the same tokens; usually
-            one. A document whose blob is of no use has one variant without bytes.
-    """
+    """What can be done about a document is known now."""
 
     load: int
     document: int
+    # the same document as blobs with different head starts, chunk for chunk of the same tokens; usually one. A
+    # document whose blob is of no use has one variant without bytes
     variants: tuple[DocumentPlanInput, ...]
 
 
@@ -65,31 +54,22 @@ class FirstByte:
 
 @dataclass(frozen=True)
 class TransferProgress:
-    """Bytes came between two instants.
-
-    Attributes:
-        started: The first byte's arrival, or the end of this request's last report; never the sending of the request.
-            Report several times within the settings' ``stall_s``, and what has come before every ``Tick``.
-        ended: When the last of them had come.
-    """
+    """Bytes came between two instants."""
 
     bytes: int
+    # the first byte's arrival, or the end of this request's last report; never the sending of the request. Report
+    # several times within the settings' ``stall_s``, and what has come before every ``Tick``
     started: float
-    ended: float
+    ended: float  # when the last of them had come
 
 
 @dataclass(frozen=True)
 class ChunkArrived:
-    """A fetch is over and its bytes are sound up to ``level``, which is below the level asked for where some are lost.
-
-    Attributes:
-        level: The finest that is sound.
-        trouble: What was lost, in words.
-    """
+    """A fetch is over, its bytes sound up to ``level``, which is below the level asked for where some are lost."""
 
     chunk: ChunkId
-    level: int
-    trouble: str = ""
+    level: int  # the finest that is sound
+    trouble: str = ""  # what was lost, in words
 
 
 @dataclass(frozen=True)
@@ -110,48 +90,33 @@ class DecodeDone:
 
 @dataclass(frozen=True)
 class DecodeFailed:
-    """A batch is over and some of its chunks cannot be decoded; the others can be used.
+    """A batch is over and some of its chunks cannot be decoded; the others can be used."""
 
-    Attributes:
-        chunks: Of the batch.
-        bad: These chunks, at least one.
-    """
-
-    chunks: tuple[ChunkId, ...]
-    bad: tuple[ChunkId, ...]
+    chunks: tuple[ChunkId, ...]  # of the batch
+    bad: tuple[ChunkId, ...]  # these chunks, at least one
     reason: str
 
 
 @dataclass(frozen=True)
 class RecomputeDone:
-    """A forward pass over the instruction's chunks ended, after ``seconds`` of compute.
-
-    Attributes:
-        blind: It saw its own document alone, though it was to see those before as well: that failed.
-    """
+    """A forward pass over the instruction's chunks ended, after ``seconds`` of compute."""
 
     chunks: tuple[ChunkId, ...]
     seconds: float
-    blind: bool = False
+    blind: bool = False  # it saw its own document alone, though it was to see those before as well: that failed
 
 
 @dataclass(frozen=True)
 class RecomputedTogether:
-    """The passes of one ``RecomputeTogether`` ended, after ``seconds`` of compute in all.
-
-    Attributes:
-        seconds: How long they took.
-        joined: All of them ran, and in one pass; else nothing is learnt of what one takes.
-        failed: Of each pass that failed a chunk, and why; nothing of that pass is valid.
-        blind: The first chunk of each pass that saw its own document alone, though it was to see those before as well.
-        unfit: Loads whose passes cannot be rows of a joined one; they ran alone, and do so from now on.
-    """
+    """The passes of one ``RecomputeTogether`` ended, after ``seconds`` of compute in all."""
 
     passes: tuple[Recompute, ...]
-    seconds: float
-    joined: bool = True
-    failed: tuple[RecomputeFailed, ...] = ()
+    seconds: float  # how long they took
+    joined: bool = True  # all of them ran, and in one pass; else nothing is learnt of what one takes
+    failed: tuple[RecomputeFailed, ...] = ()  # of each pass that failed a chunk, and why; nothing of that pass is valid
+    # the first chunk of each pass that saw its own document alone, though it was to see those before as well
     blind: tuple[ChunkId, ...] = ()
+    # loads whose passes cannot be rows of a joined one; they ran alone, and do so from now on
     unfit: tuple[int, ...] = ()
 
 
@@ -168,13 +133,10 @@ class RecomputeInterrupted:
     """A forward pass ended early, since an ``Interrupt`` asked for that: nothing of it is computed.
 
     A pass that was over by then, or that could not be stopped any more, is told as any other.
-
-    Attributes:
-        seconds: How long it had run.
     """
 
     chunks: tuple[ChunkId, ...]
-    seconds: float
+    seconds: float  # how long it had run
 
 
 @dataclass(frozen=True)
@@ -197,56 +159,41 @@ class PrefixFailed:
 
 @dataclass(frozen=True)
 class Looked:
-    """The question has run on a prompt whose chunks are all valid, at whatever level.
-
-    Attributes:
-        attention: What the question's attention gives to a token of each chunk, over what it gives to a token of the
-            prompt in the mean, ``[document][chunk]``; empty where nothing was to be seen.
-    """
+    """The question has run on a prompt whose chunks are all valid, at whatever level."""
 
     load: int
+    # what the question's attention gives to a token of each chunk, over what it gives to a token of the prompt in the
+    # mean, ``[document][chunk]``; empty where nothing was to be seen
     attention: tuple[tuple[float, ...], ...]
     seconds: float
 
 
 @dataclass(frozen=True)
 class RepairDone:
-    """The rows of a ``Repair`` are computed, or it failed and changed nothing that is relied on.
-
-    Attributes:
-        documents: Of the instruction.
-        rows: How many were computed.
-        left: How many of the share are still to be computed, in later documents.
-        trouble: Why it failed, in words; rows are then computed after the last chunk alone.
-    """
+    """The rows of a ``Repair`` are computed, or it failed and changed nothing that is relied on."""
 
     load: int
-    documents: int
-    rows: int
-    left: int
+    documents: int  # of the instruction
+    rows: int  # how many were computed
+    left: int  # how many of the share are still to be computed, in later documents
     seconds: float
-    trouble: str = ""
+    trouble: str = ""  # why it failed, in words; rows are then computed after the last chunk alone
 
 
 @dataclass(frozen=True)
 class PromptAssembled:
-    """A load that was finished is linked and its question has run: until then its closing keeps the engine busy.
-
-    Attributes:
-        prompt_tokens: Length of all documents together.
-        seconds: Linking and handing over, which is what it took beyond the repair and the time expected of the
-            question's pass; below 0 where that was quicker.
-        repair_s: Seconds of choosing rows and computing them anew.
-        rows: How many rows each pass inside the prompt computed, where no repair was planned; then ``repair_s`` is of
-            these passes alone.
-        passes: Of forward passes over the prompt: new tokens, tokens before them, and seconds.
-    """
+    """A load that was finished is linked and its question has run: until then its closing keeps the engine busy."""
 
     load: int
-    prompt_tokens: int
+    prompt_tokens: int  # length of all documents together
+    # linking and handing over, which is what it took beyond the repair and the time expected of the question's pass;
+    # below 0 where that was quicker
     seconds: float
-    repair_s: float = 0.0
+    repair_s: float = 0.0  # seconds of choosing rows and computing them anew
+    # how many rows each pass inside the prompt computed, where no repair was planned; then ``repair_s`` is of these
+    # passes alone
     rows: tuple[int, ...] = ()
+    # of forward passes over the prompt: new tokens, tokens before them, and seconds
     passes: tuple[tuple[int, int, float], ...] = ()
 
 
@@ -261,12 +208,9 @@ class DriverPaused:
 
     What came meanwhile is told later than it came, and what was asked for just before may not have been sent. So the
     link was not silent for that, and a pass that ran is not slow for it.
-
-    Attributes:
-        seconds: How long, until now.
     """
 
-    seconds: float
+    seconds: float  # how long, until now
 
 
 @dataclass(frozen=True)
@@ -278,46 +222,32 @@ class LoadAbandoned:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch levels first..level of a chunk.
-
-    Attributes:
-        first: 0, or above 0 for a refinement: what is below has arrived.
-        level: The last one.
-        bytes: Of these levels.
-        until: The instant after which the bytes are of no use: give up then at the latest, and say ``ChunkFailed``.
-    """
+    """Fetch levels first..level of a chunk."""
 
     chunk: ChunkId
-    first: int
-    level: int
-    bytes: int
+    first: int  # 0, or above 0 for a refinement: what is below has arrived
+    level: int  # the last one
+    bytes: int  # of these levels
     variant: int
-    until: float
+    until: float  # the instant after which the bytes are of no use: give up then at the latest, and say ``ChunkFailed``
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode chunks of one load, each at its level, from all bytes of it that have arrived.
-
-    Attributes:
-        levels: Of each chunk.
-    """
+    """Decode chunks of one load, each at its level, from all bytes of it that have arrived."""
 
     chunks: tuple[ChunkId, ...]
-    levels: tuple[int, ...]
+    levels: tuple[int, ...]  # of each chunk
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute chunks first..last of one document in one forward pass; what is before them in it is ready.
-
-    Attributes:
-        behind: It sees the documents before its own as well, all of which are valid, as a prefill of the prompt would;
-            nothing of these is decoded until the pass is over.
-    """
+    """Compute chunks first..last of one document in one forward pass; what is before them in it is ready."""
 
     first: ChunkId
     last: ChunkId
+    # it sees the documents before its own as well, all of which are valid, as a prefill of the prompt would; nothing
+    # of these is decoded until the pass is over
     behind: bool = False
 
 
@@ -360,17 +290,13 @@ class Repair:
 
     Nothing of them is decoded any more, whatever is still fetched and decoded behind them. Of a load with link tokens
     these are computed, those behind each of the documents.
-
-    Attributes:
-        documents: How many documents, from the prompt's beginning on.
-        share: Of the prompt's rows, those behind ``front``, which ones are computed in all; the same for all of a load.
-        front: See ``Finish``.
     """
 
     load: int
-    documents: int
+    documents: int  # how many documents, from the prompt's beginning on
+    # of the prompt's rows, those behind ``front``, which ones are computed in all; the same for all of a load
     share: float
-    front: int
+    front: int  # see ``Finish``
 
 
 @dataclass(frozen=True)
@@ -390,21 +316,16 @@ class Release:
 
 @dataclass(frozen=True)
 class Finish:
-    """All chunks of a load are ready: its closing is to begin, and ``PromptAssembled`` or ``LoadAbandoned`` to follow.
-
-    Attributes:
-        decisions: What was done, in prompt order.
-        reason: Whether the first token should be in time, in words.
-        repair: Share of the prompt's rows to compute anew before the question runs, of those behind ``front``; what a
-            ``Repair`` has computed is done.
-        front: Tokens from the prompt's beginning on that see all that stands before them: its first document, and what
-            was recomputed behind it without a gap.
-    """
+    """All chunks of a load are ready: its closing begins, and ``PromptAssembled`` or ``LoadAbandoned`` follows."""
 
     load: int
-    decisions: tuple[Decision, ...]
-    reason: str
+    decisions: tuple[Decision, ...]  # what was done, in prompt order
+    reason: str  # whether the first token should be in time, in words
+    # share of the prompt's rows to compute anew before the question runs, of those behind ``front``; what a ``Repair``
+    # has computed is done
     repair: float = 0.0
+    # tokens from the prompt's beginning on that see all that stands before them: its first document, and what was
+    # recomputed behind it without a gap
     front: int = 0
 
 
@@ -418,14 +339,10 @@ class Fail:
 
 @dataclass(frozen=True)
 class Refuse:
-    """A load that came in just now would be late, and its goal says that it is not to be served then.
-
-    Attributes:
-        late_s: Seconds by which it would be late, margin included: before that it is of no use to ask again.
-    """
+    """A load that came in just now would be late, and its goal says that it is not to be served then."""
 
     load: int
-    late_s: float
+    late_s: float  # seconds by which it would be late, margin included: before that it is of no use to ask again
 
 
 Event: TypeAlias = (

@@ -8,8 +8,7 @@ whose counts fade.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
-from math import exp, exp2, inf, isfinite, log
+from math import exp, exp2, isfinite, log
 
 from kvwire.errors import ArgumentError
 
@@ -19,11 +18,7 @@ EDGES = (0.0, 0.0625, 0.125, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.96, 0
 """Lower ends of the bins of bytes that came over bytes that were predicted; whatever is 1 or more is in the last."""
 MOST_COUNTED = 48.0
 """What the counts of a horizon never exceed together."""
-_KEEP = 1 - 1 / MOST_COUNTED
-_SPACING = 4  # predictions checked for each horizon of time
 _TRUSTED = 4.0  # checks that weigh as much as what is assumed without any
-_FALL = 0.5  # a ratio below: the link fell
-_FALL_BIN = EDGES.index(_FALL)
 _USUAL_RISK = 0.05  # of a link of which nothing is known
 
 
@@ -41,8 +36,7 @@ class HorizonErrors:
         if len(right) != len(HORIZONS_S) or not all(right):
             raise ArgumentError(f"errors need {len(HORIZONS_S)} horizons of {len(EDGES)} finite counts of at least 0")
         self._busy_s = self._brought = 0.0
-        self._open: tuple[deque[_Prediction], ...] = tuple(deque() for _ in HORIZONS_S)
-        self._latest = [-inf] * len(HORIZONS_S)
+        self._open: list[_Prediction | None] = [None] * len(HORIZONS_S)
 
     @property
     def counts(self) -> tuple[tuple[float, ...], ...]:
@@ -54,17 +48,14 @@ class HorizonErrors:
         busy_s, brought = self._busy_s, self._brought
         self._busy_s, self._brought = busy_s + seconds, brought + size
         for number, horizon_s in enumerate(HORIZONS_S):
-            made = self._open[number]
-            if busy_s - self._latest[number] >= horizon_s / _SPACING:
-                made.append((busy_s, brought, rate))
-                self._latest[number] = busy_s
-            while made and made[0][0] + horizon_s <= self._busy_s:
-                began_s, had, expected = made.popleft()
+            began_s, had, expected = self._open[number] = self._open[number] or (busy_s, brought, rate)
+            if began_s + horizon_s <= self._busy_s:
                 came = brought + size * (began_s + horizon_s - busy_s) / seconds - had
                 self._count(number, came / (horizon_s * expected))
+                self._open[number] = None
 
     def _count(self, number: int, ratio: float) -> None:
-        row = [count * _KEEP for count in self._counts[number]]
+        row = [count * (1 - 1 / MOST_COUNTED) for count in self._counts[number]]
         row[bisect_right(EDGES, max(ratio, 0.0)) - 1] += 1.0
         self._counts[number] = row
 
@@ -84,7 +75,7 @@ class HorizonErrors:
     def risk(self, horizon_s: float) -> float:
         """Tell how often less than half of what is predicted comes."""
         row = self._row(horizon_s)
-        return (sum(row[:_FALL_BIN]) + _TRUSTED * _USUAL_RISK) / (sum(row) + _TRUSTED)
+        return (sum(row[: EDGES.index(0.5)]) + _TRUSTED * _USUAL_RISK) / (sum(row) + _TRUSTED)
 
 
 def _quantile(row: list[float], wanted: float) -> float:

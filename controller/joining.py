@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
     Pass = tuple[Load, DocumentState, list[int]]
 
-_SOONER = 0.99  # what joining must bring the sum of ends down to: less is not worth what estimates are off
 _MOST_PADDED = 32768  # tokens of all rows, padding and what stands before them included: they lie in memory twice
-_REST_S = 30.0  # without joined passes after one that the engine could not run
 
 
 class Joining:
@@ -35,7 +33,7 @@ class Joining:
 
     def failed(self) -> None:
         """Join no passes for a while: the engine could not run one."""
-        self._from = self._state.now + _REST_S
+        self._from = self._state.now + self._state.settings.patience_s
 
     def is_able(self, load: Load) -> bool:
         """Whether a load's passes may be rows of a joined one."""
@@ -81,7 +79,7 @@ def join(rows: Sequence[tuple[int, int]], costs: CostModel, most: int, longest_s
         if len(tried) > most or padded > _MOST_PADDED or seconds > longest_s:
             continue
         ends = sum_of_ends(alone_s, tried, seconds)
-        if ends < _SOONER * least:
+        if ends < least:
             chosen, least = tried, ends
     return chosen
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite, log, sqrt
+from dataclasses import astuple
+from math import inf, isfinite, log, pi, sqrt
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from kvwire.errors import ArgumentError
 
 from .costs import SHORTEST_S, DecodeCost, PrefillCost
-from .estimators import RecentMedian
+from .estimators import MOST_KNOWN, UNKNOWN, RecentMedian
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,19 +22,10 @@ if TYPE_CHECKING:
     Row = tuple[float, float, float]
     Array = NDArray[np.float64]
 
-DEFAULT_SPREAD = 0.5
-"""Relative 1-sigma error expected of a cost of which nothing is known."""
-MOST_KNOWN = 8
-"""Measurements that are enough to trust a cost; more of them change nothing."""
 _UNSEEN = 0.1  # share of a measured time that a coefficient may explain though the prior says 0
 _DRIFT = 0.003  # sigma by which a coefficient drifts from one measurement to the next, relative
 _SURPRISE = 3.0  # sigma: what is further off counts as that far; twice in a row, the machine's speed has changed
 _NOISE = 0.05  # sigma of a measurement, relative
-_SPREAD_WEIGHT = 0.15  # of the latest error, in their mean
-_MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
-_MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
-_LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
-_USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 
 
 class _Learner:
@@ -47,10 +39,10 @@ class _Learner:
         if not (0 <= spread < inf and known >= 0):
             msg = f"a spread must be a finite number and known a count, both at least 0, got {spread} and {known}"
             raise ArgumentError(msg)
-        self.coefficients = self._prior = _rounded(np.array(prior))
+        self.coefficients = self._prior = np.array(prior, np.float64)
         self._trust = 2 if known else 0  # measurements that a prior of which anything is known outweighs
         self.known = min(known, MOST_KNOWN)
-        self._error = spread / _MEAN_TO_SIGMA  # mean of the latest
+        self._error = spread / sqrt(pi / 2)  # mean of the latest, absolute; sigma, were they normally distributed
         self._first: list[tuple[Array, float]] = []
         self._surprise = 0.0  # share by which the latest measurement was off, where that was a surprise
 
@@ -60,7 +52,7 @@ class _Learner:
 
     @property
     def spread(self) -> float:
-        return _MEAN_TO_SIGMA * self._error
+        return sqrt(pi / 2) * self._error
 
     def add(self, row: Row, seconds: float) -> None:
         if not (isfinite(seconds) and seconds >= 0 and isfinite(sum(row)) and min(row) >= 0):
@@ -69,20 +61,19 @@ class _Learner:
         expected = float(self.coefficients @ measured)
         seconds = max(seconds, SHORTEST_S)
         if expected > 0 and (self.known or self._first):  # that a mere guess was wrong says nothing of the next one
-            error = min(abs(log(seconds / expected)), _MOST_ERROR)
-            self._error += max(_SPREAD_WEIGHT, 1 / (self.known + 1)) * (error - self._error)
+            error = min(abs(log(seconds / expected)), UNKNOWN)  # an outlier does not cast doubt on all the rest
+            self._error += (error - self._error) / (self.known + 1)
         self.known = min(self.known + 1, MOST_KNOWN)
         if len(self._first) < MOST_KNOWN:
             self._first.append((measured, seconds))
             self._restart()
         else:
             self._correct(measured, seconds)
-        self.coefficients = _rounded(self.coefficients)
 
     def _restart(self) -> None:
         """Begin with the prior at the scale of the first measurements, the middle one of them and it."""
         expected = [float(self._prior @ row) for row, _ in self._first]
-        if min(expected) > 0:
+        if min(expected) >= SHORTEST_S:
             ratios = [seconds / each for each, (_, seconds) in zip(expected, self._first, strict=True)]
             ratios += [1.0] * max(self._trust - len(ratios) + 1, 1 - len(ratios) % 2)
             self.coefficients = self._prior * median(ratios)
@@ -96,7 +87,7 @@ class _Learner:
     def _correct(self, row: Array, seconds: float) -> None:
         """Take in a measurement, in shares of what was expected."""
         expected = float(self.coefficients @ row)
-        whole = expected or seconds
+        whole = expected if expected >= SHORTEST_S else seconds
         seen, off = row * self._unit / whole, (seconds - expected) / whole
         self._covariance += np.diag((_DRIFT * self.coefficients / self._unit) ** 2)
         joint = self._covariance @ seen
@@ -118,16 +109,25 @@ class _Learner:
         self.coefficients = np.maximum(self.coefficients + self._unit * gain * off, 0.0)
 
 
-def _rounded(coefficients: Array) -> Array:
-    return np.where(coefficients < _LEAST_COST, 0.0, coefficients)
+Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 
 
-class _Estimator:
-    """What is learnt of a cost."""
+class _Estimator(Generic[Cost]):
+    """What is learnt of a cost of three coefficients."""
 
-    def __init__(self, prior: Row, spread: float, known: int) -> None:
-        self._learner = _Learner(prior, spread, known)
-        self._written: Array | None = None  # the fit of which the cost was made that is told
+    def __init__(self, prior: Cost, *, spread: float = UNKNOWN, known: int = 0) -> None:
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
+        self._learner = _Learner(astuple(prior), spread, known)
+        self._cost: Cost = prior
+        self._written = self._learner.coefficients  # the fit of which the cost was made that is told
+
+    @property
+    def cost(self) -> Cost:
+        """The fit so far, see ``_Learner.coefficients``."""
+        fit = self._learner.coefficients
+        if fit is not self._written:  # it is asked for far more often than it changes
+            self._written, self._cost = fit, type(self._cost)(*map(float, fit))
+        return self._cost
 
     @property
     def spread(self) -> float:
@@ -150,24 +150,12 @@ class _Estimator:
         return self._learner.is_measured
 
 
-class PrefillEstimator(_Estimator):
+class PrefillEstimator(_Estimator[PrefillCost]):
     """Cost of forward passes, as measured."""
-
-    def __init__(self, prior: PrefillCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
-        super().__init__((prior.base_s, prior.token_s, prior.pair_s), spread, known)
 
     def add(self, tokens: int, context: int, seconds: float) -> None:
         """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready."""
         self._learner.add((1.0, float(tokens), tokens * (context + tokens / 2)), seconds)
-
-    @property
-    def cost(self) -> PrefillCost:
-        """The fit so far, see ``_Learner.coefficients``."""
-        fit = self._learner.coefficients
-        if fit is not self._written:  # it is asked for far more often than it changes
-            self._written, self._cost = fit, PrefillCost(*map(float, fit))
-        return self._cost
 
 
 class JoinedEstimator(PrefillEstimator):
@@ -176,12 +164,10 @@ class JoinedEstimator(PrefillEstimator):
     Else an engine that became quicker would never join, and so never learn what joining takes now.
     """
 
-    def __init__(
-        self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = DEFAULT_SPREAD, known: int = 0
-    ) -> None:
+    def __init__(self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = UNKNOWN, known: int = 0) -> None:
         """Start from ``prior``, as ``PrefillEstimator`` does."""
         super().__init__(prior, spread=spread, known=known)
-        self._alone, self._first_s = alone, alone.cost.seconds(_USUAL_TOKENS)
+        self._alone, self._first_s = alone, self._chunk_s(alone)
         self._scaled, self._told = (prior, 1.0), prior
 
     def add_rows(self, passes: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -192,7 +178,12 @@ class JoinedEstimator(PrefillEstimator):
 
     def _slower(self) -> float:
         """How many times as long passes alone take as they did in the beginning."""
-        return self._alone.cost.seconds(_USUAL_TOKENS) / self._first_s if self._first_s > 0 else 1.0
+        return self._chunk_s(self._alone) / self._first_s if self._first_s > 0 else 1.0
+
+    @staticmethod
+    def _chunk_s(alone: PrefillEstimator) -> float:
+        """A chunk's pass, by which an engine's speed is told."""
+        return alone.cost.seconds(256)
 
     @property
     def cost(self) -> PrefillCost:
@@ -203,24 +194,12 @@ class JoinedEstimator(PrefillEstimator):
         return self._told
 
 
-class DecodeEstimator(_Estimator):
+class DecodeEstimator(_Estimator[DecodeCost]):
     """Cost of decoding, as measured."""
-
-    def __init__(self, prior: DecodeCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
-        super().__init__((prior.base_s, prior.token_s, prior.byte_s), spread, known)
 
     def add(self, tokens: int, size: int, seconds: float) -> None:
         """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once."""
         self._learner.add((1.0, float(tokens), float(size)), seconds)
-
-    @property
-    def cost(self) -> DecodeCost:
-        """The fit so far, see ``_Learner.coefficients``."""
-        fit = self._learner.coefficients
-        if fit is not self._written:
-            self._written, self._cost = fit, DecodeCost(*map(float, fit))
-        return self._cost
 
 
 class ClosingEstimator:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .snapshot import SLOWEST
 from .state import DOUBT, SLOWEST_PASS
-from .workers import OVERDUE
+from .workers import NOTICED
 
 if TYPE_CHECKING:
     from .costs import CostModel
@@ -41,8 +41,9 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
     limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
-    if settings.interrupts and settings.workers > 1 and len(state.loads) == 1:
-        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (OVERDUE + _STOPS_S)
+    alone = settings.workers > 1 and len(state.loads) == 1
+    if settings.interrupts and alone and not state.workers.was_interrupted(state.now):
+        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
 
@@ -52,18 +53,16 @@ def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
 
     Even if it takes longer than expected, it should not be what ends last.
     """
-    slow_s, plan, now = inf, load.plan, state.now
-    if state.workers.was_interrupted(now) and load.due < inf:
-        slow_s = (state.handover_at(load) - now) / SLOWEST_PASS
+    plan, now = load.plan, state.now
     if not state.policy.preemptible or plan is None or not (load.plan_bytes or state.link.fetches):
-        return slow_s
+        return inf
     bandwidth, doubt = state.estimates.bandwidth, state.estimates.prefill.high
     ends = load.planned_at + plan.finish_s - costs.closing_s(load.prompt_tokens)
     if load.goal.objective != "earliest" and plan.in_time:
         ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
     else:
         doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-    return min(slow_s, inf if doubt <= DOUBT else (ends - now) / doubt)
+    return inf if doubt <= DOUBT else (ends - now) / doubt
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:

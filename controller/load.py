@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
-_LOOKS_FROM = 0.75  # share of chunks that nothing was begun for: else too little can still be planned otherwise
 _UNSEEN = 0.1  # what a chunk that the question does not look at counts: an answer may look elsewhere
 
 
@@ -198,16 +197,6 @@ class Load:
         """Whether the plan may have chunks left to recompute."""
         return bool(self._wanted_docs)
 
-    def fetch_instead(self, doc: DocumentState, chunk: int) -> bool:
-        """Fetch what the plan would have recomputed of a document from a chunk on, if that chunk can be fetched."""
-        table = self.table
-        for at in range(doc.start + chunk, doc.stop):
-            lowest = table.lowest(at, self.goal.floor)
-            if self._wanted[at] and table.top[at] >= lowest >= 0:
-                self._wanted[at] = 0
-                self.waiting.append((at, lowest))
-        return not self._wanted[doc.start + chunk]
-
     def pass_ended(self, job: Job, *, blind: bool) -> None:
         """Take in chunks that were recomputed."""
         doc = self.doc(job.document)
@@ -308,14 +297,14 @@ class Load:
         return replace(
             base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs,
             look_s=costs.look_s(round(self.prompt_tokens / share)) if self._may_look else None,
-            was_to_look=bool(self.plan and self.plan.looks and any(self.table.held)), is_weighed=self.table.is_weighed,
+            was_to_look=bool(self.plan and self.plan.looks and any(self.table.held)),
         )  # fmt: skip
 
     @property
     def _may_look(self) -> bool:
-        """Whether plans may count on a look: it was planned before, or hardly anything is begun."""
+        """Whether plans may count on a look: it was planned before, or nothing is begun."""
         planned = bool(self.plan and self.plan.looks)
-        return self.wants_look and (planned or self.table.counts[PLANNED] >= _LOOKS_FROM * len(self.table))
+        return self.wants_look and (planned or self.table.counts[PLANNED] == len(self.table))
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last."""

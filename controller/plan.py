@@ -10,26 +10,26 @@ what is left.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf, log10
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .forecast import Timeline, prefill_s, unfetched_s
-from .refining import Refining, raised_within
-from .repair import LEAST_ERROR
+from .refining import Refining
+from .repair import LEAST_ERROR, decibels
 from .snapshot import RECOMPUTE, Plan
 
 if TYPE_CHECKING:
-    from .snapshot import Flags, Ints, PlanRequest, UpgradeCandidates
+    from .snapshot import Flags, Ints, PlanRequest
 
 
-_AS_GOOD = 1.001
 _EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
-_LOOKED_BY = 0.5  # share of the time that is left by which the question must have looked: finer levels take the rest
-_LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
+LOOK_SHARE = 0.5
+"""Share of the time left, and of the chunks, that may be gone when a question looks: the rest is for finer levels."""
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
+_LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,14 @@ def _best_quality(request: PlanRequest, timeline: Timeline) -> Plan:
 def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
     """Target and split of the least error in time; of those that are as good as the best, the soonest."""
     feasible = timeline.finish_s <= (inf if request.left_s is None else request.left_s)
-    least = float(timeline.error[feasible].min())
-    score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
+    least = float(timeline.error[feasible].min()) + _alike(request)
+    score = np.where(feasible & (timeline.error <= least), timeline.finish_s, np.inf)
     return divmod(int(score.argmin()), int(score.shape[1]))
+
+
+def _alike(request: PlanRequest) -> float:
+    """By how much errors, summed over tokens, may differ where only the order of adding is another."""
+    return LEAST_ERROR * int(request.chunks.tokens.sum())
 
 
 def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int, int]) -> Plan:
@@ -113,7 +118,7 @@ def _may_look(request: PlanRequest, ready_s: float) -> bool:
         return False
     closing_s = request.costs.closing_s(request.prompt_tokens)
     base_s = max(request.committed.prefill_s, ready_s - closing_s)
-    return base_s + request.look_s <= _LOOKED_BY * (request.left_s - closing_s)
+    return base_s + request.look_s <= LOOK_SHARE * (request.left_s - closing_s)
 
 
 def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int) -> bool:
@@ -133,15 +138,8 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
         share = (request.left_s - finish_s[fits]) / (finish_s[fits + 1] - finish_s[fits])
         after += float(share * (error[fits + 1] - after))
     tokens = int(request.chunks.tokens.sum())
-    return request.was_to_look or max(float(error[-1]), _LOOKED * after) / tokens < _mixed(
-        request, timeline, row, split
-    )
-
-
-def _with_refinements(plan: Plan, some: UpgradeCandidates, order: Ints, levels: Ints) -> Plan:
-    """The plan, with candidates raised to some levels in some order, as far as they are ready."""
-    order = order[some.ready[order]]
-    return replace(plan, refine=order.tolist(), refine_levels=levels[order].tolist())
+    looked = (max(float(error[-1]), _LOOKED * after) + _alike(request)) / tokens
+    return request.was_to_look or looked < _mixed(request, timeline, row, split)
 
 
 def _within_reach(request: PlanRequest) -> Flags:
@@ -166,8 +164,8 @@ def _mixed(request: PlanRequest, timeline: Timeline, row: int, split: int) -> fl
 
 def _lost(error: float, best: float) -> float:
     """Share of the decibels of one error that another one lacks."""
-    decibels, most = (-10 * log10(max(each, LEAST_ERROR)) for each in (error, best))
-    return 1 - decibels / most if most > 0 else 0.0
+    most = decibels(best)
+    return 1 - decibels(error) / most if most > 0 else 0.0
 
 
 def _targets(request: PlanRequest) -> Ints:
@@ -245,8 +243,7 @@ def _only_refine(request: PlanRequest) -> Plan:
 def _refining(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the refinements that still fit before the deadline.
 
-    All that can become better goes to the finest level that all can have, single chunks to the next one, most error
-    removed per byte first. What is not ready yet counts, but is not asked for.
+    Most error removed per byte goes first. What is not ready yet counts, but is not asked for.
     """
     some, left_s = request.refinable, request.left_s
     if some is None or request.goal.objective != "quality" or left_s is None:
@@ -256,5 +253,7 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
         return plan
     if _may_look(request, finer.ready_s):
         return replace(plan, looks=True)  # what is fetched now might be nothing that the question looks at
-    levels = finer.best_within(left_s) if request.is_weighed else raised_within(finer, some, left_s)
-    return _with_refinements(plan, some, finer.order(levels), levels)
+    levels = finer.best_within(left_s)
+    order = finer.order(levels)
+    order = order[some.ready[order]]
+    return replace(plan, refine=order.tolist(), refine_levels=levels[order].tolist())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .chunk_table import FAILED, PLANNED
+from .estimators import UNKNOWN
 from .limits import pass_chunks
 from .repair import rows_of
 from .snapshot import RECOMPUTE, Columns, CommittedWork, PlanRequest
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from .state import State
 
 _MARGIN = 0.05  # of a deadline: a load that is admitted into a full queue is to be in time
-_VAGUE = 0.5  # relative error of a bandwidth by which no load is refused
 _COSTS = 20.0  # a plan is used for so many times what making it takes, and for the inverse of that of the time left
-_SURELY = 0.95  # share of a plan's time below which another one is worth taking: what overlaps is expected, not sure
 
 
 class Planner:
@@ -97,7 +96,7 @@ class Planner:
         """Admit a load with its first plan, or refuse it where its goal says so and it would be late."""
         overlapped_s = self._repairs.overlapped_s(load, first)
         load.first_s = now - load.asked_at + first.finish_s - overlapped_s
-        if load.due < inf and load.goal.on_late == "refuse" and self._state.estimates.bandwidth.error < _VAGUE:
+        if load.due < inf and load.goal.on_late == "refuse" and self._state.estimates.bandwidth.error < UNKNOWN:
             # Those that go first give their quality back where that keeps this one's deadline.
             soonest_s = min(first.finish_s - overlapped_s, self._state.floors_s(load))
             margin_s = _MARGIN * (load.due - load.asked_at) + self._state.contention_s(load)
@@ -170,8 +169,7 @@ class Planner:
         rows = rows_of(load.repair_share, load.prompt_tokens, first, front)
         costs, tokens = request.costs, load.prompt_tokens
         saved_s = costs.repair_s(tokens) - replace(costs, repair_rows=min(rows, costs.repair_rows)).repair_s(tokens)
-        surely = 1.0 if load.in_order.share is not None else _SURELY
-        sooner = other.finish_s - self._repairs.overlapped_s(load, other) < surely * (plan.finish_s - saved_s)
+        sooner = other.finish_s - self._repairs.overlapped_s(load, other) < plan.finish_s - saved_s
         return other if sooner else plan
 
 

@@ -39,22 +39,6 @@ class Refining:
         first = float(committed.wire.sum()) + committed.ahead_bytes  # what others ask for comes before
         self._link_s = request.lead_s + first / max(request.bandwidth_low, SLOWEST)
 
-    def raised_to(self, level: int) -> Ints:
-        """Levels where all that are below one are raised to it, as far as they go."""
-        return np.maximum(self._some.level, np.minimum(level, self._some.top))
-
-    def upgraded(self, levels: Ints, chosen: Ints) -> Ints:
-        """Levels with some of them one higher."""
-        out = levels.copy()
-        out[chosen] += 1
-        return out
-
-    def steps(self, levels: Ints) -> Ints:
-        """Candidates that can go one level higher still, most error removed per byte first."""
-        able = np.flatnonzero(levels < self._some.top)
-        before = levels[able]
-        return able[self._by_gain(able, before, before + 1).argsort(kind="stable")]
-
     def best_within(self, left_s: float) -> Ints:
         """Levels that remove most error for their bytes, as far as the time goes: of all steps the best ones first.
 
@@ -112,16 +96,3 @@ class Refining:
         done = work.cumsum()
         end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
         return max(self.ready_s, end + self._closing_s)
-
-
-def raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> Ints:
-    """Levels where all are raised alike, as far as the time goes, and then single ones."""
-    # What is raised further ends later, so that the last one in time is found by halving.
-    most = int(some.top.max(initial=0)) + 1
-    fitting = bisect_right(range(most), left_s, key=lambda level: finer.end_s(finer.raised_to(level)))
-    levels = finer.raised_to(max(0, fitting - 1))
-    steps = finer.steps(levels)
-    count = bisect_right(
-        range(1, len(steps) + 1), left_s, key=lambda count: finer.end_s(finer.upgraded(levels, steps[:count]))
-    )
-    return finer.upgraded(levels, steps[:count])

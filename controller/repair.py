@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil, exp, isfinite, log
+from math import ceil, exp, isfinite, log, log10
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ArgumentError
@@ -22,7 +22,11 @@ _GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Shares of rows that are weighed against each other, besides the bounds of an option."""
 LEAST_ERROR = 1e-12
 """120 dB: errors below count as this."""
-_AS_GOOD = 1.01
+
+
+def decibels(error: float) -> float:
+    """An error as quality; at most 120 dB."""
+    return -10 * log10(max(error, LEAST_ERROR))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +101,7 @@ class RepairOption:
             if spare_s < coding[0][0]:
                 break
             errors[share] = _error_after(spare_s, coding) + self.error_left(share)
-        good = _AS_GOOD * min(errors.values(), default=0.0)
-        return next((share for share, error in errors.items() if error <= good), self.least)
+        return min(errors, key=lambda share: errors[share], default=self.least)
 
     def most_within(self, left_s: float, closing_s: Callable[[float], float], most: float) -> float:
         """Choose the greatest share that is in time."""

@@ -11,9 +11,6 @@ from kvwire.errors import ArgumentError
 Objective = Literal["earliest", "quality", "cheapest"]
 OnLate = Literal["serve", "refuse"]
 
-_GPU_BATCH = 64
-_ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
-
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
@@ -120,8 +117,9 @@ class ControllerSettings:
     def suited(cls, *, on_gpu: bool, threads: int = 1, interrupts: bool = False) -> Self:
         """What suits a machine: what loaders ship, and what simulations play."""
         if on_gpu:
-            return cls(workers=2, decode_batch=_GPU_BATCH, interrupts=interrupts)
-        return cls(workers=1, decode_batch=_ROUNDS * threads, decode_threads=threads, interrupts=interrupts)
+            return cls(workers=2, decode_batch=64, interrupts=interrupts)
+        # Two rounds of chunks in one go: telling of each that it is done costs time, too.
+        return cls(workers=1, decode_batch=2 * threads, decode_threads=threads, interrupts=interrupts)
 
     def __post_init__(self) -> None:
         """Refuse settings under which no load would end."""

@@ -33,12 +33,7 @@ SLOWEST = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Chunks as columns; n of them, L levels at most.
-
-    Attributes:
-        prefix_s: Seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``.
-        floor: The document's own: coarser levels are not fetched, and count as this one ``[n]``; None: 0 for all.
-    """
+    """Chunks as columns; n of them, L levels at most."""
 
     document: Ints  # number of its document ``[n]``
     chunk: Ints  # number in its document ``[n]``
@@ -50,8 +45,9 @@ class Columns:
     finest: Ints  # the document's finest ``[n]``
     exact_error: Floats  # what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``
     can_text: Flags  # the chunk can be recomputed ``[n]``
-    prefix_s: Floats
+    prefix_s: Floats  # seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``
     layered: Flags | None = None  # A finer level adds to the coarser ones ``[n]``; None: it does for all
+    # the document's own: coarser levels are not fetched, and count as this one ``[n]``; None: 0 for all
     floor: Ints | None = None
 
     @property
@@ -121,12 +117,9 @@ class UpgradeCandidates:
 
 @dataclass(frozen=True, eq=False)
 class CommittedWork:
-    """What has been asked for already, by this load or by others that go first.
+    """What has been asked for already, by this load or by others that go first."""
 
-    Attributes:
-        wire: Bytes that each open fetch still needs, in the order of the requests ``[q]``.
-    """
-
+    # bytes that each open fetch still needs, in the order of the requests ``[q]``
     wire: Floats = field(default_factory=lambda: np.zeros(0))
     work_s: Floats = field(default_factory=lambda: np.zeros(0))  # decoding that each brings ``[q]``
     prefill_s: float = 0.0  # recomputing that runs or waits
@@ -155,7 +148,6 @@ class PlanRequest:
         look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
             where that is not wanted, or is done.
         was_to_look: The plan before was to look: what is fetched since is what a look needs.
-        is_weighed: Errors of chunks are weighed by what the question attends to.
         pass_chunks: Chunks of a forward pass at most, where passes are kept short; infinite: all of a run.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
     """
@@ -175,7 +167,6 @@ class PlanRequest:
     now: float = 0.0
     look_s: float | None = None
     was_to_look: bool = False
-    is_weighed: bool = False
     pass_chunks: float = inf
     risk: float = 0.0
 

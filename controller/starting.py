@@ -34,7 +34,7 @@ from .costs import busiest
 from .joining import Joining
 from .limits import interrupts_at, pass_limit_s, sure_limit_s
 from .link import InflightFetch
-from .snapshot import SLOWEST
+from .plan import LOOK_SHARE
 from .state import DOUBT
 from .workers import Job
 
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 SPARE = 16
 """Fetches are opened when one of so many is over, not for each alone."""
-_LOOK = 0.5  # share of the time until a load is handed over that a look may take
-_LATER = 0.5  # share of the reserve by which what is overwritten may be valid again after the hand-over
 
 
 class Starter:
@@ -89,7 +87,7 @@ class Starter:
         # Those that are coarsest lose most if they stay so.
         able = [place for place in load.having(REFINED) if not self._is_read(place[0])]
         able.sort(key=lambda place: load.table.valid_level[place[0].start + place[1]])
-        left_s = state.handover_at(load) + _LATER * state.steady_reserve_s - state.now
+        left_s = state.handover_at(load) + state.steady_reserve_s / 2 - state.now  # what is expected may use half of it
         if load.due < inf and left_s > 0:
             self._coarsen(load, able, left_s)
         while left_s > 0 and (places := able[: state.settings.decode_batch]):
@@ -205,14 +203,11 @@ class Starter:
         if state.estimates.bandwidth.is_guess and state.link.fetches and state.policy.preemptible:
             # The first bytes tell more than any prior: what is computed in vain is at most as long as they took.
             room_s = min(room_s, state.link.waited_s(state.now))
-        sure_s = sure_limit_s(state, load, costs)
-        found = load.next_pass(costs, min(pass_limit_s(state, load, costs), room_s, sure_s))
+        found = load.next_pass(costs, min(pass_limit_s(state, load, costs), room_s, sure_limit_s(state, load, costs)))
         if found is None:
             return None
         doc, (first, *_) = found
         least_s = costs.prefill.seconds(*doc.prefill_span(first, first))
-        if sure_s < least_s <= room_s and load.fetch_instead(doc, first):
-            return None  # perhaps too slow even for one chunk: it is fetched, and so is what waits for it
         return found if least_s <= room_s else None
 
     def _begin_pass(self, load: Load, doc: DocumentState, run: list[int], out: list[ev.Instruction]) -> None:
@@ -254,7 +249,7 @@ class Starter:
         if not (load.wants_look and load.plan and load.plan.looks and load.is_ready):
             return False
         look_s = state.costs_of(load).look_s(load.prompt_tokens) * state.estimates.prefill.high
-        left_s = _LOOK * (state.handover_at(load) - state.now) - state.workers.left_s("prefill", state.now)
+        left_s = LOOK_SHARE * (state.handover_at(load) - state.now) - state.workers.left_s("prefill", state.now)
         return look_s <= min(left_s, state.room_s(load))
 
     def stop(self, out: list[ev.Instruction]) -> None:
@@ -326,8 +321,6 @@ class Starter:
         self._planner.refresh(load, now)
         if load.refused_s:
             return
-        if load.waiting:
-            self.refine(load, out)  # where a plan names both, what is valid goes first
         table, until = load.table, now + state.settings.patience_s
         while load.waiting:
             at, level = load.waiting[0]
@@ -355,17 +348,9 @@ class Starter:
             more = table.sizes[level][at] - (table.sizes[valid][at] if valid >= 0 else 0)
             usable = table.state[at] == READY and table.held[at] and valid < level <= table.top[at]
             if usable and self._may_open(more, None, out):
-                if table.counts[FETCHING] and not self._leaves_time(more, until):
-                    load.refine.appendleft((at, level))
-                    return
                 doc, chunk = load.place(at)
                 doc.move(chunk, REFINING)
                 self._ask(load, doc, chunk, valid + 1, level, until, out)
-
-    def _leaves_time(self, size: int, until: float) -> bool:
-        """Whether all that is open comes before an instant with more bytes besides: requests share the link."""
-        link, now = self._state.link, self._state.now
-        return now + link.lead_s(now) + (link.open_bytes + size) / max(link.bandwidth_low, SLOWEST) <= until
 
     def _ask(
         self, load: Load, doc: DocumentState, chunk: int, first: int, level: int, until: float,

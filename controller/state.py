@@ -26,7 +26,6 @@ SLOWEST_PASS = 5.0
 DOUBT = 1.6
 """Estimates that may be wrong by less are relied on."""
 _UNSURE = 2.0  # times the reserve while chunks are not begun, loads share, or the engine was slow lately
-_FEWEST = 1e-3  # loads a second
 _TURNS = 4  # every fourth thing is begun for a late load, so that none waits for ever
 
 
@@ -231,7 +230,7 @@ class State:
         if len(self.loads) > 1:
             left_s = min(left_s, min(self.handovers()[load.number]) - self.now + closing_s)
         rate, busy = self.arrivals.others(load, self.now)
-        if load.came and rate > _FEWEST:
+        if load.came and rate > 0:
             # As many loads are to find their time as came lately, and a queue is to grow by no more than what is spare.
             least_s, spare = self._queue_s(load) + load.floor_s + closing_s, max(0.0, 1 - busy)
             left_s = min(left_s, max(least_s, min(least_s + spare / rate, spare * left_s)))

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 Worker = Literal["prefill", "decode"]
 
-OVERDUE = 1.5
-"""Times what was expected: a forward pass that takes longer shows that the engine is slow."""
+NOTICED = 1.5
+"""Factor off what was expected that is more than noise: of a link where samples repeat it, of a forward pass."""
 _SLOW_S = 3.0  # for so long an engine counts as slow after a pass that was stopped for that
 
 
@@ -44,7 +44,7 @@ class Job:
     @property
     def overdue_at(self) -> float:
         """Instant from which on it takes so long that the engine must be slow."""
-        return self.began + OVERDUE * self.expected_s
+        return self.began + NOTICED * self.expected_s
 
     def slowness(self, now: float) -> float:
         """How many times as long as expected it takes at least; 1 where it is not overdue."""

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire.controller.repair import decibels
     from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
     from kvwire.controller.simulator.contenders import policy_named, policy_names
     from kvwire.controller.simulator.machines import MACHINES, Machine, costs, machine_named
-    from kvwire.controller.simulator.metrics import Scored, Summary, decibels
+    from kvwire.controller.simulator.metrics import Scored, Summary
     from kvwire.controller.simulator.models import MODELS, Model, model_named
     from kvwire.controller.simulator.offline_optimum import Optimum, optimum
     from kvwire.controller.simulator.outcome import Outcome, Span

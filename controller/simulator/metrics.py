@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite, log10
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvwire.errors import ArgumentError
+
+from ..repair import decibels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from ..settings import Goal
     from .offline_optimum import Optimum
     from .outcome import Outcome
-
-_LEAST_ERROR = 1e-12  # 120 dB: what counts as no error at all
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,6 @@ class Scored:
             return self.outcome.received / self.bound.bytes - 1 if self.bound.bytes else None
         best = decibels(self.bound.error)
         return 1 - decibels(self.outcome.error) / best if best > 0 else None
-
-
-def decibels(error: float) -> float:
-    """An error as quality; at most 120 dB."""
-    return -10 * log10(max(error, _LEAST_ERROR))
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Run:
-    """A load.
-
-    Attributes:
-        variants: Which of its blobs a document is fetched from; 0 where nothing was fetched.
-    """
+    """A load."""
 
     arrival: LoadArrival  # what was asked for, and when
     number: int  # for the controller
@@ -35,6 +31,7 @@ class Run:
     here: dict[ChunkId, int] = field(default_factory=dict)  # level up to which a chunk's bytes are here
     valid: set[ChunkId] = field(default_factory=set)  # chunks that are in the prompt
     spans: list[Span] = field(default_factory=list)  # what was done for it so far
+    # which of its blobs a document is fetched from; 0 where nothing was fetched
     variants: dict[int, int] = field(default_factory=dict)
     refused: bool = False  # it was not admitted
     looked: bool = False  # it is known what the question attends to

@@ -33,7 +33,7 @@ def naive(samples):
     for horizon_s in HORIZONS_S:
         row, latest = np.zeros(len(EDGES)), -inf
         for at, (_, _, rate) in enumerate(samples):
-            if starts[at] - latest < horizon_s / 4:
+            if starts[at] < latest + horizon_s:
                 continue
             latest = starts[at]
             if latest + horizon_s <= starts[-1]:

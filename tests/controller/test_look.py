@@ -192,7 +192,7 @@ def test_the_best_steps_are_those_that_one_by_one_finds(some, left_s, workers):
     request = PlanRequest(
         chunks=ChunkTable().open({})[0], costs=COSTS, goal=quality(1.0), bandwidth=1e6, bandwidth_low=1e6,
         prompt_tokens=1000,
-        refinable=some, left_s=left_s, workers=workers, is_weighed=True,
+        refinable=some, left_s=left_s, workers=workers,
     )  # fmt: skip
     finer = Refining(request, some)
     if finer.ready_s > left_s:
