@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
 LOOK_SHARE = 0.5
-"""Share of the time left, and of the chunks, that may be gone when a question looks: the rest is for finer levels."""
+"""Share of the time left that may be gone when a question looks: the rest is for finer levels."""
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 _LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
 

@@ -32,8 +32,9 @@ def lazy(package: str) -> Callable[[str], Any]:
             source: str | None = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a file's or an archive's
             if source is None:
                 raise ImportError(f"{package} is installed without its source, which names what it imports")
-            for home, several, one in _IMPORT.findall(source.partition("\n__all__")[0]):
-                home_of.update(dict.fromkeys(re.findall(r"\w+", several or one), home))
+            found = _IMPORT.findall(source.partition("\n__all__")[0])
+            # At once: another thread that finds some names takes them for all.
+            home_of.update({name: home for home, several, one in found for name in re.findall(r"\w+", several or one)})
         value = getattr(import_module(home_of[name]), name)
         setattr(module, name, value)
         return value

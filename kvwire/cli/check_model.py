@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +22,7 @@ from kvwire.cli.say import error_as_data, leave, progress, say
 from kvwire.errors import ArgumentError, KvwireError, PartialError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.reports import EditRepair, EditReport, LinkReport
 
     Texts = Mapping[str, list[int]]
+    Checked = tuple[dict[str, Any], Iterator[str], Callable[[], None]]
 
 _ANSWER_TOKENS = 16
 _LOOKED_AT = 16  # documents of the store that show what theirs are computed behind
@@ -82,11 +84,12 @@ def check_model(options: _CheckOptions) -> None:
         if options.place.store:
             opened = stack.enter_context(closing(options.place.open_lasting()))
             corpus = Corpus(engine, opened, **options.place.whose())
-        told, lines = (_check_edits if options.edits else _check_links)(engine, options, texts, corpus)
+        told, lines, draw = (_check_edits if options.edits else _check_links)(engine, options, texts, corpus)
     if options.as_json:
         say(json.dumps(told | ({"failures": failures} | error_as_data(error) if error else {})))
     else:
         say(*lines)
+    draw()  # last: what took long to measure is printed, whatever becomes of a picture
     if error:
         leave(error)
 
@@ -107,9 +110,7 @@ def _texts(engine: Engine, folder: str) -> tuple[dict[str, list[int]], dict[str,
     return {name: list(engine.tokenize(text)) for name, text in texts.items()}, failures
 
 
-def _check_links(
-    engine: Engine, options: _CheckOptions, texts: Texts, corpus: Corpus | None
-) -> tuple[dict[str, Any], Iterator[str]]:
+def _check_links(engine: Engine, options: _CheckOptions, texts: Texts, corpus: Corpus | None) -> Checked:
     """Measure links, and keep what was found."""
     from kvwire.runtime.link_check import check_links, learn_shift
 
@@ -127,10 +128,9 @@ def _check_links(
         if shift and report.shift:
             corpus.set_link_shift(shift)
         corpus.set_link_report(report)
-    if options.picture:
-        _draw(report, Path(options.picture))
     told = asdict(report) | {"allowed": report.allowed, "within": report.is_within}
-    return told, _link_lines(report, len(engine.meta.layers), is_known=corpus is not None)
+    lines = _link_lines(report, len(engine.meta.layers), is_known=corpus is not None)
+    return told, lines, partial(_draw, report, options.picture)
 
 
 def _neutral(options: _CheckOptions, corpus: Corpus | None) -> int:
@@ -149,9 +149,7 @@ def _neutral(options: _CheckOptions, corpus: Corpus | None) -> int:
     return there if asked is None else asked
 
 
-def _check_edits(
-    engine: Engine, options: _CheckOptions, texts: Texts, corpus: Corpus | None
-) -> tuple[dict[str, Any], Iterator[str]]:
+def _check_edits(engine: Engine, options: _CheckOptions, texts: Texts, corpus: Corpus | None) -> Checked:
     """Measure edits, and keep what was found."""
     from kvwire.runtime.edit_check import EDITED, check_edits
 
@@ -161,16 +159,18 @@ def _check_edits(
         corpus.set_edit_report(report)
     chosen = report.choose(len(engine.meta.layers))
     told = asdict(report) | {"share": chosen.share, "selector": chosen.selector, "safe": chosen.is_safe}
-    return told, _edit_lines(report, chosen)
+    return told, _edit_lines(report, chosen), lambda: None
 
 
-def _draw(report: LinkReport, path: Path) -> None:
+def _draw(report: LinkReport, path: str | None) -> None:
+    if not path:
+        return
     try:
         from kvwire.comparison.pictures import draw_links
     except ImportError as error:
         raise ArgumentError("a picture needs matplotlib: pip install 'kvwire[demo]'") from error
     with file_errors(f"{path} cannot be written", "choose another --picture"):
-        draw_links(report, path)
+        draw_links(report, Path(path))
 
 
 class _Question(msgspec.Struct):

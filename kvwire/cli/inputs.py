@@ -54,8 +54,8 @@ def read_file_header(path: Path) -> BlobInfo:
 
 
 def read_file(path: Path, advice: str, most: int | None = None) -> bytes:
-    """Read a whole file, or one byte more than ``most``."""
-    if not path.is_file():
+    """Read a whole file, or one byte more than ``most``; a pipe, too: a shell gives ``<(command)`` as one."""
+    if path.is_dir() or not path.exists():
         raise NotFoundError(f"{path} is not a file; {advice}")
     with file_errors(f"{path} cannot be read", "check its permissions and the disk"), path.open("rb") as file:
         return file.read() if most is None else file.read(most + 1)

@@ -15,6 +15,7 @@ from kvwire.runtime.reports import DEFAULT_SELECTOR, scan_of
 from kvwire.runtime.settings import AUTO, check_repair
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from concurrent.futures import Future
 
     from kvwire.codec import AnyProfile
@@ -47,10 +48,19 @@ class LinkPlan:
     refuses: bool = False  # whether a load fails if the report warns, or is missing
     shift: str = ""  # SHA-256 of the mean shift to add to linked documents; empty: none
 
-    def warning(self, share: float, *, shifted: bool = True) -> str:
-        """Why an answer over linked documents may be wrong; empty without a reason."""
+    def warning(self, share: float, *, shifted: bool = True, behind: Collection[bool] = ()) -> str:
+        """Why an answer over linked documents may be wrong; empty without a reason.
+
+        behind: whether documents of the prompt were computed behind a neutral prefix, as far as known.
+        """
         if self.refuses and self.report is None:
             return "what links lose with this model was not measured; run kvwire check-model with this store"
+        if self.report and share < 1 and not set(behind) <= {self.report.neutral > 0}:
+            how = "behind a neutral prefix" if self.report.neutral else "alone"
+            return (
+                f"what links lose was measured of documents computed {how}, and not all of these were; encode "
+                "documents alike, and run kvwire check-model with this store"
+            )
         warning = self.report.with_shift() if self.report and self.shift and shifted else self.report
         return _warning(warning, self.selector.name, share)
 

@@ -317,7 +317,11 @@ class Load:
 
     def link_warning(self, share: float, *, shifted: bool = True) -> str:
         """Why linked documents make an answer doubtful; a single one is not linked."""
-        return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
+        if len(self._found) == 1:
+            return ""
+        infos = [document.info for document in self.work.documents.values()]
+        behind = {len(info.neutral_prefix) > info.opening for info in infos if info}
+        return self.links.warning(share, shifted=shifted, behind=behind)
 
     @property
     def repair_context(self) -> RepairContext:

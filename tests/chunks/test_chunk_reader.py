@@ -157,6 +157,11 @@ def test_settings_that_make_no_sense_are_refused(given, said):
         ChunkSettings.read(given, 64, salted=False)
 
 
+def test_settings_that_are_left_empty_are_the_usual_ones():
+    empty = {"store": "s", "model": None, "served_as": None, "tenant": None, "token": None, "cache_size": None}
+    assert ChunkSettings.read(empty, 64, salted=True) == ChunkSettings.read({"store": "s"}, 64, salted=True)
+
+
 def test_a_lossy_level_needs_a_salt_or_a_word():
     read = ChunkSettings.read
     assert read({"store": "s", "level": 2, "cache_salt": "x"}, 64, salted=True).level == 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 import kvwire
-from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import read_file, read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
 
 
@@ -48,6 +51,17 @@ def test_errors_of_heads_name_the_file(blob, tmp_path):
             read_file_header(path)
     with pytest.raises(NotFoundError, match=r"none\.kvw"):
         read_file_header(tmp_path / "none.kvw")
+
+
+def test_pipes_are_read_and_folders_are_not(tmp_path):
+    reading, writing = os.pipe()
+    os.write(writing, b"[1, 2]")
+    os.close(writing)
+    assert read_file(Path(f"/dev/fd/{reading}"), "write it") == b"[1, 2]"
+    os.close(reading)
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(NotFoundError, match="is not a file; write it"):
+            read_file(path, "write it")
 
 
 def test_lengths_are_counted_in_tokens_or_1024_of_them():

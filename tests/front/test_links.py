@@ -393,9 +393,9 @@ def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path, brief):
     assert said["prompts"] == 2
     assert said["linked"] > 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    code, out, _ = run(*words, "--bound", 0)
-    assert code == 0
-    assert "rows computed anew" in out
+    code, out, err = run(*words, "--bound", 0, "--picture", tmp_path / "none" / "links.png")
+    assert (code, "choose another --picture" in err) == (StorageError.exit_code, True)
+    assert "rows computed anew" in out  # what was measured is told all the same
     names = sorted(path.stem for path in documents.glob("*.txt"))[:2]
     files = [documents / f"{name}.txt" for name in names]
     assert run("encode", *files, "--model", demo_model, "--store", store)[0] == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, LinkBoundError
 from kvwire.reuse import moved
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
@@ -17,6 +17,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
 from ..engines.families import FAMILIES, cache_error, engine_of, tokens
+from .test_links import REPORT
 
 BEHIND = 24
 
@@ -184,6 +185,24 @@ def test_all_rows_repaired_are_a_prefill_whatever_stood_before_documents(small):
         answer = loader.ask(["d0", "d1"], question)
     wanted = small.engine.forward(None, [*documents["d0"], *documents["d1"], *question], 0, logits=1)[0]
     assert torch.allclose(answer.logits, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_like", [True, False])
+def test_what_links_lose_holds_for_documents_computed_alike(small, is_like):
+    corpus, names = encoded(small), list(pieces(small))
+    corpus.set_link_report(replace(REPORT, linked=0.01, neutral=BEHIND if is_like else 0))
+    with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(repair="none")) as loader:
+        warning = loader.ask(names, (5, 6, 7)).link_warning
+        assert not loader.ask(names[:1], (5, 6, 7)).link_warning
+    assert ("computed alone" in warning and "check-model" in warning) != is_like
+    assert bool(warning) != is_like
+    bound = LoadSettings(repair="none", link_bound=0.1)
+    with Loader(small.engine, corpus, costs=small.costs, settings=bound) as loader:
+        if is_like:
+            assert loader.ask(names, (5, 6, 7)).tokens
+        else:
+            with pytest.raises(LinkBoundError, match="encode documents alike"):
+                loader.ask(names, (5, 6, 7))
 
 
 def test_the_command_says_so(run, demo_model, tmp_path):
