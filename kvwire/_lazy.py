@@ -11,6 +11,7 @@ from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import CodeType
 
 
 _IMPORT = re.compile(r"^    from (\S+) import (?:\(([^)]*)\)|(.+))$", re.MULTILINE)
@@ -29,17 +30,38 @@ def lazy(package: str) -> Callable[[str], Any]:
             msg = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(msg)
         if not home_of:
-            source: str | None = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # a file's or an archive's
-            if source is None:
-                raise ImportError(f"{package} is installed without its source, which names what it imports")
-            found = _IMPORT.findall(source.partition("\n__all__")[0])
-            # At once: another thread that finds some names takes them for all.
-            home_of.update({name: home for home, several, one in found for name in re.findall(r"\w+", several or one)})
+            home_of.update(_homes(package))  # at once: other threads see none or all
         value = getattr(import_module(home_of[name]), name)
         setattr(module, name, value)
         return value
 
     return get
+
+
+def _homes(package: str) -> dict[str, str]:
+    """Where a package imports names from, above its ``__all__``."""
+    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]  # a file's or an archive's
+    source: str | None = loader.get_source(package)
+    if source is None:  # installed as bytecode alone, which has the same imports
+        return _compiled_homes(loader.get_code(package))
+    found: dict[str, str] = {}
+    for home, several, one in _IMPORT.findall(source.partition("\n__all__")[0]):
+        found |= dict.fromkeys(re.findall(r"\w+", several or one), home)
+    return found
+
+
+def _compiled_homes(code: CodeType) -> dict[str, str]:
+    import dis  # takes longer than to read a source
+
+    found, home = {}, ""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            home = step.argval
+        elif step.opname == "IMPORT_FROM":
+            found[step.argval] = home
+        elif step.argval == "__all__":
+            break
+    return found
 
 
 def require(package: str, extra: str, purpose: str) -> None:

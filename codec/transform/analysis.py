@@ -36,6 +36,8 @@ LARGE_STEPS = 1024
 """Coefficients of more steps than this are computed in float32."""
 FILL_STEPS = 8
 """Steps of the conjugate gradients that fill pruned elements."""
+_FLAT = 1e-6
+"""A curvature so much less than others is rounding error: dividing by it would give huge elements, or NaN."""
 MANY_TOKENS = 64
 """Chunks of at least this many tokens, except the first, sample their energies."""
 
@@ -194,18 +196,22 @@ def fill_pruned(centred: Tensor, pruned: Tensor, analysis: Tensor | None, varian
         """Half the gradient of the coefficients' squares over their variances, at pruned elements."""
         return ((elements @ analysis / variances) @ analysis.T).masked_fill_(~free, 0.0)
 
-    curvature = (analysis.square() / variances).sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    curvature = (analysis.square() / variances).sum(1)
+    curvature = curvature.clamp(min=max(_FLAT**2 * float(curvature.max()), tiny))
     residual = -slope(filled)
     scaled = residual / curvature
     direction, before = scaled, (residual * scaled).sum(1, keepdim=True)
     for _ in range(FILL_STEPS):
         change = slope(direction)
-        length = before / (direction * change).sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        bend = (direction * change).sum(1, keepdim=True)
+        is_flat = bend <= _FLAT * (curvature * direction.square()).sum(1, keepdim=True)  # the row is filled already
+        length = (before / bend).masked_fill_(is_flat, 0.0)
         filled += length * direction
         residual -= length * change
         scaled = residual / curvature
         after = (residual * scaled).sum(1, keepdim=True)
-        direction = scaled + after / before.clamp(min=torch.finfo(torch.float32).tiny) * direction
+        direction = scaled + after / before.clamp(min=tiny) * direction
         before = after
     centred[rows] = filled
 

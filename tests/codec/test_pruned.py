@@ -1,6 +1,7 @@
 """What stands for pruned entries before the transform: near the exact conditional mean, and fewer bytes."""
 
 import numpy as np
+import pytest
 import torch
 
 from kvwire.codec import encode, inspect
@@ -40,6 +41,24 @@ def test_pruned_entries_are_filled_as_by_an_exact_solution():
 
     zeros = np.where(pruned, 0.0, centred)
     assert cost(wanted) <= cost(made) < cost(wanted) + 0.05 * (cost(zeros) - cost(wanted))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 20])
+def test_more_pruned_entries_than_coefficients_are_filled_with_no_huge_numbers(rank):
+    generator = np.random.default_rng(rank)
+    for variances in (np.geomspace(3.0, 1.0, rank), np.geomspace(1e5, 1e-3, rank)):
+        matrix = generator.normal(size=(40, rank)).astype(np.float32)
+        matrix[::7] = 0.0
+        centred = generator.normal(size=(100, 40)).astype(np.float32)
+        pruned = generator.random((100, 40)) < generator.random((100, 1))
+        filled = torch.from_numpy(centred.copy())
+        given = (torch.from_numpy(array.astype(np.float32)) for array in (matrix, variances))
+        analysis.fill_pruned(filled, torch.from_numpy(pruned), *given)
+        made, zeros = filled.numpy(), np.where(pruned, 0.0, centred)
+        assert (made[~pruned] == centred[~pruned]).all()
+        assert np.abs(made).max() < 1e4
+        before, after = ((np.square(each @ matrix) / variances).sum(1) for each in (zeros, made.astype(np.float64)))
+        assert (after <= 1.0001 * before).all()
 
 
 def test_half_pruned_caches_take_fewer_bytes_than_with_predictions(monkeypatch, profile):
