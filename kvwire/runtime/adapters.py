@@ -87,8 +87,9 @@ class ChunkSettings(CorpusSettings):
             raise ArgumentError(f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(names)}")
         if not parameters.get("store"):
             raise ArgumentError('name the store of the documents: {"store": "file:///folder"}')
+        given = {name: value for name, value in parameters.items() if value is not None}  # null: left out
         try:
-            settings = msgspec.convert({"chunk_tokens": chunk_tokens, **parameters}, cls)
+            settings = msgspec.convert({"chunk_tokens": chunk_tokens, **given}, cls)
         except msgspec.ValidationError as error:
             raise ArgumentError(f"kvwire's adapter: {error}; see docs/how-to for its settings") from error
         settings.check_pollution(salted=salted)
