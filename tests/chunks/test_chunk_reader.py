@@ -169,6 +169,12 @@ def test_a_lossy_level_needs_a_salt_or_a_word():
     assert read({"store": "s"}, 64, salted=True).level == "lossless"
 
 
+def test_a_setting_that_is_null_is_left_out():
+    nothing = dict.fromkeys(("model", "served_as", "tenant", "salt", "cache_size", "level", "cache_salt"))
+    read = ChunkSettings.read
+    assert read({"store": "s"} | nothing, 64, salted=True) == read({"store": "s"}, 64, salted=True)
+
+
 def test_a_store_that_is_not_there_is_refused(tmp_path):
     settings = ChunkSettings.read({"store": f"file://{tmp_path}/none"}, 64, salted=True)
     with pytest.raises(NotFoundError, match="no record"):
