@@ -530,10 +530,11 @@ def test_an_engines_name_tells_processor_and_versions(small):
     assert any(platform.machine() in part for part in parts)
 
 
-def test_measured_costs_are_plausible(small):
+def test_measured_costs_are_plausible(small, monkeypatch):
     from kvwire.runtime.costs import measure_costs
 
-    costs = measure_costs(small.engine, small.profile, budget_s=1e6)
+    monkeypatch.setattr("kvwire.runtime.costs.BUDGET_S", 1e6)
+    costs = measure_costs(small.engine, small.profile)
     assert 0 < costs.prefill.seconds(256) < 60
     assert costs.prefill.seconds(1024) > costs.prefill.seconds(64)
     assert 0 < costs.decode.seconds(256, 30_000) < costs.prefill.seconds(256) * 10
@@ -557,10 +558,11 @@ def test_costs_of_decoding_are_those_side_by_side(small, monkeypatch):
             together[0] -= 1
 
     monkeypatch.setattr(BlobDecoder, "decode_chunk", noted)
+    monkeypatch.setattr(costs, "BUDGET_S", 1e6)
     for threads in (1, 3):
         begun.clear()
         together[1] = 0
-        measured = costs.measure_costs(small.engine, small.profile, threads=threads, budget_s=1e6)
+        measured = costs.measure_costs(small.engine, small.profile, threads=threads)
         assert together[1] == threads
         assert {tokens for *_, tokens in begun} == {16, 64, 256}
         assert {level for _, level, _ in begun} == {0, 1, 2, 3, 4}
