@@ -61,9 +61,12 @@ def run(disk: str, fill: Callable[[], str], model: str, root: str, told_in: str)
         filler = fill()
         for turn, plan in enumerate(ROUNDS):
             link.plan = PLANS[plan]
-            if plan == "sound":  # a store that was left alone is asked again by one request
-                time.sleep(2 * extra["pause_s"])
-                place.ask(place.body("d", 1))
+            if plan == "sound":  # a store that was left alone is asked again by one request at a time, which may wait
+                for _ in range(20):
+                    time.sleep(2 * extra["pause_s"])
+                    ((*_, last, _),) = place.ask(place.body("d", 1))
+                    if last.get("loaded_tokens"):
+                        break
             if turn == len(ROUNDS) - 1:
                 Path(filler).unlink()
             began = time.monotonic()
