@@ -178,7 +178,7 @@ def fill_pruned(centred: Tensor, pruned: Tensor, analysis: Tensor | None, varian
     """Fill pruned elements with what costs least to code; decoders drop them.
 
     That is the conditional mean, given the token's kept elements, where coefficients have these variances. Conjugate
-    gradients come close: a third fewer bytes than the prediction where half of each head's tokens are pruned.
+    gradients come close: 21 to 39 % fewer bytes than the prediction at levels 2 to 4 (SmolLM2, half of each head kept).
 
     Args:
         centred: float32 ``[tokens, width]``, elements minus their prediction; changed in place.
