@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from numpy import float32, int32, int64, uint8, uint16, uint32
+    from numpy import float32, int8, int32, int64, uint8, uint16, uint32
     from numpy.typing import NDArray
 
+    I8: TypeAlias = NDArray[int8]
     U8: TypeAlias = NDArray[uint8]
     U16: TypeAlias = NDArray[uint16]
     U32: TypeAlias = NDArray[uint32]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from numba.extending import register_jitable
-from numpy import empty, float32, float64, uint16, uint32, uintp
+from numpy import empty, float32, float64, int8, uint32, uintp
 
 from kvwire.codec.entropy.jit import jit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.codec.entropy.jit import F32, I32, I64, U16, U32
+    from kvwire.codec.entropy.jit import F32, I8, I32, I64, U32
 
 
 @register_jitable
@@ -33,17 +33,22 @@ def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
 
 
 @jit
-def to_bfloat16(quantised: I32, sizes: F32, limit: int, out: U16) -> None:
-    """Dequantise at step 1 to bfloat16 bits, 0 for values beyond the limit; whole numbers up to 256 are exact."""
-    columns = out.shape[1]
-    row = empty(columns, float32)
-    bits = row.view(uint32)
+def to_bytes(quantised: I32, sizes: F32, limit: int, points: int, out: I8) -> None:
+    """Dequantise at step 1 to the nearest of ``points`` places between whole numbers, 0 for values beyond the limit."""
     for t in range(out.shape[0]):
-        for c in range(columns):
-            size = _dequantised(quantised[t, c], sizes[1, c], sizes[2, c])
-            row[c] = float32(0) if abs(quantised[t, c]) > limit else size
-        for c in range(columns):
-            out[t, c] = uint16((bits[c] + uint32(0x7FFF) + ((bits[c] >> uint32(16)) & uint32(1))) >> uint32(16))
+        for c in range(out.shape[1]):
+            q = quantised[t, c]
+            size = _dequantised(abs(q), sizes[1, c], sizes[2, c])
+            near = int8(0) if abs(q) > limit else int8(size * float32(points) + float32(0.5))
+            out[t, c] = -near if q < 0 else near
+
+
+@jit
+def add_product(product: I32, steps: F32, out: F32) -> None:
+    """Add ``steps * product`` to ``out``."""
+    for t in range(uintp(out.shape[0])):
+        for j in range(uintp(out.shape[1])):
+            out[t, j] += steps[j] * float32(product[t, j])
 
 
 @jit

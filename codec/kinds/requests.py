@@ -133,7 +133,7 @@ class DecodeRequest:
         offset: Position of the document's first token in the prompt; None leaves positions off.
         check: Whether to compare streams and counts with the index.
         hidden: float32 ``[tokens, hidden_size]`` after the prefix layers, or None.
-        rounded: Whether sums may have bfloat16's precision where the quantiser's step is coarse.
+        rounded: Whether values and rows may be rounded far more finely than the quantiser's step.
     """
 
     header: Header

@@ -18,6 +18,8 @@ from kvwire._forks import lock_of_process
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -222,6 +224,21 @@ class Group:
     def first_synthesis(self, count: int) -> torch.Tensor:
         """Return the first synthesis rows in float32; not for the identity."""
         return cast("torch.Tensor", self.synthesis)[:count]
+
+    def rows_in_bytes(self, count: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield the pieces with the first rows: begin, int8 ``[n, width]``, and float32 steps ``[width]``."""
+        for begin, end in pieces(self.cuts, self.rank):
+            if begin >= min(count, end):
+                continue
+            if begin not in self._pieces_in_bytes:
+                rows = self.first_rows(end)[begin:].float()
+                steps = rows.abs().amax(0).clamp_min(1e-30) / SMALL
+                self._pieces_in_bytes[begin] = (rows / steps).round().to(torch.int8), steps
+            yield begin, *self._pieces_in_bytes[begin]
+
+    @cached_property
+    def _pieces_in_bytes(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     @cached_property
     def synthesis(self) -> torch.Tensor | None:

@@ -1,20 +1,21 @@
 """From quantised values to the engine's tensors: the inverse transform, then prediction and rotation in one pass.
 
 The transform sorts columns by energy. The first columns are multiplied as a matrix; the later ones are mostly zeros,
-so each of their values adds its row. On a CPU that multiplies bfloat16, the matrix product runs in bfloat16 where the
-output has that precision, or where callers accept it and the step is far coarser. Whole numbers up to 256 and the
-stored rows are exact in bfloat16, so only the sum is rounded, before the prediction is added.
+so each of their values adds its row. Where callers accept it, a CPU that multiplies bytes does so for the columns
+between, which hold small values: values and rows are rounded to 8 bits, which adds less than 0.4 % to the quantiser's
+squared error at any level, and their product is exact.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from kvwire.codec.entropy import value_kernels
-from kvwire.codec.transform.analysis import HALVED_STEP, bits_of, fast_bfloat16, plain, scatter_planes, synthesise
+from kvwire.codec.transform.analysis import bits_of, plain, scatter_planes, synthesise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,17 +28,21 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, KVCache
 
-_EXACT = 256
-"""Whole numbers up to this are exact in bfloat16."""
+_SMALL = 7
+"""Values up to this are multiplied as bytes; larger ones in float32."""
+_POINTS = 16
+"""Parts of a whole number in a byte: sizes 1 and 2 have points between whole numbers."""
 _STRIP = 1024
 """Least elements of a token computed at a time: more take memory, fewer take time."""
 _MULTIPLE = 64
 """Columns of a matrix product are a multiple of this: oneDNN compiles and keeps a kernel for each shape."""
 
 _LISTED_COST = 6
-"""Cost of adding one value's row, in values of a matrix product: between 4 in float32 and 8 in bfloat16."""
+"""Cost of adding one value's row, in values of a matrix product in float32."""
+_BYTE_COST = 0.2
+"""Cost of one value in a product of bytes, likewise."""
 _SHORT_SUMS = 3072
-"""Elements of a token: groups up to this width, of small models, are fast enough with sums in float32."""
+"""Elements of a token: groups up to this width, of small models, are fast enough in float32."""
 _NO_LIMIT = 2**31 - 1
 
 CosSin = dict[int, tuple["Tensor", "Tensor"]]
@@ -59,7 +64,7 @@ def place_group(  # noqa: PLR0913, PLR0917 - joins decoded values, prediction an
 ) -> None:
     """Write a group's keys and values of one chunk into a cache.
 
-    ``rounded``: sums may have bfloat16's precision where the step is coarse, for any dtype of the output.
+    ``rounded``: values and rows may be rounded far more finely than the quantiser's step.
     """
     coded = state.classes[columns].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT sorts columns: later ones are zero
@@ -69,13 +74,8 @@ def place_group(  # noqa: PLR0913, PLR0917 - joins decoded values, prediction an
         elements = synthesise(coefficients_of(state, columns, step), group, *expected)
         scatter_planes(elements, group.planes, out, meta, start, cos_sin)
         return
-    if not last:
-        factors = _Factors(torch.zeros(state.values.shape[0], 0), group.first_synthesis(0))
-    else:
-        in_bfloat16 = all(target.dtype == torch.bfloat16 for target in targets) or (
-            rounded and step >= HALVED_STEP and group.width > _SHORT_SUMS
-        )
-        factors = _factors(state, columns, group, halved=in_bfloat16 and fast_bfloat16())
+    rounded = rounded or all(target.dtype == torch.bfloat16 for target in targets)
+    factors = _factors(state, columns, group, in_bytes=rounded and group.width > _SHORT_SUMS and multiplies_bytes())
     first = 0
     for planes in _strips([target.shape[0] * target.shape[2] for target in targets]):
         width = sum(target.shape[0] * target.shape[2] for target in targets[planes])
@@ -111,60 +111,85 @@ class _Listed(NamedTuple):
     rows: Tensor
 
 
-class _Factors(NamedTuple):
-    """Factors of the product ``values @ rows``, and single values whose rows are added in float32."""
+class _Bytes(NamedTuple):
+    """Factors of a product of bytes: values ``[tokens, n]``, rows ``[n, width]``, and the step of each element."""
 
     values: Tensor
     rows: Tensor
-    listed: _Listed | None = None
+    steps: Tensor
 
 
-def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> _Factors:
-    """Return factors ``[tokens, n]`` and ``[n, width]`` whose product is the elements in units of a step.
+class _Factors(NamedTuple):
+    """Factors ``values @ rows`` of the first columns, those in bytes, and the single values whose rows are added."""
 
-    ``halved``: the factors are bfloat16; values that are not exact in bfloat16 are listed.
-    """
-    count = columns.stop - columns.start
-    rows = group.first_rows(count)
+    values: Tensor
+    rows: Tensor
+    products: tuple[_Bytes, ...]
+    listed: _Listed | None
+
+
+def _factors(state: SegmentState, columns: slice, group: Group, *, in_bytes: bool) -> _Factors:
+    """Return factors ``[tokens, n]`` and ``[n, width]`` whose product is the elements in units of a step."""
+    count, tokens = columns.stop - columns.start, len(state.values)
+    group.first_rows(count)  # fetches them
+    count = min(-(-count // _MULTIPLE) * _MULTIPLE, group.loaded_rows)  # columns past the last coded one are zero
+    columns = slice(columns.start, columns.start + count)
+    limit = _SMALL if in_bytes else _NO_LIMIT
     values, sizes = state.values[:, columns], state.tables.sizes_of(state.classes[columns])
-    limit = _EXACT if halved else _NO_LIMIT
     nonzero, beyond = np.empty(count, np.uint32), np.empty(count, np.uint32)
     value_kernels.count_values(values, limit, nonzero, beyond)
-    dense = _dense(nonzero, len(values))
-    wide = min(-(-dense // _MULTIPLE) * _MULTIPLE, group.loaded_rows)  # columns past the last coded one are zero
-    first_values = state.values[:, columns.start : columns.start + wide]
-    first_sizes = state.tables.sizes_of(state.classes[columns.start : columns.start + wide])
-    if halved:
-        matrix, first_rows = torch.empty(len(values), wide, dtype=torch.bfloat16), group.first_rows(wide)
-        value_kernels.to_bfloat16(first_values, first_sizes, limit, matrix.view(torch.uint16).numpy())
-    else:
-        matrix, first_rows = torch.empty(len(values), wide), group.first_synthesis(wide)
-        value_kernels.dequantise(first_values, first_sizes, 1.0, matrix.numpy())
-    counts = np.concatenate((beyond[:dense], nonzero[dense:])).astype(np.int64)
+    first = _cheapest(beyond, tokens, 1 - _BYTE_COST) if in_bytes else _cheapest(nonzero, tokens, 1.0)
+    matrix = torch.empty(tokens, first)
+    value_kernels.dequantise(values[:, :first], sizes[:, :first], 1.0, matrix.numpy())
+    rows = group.first_rows(first) if in_bytes else group.first_synthesis(first)
+    dense = max(first, _cheapest(nonzero, tokens, _BYTE_COST)) if in_bytes else first
+    products = tuple(_products(values[:, first:dense], sizes[:, first:dense], group, first))
+    counts = np.concatenate((beyond[first:dense], nonzero[dense:])).astype(np.int64)
     ends, total = np.cumsum(counts) - counts, int(counts.sum())
     if not total:
-        return _Factors(matrix, first_rows)
-    tokens, listed = np.empty(total, np.uint32), np.empty(total, np.float32)
-    value_kernels.list_values(values, sizes, dense, limit, ends, tokens, listed)
-    return _Factors(matrix, first_rows, _Listed(ends, tokens, listed, rows))
+        return _Factors(matrix, rows, products, None)
+    at, listed = np.empty(total, np.uint32), np.empty(total, np.float32)
+    value_kernels.list_values(values[:, first:], sizes[:, first:], dense - first, limit, ends, at, listed)
+    return _Factors(matrix, rows, products, _Listed(ends, at, listed, group.first_rows(count)[first:]))
 
 
-def _dense(nonzero: NDArray[np.uint32], tokens: int) -> int:
-    """Choose how many first columns are multiplied as a matrix so that matrix and list take the least time."""
-    steps = np.minimum(np.arange(0, len(nonzero) + _MULTIPLE, _MULTIPLE), len(nonzero))
-    after = np.append(np.cumsum(nonzero[::-1], dtype=np.int64)[::-1], 0)
-    return int(steps[np.argmin(steps * tokens + _LISTED_COST * after[steps])])
+def _cheapest(listed: NDArray[np.uint32], tokens: int, cost: float) -> int:
+    """Choose how many first columns cost least as a matrix when the listed values of the others are added."""
+    steps = np.append(np.arange(0, len(listed), _MULTIPLE), len(listed))
+    after = np.append(np.cumsum(listed[::-1], dtype=np.int64)[::-1], 0)
+    return int(steps[np.argmin(cost * steps * tokens + _LISTED_COST * after[steps])])
+
+
+def _products(values: NDArray[np.int32], sizes: NDArray[np.float32], group: Group, first: int) -> Iterator[_Bytes]:
+    """Yield the factors in bytes of columns that begin at ``first``; each piece of rows has its own steps."""
+    if not values.shape[1]:
+        return
+    matrix = torch.empty(values.shape, dtype=torch.int8)
+    value_kernels.to_bytes(values, sizes, _SMALL, _POINTS, matrix.numpy())
+    for begin, rows, steps in group.rows_in_bytes(first + values.shape[1]):
+        low, high = max(begin, first), min(begin + len(rows), first + values.shape[1])
+        if low < high:
+            part = matrix[:, low - first : high - first].contiguous()
+            yield _Bytes(part, rows[low - begin : high - begin], steps / _POINTS)
 
 
 def _product(factors: _Factors, strip: slice) -> Tensor:
-    """Compute the elements of some columns ``[tokens, strip]``; bfloat16 where all factors are."""
-    product = factors.values @ factors.rows[:, strip]
-    if factors.listed is None:
-        return product
-    ends, tokens, values, rows = factors.listed
-    out = product.float()
-    value_kernels.add_listed(ends, tokens, values, *bits_of(rows), strip.start, out.numpy())
+    """Compute the elements of some columns ``[tokens, strip]`` in units of a step."""
+    out = factors.values @ factors.rows[:, strip].float()
+    for part in factors.products:
+        product = torch._int_mm(part.values, part.rows[:, strip])  # noqa: SLF001 - the only product of bytes
+        value_kernels.add_product(product.numpy(), part.steps[strip].numpy(), out.numpy())
+    if factors.listed is not None:
+        ends, tokens, values, rows = factors.listed
+        value_kernels.add_listed(ends, tokens, values, *bits_of(rows), strip.start, out.numpy())
     return out
+
+
+@cache
+def multiplies_bytes() -> bool:
+    """Return whether the processor multiplies and adds bytes natively."""
+    known = getattr(torch.cpu, "_is_vnni_supported", None)
+    return bool(known and known()) and hasattr(torch, "_int_mm")
 
 
 def _place(  # noqa: PLR0913, PLR0917 - as above

@@ -81,18 +81,23 @@ def test_squared_error(small):
     assert squared_error(exact, small, sizes, 0.3) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("largest", [3, 256, 257, 65536, 2**28 - 1])
-def test_to_bfloat16(largest):
+@pytest.mark.parametrize("largest", [1, 3, 7, 8, 65536, 2**28 - 1])
+def test_to_bytes(largest):
     values = np.random.default_rng(largest).integers(-largest, largest + 1, (50, 9)).astype(np.int32)
     values[0, 0], sizes = -largest, sizes_for(values)
-    out = np.empty(values.shape, np.uint16)
-    for limit in (2**31 - 1, 256):
-        value_kernels.to_bfloat16(values, sizes, limit, out)
-        within = np.where(abs(values) <= limit, values, 0)
-        expected = torch.from_numpy(dequantised(within, sizes, 1.0)).bfloat16()
-        assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected)
-    whole = (abs(values) > 2) & (abs(values) <= 256)
-    assert np.array_equal(expected.float().numpy()[whole], values[whole])
+    out = np.empty(values.shape, np.int8)
+    value_kernels.to_bytes(values, sizes, 7, 16, out)
+    sizes_met = dequantised(np.where(abs(values) <= 7, values, 0), sizes, 1.0)
+    assert np.array_equal(out, np.copysign(np.floor(abs(sizes_met) * 16 + 0.5), sizes_met))
+
+
+def test_products_are_added_by_their_steps():
+    rng = np.random.default_rng(3)
+    product, steps = rng.integers(-(2**24), 2**24, (7, 33)).astype(np.int32), rng.random(33).astype(np.float32)
+    out = rng.standard_normal((7, 33)).astype(np.float32)
+    expected = out + steps * product.astype(np.float32)
+    value_kernels.add_product(product, steps, out)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dense", [0, 4, 9])
