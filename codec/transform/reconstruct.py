@@ -131,26 +131,31 @@ class _Factors(NamedTuple):
 def _factors(state: SegmentState, columns: slice, group: Group, *, in_bytes: bool) -> _Factors:
     """Return factors ``[tokens, n]`` and ``[n, width]`` whose product is the elements in units of a step."""
     count, tokens = columns.stop - columns.start, len(state.values)
-    group.first_rows(count)  # fetches them
-    count = min(-(-count // _MULTIPLE) * _MULTIPLE, group.loaded_rows)  # columns past the last coded one are zero
-    columns = slice(columns.start, columns.start + count)
+    all_rows = group.first_rows(count)
+    wide = slice(columns.start, columns.start + min(_round_up(count), group.loaded_rows))  # the columns added are zero
     limit = _SMALL if in_bytes else _NO_LIMIT
-    values, sizes = state.values[:, columns], state.tables.sizes_of(state.classes[columns])
+    values, sizes = state.values[:, wide], state.tables.sizes_of(state.classes[wide])
     nonzero, beyond = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    value_kernels.count_values(values, limit, nonzero, beyond)
+    value_kernels.count_values(values[:, :count], limit, nonzero, beyond)
     first = _cheapest(beyond, tokens, 1 - _BYTE_COST) if in_bytes else _cheapest(nonzero, tokens, 1.0)
-    matrix = torch.empty(tokens, first)
-    value_kernels.dequantise(values[:, :first], sizes[:, :first], 1.0, matrix.numpy())
-    rows = group.first_rows(first) if in_bytes else group.first_synthesis(first)
     dense = max(first, _cheapest(nonzero, tokens, _BYTE_COST)) if in_bytes else first
-    products = tuple(_products(values[:, first:dense], sizes[:, first:dense], group, first))
+    end = min(_round_up(first), values.shape[1])
+    matrix = torch.empty(tokens, end)
+    value_kernels.dequantise(values[:, :end], sizes[:, :end], 1.0, matrix.numpy())
+    rows = group.first_rows(end) if in_bytes else group.first_synthesis(end)
+    span = slice(end, max(end, min(_round_up(dense), values.shape[1])))
+    products = tuple(_products(values[:, span], sizes[:, span], group, end))
     counts = np.concatenate((beyond[first:dense], nonzero[dense:])).astype(np.int64)
     ends, total = np.cumsum(counts) - counts, int(counts.sum())
     if not total:
         return _Factors(matrix, rows, products, None)
     at, listed = np.empty(total, np.uint32), np.empty(total, np.float32)
     value_kernels.list_values(values[:, first:], sizes[:, first:], dense - first, limit, ends, at, listed)
-    return _Factors(matrix, rows, products, _Listed(ends, at, listed, group.first_rows(count)[first:]))
+    return _Factors(matrix, rows, products, _Listed(ends, at, listed, all_rows[first:]))
+
+
+def _round_up(columns: int) -> int:
+    return -(-columns // _MULTIPLE) * _MULTIPLE
 
 
 def _cheapest(listed: NDArray[np.uint32], tokens: int, cost: float) -> int:
