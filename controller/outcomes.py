@@ -265,7 +265,7 @@ class Outcomes:
             return
         doc = load.doc(document)
         doc.prefix_running = False
-        trouble = f"its head start failed: {reason}"
+        trouble = f"computing its prefix layers failed: {reason}"
         for chunk in range(doc.count):
             state = doc.table.state[doc.start + chunk]
             if state == FETCHING:

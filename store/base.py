@@ -105,6 +105,8 @@ class Store(Protocol):
     def put(self, key: str, data: Data) -> None:
         """Write the whole object: readers see the old bytes or the new ones, never a mixture.
 
+        In a lasting store, the object outlives a crash of the machine from the return on.
+
         Args:
             key: The object.
             data: All of its bytes.

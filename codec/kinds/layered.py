@@ -213,7 +213,7 @@ class LayeredKind(LevelKind):
         """Check that the profile has the blob's prefix layers and sinks, and that a chunk is not too large."""
         rank, tokens = cast("Profile", profile).rank, min(info.tokens, info.chunk_tokens)
         if info.prefix_layers != profile.prefix_layers:
-            msg = "the blob is coded for another head start than its profile; fetch the blob's header again"
+            msg = "the blob is coded for other prefix layers than its profile; fetch the blob's header again"
             raise CorruptError(msg)
         if (info.sinks or info.can_begin) and not cast("Profile", profile).has_sinks:
             raise CorruptError("the blob has attention sinks and its profile knows of none; encode the document anew")

@@ -51,7 +51,7 @@ COMMANDS = {
     "encode": ("encode", "Encode documents into a store, here or on many machines."),
     "inspect": ("inspect_blob", "Show what a blob holds: a file, or a document."),
     "key": ("serve", "Make a master key for --keys."),
-    "plan": ("plan", "Tell what a load would do, why, and what else there is."),
+    "plan": ("plan", "Tell what a load would do, why, and alternatives."),
     "profile": ("profile", "Fit a profile once, look at it, and see when a new one pays."),
     "repair": ("repair", "Repair documents that were linked often, beside vLLM."),
     "report": ("report", "Write a page of what a store holds and is good for."),

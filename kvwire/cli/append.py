@@ -29,7 +29,7 @@ class _AppendOptions:
     text: str | None = option("Text to append.")
     file: Path | None = option("File with the text to append, in UTF-8.")
     after: int | None = option(
-        "Append only where DOCUMENT has so many tokens, as the last append told: then repeating the command is safe.",
+        "Append only if DOCUMENT has this many tokens (every append prints the number): repeating the command is safe.",
         metavar="TOKENS", type=click.IntRange(0),
     )  # fmt: skip
     fork: str = option("Leave DOCUMENT unchanged, and store the result under NAME.", default="", metavar="NAME")

@@ -61,7 +61,7 @@ class AskOptions:
     first: int | None = option(
         "Load only the first N tokens of each document, as if it ended there.", metavar="N", type=click.IntRange(min=1)
     )
-    link: str | None = option("Emulate a link: 50mbit or 50mbit,20ms.")
+    link: str | None = option("Emulate a network link: 50mbit or 50mbit,20ms.")
     exact: bool = flag("Bit-exact caches only: lossless levels (encode --lossless), or recomputed text.")
     max_kl: float | None = opt.MAX_KL
     floor: int | None = opt.FLOOR
@@ -102,7 +102,7 @@ class AskOptions:
     tokens: int = option("Most tokens of the answer.", default=32, type=click.IntRange(min=1))
     texts: str | None = option("Folder with the documents' texts, for those whose blob is lost.")
     variants: tuple[str, ...] = option(
-        "Tenant that has the documents encoded for another head start, to be used where that is sooner; repeatable.",
+        "Tenant that has the documents with other prefix layers, to be used where that is sooner; repeatable.",
         "--variant-tenant",
     )
     schema: str | None = option("JSON file of a Prompt Cache schema, whose modules --docs names.", metavar="FILE")

@@ -137,8 +137,8 @@ def _max_kl(_context: click.Context, _option: click.Parameter, told: str) -> flo
 
 
 MAX_KL = option(
-    "Of each document, fetch no coarser level than the first of which no greater KL divergence is expected; none: "
-    "any level. Does not hold where --floor is given.",
+    "Coarsest level to fetch of a document: the first whose expected KL divergence is at most this; none: any. "
+    "--floor overrides it.",
     default="0.03",
     envvar="KVWIRE_MAX_KL",
     callback=_max_kl,
@@ -203,16 +203,14 @@ class StoreOptions:
 
     def open_lasting(self, *, exists: bool = False) -> Store:
         """Open a store that outlives this process."""
-        from kvwire.store import FolderStore, MemoryStore
-
         with ExitStack() as stack:
             opened = stack.enter_context(closing(self.open()))
             below = cast("TieredStore", opened).origin("") if hasattr(opened, "cache") else opened
-            if isinstance(below, MemoryStore):
+            if not below.is_lasting:
                 raise ArgumentError("a memory store ends with this command; name a folder, such as file:///path")
-            if exists and isinstance(below, FolderStore) and not below.root.is_dir():
-                msg = f"{below.root} is not a folder; check the address, or encode documents into it first"
-                raise NotFoundError(msg)
+            if exists and not below.exists():
+                what = f"{below.folder} is not a folder" if below.folder else f"there is no store at {below.url}"
+                raise NotFoundError(f"{what}; check the address, or encode documents into it first")
             stack.pop_all()
         return opened
 

@@ -1,4 +1,4 @@
-"""``kvwire plan``: what a load would do, why, and what else there is. Of blobs, nothing but headers is read."""
+"""``kvwire plan``: what a load would do, why, and alternatives. Of blobs, nothing but headers is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MANY = 16  # documents
 
 @command(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Tell what a load would do, why, when its first token would come, and what else there is.
+    """Tell what a load would do, why, when its first token would come, and alternatives.
 
     Documents: --docs A B C of a store, .kvw files, or made up ones of --context tokens with sizes as measured. Costs:
     of --model's engine, of --machine and --shape, or of --estimates. With --prompt: which similar prompts it would be

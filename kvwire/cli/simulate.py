@@ -48,7 +48,8 @@ class _Asked:
     )
     documents: int | None = option("Documents of a prompt, equally long.  [default: 4]", type=click.IntRange(1, 10_000))
     methods: tuple[str, ...] = option(
-        "Whose measured segment sizes; several: blobs of each lie in the store, and the best is taken.",
+        "Codec whose measured sizes are taken: kvwire, kvwire-head-start-1 or -2 (prefix layers), cachegen; several: "
+        "the best for each document.",
         "--method", "methods", default=["kvwire"],
     )  # fmt: skip
     blobs: tuple[str, ...] = option("Take real documents instead: .kvw files.", "--blob", "blobs", metavar="FILE")
@@ -61,7 +62,7 @@ class _Asked:
     mean: str | None = option("Scale recorded links to this mean.", metavar="RATE")
     stretch: float | None = option("Stretch recorded links in time; below 1: faster.  [default: 1]", type=float)
     made: tuple[str, ...] = option(
-        "ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB.", metavar="FORMULA"
+        "Made-up link: ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB.", metavar="FORMULA"
     )
     outages: tuple[str, ...] = option(
         "Outage of every link, in seconds.", "--outage", "outages", metavar="START,LENGTH"
@@ -79,8 +80,8 @@ class _Asked:
         default="none", metavar="none|auto|all|SHARE",
     )  # fmt: skip
     policies: tuple[str, ...] = option(
-        "adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw, cacheblend. "
-        "[default: all]",
+        "Who decides: adaptive (kvwire's own), cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, "
+        "raw (plain bfloat16), cacheblend. [default: all]",
         "--policy", "policies",
     )  # fmt: skip
     loads: int = option("Loads, one after the other.", default=1, type=click.IntRange(1, 10_000))
@@ -336,7 +337,8 @@ def _print(asked: _Asked, results: Sequence[_Result]) -> None:
     for (model, machine, prompt), found in _groups(results).items():
         first = next(iter(found.values()))
         named = ", ".join(links[:_NAMED]) + (" and others" if len(links) > _NAMED else "")
-        say("", f"{model} on {machine}, {prompt}: {first.loads} loads over {named}")
+        loads = "1 load" if first.loads == 1 else f"{first.loads} loads"
+        say("", f"{model} on {machine}, {prompt}: {loads} over {named}")
         say(_sizes(asked, model))
         if asked.deadline is not None:
             say(f"deadline {asked.deadline:g} s, which could not be kept in {first.missed_by_bound} of them")

@@ -13,7 +13,7 @@ from kvwire.errors import ArgumentError
 from kvwire.reuse import LinkedPrompt, RepairInput, align, compute_holes, place_spans, repair_prompt, selector_of
 from kvwire.runtime.prefill import opened, prefill_documents
 from kvwire.runtime.quality import mean_kl
-from kvwire.runtime.reports import EDIT_BOUND, EditReport
+from kvwire.runtime.reports import EDIT_BOUND, MEASURED_SELECTORS, EditReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,6 @@ TOKENS, QUESTION_TOKENS, LONGEST_EDIT = 384, 16, 6
 _LEAST_TOKENS = 64
 EDITED = (0.02, 0.05, 0.1, 0.2)
 SHARES = (0.05, 0.15, 0.3)
-SELECTORS = ("attention", "blend", "cacheblend", "first")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def check_edits(
             tell(done)
         for name, each in found.items():
             rows.setdefault(name, []).append(fmean(each))
-    repaired = {name: tuple(tuple(rows[name, share]) for share in SHARES) for name in SELECTORS}
+    repaired = {name: tuple(tuple(rows[name, share]) for share in SHARES) for name in MEASURED_SELECTORS}
     holes = tuple(rows["holes"])
     return EditReport(
         engine.meta.model_id, done // len(EDITED), EDITED, tuple(rows["donor"]), holes, SHARES, repaired, bound
@@ -115,7 +114,7 @@ def _measured(engine: Engine, prompt: EditPrompt) -> dict[object, float]:
         "holes": mean_kl(wanted, _logits(engine, edited, prompt)),
     }
     front, ids = max(1, len(opening) + script.front), (*opening, *prompt.text)
-    for name in SELECTORS:
+    for name in MEASURED_SELECTORS:
         for share in SHARES:
             kl = found["holes"]
             if front < len(ids):

@@ -15,7 +15,7 @@ from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, ShiftLearner, block_mask, link, repair_prompt, selector_of
 from kvwire.runtime.prefill import compute_documents, link_opened, prefill_documents, states_of
 from kvwire.runtime.quality import mean_kl
-from kvwire.runtime.reports import DEFAULT_SELECTOR, GAIN_SHARE, LinkReport
+from kvwire.runtime.reports import DEFAULT_SELECTOR, GAIN_SHARE, MEASURED_SELECTORS, LinkReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,6 @@ PIECES, PIECE_TOKENS, QUESTION_TOKENS, REST_TOKENS = 6, 128, 16, 16
 """For prompts cut from texts: number of documents, their tokens, the question's, and those after it."""
 _LEAST_PIECE = 16
 SHARES = (0.02, 0.05, 0.15, 0.3)
-SELECTORS = ("attention", "blend", "cacheblend", "first")
 _LEVEL_SHARE = 0.15
 _LEVEL_PROMPTS = 4
 _EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -122,7 +121,7 @@ def check_links(
         tell(number + 1)
     linked = torch.tensor([row["linked"] for row in rows], dtype=torch.float64)
     spread = float(linked.std() / sqrt(len(rows))) if len(rows) > 1 else 0.0
-    names = [name for name in SELECTORS if (name, SHARES[0]) in rows[0]]
+    names = [name for name in MEASURED_SELECTORS if (name, SHARES[0]) in rows[0]]
     levels = [key[1] for key in rows[0] if isinstance(key, tuple) and key[0] == "level"]
     gained = {} if shift is None else shift_figures(rows, shift, names)
     return LinkReport(
@@ -204,7 +203,7 @@ class _Measured:
         }
         if self._shift is not None:
             out["shifted"] = self._kl_behind(self._linked(self._caches, self._shift))
-        for name in SELECTORS:
+        for name in MEASURED_SELECTORS:
             for share in SHARES:
                 kl = self._repaired(self._caches, name, share)
                 if kl is not None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvwire.reuse import Selector
 
 DEFAULT_SELECTOR = "attention"
+MEASURED_SELECTORS = ("attention", "blend", "cacheblend", "first")
+"""Measured by ``kvwire check-model``: what ``auto`` chooses from."""
 VERSION = 2
 _READ = (1, 2)
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -144,7 +144,7 @@ def _keys(spans: Sequence[Span], finest: int) -> list[Patch]:
     if "recompute" in what:
         keys.append(Patch(color=_RECOMPUTED, label="recomputed (document: chunks)"))
     if "head start" in what:
-        keys.append(Patch(color=_HEAD_START, label="head start"))
+        keys.append(Patch(color=_HEAD_START, label="prefix layers"))
     if what & {"cancelled", "failed"}:
         keys.append(Patch(facecolor=_LOST, edgecolor="white", hatch="////", label="fetch lost or cancelled"))
     return keys

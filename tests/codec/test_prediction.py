@@ -261,7 +261,7 @@ def test_hidden_states_are_checked(head_profile):
             with pytest.raises(ArgumentError, match=r"hidden=engine\.prefix_states"):
                 read(blob, profile=head_profile, hidden=wrong)
     other = cut.with_metadata(blob, cut.metadata(blob) | {"head_start": 3})
-    with pytest.raises(CorruptError, match="head start"):
+    with pytest.raises(CorruptError, match="other prefix layers"):
         decode(other, None, head_profile, hidden=hidden)
     hidden = hidden.clone()
     hidden[3, 1] = torch.nan

@@ -162,5 +162,5 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of few tokens, and few ways to repair them: commands are tried, not models."""
     monkeypatch.setattr(link_check, "PIECES", 3)
     monkeypatch.setattr(link_check, "PIECE_TOKENS", 48)
-    monkeypatch.setattr(link_check, "SELECTORS", ("attention", "first"))
+    monkeypatch.setattr(link_check, "MEASURED_SELECTORS", ("attention", "first"))
     monkeypatch.setattr(link_check, "_LEVEL_PROMPTS", 1)

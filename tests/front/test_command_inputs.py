@@ -10,6 +10,8 @@ import pytest
 import kvwire
 from kvwire.cli.inputs import read_file, read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
+from kvwire.store import MemoryStore
+from kvwire.store.schemes import SCHEMES
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,27 @@ def test_a_store_that_is_not_there_is_told_before_and_behind_tiers(run, tmp_path
     code, _, err = run("store", "ls", "--store", "memory:", *tiers)
     assert code != 0
     assert "a memory store ends with this command" in err
+
+
+class Absent(MemoryStore):
+    """A new store that is not there yet."""
+
+    url = "absent://host/a"
+    is_lasting = True
+
+    def exists(self):
+        return False
+
+
+def test_a_new_store_tells_itself_whether_it_is_there_and_lasts(run, monkeypatch):
+    monkeypatch.setitem(SCHEMES, "absent", lambda _url, _token: Absent())
+    code, out, err = run("store", "ls", "--store", "absent://secret@host/a")
+    assert (code, out) == (3, "")
+    assert "there is no store at absent://host/a; check the address" in err
+    monkeypatch.setattr(Absent, "is_lasting", False)
+    code, _, err = run("store", "ls", "--store", "absent://host/a")
+    assert code == 2
+    assert "ends with this command" in err
 
 
 def test_a_size_of_a_cache_needs_its_folder(run, tmp_path, monkeypatch):

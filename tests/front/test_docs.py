@@ -25,5 +25,15 @@ def test_links_and_paths_lead_to_files(page):
     assert not missing + [path for path in paths if not (ROOT / path).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_modules_named_by_the_end_of_their_path_are_there(page):
+    """Such as ``policies/simple.py`` on a page about policies."""
+    modules = {
+        f"/{path.relative_to(ROOT).as_posix()}" for room in ROOMS.split("|") for path in (ROOT / room).rglob("*.py")
+    }
+    named = re.findall(r"`([\w./-]*\w\.py)\b", outside_code(page))
+    assert not [name for name in named if not any(module.endswith(f"/{name}") for module in modules)]
+
+
 def test_how_to_pages_are_short():
     assert not [page.name for page in PAGES if page.parent.name == "how-to" and len(page.read_text().splitlines()) > 40]

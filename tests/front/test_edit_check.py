@@ -31,7 +31,7 @@ def test_donors_differ_in_about_the_share_that_is_asked_for(texts, share):
 
 def test_edits_lose_less_than_the_donor_and_repair_gives_back(small, texts, monkeypatch):
     monkeypatch.setattr(edit_check, "TOKENS", 160)
-    monkeypatch.setattr(edit_check, "SELECTORS", ("attention",))
+    monkeypatch.setattr(edit_check, "MEASURED_SELECTORS", ("attention",))
     monkeypatch.setattr(edit_check, "SHARES", (0.3, 1.0))
     told = []
     report = check_edits(small.engine, texts, 2, tell=told.append)

@@ -356,7 +356,7 @@ def test_a_deadline_is_kept_or_not_as_without_donors(small, corpus, prompt):
 
 def test_the_command_line_plans_and_asks_similar_prompts(run, small, demo_model, tmp_path, monkeypatch):
     monkeypatch.setattr(edit_check, "TOKENS", 96)
-    monkeypatch.setattr(edit_check, "SELECTORS", ("first",))
+    monkeypatch.setattr(edit_check, "MEASURED_SELECTORS", ("first",))
     monkeypatch.setattr(edit_check, "EDITED", (0.1,))
     texts, store, prompt = tmp_path / "texts", tmp_path / "store", tmp_path / "prompt.txt"
     texts.mkdir()
