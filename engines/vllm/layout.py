@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta, LayerSpec
 
     from .pages import Pages
-    from .saving import SaveMode
+    from .save_scheduling import SaveMode
 
 _KINDS = {
     FullAttentionSpec: (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),

@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.connector import KvwireConnector
 from kvwire.engines.vllm.requests import PARAMS, Choice
-from kvwire.engines.vllm.saving import SaveScheduler
+from kvwire.engines.vllm.save_scheduling import SaveScheduler
 from kvwire.store import FolderStore
 
 from ..small_disk import on_small_disk
