@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit(2)
     use_environment()
     load = os.getloadavg()[0]
-    rows = _measured(args)
+    rows, kept_bytes = _measured(args)
     settings = {
         "model": args.model.parent.name if args.model.name == "model" else args.model.name.split(".")[0],
         "text": args.text.stem, "documents": args.documents, "document_tokens": args.document_tokens,
@@ -66,7 +66,7 @@ def main() -> None:
             for name, row in rows.items()
         ],
     ))  # fmt: skip
-    write_json(args.out, "repair_in_use", settings, rows)
+    write_json(args.out, "repair_in_use", settings, {"requests": rows, "kept_bytes": kept_bytes})
 
 
 def _arguments() -> argparse.Namespace:
@@ -83,8 +83,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """For each request of a combination's, and for vLLM's own prefill: what was seen of all combinations."""
+def _measured(args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], int]:
+    """For each request, and for vLLM's own prefill, what was seen of all combinations; bytes of all kept rows."""
     import torch
 
     from kvwire import Profile, open_engine
@@ -122,7 +122,8 @@ def _measured(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         prompts = ["".join(f"{{{{kvwire:{name}}}}}" for name in combination) for combination in asked]
         questions = [list(engine.tokenize(question)) for question in QUESTIONS]
         serving.ask({"prompt": questions[0] * 8})
-        return _requests(args, serving, makers, repairer, counts, prompts, questions)
+        rows = _requests(args, serving, makers, repairer, counts, prompts, questions)
+        return rows, sum(path.stat().st_size for path in (folder / "store").rglob("*.kvr*"))
 
 
 def _requests(
