@@ -7,11 +7,12 @@ the cost of leaving them out.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvwire.errors import ArgumentError, MismatchError, NotFoundError
+from kvwire.engines.texts import TextEngine
+from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import KVCache
 
 if TYPE_CHECKING:
@@ -23,19 +24,14 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Statistics
     from kvwire.reuse import AttentionSummary, Narrowing, SoftTokens
-    from kvwire.types import CacheMeta, Chat, RenderedChat
-
-Place: TypeAlias = Literal["first", "middle", "last"]
-"""Place of a text in a prompt."""
-Trust: TypeAlias = Literal["frame", "document"]
-"""Author of a text: ``frame``, the caller, whose text may contain control tokens; ``document``, all others."""
+    from kvwire.types import CacheMeta
 
 
 class PassStoppedError(Exception):
     """A forward pass ended early on request, see ``Engine.stoppable``."""
 
 
-class Engine(Protocol):
+class Engine(TextEngine, Protocol):
     """One model: documents to caches, and caches and a question to the first token.
 
     Methods of an engine are called by one thread at a time, except ``synchronize``, called by a decoding thread while
@@ -103,102 +99,6 @@ class Engine(Protocol):
     def can_join(self) -> bool:
         """Whether ``extend_together`` may work, subject to ``check_together``."""
         return False
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether texts can be tokenised; if not, callers pass token ids."""
-        return False
-
-    @property
-    def opening_tokens(self) -> tuple[int, ...]:
-        """Tokens that the tokenizer puts before a whole text, such as BOS; ``tokenize`` leaves them out."""
-        return ()
-
-    def tokenize(self, text: str, *, place: Place = "middle", trust: Trust = "document") -> list[int]:
-        """Tokenise a piece of a prompt, without special tokens around it.
-
-        Args:
-            text: The piece.
-            place: Its place in the prompt; documents count as ``middle``, wherever they are.
-            trust: ``frame``: the caller's own text, which may contain control tokens; ``document``: plain text.
-
-        Raises:
-            NotFoundError: The engine has no tokenizer.
-        """
-        raise _no_tokenizer((text, place, trust))
-
-    def detokenize(self, token_ids: Sequence[int], *, special: bool = True) -> str:
-        """The text of token ids.
-
-        Args:
-            token_ids: Of the vocabulary.
-            special: Whether special tokens are spelt out; answers leave them out.
-
-        Raises:
-            NotFoundError: The engine has no tokenizer.
-        """
-        raise _no_tokenizer((token_ids, special))
-
-    def render_chat(self, chat: Chat, question: str) -> RenderedChat:
-        """Render a chat by the model's template. Optional: without it, ``Loader.ask`` takes no chats.
-
-        Args:
-            chat: Turns around the documents.
-            question: The user's text after them.
-
-        Returns:
-            Token ids before and after the documents, and those that end the answer.
-
-        Raises:
-            NotFoundError: The model has no chat template.
-            ArgumentError: The template fails on this chat, or alters the documents' text.
-        """
-        del chat, question
-        raise NotFoundError("this engine renders no chats; open the model with transformers, or pass token ids")
-
-    def check_chat(self, chat: Chat, question: str, documents: Sequence[Sequence[int]], rendered: RenderedChat) -> str:
-        """Compare the prompt's tokens with those of the template rendered over the whole text.
-
-        Args:
-            chat: Turns around the documents.
-            question: The user's text after them.
-            documents: Token ids of each.
-            rendered: The output of ``render_chat``.
-
-        Returns:
-            The first difference in words; empty if there is none.
-        """
-        del chat, question, documents, rendered
-        return ""
-
-    def render_turn(self, chat: Chat, question: str) -> RenderedChat:
-        """Render the next user turn of a conversation, after an answer. Optional.
-
-        Args:
-            chat: The conversation; its earlier turns and system text are not rendered.
-            question: The user's text.
-
-        Returns:
-            The tokens, all in ``tail``.
-
-        Raises:
-            NotFoundError: The model has no chat template.
-            ArgumentError: The template fails on this chat.
-        """
-        return self.render_chat(chat, question)
-
-    def check_turns(self, chat: Chat, token_ids: Sequence[int]) -> str:
-        """Compare a conversation's tokens with those of its template rendered over all turns.
-
-        Args:
-            chat: The conversation.
-            token_ids: All its tokens.
-
-        Returns:
-            The first difference in words; empty if there is none.
-        """
-        del chat, token_ids
-        return ""
 
     @property
     def soft_tokens(self) -> SoftTokens | None:
@@ -467,7 +367,3 @@ class Engine(Protocol):
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def _no_tokenizer(_: object) -> NotFoundError:
-    return NotFoundError("this engine has no tokenizer; pass token ids instead of texts")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.engines.base import Place, Trust
+    from kvwire.engines.texts import Place, Trust
     from kvwire.errors import KvwireError
     from kvwire.types import CacheMeta, KVCache
 

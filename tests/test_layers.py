@@ -60,7 +60,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
+    "engines": [{"texts.py"}, {"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
     "reuse": [
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},

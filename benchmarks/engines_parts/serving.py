@@ -67,6 +67,18 @@ class Serving:
         logprobs = {token: entry.logprob for token, entry in found[0].items()} if found else {}
         return Answer(seconds, out.num_cached_tokens, logprobs, (out.kv_transfer_params or {}).get("kvwire", {}))
 
+    def tokens(self, body: Mapping[str, Any], count: int) -> list[int]:
+        """Greedy tokens behind a prompt, as ``ask`` takes it."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = body.get("kv_transfer_params")
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, extra_args=extra)
+        prompt = TokensPrompt(prompt_token_ids=list(body["prompt"]), cache_salt=body.get("cache_salt"))
+        (out,) = self.llm.generate([prompt], [sampling], use_tqdm=False)
+        return list(out.outputs[0].token_ids)
+
     def forget(self) -> None:
         """Have vLLM drop what it has of prompts."""
         assert self.llm.reset_prefix_cache()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvwire.engines.base import Place
+    from kvwire.engines.texts import Place
     from kvwire.engines.transformers.tokenizing import PieceTokenizer
 
 

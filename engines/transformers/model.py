@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvwire.engines.base import Place, Trust
+    from kvwire.engines.texts import Place, Trust
     from kvwire.engines.transformers.soft import SoftEmbedding
     from kvwire.reuse import SoftTokens
     from kvwire.types import Chat, RenderedChat

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvwire.engines.base import Place, Trust
+    from kvwire.engines.texts import Place, Trust
 
 _BOM = "\ufeff"
 _MARKUP = re.compile(r"<.+>|\[.+\]", re.DOTALL)

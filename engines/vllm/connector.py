@@ -29,7 +29,8 @@ from .opening import ConnectorSettings, check_version, log_as_vllm
 from .prefetching import Prefetcher, PrefetchHint
 from .proxy.outcome_socket import OutcomeSender
 from .requests import PARAMS
-from .saving import PageSave, PageSaver, SaveScheduler
+from .save_scheduling import PageSave, SaveScheduler
+from .saving import PageSaver
 from .scheduling import ConnectorScheduler, PageLoad, names_documents, salt_apart
 from .working import ConnectorWorker
 

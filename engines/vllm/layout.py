@@ -10,13 +10,23 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvwire.errors import ArgumentError, MismatchError
 
-from .pages import DTYPES, BlockTable, PackedPages, PageFormat, StridedPages, layers_with_rows
+from .pages import (
+    DTYPES,
+    RANK,
+    BlockTable,
+    PackedPages,
+    PageFormat,
+    StridedPages,
+    layers_with_rows,
+    pairs_of_halves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,12 +35,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-    from kvwire.types import CacheMeta
+    from kvwire.types import CacheMeta, LayerSpec
 
     from .pages import Pages
-    from .saving import SaveMode
+    from .save_scheduling import SaveMode
 
-_KINDS = (FullAttentionSpec, SlidingWindowSpec)
+_KINDS = {
+    FullAttentionSpec: (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+    SlidingWindowSpec: (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+    MLAAttentionSpec: (KVQuantMode.NONE,),
+}
+"""Pages that documents are loaded into, and how these may hold numbers."""
+_PAIRED = ("deepseek_v2", "deepseek_v3")
+"""Models with latent attention whose rotated numbers vLLM keeps pair by pair; of V3 transformers keeps first all first
+numbers of the pairs, then all second ones."""
 
 
 def check_groups(config: KVCacheConfig, save: SaveMode = "off") -> None:
@@ -41,13 +59,12 @@ def check_groups(config: KVCacheConfig, save: SaveMode = "off") -> None:
         if type(spec) not in _KINDS:
             kind = type(spec).__name__.removesuffix("Spec")
             raise ArgumentError(
-                f"{name} has pages of the kind {kind}; kvwire loads into those of full and sliding-window attention "
-                "alone: serve this model without documents"
+                f"{name} has pages of the kind {kind}; kvwire loads into those of full, sliding-window and latent "
+                "attention alone: serve this model without documents"
             )
-        if mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-            msg = (
-                f"{name} has pages of {mode.name}, which kvwire does not write: serve with --kv-cache-dtype auto or fp8"
-            )
+        if mode not in _KINDS[type(spec)]:
+            ways = "auto or fp8" if len(_KINDS[type(spec)]) > 1 else "auto"
+            msg = f"{name} has pages of {mode.name}, which kvwire does not write: serve with --kv-cache-dtype {ways}"
             raise ArgumentError(msg)
     slides, groups = any(isinstance(spec, SlidingWindowSpec) for _, spec in kinds), len(config.kv_cache_groups)
     if save != "off" and (slides or groups > 1):
@@ -69,12 +86,17 @@ def register_pages(
     if len(caches) != len(own) or set(caches) != set(layers):
         msg = f"vLLM has pages of {len(own)} layers, the documents are of {len(layers)}: name their model"
         raise MismatchError(msg)
-    named = [caches[layer] for layer in layers]
-    forms = [_form(view, modules.get(name), vllm.model_config.dtype) for name, view in named]
-    views, dims = [view for _, view in named], [meta.layers[layer].key_dim for layer in layers]
+    named, specs = [caches[layer] for layer in layers], [meta.layers[layer] for layer in layers]
+    views, dims = [view for _, view in named], [spec.key_dim for spec in specs]
+    is_latent = any(spec.value_rope is not None for spec in specs)
+    if is_latent:
+        views = [view if view.ndim == RANK else view.unsqueeze(1) for view in views]  # all heads share a latent
+        forms = [_latent_form(spec, meta, vllm.model_config.hf_text_config.model_type) for spec in specs]
+    else:
+        forms = [_form(view, modules.get(name), vllm.model_config.dtype) for name, view in named]
     place = {name: at for at, (name, _) in enumerate(named)}
     tables = [_table(group, place) for group in config.kv_cache_groups]
-    if views[0].device.type != "cpu":
+    if is_latent or views[0].device.type != "cpu":
         return StridedPages(views, dims, forms), tables
     return PackedPages(views, dims, _cpu_kernel, forms), tables
 
@@ -102,6 +124,16 @@ def _form(view: Tensor, module: Any, given: torch.dtype) -> PageFormat:  # noqa:
         )
     dtype = torch.float8_e5m2 if kind == "fp8_e5m2" else current_platform.fp8_dtype()
     return PageFormat(dtype, given, float(module._k_scale_float), float(module._v_scale_float))  # noqa: SLF001 - they have no other name
+
+
+def _latent_form(spec: LayerSpec, meta: CacheMeta, model_type: str) -> PageFormat:
+    rope = None if spec.value_rope is None else meta.ropes[spec.value_rope]
+    if rope is None or rope.rotary_dim != spec.value_dim or model_type not in _PAIRED:
+        raise MismatchError(
+            f"kvwire does not know how vLLM keeps the latents of a {model_type}, only of {' and '.join(_PAIRED)}: "
+            "serve this model without documents"
+        )
+    return PageFormat() if rope.interleaved else PageFormat(order=pairs_of_halves(spec.value_dim))
 
 
 def _cpu_kernel(view: Tensor, slots: Tensor, keys: Tensor, values: Tensor, form: PageFormat) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.transport import LinkSettings
 
-    from .saving import SaveMode
+    from .save_scheduling import SaveMode
 
 _TEXTS = (
     "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Write = Callable[[Tensor, Tensor, Tensor, Tensor, "PageFormat"], None]
 
-_RANK = 4
+RANK = 4
 _DIGIT, _FP8_DIGIT = 7, 3  # bits of a number that every dtype of a cache holds exactly
 _OVER = 1.02  # a scale leaves a number a little off, and some writers of fp8 round towards zero
 _MOST_ELEMENTS = 1 << 28  # of a block
@@ -42,6 +42,7 @@ class PageFormat:
     given: torch.dtype | None = None  # in which vLLM's own writer takes keys and values; None: ``dtype``
     key_scale: float = 1.0  # what keys are divided by
     value_scale: float = 1.0  # what values are divided by
+    order: Tensor | None = None  # which element of a value stands at each place; None: their own order
 
     @property
     def digit(self) -> int:
@@ -55,6 +56,8 @@ class PageFormat:
 
     def rows(self, keys: Tensor, values: Tensor, view: Tensor) -> Tensor:
         """Both sides, one behind the other, as a view holds them."""
+        if self.order is not None:
+            values = values[..., self.order.to(values.device)]
         if self.dtype is None:
             return torch.cat((keys, values), -1).to(view.device, view.dtype)
         sides = ((keys, self.key_scale), (values, self.value_scale))
@@ -64,6 +67,8 @@ class PageFormat:
 
     def sides(self, rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
         """Keys and values of what a view holds."""
+        if self.order is not None:
+            return rows[..., :key_dim], rows[..., key_dim:][..., self.order.argsort().to(rows.device)]
         if self.dtype is None:
             return rows[..., :key_dim], rows[..., key_dim:]
         rows = rows.view(self.dtype).float()
@@ -157,13 +162,18 @@ def layers_with_rows(meta: CacheMeta) -> list[int]:
     return [layer for layer, spec in enumerate(meta.layers) if spec.kind != "none"]
 
 
+def pairs_of_halves(count: int) -> Tensor:
+    """``PageFormat.order`` of pages that keep pair by pair what caches keep in halves, first all first numbers."""
+    return torch.arange(count).view(2, -1).T.flatten()
+
+
 def check_views(views: Sequence[Tensor], key_dims: Sequence[int], forms: Sequence[PageFormat]) -> None:
     """Refuse what are no pages."""
     if not views or not len(views) == len(key_dims) == len(forms):
         raise MismatchError(f"{len(views)} layers of pages for {len(key_dims)} layers of a cache")
     for layer, (view, dim, form) in enumerate(zip(views, key_dims, forms, strict=True)):
         is_known = view.dtype in DTYPES if form.dtype is None else view.element_size() == form.dtype.itemsize
-        if view.ndim != _RANK or not 0 < dim < view.shape[3] or not is_known:
+        if view.ndim != RANK or not 0 < dim < view.shape[3] or not is_known:
             raise MismatchError(
                 f"layer {layer}: pages are [blocks, heads, block_tokens, key_dim + value_dim] of float32, bfloat16 or "
                 f"float16, got {tuple(view.shape)} of {view.dtype} with keys of {dim}: kvwire does not know this layout"

@@ -215,9 +215,6 @@ def check_layers(pages: Pages, meta: CacheMeta) -> None:
         raise MismatchError(msg)
     for layer, view in zip(layers, pages.views, strict=True):
         spec = meta.layers[layer]
-        if spec.value_rope is not None:
-            msg = f"layer {layer} has latent attention, which kvwire does not load into vLLM's pages yet"
-            raise MismatchError(f"{msg}: serve this model without documents")
         if view.shape[3] != spec.key_dim + spec.value_dim or spec.kv_heads % view.shape[1]:
             raise MismatchError(
                 f"layer {layer}: vLLM's pages hold {view.shape[1]} heads of {view.shape[3]} elements, the documents' "

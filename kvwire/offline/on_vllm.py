@@ -31,7 +31,7 @@ from kvwire.store.prefix.index import opening_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from kvwire.engines.base import Place, Trust
+    from kvwire.engines.texts import Place, Trust
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import ModelRecord
 

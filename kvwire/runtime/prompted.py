@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.controller import Goal
-    from kvwire.engines.base import Engine, Place
+    from kvwire.engines.base import Engine
+    from kvwire.engines.texts import Place
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.document import Timeouts

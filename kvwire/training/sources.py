@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from kvwire.engines.base import Trust
+    from kvwire.engines.texts import Trust
     from kvwire.reuse import LinkLayout
 
 _TEXTS = (".txt", ".md")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from contextlib import ExitStack, contextmanager
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,3 +134,55 @@ def serving_llm(
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+@dataclass
+class ApiServer:
+    """vLLM's server in a process of its own."""
+
+    url: str
+    process: subprocess.Popen
+    log: object
+
+    def words(self):
+        """What it has said."""
+        self.log.seek(0)
+        return self.log.read()
+
+
+@contextmanager
+def api_server(model: Path, *options: str, **extra: object) -> Iterator[ApiServer]:
+    """vLLM's server with the connector, once it answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as found:
+        port = found.getsockname()[1]
+    transfer = {
+        "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
+        "--enforce-eager", "--block-size", "32", "--port", str(port), "--served-model-name", "tiny",
+        "--num-gpu-blocks-override", "128", "--kv-transfer-config", json.dumps(transfer), *options,
+    ]  # fmt: skip
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
+        server = ApiServer(f"http://127.0.0.1:{port}", process, log)
+        try:
+            until = time.monotonic() + 300
+            while True:
+                assert time.monotonic() < until
+                assert process.poll() is None, server.words()[-3000:]
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()

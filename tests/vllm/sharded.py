@@ -10,7 +10,8 @@ from contextlib import closing
 import torch
 
 from kvwire.engines.vllm.pages import StridedPages
-from kvwire.engines.vllm.saving import PageSave, PageSaver
+from kvwire.engines.vllm.save_scheduling import PageSave
+from kvwire.engines.vllm.saving import PageSaver
 from kvwire.engines.vllm.shards import Shards
 from kvwire.runtime.corpus import Corpus
 from kvwire.store import FolderStore

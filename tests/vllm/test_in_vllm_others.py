@@ -19,12 +19,10 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.connector import KvwireConnector
 from kvwire.engines.vllm.requests import PARAMS, Choice
-from kvwire.engines.vllm.saving import SaveScheduler
+from kvwire.engines.vllm.save_scheduling import SaveScheduler
 from kvwire.store import FolderStore
 
 from ..small_disk import on_small_disk
@@ -204,18 +202,6 @@ def test_a_request_that_ends_after_it_was_preempted_is_not_saved(computed, outpu
     }
 
 
-def deepseek(folder):
-    """A tiny model with latent attention; without experts, whose names differ in vLLM."""
-    config = DeepseekV3Config(
-        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
-        n_group=1, topk_group=1, first_k_dense_replace=2, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
-        qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=2048,
-    )  # fmt: skip
-    DeepseekV3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("wrong", "say"),
     [
@@ -224,7 +210,6 @@ def deepseek(folder):
         ("nobody listens", "StorageError"),
         ("no answer", "StorageError"),
         ("a setting", "ArgumentError: kv_connector_extra_config has no 'stor'"),
-        ("latent attention", "ArgumentError: .* pages of the kind MLAAttention"),
     ],
 )
 def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
@@ -238,10 +223,6 @@ def test_start_up_errors_end_the_server(model, tmp_path, wrong, say):
             encoded(open_engine(tmp_path / "other", dtype=torch.float32), other)
     elif wrong == "a setting":
         extra = {"stor": address}
-    elif wrong == "latent attention":
-        model = deepseek(tmp_path / "deepseek")
-        with closing(FolderStore(store)) as other:
-            encoded(open_engine(model, dtype=torch.float32), other)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         port = silent.getsockname()[1] if wrong == "no answer" else 9
         if wrong in ("no answer", "nobody listens"):

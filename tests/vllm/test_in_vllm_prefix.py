@@ -31,7 +31,7 @@ from kvwire.store import S3Store
 from kvwire.vllm import Choice, request_body
 
 from ..s3_servers import ministack
-from .faulty_run import counted, drawn, processes, state_of
+from .faulty_run import apart_from, counted, drawn, processes, state_of
 from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -53,7 +53,7 @@ def places(model, tmp_path_factory):
         store = stack.enter_context(closing(S3Store(server.address("vllm"))))
         engine = open_engine(model, dtype=torch.float32)
         corpus = encoded(engine, store, index=("kvwire:32",))
-        url, extra = server.address("vllm"), {"index": "kvwire:32", "save": "all"}
+        url, extra = server.address("vllm"), {"index": "kvwire:32", "save": "all", "patience_s": 60}  # busy machines
         endpoint = f"ipc://{tmp_path_factory.mktemp('events')}/socket"
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
         first = stack.enter_context(serving_llm(model, url, extra=extra, kv_events_config=events))
@@ -193,6 +193,43 @@ def test_a_conversation_grows_in_the_store_from_vllm_to_vllm(places):
     # what vLLM has in its memory may have been loaded: its level is that of the salt
     ((_, _, told, _),) = one.ask(prefix(one, whole[:before], save=True), tokens=3)
     assert "saving_tokens" in told
+
+
+def test_another_vllm_goes_on_with_a_conversation_in_the_same_words(places):
+    """What the first one has in its memory, the other one has from the bucket."""
+    one, other = places
+    whole = drawn(70, 400)
+    ((_, tokens, told, _),) = one.ask(prefix(one, whole, save=True), tokens=9)
+    assert told["saving_tokens"] == 408
+    whole += tokens[:8]
+    found(one, whole)
+    whole += drawn(71, 30)
+    ((_, right, told, cached),) = one.ask(prefix(one, whole), tokens=12)
+    assert cached == 384
+    assert "loaded_tokens" not in told
+    ((_, tokens, told, cached),) = other.ask(prefix(other, whole), tokens=12)
+    assert (told["loaded_tokens"], told["lost_tokens"], cached) == (408, 0, 408)
+    assert tokens == right
+
+
+@pytest.mark.parametrize(("edited", "shared"), [((450, 500), 450), ((230, 280), 230), ((0, 50), 0)])
+def test_a_prompt_that_is_nine_tenths_of_a_kept_one_gets_what_stands_before_its_edit(places, edited, shared):
+    """vLLM computes from the first other token on, and says what it says where nothing is loaded."""
+    one, other = places
+    start, stop = edited
+    prompt = drawn(1000 + start, 500)  # each its own, or the other vLLM had some of it in its memory
+    one.ask({"prompt": prompt})
+    hit = found(one, prompt)
+    prompt = [*prompt[:start], *drawn(80, stop - start), *prompt[stop:]]
+    (plain,) = other.outputs({"prompt": prompt}, tokens=12)
+    (out,) = other.outputs(prefix(other, prompt), tokens=12)
+    told, cache = out.kv_transfer_params["kvwire"], None
+    assert told.get("loaded_tokens", 0) == shared
+    assert out.num_cached_tokens == shared
+    if shared:
+        cache = decoded(one, hit.document.document_id, tokens=shared)
+    assert apart_from(other, prompt, cache, out.outputs[0]) <= CLOSE
+    assert list(out.outputs[0].token_ids) == list(plain.outputs[0].token_ids)
 
 
 def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):

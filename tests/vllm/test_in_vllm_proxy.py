@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,49 +24,11 @@ from kvwire.store import FolderStore
 from kvwire.vllm import BodyMaker, ProxySettings, VllmProxy, Wanted
 
 from ..engines.test_chat import CHATML, TEXTS, tokenizer_of
-from .inside import save_model
+from .inside import api_server, save_model
 
 pytestmark = pytest.mark.filterwarnings("default")
 ONE, TWO = TEXTS[0] * 9, TEXTS[1].strip() * 5 + "\n"
 SYSTEM = {"role": "system", "content": "Answer shortly, and only from what you were given to read."}
-
-
-@contextmanager
-def api_server(model, **extra):
-    """vLLM's server with the connector; its address."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as found:
-        port = found.getsockname()[1]
-    transfer = {
-        "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
-    }  # fmt: skip
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
-        "--enforce-eager", "--block-size", "32", "--port", str(port), "--served-model-name", "tiny",
-        "--num-gpu-blocks-override", "128", "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own) as server,
-    ):
-        try:
-            until = time.monotonic() + 300
-            while True:
-                assert time.monotonic() < until
-                assert server.poll() is None, log.seek(0) or log.read()[-3000:]
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +43,7 @@ def place(tmp_path_factory):
         list(corpus.encode([Document(n, tuple(engine.tokenize(t))) for n, t in {"one": ONE, "two": TWO}.items()]))
         extra = {"store": f"file://{root}/store", "save": "asked", "index": "kvwire:32", "outcomes": str(outcomes)}
         with api_server(root / "model", **extra) as upstream:
-            yield corpus, root / "model", upstream, outcomes
+            yield corpus, root / "model", upstream.url, outcomes
 
 
 def asking(place, work, **wanted):

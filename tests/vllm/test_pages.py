@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.engines.vllm.pages import PackedPages, PageFormat, StridedPages, learn_order, probe, slots_of
+from kvwire.engines.vllm.pages import (
+    PackedPages,
+    PageFormat,
+    StridedPages,
+    learn_order,
+    pairs_of_halves,
+    probe,
+    slots_of,
+)
 from kvwire.engines.vllm.working import check_layers
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import CacheMeta, LayerSpec
@@ -71,6 +79,27 @@ def test_what_is_written_is_what_the_reference_writes(order, block_tokens, heads
         assert torch.equal(back[1], values.to(dtype))
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.sampled_from([16, 64]), st.integers(0, 40))
+def test_latents_lie_pair_by_pair(latent, half, block_tokens, start):
+    """A latent as it is, and behind it the rotated numbers, whose halves become pairs."""
+    view = torch.zeros(4, block_tokens, latent + 2 * half)
+    pages = StridedPages([view.unsqueeze(1)], [latent], [PageFormat(order=pairs_of_halves(2 * half))])
+    probe(pages)
+    slots = slots_of([3, 1], block_tokens, start % block_tokens, start % block_tokens + block_tokens)
+    keys, values = torch.randn(1, block_tokens, latent), torch.randn(1, block_tokens, 2 * half)
+    pages.write(0, slots, keys, values)
+    right = torch.zeros_like(view)
+    for token, slot in enumerate(slots.tolist()):
+        row = right[slot // block_tokens, slot % block_tokens]
+        row[:latent] = keys[0, token]
+        for pair in range(half):
+            row[latent + 2 * pair] = values[0, token, pair]
+            row[latent + 2 * pair + 1] = values[0, token, half + pair]
+    assert torch.equal(view, right)
+    for mine, right in zip(pages.read(0, slots), (keys, values), strict=True):
+        assert torch.equal(mine, right)
 
 
 def test_blocks_that_the_engine_splits_are_addressed_by_the_same_slots():
@@ -202,7 +231,6 @@ def test_a_packed_block_in_pieces_is_refused():
 @pytest.mark.parametrize(
     ("spec", "say"),
     [
-        (LayerSpec(1, 4, 4, "full", None, None, 0), "latent attention"),
         (LayerSpec(3, 4, 4, rope=0), "2 heads of 8 elements, the documents' caches 3 of 8"),
         (LayerSpec(2, 8, 8, rope=0), "2 heads of 8 elements, the documents' caches 2 of 16"),
     ],

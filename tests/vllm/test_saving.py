@@ -19,7 +19,8 @@ import torch
 from kvwire.engines.vllm import saving as module
 from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.pages import StridedPages, slots_of
-from kvwire.engines.vllm.saving import SAVED, PageSave, PageSaver, SaveScheduler
+from kvwire.engines.vllm.save_scheduling import PageSave, SaveScheduler
+from kvwire.engines.vllm.saving import SAVED, PageSaver
 from kvwire.engines.vllm.working import ConnectorWorker
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 from kvwire.reuse import link
