@@ -52,6 +52,8 @@ LEAST, MOST = 32, 2048
 DONORS, HALF = 4, 0.5
 LEVEL, SHARE = 1, 0.15
 """What donors' rows are fetched at, and the share of rows behind a hole that is computed anew."""
+MOST_BRUTE = 200
+"""Requests of a log whose donors are found by brute force, too: it takes the square of their number."""
 ALIGNED = 40
 """Of those that may share most tokens, as many are compared with a request by brute force."""
 
@@ -328,7 +330,7 @@ def donors_of(asked: list[list[int]], every: int) -> dict[str, Any]:
         f"{at}: {name}": Choosing(place, *way)
         for at, place in PLACES.items()
         for name, way in WAYS.items()
-        if at == "two cores" or not way[1]
+        if not way[1] or (at == "two cores" and len(asked) <= MOST_BRUTE)
     }
     everything, similar, pairs = Everything(), list[int](), list[tuple[int, int, int]]()
     store = Kept()

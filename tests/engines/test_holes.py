@@ -29,7 +29,7 @@ class Removing:
     def __init__(self, meta, kept):
         self.meta, self.kept = meta, kept
 
-    def record(self, module, query, key, value, mask=None, *_, **options):
+    def record(self, module, query, key, value, *_, **options):
         assert is_plain_attention(options)
         spec, kept = self.meta.layers[module.layer_idx], self.kept[module.layer_idx]
         heads, rows, columns = query.shape[1], query.shape[2], key.shape[2]
