@@ -34,8 +34,8 @@ LEAST_SAVED = 0.1
 of no mask left out, which plans do not know."""
 LEAST_REUSED = 16
 """Tokens that a donor gives at least: fewer are a phrase."""
-SEARCH_ROUNDS = 4
-"""Requests one after the other until the first byte of a donor's rows: features, texts, headers, chunks."""
+SEARCH_ROUNDS, LOAD_ROUNDS = 3, 2
+"""Requests one after the other of a search (features, texts, headers), and until the first byte of a load's rows."""
 _MOST_DONORS = 4
 _NO_GAIN = "with it, the prompt takes no less"
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
@@ -60,7 +60,7 @@ class ReuseCosts:
         if not tokens:
             return 0.0
         decode_s = self.costs.decode.apart(-(-tokens // CHUNK_TOKENS), tokens, size)
-        return self.ttfb_s + max(size / self.bandwidth, decode_s)
+        return LOAD_ROUNDS * self.ttfb_s + max(size / self.bandwidth, decode_s)
 
     def text_s(self, tokens: int, before: int) -> float:
         """Seconds of a pass over tokens behind others."""
@@ -150,7 +150,7 @@ def search_can_pay(costs: ReuseCosts, total: int, last: int, share: float, token
     """
     before = max(0, total - last)
     best_s = (
-        (SEARCH_ROUNDS - 1) * costs.ttfb_s + costs.load_s(int(before * token_bytes), before) + costs.closing_s(before)
+        SEARCH_ROUNDS * costs.ttfb_s + costs.load_s(int(before * token_bytes), before) + costs.closing_s(before)
         + costs.rows_s(ceil(share * before), total) + costs.text_s(total - before, before)
     )  # fmt: skip
     return best_s <= (1 - LEAST_GAIN) * costs.text_s(total, 0)
