@@ -187,7 +187,7 @@ class Prompter:
         terms = EditTerms(costs or self._costs(), await self._edit_repair(timeouts, misses), goal, last)
         look = partial(
             self._similar.search, whole[before:], hit, terms, misses, named=reusing.donors,
-            is_forced=reusing.mode == "donors",
+            is_forced=reusing.mode == "donors", tells_all=costs is not None,
         )  # fmt: skip
         try:
             return await self._session.look_up(look, timeouts.patience if reusing.donors else timeouts.soon)

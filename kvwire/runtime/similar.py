@@ -205,7 +205,7 @@ class SimilarPrompts:
 
     def search(
         self, token_ids: Sequence[int], hit: PrefixHit | None, terms: EditTerms, misses: list[str], *,
-        named: Sequence[str] = (), is_forced: bool = False,
+        named: Sequence[str] = (), is_forced: bool = False, tells_all: bool = False,
     ) -> Search:  # fmt: skip
         """Find donors of a prompt and plan.
 
@@ -216,6 +216,7 @@ class SimilarPrompts:
             misses: What is wrong is added.
             named: Donors by name; empty: they are searched.
             is_forced: Use the best donors, whether they pay or not.
+            tells_all: Plan also where no header has to be read to know that nothing pays.
 
         Returns:
             What was found.
@@ -232,7 +233,7 @@ class SimilarPrompts:
         for donor in donors:
             plans.consider(donor)
         why, least_s = "", plans.least_s()
-        if not is_forced and least_s > (1 - LEAST_GAIN) * rival_s:
+        if not (is_forced or tells_all) and least_s > (1 - LEAST_GAIN) * rival_s:
             why = f"all donors together take at least {least_s:.3g} s, and {rival_s:.3g} s without donors"
         best = None if why else plans.best(self._check)
         if best is not None:

@@ -172,6 +172,21 @@ def test_donors_are_not_looked_for_where_looking_takes_as_long_as_computing(smal
         assert not answer.misses
 
 
+def test_no_header_is_read_of_donors_that_share_too_little(small, texts):
+    """A plan that is asked for tells what they would take all the same."""
+    store = CountingStore(stored(small, texts[0]).catalog.store)
+    corpus = filled(small, small.engine, store)
+    blob = corpus.find("donor").blob_key
+    prompt = (*texts[0][:60], *texts[1][:400])
+    with Loader(small.engine, corpus, costs=NEVER, settings=LoadSettings(**FINE)) as made:
+        store.reset()
+        assert made.ask_prompt(prompt, reuse="auto").reused.loaded == 0
+        assert not [key for method, key in store.tallies() if key == blob]
+        best = made.plan_prompt(prompt).best
+        assert best.script.reused == 60
+        assert [key for method, key in store.tallies() if key == blob]
+
+
 def test_prompts_like_no_other_are_soon_searched_for_no_more(small, texts):
     """No test of the time that it takes: requests for features are counted."""
     store = CountingStore(stored(small, texts[0]).catalog.store)
