@@ -5,7 +5,7 @@
 Quality: made reports of one template, whose values differ between donor and request; the model is asked for one that
 differs. The donor's cache as it is answers as the donor's prompt does, so as an answer cache (GPTCache) would. Time:
 three such reports as one prompt, loaded over HTTP and an emulated link, in turns with text and with the exact prefix.
-Search: made token ids of 100,000 donors behind a store that counts requests.
+Search: made token ids of 100,000 donors behind a store that counts requests. Simulated: see similar_parts/simulated.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from measure import add_common_options, one_thread, write_json
+from similar_parts import simulated
 from test_parts.store_wrappers import CountingStore
 
 import kvwire
@@ -393,7 +394,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--links", nargs="*", default=["50mbit", "500mbit"])
     parser.add_argument("--donors", type=int, default=100_000)
-    parser.add_argument("--parts", nargs="*", default=["search", "quality", "first_token"])
+    parser.add_argument("--parts", nargs="*", default=["search", "quality", "first_token", "simulated"])
     args = parser.parse_args()
     one_thread()
     known = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
@@ -408,6 +409,8 @@ def main() -> None:
     if "search" in args.parts:
         results["search"] = search(args.donors, 400)
         print(results["search"], flush=True)
+    if "simulated" in args.parts:
+        results["simulated"] = simulated.rows()
     if set(args.parts) & {"quality", "first_token"}:
         engine = kvwire.open_engine(str(args.model))
         if "quality" in args.parts:

@@ -167,8 +167,8 @@ class Controller:
                 return self._outcomes.fetch_failed(chunk, reason)
             case ev.DecodeFailed(chunks, bad, reason):
                 self._outcomes.decoded(chunks, bad, None, reason, out)
-            case ev.RecomputeDone(chunks, seconds, blind):
-                self._outcomes.pass_over(chunks, seconds, blind=blind)
+            case ev.RecomputeDone(chunks, seconds, blind, copied):
+                self._outcomes.pass_over(chunks, seconds, blind=blind, copied=copied)
             case ev.RecomputeFailed(chunk, reason):
                 self._outcomes.pass_failed(chunk, reason)
             case ev.RecomputeInterrupted(chunks, seconds):

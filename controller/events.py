@@ -104,6 +104,7 @@ class RecomputeDone:
     chunks: tuple[ChunkId, ...]
     seconds: float
     blind: bool = False  # it saw its own document alone, though it was to see those before as well: that failed
+    copied: bool = False  # some of it came from another load's prompt; nothing is learnt of what a pass takes
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class RecomputedTogether:
     blind: tuple[ChunkId, ...] = ()
     # loads whose passes cannot be rows of a joined one; they ran alone, and do so from now on
     unfit: tuple[int, ...] = ()
+    copied: bool = False  # as in ``RecomputeDone``
 
 
 @dataclass(frozen=True)

@@ -194,13 +194,14 @@ class Outcomes:
     # Forward passes.
 
     def pass_over(
-        self, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False, stopped: bool = False
-    ) -> None:
+        self, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False, stopped: bool = False,
+        copied: bool = False,
+    ) -> None:  # fmt: skip
         """Take in the end of a forward pass."""
         check_seconds(seconds)
         number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
         job = self._state.workers.end("prefill", "recompute", chunks, number, document, self._state.now)
-        if not (blind or stopped):
+        if not (blind or stopped or copied):
             self._state.estimates.prefill.add(job.tokens, job.context, seconds)
         load = self.load(job.load)
         if load and stopped:
@@ -236,7 +237,7 @@ class Outcomes:
                 "unfit are those of the pass"
             )
         self._state.workers.end("prefill", "joined", job.chunks, job.load, job.document, self._state.now)
-        if self._state.estimates.joined and event.joined and not (event.failed or event.blind):
+        if self._state.estimates.joined and event.joined and not (event.failed or event.blind or event.copied):
             self._state.estimates.joined.add_rows([(each.tokens, each.context) for each in job.passes], event.seconds)
         if not (event.joined or event.failed or event.unfit):
             self._joining.failed()

@@ -35,15 +35,19 @@ def look(
     start: int,
     token_ids: Sequence[int],
     layers: Sequence[int],
+    holes: Sequence[Tensor | None] = (),
 ) -> AttentionSummary:
-    """Run tokens after a prompt, up to the last needed layer's attention, and sum it by token of the prompt."""
+    """Run tokens after a prompt, up to the last needed layer's attention, and sum it by token of the prompt.
+
+    holes: what each layer's heads store of the prompt, if that differs.
+    """
     pairs, kept = tensors
     past = Cache(layers=_layers(pairs, len(token_ids)))
     device = input_device(model)
     positions = torch.arange(start, device=device) if kept is None else kept.to(device)
     ids = torch.tensor([list(token_ids)], device=device)
     at = torch.arange(start, start + len(token_ids), device=device)
-    recorder = _Recorder(model, meta, torch.cat((positions, at)), layers)
+    recorder = _Recorder(model, meta, torch.cat((positions, at)), layers, holes)
     with recording(recorder, model), suppress(_SeenEnoughError):
         model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)
     if not recorder.layers_seen:
@@ -100,11 +104,14 @@ class _Recorder:
     positions: int64 ``[columns]``; the attending tokens come last.
     """
 
-    def __init__(self, model: torch.nn.Module, meta: CacheMeta, positions: Tensor, layers: Sequence[int]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, meta: CacheMeta, positions: Tensor, layers: Sequence[int],
+        holes: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
         self.attention = torch.zeros(len(positions), device=positions.device)
         self.influence = torch.zeros_like(self.attention)
         self.layers_seen = self.layers_moved = 0
-        self._meta, self._positions, self._layers = meta, positions, frozenset(layers)
+        self._meta, self._positions, self._layers, self._holes = meta, positions, frozenset(layers), holes
         self._last = max(layers, default=len(meta.layers) - 1)
         self._modules = {id(module) for module in model.modules()}
         self._thread = threading.get_ident()
@@ -129,7 +136,7 @@ class _Recorder:
             part = grouped[:, :, start : start + step]
             # Heads that share keys are stacked as rows, which avoids copies.
             scores = (part.reshape(kv_heads, -1, part.shape[-1]) @ keys).view(kv_heads, groups, -1, columns)
-            scores = scores.masked_fill_(masked[start : start + step], -torch.inf).softmax(-1)
+            scores = scores.masked_fill_(masked[:, None, start : start + step], -torch.inf).softmax(-1)
             total += scores.sum(2)
             out = scores.view(kv_heads, -1, columns) @ values
             output[:, start : start + step] = out.view(heads, -1, values.shape[-1])
@@ -149,8 +156,13 @@ class _Recorder:
         self.influence += (paid * (sizes / sizes.mean().clamp_min(1e-30))[:, None]).amax((0, 1))
 
     def _visible(self, rows: int, layer: int) -> Tensor:
-        """Mask of the last tokens in a layer, bool ``[rows, columns]``: windows count positions."""
+        """Mask of the last tokens in a layer, bool ``[kv_heads or 1, rows, columns]``: windows count positions."""
         positions = self._positions
         visible = positions <= positions[-rows:, None]
         window = self._meta.layers[layer].window
-        return visible if window is None else visible & (positions[-rows:, None] - positions < window)
+        visible = visible if window is None else visible & (positions[-rows:, None] - positions < window)
+        stored = self._holes[layer] if self._holes else None
+        if stored is None:
+            return visible[None]
+        own = stored.new_ones(len(stored), rows)
+        return visible & torch.cat((stored, own), 1).to(visible.device)[:, None]

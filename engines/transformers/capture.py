@@ -33,6 +33,8 @@ _OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "wo")
 _EAGER = "eager_attention_forward"
 """Name of plain attention in every modeling file of transformers."""
 SDPA = "sdpa"
+SHOWN = frozenset({SDPA, "eager"})
+"""Attention implementations that take masks of any kind, and can be recorded and replaced."""
 
 
 class Recorder(Protocol):

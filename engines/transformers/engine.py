@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
+from kvwire.engines.transformers.fitting import check_fits, gaps_of, holes_differ, tensors_for
+from kvwire.engines.transformers.holes import masking, with_holes
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.plain import (
     batches_of,
@@ -74,8 +75,7 @@ class TransformersEngine(ExtendsTogether):
         """Recompute tokens from text on top of the cache before them, as a prefill of both would.
 
         Args:
-            prefix: The cache before them, positions on; tokens pruned in all its layers and heads alike are masked.
-                None: nothing precedes them.
+            prefix: The cache before them, positions on; pruned tokens are masked. None: nothing precedes them.
             token_ids: The new tokens.
             offset: Position of the first new token if ``prefix`` is None.
 
@@ -88,9 +88,11 @@ class TransformersEngine(ExtendsTogether):
         ids = torch.tensor([list(token_ids)], device=self.device)
         at = torch.arange(start, start + len(token_ids), device=self.device)[None]
         mask = past_mask(past, len(token_ids) + (0 if prefix is None else prefix.tokens))
-        self.model(
-            input_ids=ids, position_ids=at, attention_mask=mask, past_key_values=past, use_cache=True, logits_to_keep=1
-        )
+        with masking(self.model, self.meta, past, len(token_ids)):
+            self.model(
+                input_ids=ids, position_ids=at, attention_mask=mask, past_key_values=past, use_cache=True,
+                logits_to_keep=1,
+            )  # fmt: skip
         new = slice(-len(token_ids), None)
         pairs = [(keys[0, :, new].clone(), values[0, :, new].clone()) for keys, values in tensors_of(past)]
         return self._cache(pairs, token_ids, start)
@@ -213,7 +215,7 @@ class TransformersEngine(ExtendsTogether):
         return filled(self._pairs(cache), self.model.config)
 
     def own_past(self, cache: KVCache) -> DynamicCache:
-        """``past_key_values`` only for ``forward``, which supports gaps in sliding-window layers.
+        """``past_key_values`` only for ``forward``, which supports all pruned caches.
 
         Args:
             cache: Of this model.
@@ -223,7 +225,8 @@ class TransformersEngine(ExtendsTogether):
             tensors, which must not change.
 
         Raises:
-            MismatchError: The cache is of another model, or layers or heads hold different tokens.
+            MismatchError: The cache is of another model, or layers or heads hold different tokens, and the model is
+                compiled, or its attention takes no masks.
         """
         return self._referring(cache) or self._past(cache, self.model.config)
 
@@ -262,8 +265,11 @@ class TransformersEngine(ExtendsTogether):
         return self._cache(rows, token_ids, start)
 
     def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
-        """A ``filled`` cache; gaps stay in it if layers have windows, which count all positions."""
-        if (gaps := gaps_of(cache)) is None:
+        """A ``filled`` cache; gaps stay in it if layers have windows, which count all positions, or if they differ."""
+        gaps = gaps_of(cache)
+        if gaps is None and holes_differ(cache):
+            return with_holes(filled(self._pairs(replace(cache, kept=None))), cache, self.model)
+        if gaps is None:
             return filled(self._pairs(cache), config)
         return with_gaps(filled(self._pairs(replace(cache, kept=None)), config), gaps.to(self.device))
 
@@ -320,14 +326,15 @@ class TransformersEngine(ExtendsTogether):
         self.check_ids(token_ids, start)
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
-        out = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=past_mask(past, start + len(token_ids)),
-            past_key_values=past if past is not None else DynamicCache(config=self.model.config),
-            use_cache=True,
-            logits_to_keep=logits,
-        )
+        with masking(self.model, self.meta, past, len(token_ids)):
+            out = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=past_mask(past, start + len(token_ids)),
+                past_key_values=past if past is not None else DynamicCache(config=self.model.config),
+                use_cache=True,
+                logits_to_keep=logits,
+            )
         return out.logits[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -465,4 +472,9 @@ class TransformersEngine(ExtendsTogether):
 
         self.check_ids(token_ids, cache.tokens)
         self.devices.check_single()
-        return look(self.model, self.meta, self.tensors_for(cache), cache.tokens, token_ids, layers)
+        args = cache.tokens, token_ids, layers
+        if not holes_differ(cache):
+            return look(self.model, self.meta, self.tensors_for(cache), *args)
+        past = self._past(cache)
+        with masking(self.model, self.meta, past, len(token_ids)):
+            return look(self.model, self.meta, (tensors_of(past), None), *args, cache.kept or ())

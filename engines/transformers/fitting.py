@@ -24,26 +24,38 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
 
     Sliding layers need only those in their window.
     """
-    layers = zip(cache.meta.layers, cache.kept or (), strict=False)
-    pruned = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
-    pruned = [(spec, mask) for spec, mask in pruned if not mask[:, _seen(spec, cache.tokens) :].all()]
+    pruned = _pruned(cache)
     if not pruned:
         return None
-    first = pruned[0][1][0]
-    attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
-    same_for_all = len(pruned) == len(attending) and all(bool((mask == first).all()) for _, mask in pruned)
-    if same_for_all and any(spec.window is not None for spec in attending):
+    if holes_differ(cache):
+        raise MismatchError(
+            "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
+            "cannot hold; run it with forward on own_past, keep it unpruned, or give its entries (cache.ragged) to an "
+            "engine with paged attention"
+        )
+    if any(spec.window is not None for spec in cache.meta.layers if spec.kind != "none"):
         raise MismatchError(
             "this cache is pruned, and layers of the model have windows, which count positions that a plain "
             "transformers cache lacks; run it with forward on own_past, keep it unpruned, or give its entries "
             "(cache.ragged) to an engine with paged attention"
         )
-    if not same_for_all:
-        raise MismatchError(
-            "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
-            "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"
-        )
-    return first.nonzero()[:, 0]
+    return pruned[0][0].nonzero()[:, 0]
+
+
+def holes_differ(cache: KVCache) -> bool:
+    """Whether layers or heads of a pruned cache lack different tokens."""
+    pruned = _pruned(cache)
+    attending = sum(spec.kind != "none" for spec in cache.meta.layers)
+    return bool(pruned) and (
+        len(pruned) < attending or any(bool((mask != pruned[0][:1]).any()) for mask in pruned)
+    )  # fmt: skip
+
+
+def _pruned(cache: KVCache) -> list[Tensor]:
+    """Masks of layers that lack tokens which the next one would see."""
+    layers = zip(cache.meta.layers, cache.kept or (), strict=False)
+    masks = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
+    return [mask for spec, mask in masks if not mask[:, _seen(spec, cache.tokens) :].all()]
 
 
 def gaps_of(cache: KVCache) -> Tensor | None:

@@ -14,8 +14,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvwire.engines.transformers.attending import attend, is_plain_attention, scale_of
-from kvwire.engines.transformers.capture import attention_of, recording
+from kvwire.engines.transformers.capture import SHOWN, attention_of, recording
 from kvwire.engines.transformers.devices import input_device
+from kvwire.engines.transformers.holes import by_query_head, layer_number
 from kvwire.engines.transformers.masks import attention_mask, in_format, within
 from kvwire.engines.transformers.text import layers_of
 from kvwire.errors import ArgumentError, MismatchError
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 """Rows per pass, since the mask has so many times the prompt's length. Passes in prompt order equal one pass."""
 _STATES_RANK = 3
-_SHOWN = frozenset({"sdpa", "eager"})
-"""Attention implementations that can be recorded and replaced."""
 
 
 def update_rows(
@@ -110,7 +109,7 @@ class _Pass:
         with ExitStack() as stack:
             if self._narrow or self._holes:
                 self._watch(stack)
-            if self._rows.device.type == "cpu" and attention_of(self._model) in _SHOWN:
+            if self._rows.device.type == "cpu" and attention_of(self._model) in SHOWN:
                 stack.enter_context(recording(self, self._model))
             stack.enter_context(suppress(_WrittenError))
             self._model(
@@ -164,7 +163,7 @@ class _Pass:
         if threading.get_ident() != self._thread:
             return None
         if self._holes:
-            named = {**named, "attention_mask": self._mask_of(_layer_number(module))}
+            named = {**named, "attention_mask": self._mask_of(layer_number(module))}
         if self._dropped:
             named = {name: self._fewer(name, value) for name, value in named.items()}
             inputs = (*inputs[:1], *(self._fewer("", value) for value in inputs[1:]))
@@ -191,9 +190,7 @@ class _Pass:
         visible = self._visible
         if mask is not None:
             mask = mask.to(visible.device)
-            heads = self._model.config.get_text_config(decoder=True).num_attention_heads
-            same_for_all = bool((mask == mask[:1]).all())
-            mask = mask[:1] if same_for_all else mask.repeat_interleave(heads // spec.kv_heads, 0)
+            mask = by_query_head(self._model, self._cache.meta, layer, mask)
             visible = (visible & mask[:, None]) | self._own
         return in_format(self._model, within(visible, spec.window, self._rows))
 
@@ -227,13 +224,3 @@ def _kept_everywhere(cache: KVCache) -> Tensor | None:
     if first is None or any(mask is None or bool((mask != first[:1]).any()) for mask in masks):
         return None
     return first[0]
-
-
-def _layer_number(module: torch.nn.Module) -> int:
-    """Number of a decoder layer in the cache."""
-    found = {getattr(each, "layer_idx", None) for each in module.modules()}
-    numbers = [number for number in found if isinstance(number, int)]
-    if len(numbers) != 1:
-        msg = "a layer of this model does not name its part of the cache (layer_idx); link unpruned documents"
-        raise MismatchError(msg)
-    return numbers[0]

@@ -10,7 +10,7 @@ import asyncio
 import time
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvwire.controller import events as ev
 from kvwire.errors import StorageError
@@ -49,6 +49,7 @@ class ControllerDriver:
         clock: ``time.monotonic``, in seconds.
         meter: Measures transfers over the link for the controller.
         broken: Why it takes no more loads; None if it does.
+        prompts: Of loads under way, by number, those that are one document; see ``PromptWorker.copy``.
     """
 
     def __init__(self, controller: Controller, lock: threading.RLock, threads: Threads) -> None:
@@ -67,6 +68,7 @@ class ControllerDriver:
         self._is_idle = asyncio.Event()
         self._stepping = asyncio.Semaphore(threads.decode_threads)
         self.broken: StorageError | None = None
+        self.prompts: dict[int, Any] = {}
 
     async def close(self) -> None:
         """Stop the timer, and wait for the jobs that still run."""

@@ -73,6 +73,7 @@ class Editing:
         """Make the prompt, and run what is asked last; in the compute thread."""
         began, engine, opening = time.monotonic(), self.engine, self.engine.opening_tokens
         load.work.leave()
+        load.work.exact = 0  # from here on, its prompt is not the donor
         self.script = self.plan.script.without(self._lost(load))
         total = len(opening) + len(self.text)
         whole = engine.allocate(min(total + len(self.rest) + self.room, engine.window))

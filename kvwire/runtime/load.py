@@ -20,6 +20,7 @@ from kvwire.runtime.document import LEAST_PATIENCE_S, opening_troubles
 from kvwire.runtime.execute import Executor
 from kvwire.runtime.find import DocumentOpener, all_of
 from kvwire.runtime.passes import PromptWorker
+from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.repair import RepairContext, begin_repair, by_token
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class Load:
     async def __aexit__(self, *_: object) -> None:
         """Leave the load and stop its jobs, except one running in a thread."""
         self.work.is_gone = True
+        self.driver.prompts.pop(self.work.number, None)
         self.driver.leave(self.work.number)
         if self._finding_kept:
             self._finding_kept.cancel()
@@ -159,6 +161,8 @@ class Load:
                 number, count, computed, self._goal, repair, request.looks, place.link_tokens
             ),
         )
+        if count == 1 and type(layout) is PlainLayout:
+            self.driver.prompts[self.work.number] = self.work
         laid_out = self.jobs.spawn(self._lay_out())
         opening = [self.jobs.spawn(self._open(index, laid_out)) for index in range(count)]
         if repair is not None and request.keeper is not None and layout.keeps_repairs:

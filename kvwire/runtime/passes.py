@@ -58,6 +58,8 @@ class PromptWorker:
         can_look: Whether the engine may show its attention: false once it has refused.
         room: The prompt's memory with at least one row behind it, where documents are cut; else None.
         is_gone: Whether the load is over; jobs then stop.
+        exact: How many of the first document's first rows are those of a prefill.
+        copied: Whether the last pass took rows from another load's prompt.
     """
 
     prompt: LinkedPrompt
@@ -82,7 +84,7 @@ class PromptWorker:
         self.inputs: dict[int, DocumentPlanInput] = {}
         self.levels: dict[ChunkId, int] = {}
         self.misses: list[str] = []
-        self.is_gone = False
+        self.is_gone, self.exact, self.copied = False, 0, False
         self.decode_s = self.recompute_s = self.look_s = 0.0
         self._stop = threading.Event()  # for the forward pass requested last
         self._seeing: set[ChunkId] = set()
@@ -156,6 +158,7 @@ class PromptWorker:
             return ev.RecomputeDone(chunks, NO_ENGINE.seconds(tokens))
         behind = request.behind and self._sees_documents
         failed, without_context, began = [first], request.behind and not behind, self._driver.clock()
+        self.copied = False
         try:
             try:
                 seconds = await self._extend_timed(chunks, failed, behind=behind)
@@ -171,7 +174,7 @@ class PromptWorker:
             self.lose(failed[0], in_words(error))
             return ev.RecomputeFailed(failed[0], in_words(error))
         self.note_recomputed(request, chunks, seconds, blind=without_context)
-        return ev.RecomputeDone(chunks, seconds, without_context)
+        return ev.RecomputeDone(chunks, seconds, without_context, self.copied)
 
     def note_recomputed(
         self, request: ev.Recompute, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False
@@ -215,18 +218,55 @@ class PromptWorker:
             span, whole = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
             compute_piece(self._engine, document.layout, self.prompt, first.document, whole, span, behind=behind)
             return
-        prefix, ids, offset = self.row(first, last, behind=behind)
-        self.write(first, self._engine.extend(prefix, ids, offset=offset))
+        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
+        found = start + self.copy(start, stop)
+        if found < stop:
+            prefix, ids, offset = self.row(first, last, behind=behind, start=found)
+            self.write(first, self._engine.extend(prefix, ids, offset=offset), found)
+
+    def text_until(self, start: int, stop: int) -> tuple[object, ...] | None:
+        """What the rows of these tokens depend on, if that is nothing but the prompt's text."""
+        if self.exact != start or self._driver.prompts.get(self.number) is not self:
+            return None
+        return (start, self.prompt.opening, (self.documents[0].token_ids or ())[:stop])
+
+    def copy(self, start: int, stop: int, *, whole: bool = False) -> int:
+        """Take rows that another load has computed for a prompt that begins with the same tokens; how many.
+
+        whole: all or none. In the compute thread, as all passes, so that theirs do not change meanwhile.
+        """
+        prompts = self._driver.prompts
+        if self.text_until(start, stop) is None:
+            return 0
+        text, best, rows = (self.documents[0].token_ids or ())[:stop], start + (stop - start if whole else 1) - 1, None
+        for other in tuple(prompts.values()):
+            if other is self or not other.exact or other.prompt.opening != self.prompt.opening:
+                continue
+            known = min(other.exact, stop, other.prompt.tokens[0])
+            same = _agreeing(text, (other.documents[0].token_ids or ())[:known]) if known > best else 0
+            if same > best:
+                best, rows = same, other.prompt.document(0).slice(start, same)
+        if rows is None:
+            return 0
+        self.prompt.write(0, start, rows)
+        self.exact, self.copied = best, True
+        return best - start
 
     def can_be_row(self, request: ev.Recompute) -> bool:
         """Whether chunks can be a row of a joined pass: text with anchors takes several passes."""
         return self.documents[request.first.document].layout is None and (self._sees_documents or not request.behind)
 
-    def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
-        """Inputs of ``extend`` to recompute chunks, in the compute thread: prefix, token ids and offset."""
+    def row(
+        self, first: ChunkId, last: ChunkId, *, behind: bool, start: int | None = None
+    ) -> tuple[KVCache | None, Sequence[int], int]:
+        """Inputs of ``extend`` to recompute chunks, in the compute thread: prefix, token ids and offset.
+
+        start: First token of the document that is still to be computed; None: of the first chunk.
+        """
         behind = behind or (self._sees_head and not first.document)
         document = self.documents[first.document]
-        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
+        start = document.span(first.chunk)[0] if start is None else start
+        stop = document.span(last.chunk)[1]
         offset, whole = self.prompt.offset(first.document), document.token_ids or ()
         ids = whole[start:stop]
         prefix = self.prompt.cache.slice(0, offset + start) if behind else None
@@ -245,9 +285,12 @@ class PromptWorker:
             prefix = behind_neutral(self._engine, neutral, prefix, more=len(ids))
         return prefix, ids, offset
 
-    def write(self, first: ChunkId, piece: KVCache) -> None:
-        """Write recomputed chunks into the prompt."""
-        self.prompt.write(first.document, self.documents[first.document].span(first.chunk)[0], piece)
+    def write(self, first: ChunkId, piece: KVCache, start: int | None = None) -> None:
+        """Write recomputed chunks into the prompt; start: see ``row``."""
+        start = self.documents[first.document].span(first.chunk)[0] if start is None else start
+        self.prompt.write(first.document, start, piece)
+        if not first.document and start == self.exact:
+            self.exact += piece.tokens
 
     async def start_head(self, index: int) -> None:
         """Compute a document's prefix layers, so that it can be decoded."""
@@ -316,6 +359,23 @@ class _Row:
         first = self.asked.first
         return tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, self.asked.last.chunk + 1))
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First token of the document, and the one behind the last."""
+        document = self.jobs.documents[self.asked.first.document]
+        return document.span(self.asked.first.chunk)[0], document.span(self.asked.last.chunk)[1]
+
+    @property
+    def text(self) -> tuple[object, ...] | None:
+        """What rows depend on that others may have, too; None: on more."""
+        return self.jobs.text_until(*self.span)
+
+
+def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
+    """First tokens that two have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(one), len(other)))
+
 
 async def recompute_together(
     engine: Engine, driver: ControllerDriver, request: ev.RecomputeTogether, loads: Sequence[PromptWorker]
@@ -328,7 +388,7 @@ async def recompute_together(
         await _one_by_one(driver, request, rows, unfit)
         return
     try:
-        ran, seconds = await driver.compute(partial(_compute, engine, driver, rows))
+        ran, seconds, copied = await driver.compute(partial(_compute, engine, driver, rows))
     except Exception:  # noqa: BLE001 - whatever it is, passes alone need less memory, and show whose it is
         await _one_by_one(driver, request, rows)
         return
@@ -337,25 +397,32 @@ async def recompute_together(
         row.jobs.note_recomputed(row.asked, row.chunks, seconds * own / tokens)
     firsts = {row.asked.first for row in ran}
     gone = tuple(ev.RecomputeFailed(each.first, LOAD_CANCELLED) for each in request.passes if each.first not in firsts)
-    driver.tell(ev.RecomputedTogether(request.passes, seconds, not gone, gone))
+    driver.tell(ev.RecomputedTogether(request.passes, seconds, not gone, gone, copied=copied))
 
 
-def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> tuple[dict[_Row, int], float]:
-    """Run the rows of running loads, and write them into their prompts; returns tokens of each, and seconds.
+def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> tuple[dict[_Row, int], float, bool]:
+    """Run the rows of running loads, and write them into their prompts; in the compute thread.
 
-    In the compute thread.
+    Returns tokens of each, seconds, and whether some were copied: rows of prompts that begin alike are computed once.
     """
     living = [row for row in rows if not row.jobs.is_gone]
-    if not living:
-        return {}, 0.0
     began = driver.clock()
-    given = [row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind) for row in living]
-    prefixes, token_ids, offsets = zip(*given, strict=True)
-    pieces = engine.extend_together(prefixes, token_ids, offsets=offsets)
-    for row, piece in zip(living, pieces, strict=True):
-        row.jobs.write(row.asked.first, piece)
+    left = [row for row in living if not row.jobs.copy(*row.span, whole=True)]
+    firsts = {row.text: row for row in reversed(left)}
+    alone = [row for row in left if firsts[row.text] is row or row.text is None]
+    given = [row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind) for row in alone]
+    if given:
+        prefixes, token_ids, offsets = zip(*given, strict=True)
+        pieces = engine.extend_together(prefixes, token_ids, offsets=offsets)
+        for row, piece in zip(alone, pieces, strict=True):
+            row.jobs.write(row.asked.first, piece)
+    for row in left:
+        if row not in alone and not row.jobs.copy(*row.span, whole=True):  # the other load has ended meanwhile
+            prefix, ids, offset = row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind)
+            row.jobs.write(row.asked.first, engine.extend(prefix, ids, offset=offset))
     engine.synchronize()
-    return dict(zip(living, map(len, token_ids), strict=True)), driver.clock() - began
+    tokens = {row: row.span[1] - row.span[0] for row in living}
+    return tokens, driver.clock() - began, len(alone) < len(living)
 
 
 async def _one_by_one(

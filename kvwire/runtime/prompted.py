@@ -20,6 +20,7 @@ from kvwire.runtime.document import FoundDocument, in_words
 from kvwire.runtime.find import UNREADABLE
 from kvwire.runtime.prefill import opened
 from kvwire.runtime.reports import edit_repair
+from kvwire.runtime.search_yield import SearchYield
 from kvwire.store import check_new_name
 from kvwire.types import KVCache
 from kvwire.types.cache import plain_token_ids
@@ -94,6 +95,7 @@ class Prompter:
         self._view = corpus.over(session.view(corpus.catalog.store))
         self._index = self._view.index()
         self._similar: SimilarPrompts | None = None
+        self._yield = SearchYield()
         self._repair: EditRepair | None = None
         self._saver: Saver | None = None
 
@@ -108,12 +110,15 @@ class Prompter:
         may_edit = await self._may_edit(reusing, goal, timeouts, misses)
         hit, search = await self._longest(whole, timeouts, misses), None
         used = hit
-        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays, search_can_pay
+        from kvwire.runtime.similar import LEAST_REUSED, beginning_pays
 
         total, is_asked = len(whole) - len(self.engine.opening_tokens), reusing.mode == "donors" or reusing.donors
         is_long = len(whole) - (hit.tokens if hit else 0) > reusing.last + LEAST_REUSED
-        if may_edit and is_long and (is_asked or search_can_pay(self._costs(), total)):
+        if may_edit and is_long and (is_asked or await self._is_worth_a_search(total, reusing, timeouts, misses)):
+            began = time.monotonic()
             search = await self._search(whole, hit, timeouts, goal, reusing, misses)
+            if not is_asked:
+                self._yield.note(time.monotonic() - began, search)
         if hit is not None and not save and self.engine.can_recompute:  # what is kept shares what it begins with
             used = hit if beginning_pays(self._costs(), hit, total, goal, self._max_kl) else None
         name = hit.document.document_id if hit else ""
@@ -129,6 +134,13 @@ class Prompter:
         if found is None:
             raise StorageError(misses[-1])
         return found
+
+    async def _is_worth_a_search(self, total: int, reusing: Reusing, timeouts: Timeouts, misses: list[str]) -> bool:
+        """Whether donors of a prompt may pay, by plan and by what searches have brought."""
+        from kvwire.runtime.similar import search_can_pay
+
+        share, known = (await self._edit_repair(timeouts, misses)).share, self._yield
+        return search_can_pay(self._costs(), total, reusing.last, share, known.token_bytes) and known.is_due()
 
     @property
     def _max_kl(self) -> float | None:
@@ -176,7 +188,7 @@ class Prompter:
         terms = EditTerms(costs or self._costs(), await self._edit_repair(timeouts, misses), goal, last)
         look = partial(
             self._similar.search, whole[before:], hit, terms, misses, named=reusing.donors,
-            is_forced=reusing.mode == "donors",
+            is_forced=reusing.mode == "donors", tells_all=costs is not None,
         )  # fmt: skip
         try:
             return await self._session.look_up(look, timeouts.patience if reusing.donors else timeouts.soon)

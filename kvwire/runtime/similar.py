@@ -34,8 +34,8 @@ LEAST_SAVED = 0.1
 of no mask left out, which plans do not know."""
 LEAST_REUSED = 16
 """Tokens that a donor gives at least: fewer are a phrase."""
-SEARCH_ROUNDS = 4
-"""Requests one after the other until the first byte of a donor's rows: features, texts, headers, chunks."""
+SEARCH_ROUNDS, LOAD_ROUNDS = 3, 2
+"""Requests one after the other of a search (features, texts, headers), and until the first byte of a load's rows."""
 _MOST_DONORS = 4
 _NO_GAIN = "with it, the prompt takes no less"
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
@@ -60,7 +60,7 @@ class ReuseCosts:
         if not tokens:
             return 0.0
         decode_s = self.costs.decode.apart(-(-tokens // CHUNK_TOKENS), tokens, size)
-        return self.ttfb_s + max(size / self.bandwidth, decode_s)
+        return LOAD_ROUNDS * self.ttfb_s + max(size / self.bandwidth, decode_s)
 
     def text_s(self, tokens: int, before: int) -> float:
         """Seconds of a pass over tokens behind others."""
@@ -143,9 +143,17 @@ def beginning_pays(costs: ReuseCosts, hit: PrefixHit, total: int, goal: Goal, ma
     return costs.begun_s(hit, total, size) <= (1 - LEAST_SAVED) * costs.text_s(total, 0)
 
 
-def search_can_pay(costs: ReuseCosts, total: int) -> bool:
-    """Whether a prompt of so many tokens takes long enough without donors for these to be looked for."""
-    return SEARCH_ROUNDS * costs.ttfb_s <= (1 - LEAST_GAIN) * costs.text_s(total, 0)
+def search_can_pay(costs: ReuseCosts, total: int, last: int, share: float, token_bytes: float = 0.0) -> bool:
+    """Whether the best donor there can be, which has all tokens but the last, would pay after a search.
+
+    share: of rows that are computed anew. token_bytes: the least to fetch for a token.
+    """
+    before = max(0, total - last)
+    best_s = (
+        SEARCH_ROUNDS * costs.ttfb_s + costs.load_s(int(before * token_bytes), before) + costs.closing_s(before)
+        + costs.rows_s(ceil(share * before), total) + costs.text_s(total - before, before)
+    )  # fmt: skip
+    return best_s <= (1 - LEAST_GAIN) * costs.text_s(total, 0)
 
 
 def repaired_rows(script: EditScript, share: float) -> int:
@@ -197,7 +205,7 @@ class SimilarPrompts:
 
     def search(
         self, token_ids: Sequence[int], hit: PrefixHit | None, terms: EditTerms, misses: list[str], *,
-        named: Sequence[str] = (), is_forced: bool = False,
+        named: Sequence[str] = (), is_forced: bool = False, tells_all: bool = False,
     ) -> Search:  # fmt: skip
         """Find donors of a prompt and plan.
 
@@ -208,6 +216,7 @@ class SimilarPrompts:
             misses: What is wrong is added.
             named: Donors by name; empty: they are searched.
             is_forced: Use the best donors, whether they pay or not.
+            tells_all: Plan also where no header has to be read to know that nothing pays.
 
         Returns:
             What was found.
@@ -223,8 +232,10 @@ class SimilarPrompts:
         donors = [self._named(name) for name in named] if named else self._index.find(token_ids, misses.append)
         for donor in donors:
             plans.consider(donor)
-        best = plans.best(self._check)
-        why = ""
+        why, least_s = "", plans.least_s()
+        if not (is_forced or tells_all) and least_s > (1 - LEAST_GAIN) * rival_s:
+            why = f"all donors together take at least {least_s:.3g} s, and {rival_s:.3g} s without donors"
+        best = None if why else plans.best(self._check)
         if best is not None:
             best = replace(best, rival_s=rival_s)
             if not is_forced and best.seconds > (1 - LEAST_GAIN) * rival_s:
@@ -280,6 +291,12 @@ class _Plans:
             return text_s
         size = self._bytes(hit.info, ((0, min(hit.tokens - hit.opening, total - 1)),))
         return min(text_s, self._costs.begun_s(hit, total, size))
+
+    def least_s(self) -> float:
+        """Seconds of a plan with all donors whose bytes take no time: no header needs to be read for it."""
+        script, known = combine_spans([spans for _, spans in self._known], len(self._text)), self._costs
+        total = script.tokens + self._last
+        return known.rows_s(script.computed, total) + known.text_s(self._last, script.tokens)
 
     def best(self, check: Callable[[Donor], BlobInfo | str]) -> EditPlan | None:
         """The soonest plan; donors are taken in one by one, those first that are soonest by themselves."""
@@ -347,8 +364,9 @@ class _Plans:
         """Every donor, and why it is not used."""
         used = {donor.document.document_id for donor in best.donors} if best else set()
         named = [(donor.document.document_id, spans) for donor, spans in self._known]
+        rest = why if why and best is None else _NO_GAIN
         return [
-            Considered(name, _reused(spans), len(spans), self._refused.get(at, why if name in used else _NO_GAIN))
+            Considered(name, _reused(spans), len(spans), self._refused.get(at, why if name in used else rest))
             for at, (name, spans) in enumerate(named)
         ]
 

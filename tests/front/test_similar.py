@@ -18,6 +18,7 @@ from kvwire.runtime.corpus import Coding, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.reports import EditReport
+from kvwire.runtime.search_yield import FIRST_SEARCHES, TRIED_AGAIN
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -169,6 +170,38 @@ def test_donors_are_not_looked_for_where_looking_takes_as_long_as_computing(smal
             answer = made.ask_prompt(prompt, reuse=mode)
         assert any("catalog/donors" in key for key in Looked.keys) == bool(answer.reused.donors) == is_looked
         assert not answer.misses
+
+
+def test_no_header_is_read_of_donors_that_share_too_little(small, texts):
+    """A plan that is asked for tells what they would take all the same."""
+    store = CountingStore(stored(small, texts[0]).catalog.store)
+    corpus = filled(small, small.engine, store)
+    blob = corpus.find("donor").blob_key
+    prompt = (*texts[0][:60], *texts[1][:400])
+    with Loader(small.engine, corpus, costs=NEVER, settings=LoadSettings(**FINE)) as made:
+        store.reset()
+        assert made.ask_prompt(prompt, reuse="auto").reused.loaded == 0
+        assert not [key for method, key in store.tallies() if key == blob]
+        best = made.plan_prompt(prompt).best
+        assert best.script.reused == 60
+        assert [key for method, key in store.tallies() if key == blob]
+
+
+def test_prompts_like_no_other_are_soon_searched_for_no_more(small, texts):
+    """No test of the time that it takes: requests for features are counted."""
+    store = CountingStore(stored(small, texts[0]).catalog.store)
+    corpus = filled(small, small.engine, store)
+    with Loader(small.engine, corpus, costs=NEVER, settings=LoadSettings(**FINE)) as made:
+        listed = []
+        for number in range(FIRST_SEARCHES + TRIED_AGAIN):
+            store.reset()
+            ids = random.Random(number).sample(range(5, small.engine.vocabulary_size), 200)
+            answer = made.ask_prompt(ids, reuse="auto")
+            assert not answer.reused.donors
+            assert not answer.misses
+            listed.append(store.tally("scan").requests > 0)
+    assert all(listed[:FIRST_SEARCHES])
+    assert sum(listed[FIRST_SEARCHES:]) == 1
 
 
 def test_edited_loads_teach_what_plans_go_by(small, corpus, prompt, monkeypatch):
