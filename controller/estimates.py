@@ -23,6 +23,7 @@ from .learning import (
     PrefillEstimator,
     RepairEstimator,
 )
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
     from .estimators import BandwidthSettings
@@ -31,8 +32,6 @@ T = TypeVar("T", PrefillCost, DecodeCost)
 
 STATE_VERSION = 1
 _AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now
-_WEAK_ERROR = 1.0  # of such a link's bandwidth
-_SLOWEST = 1e3  # bytes per second; a link slower than that was dead, not slow
 _ADVICE = "delete what was remembered; it is measured again"
 
 _Seconds = Annotated[float, Meta(ge=0, le=LARGEST)]
@@ -67,7 +66,7 @@ class _EngineRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _LinkRecord(Struct, forbid_unknown_fields=True):
-    bandwidth: Annotated[float, Meta(ge=_SLOWEST, le=LARGEST)]
+    bandwidth: Annotated[float, Meta(ge=SLOWEST, le=LARGEST)]
     bandwidth_error: _Error
     ttfb_s: _Seconds
     ttfb_spread: _Error
@@ -168,7 +167,7 @@ class Estimates:
         spread = self.ttfb.deviation / ttfb if ttfb else UNKNOWN
         counts = ([round(count, 4) for count in row] for row in self.bandwidth.horizons.counts)
         link = _LinkRecord(
-            bandwidth=min(max(self.bandwidth.usual, _SLOWEST), LARGEST),
+            bandwidth=min(max(self.bandwidth.usual, SLOWEST), LARGEST),
             bandwidth_error=min(self.bandwidth.error, LARGEST),
             ttfb_s=ttfb,
             ttfb_spread=min(spread, LARGEST),
@@ -237,15 +236,16 @@ class Estimates:
             if link.horizons is not UNSET:
                 counts = tuple(tuple(link.horizons[name]) for name in _HORIZONS)
                 horizons = HorizonErrors(faded(counts, age_s / _AGE_HALF_LIFE_S))
-            error = _aged(link.bandwidth_error, _WEAK_ERROR, age_s)
+            error = _aged(link.bandwidth_error, age_s)
             made.bandwidth = BandwidthEstimator(link.bandwidth, settings, prior_error=error, horizons=horizons)
-            made.ttfb = TtfbEstimator(link.ttfb_s, _aged(link.ttfb_spread, UNKNOWN, age_s))
+            made.ttfb = TtfbEstimator(link.ttfb_s, _aged(link.ttfb_spread, age_s))
         return made
 
 
-def _aged(error: float, weak: float, age_s: float) -> float:
-    """An error that grows with age to that of a weak prior, which a larger one is already."""
-    return error if error >= weak else weak + (error - weak) * exp2(-age_s / _AGE_HALF_LIFE_S)
+def _aged(error: float, age_s: float) -> float:
+    """An error that grows with age beyond that of a prior of which nothing is known; a larger one stays."""
+    weak = 2 * UNKNOWN  # reaches that of such a prior, which is then only a guess, after one half-life
+    return max(error, weak + (error - weak) * exp2(-age_s / _AGE_HALF_LIFE_S))
 
 
 def _learnt(estimator: PrefillEstimator | DecodeEstimator) -> dict[str, Any]:

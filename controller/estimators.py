@@ -94,9 +94,10 @@ class _Average:
         self._size = keep * self._size + size
         self._seconds = keep * self._seconds + seconds
 
-    @property
-    def value(self) -> float:
-        return self._size / self._seconds if self._seconds > 0 else 0.0
+    def value(self, silent_s: float = 0.0) -> float:
+        """Bytes per second, were so many more busy seconds to bring nothing."""
+        keep = exp2(-silent_s / self._memory.seconds)
+        return keep * self._size / (keep * self._seconds + silent_s) if self._seconds > 0 else 0.0
 
 
 class BandwidthEstimator:
@@ -166,7 +167,7 @@ class BandwidthEstimator:
         self._slow.add(size, seconds, shed)
         self._long.add(size, seconds)
         self._samples += 1
-        self._measured = min(self._fast.value, self._slow.value)
+        self._measured = min(self._fast.value(), self._slow.value())
 
     @property
     def is_measured(self) -> bool:
@@ -186,6 +187,12 @@ class BandwidthEstimator:
         # Of what came too soon to be timed, only that the link is not slower is known.
         burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
         return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
+
+    def share_after(self, silent_s: float) -> float:
+        """Share of the estimate that is left once so many busy seconds have brought nothing."""
+        if not self._measured:
+            return 1.0
+        return min(self._fast.value(silent_s), self._slow.value(silent_s)) / self._measured
 
     @property
     def low(self) -> float:
@@ -209,7 +216,7 @@ class BandwidthEstimator:
     @property
     def usual(self) -> float:
         """Bytes per second over the last busy seconds: what a later load starts from, a stall at the end or not."""
-        return self._long.value if self._samples else self._prior
+        return self._long.value() if self._samples else self._prior
 
 
 class RecentMedian:

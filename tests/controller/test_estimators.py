@@ -83,6 +83,18 @@ def test_a_fall_to_a_third_is_noticed_within_a_short_load(rate, low_s, value_s):
     assert until(fed(rate, before), after, lambda e: e.value < 0.4 * rate) <= value_s
 
 
+@given(RATES, st.floats(0.05, 1.0), st.floats(0.0, 2.0))
+def test_time_that_brings_nothing_counts_as_if_it_were_measured(rate, busy_s, silent_s):
+    """But for samples: that several were far off makes an estimate forget sooner."""
+    estimator = fed(rate, steady(rate, 0, busy_s))
+    share, before = estimator.share_after(silent_s), estimator.value
+    for average in (estimator._fast, estimator._slow):
+        average.add(0, silent_s)
+    left = min(estimator._fast.value(), estimator._slow.value())
+    assert left == pytest.approx(share * before)
+    assert BandwidthEstimator(rate).share_after(silent_s) == 1
+
+
 def test_a_silent_link_falls_to_nothing():
     for rate in (MB, 10 * MB, 5000 * MB):
         estimator = fed(rate, steady(rate, 0, 2))

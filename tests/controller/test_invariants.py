@@ -112,7 +112,7 @@ def test_a_silent_link_has_rate_0_in_what_plans_rest_on(at_s):
             silent.append(now)
 
     rate = RateTrace((0.0, at_s, 5.0), (3 * MB, 0.0, 3 * MB))
-    play([LoadArrival(0.0, ((document(),),), Goal())], rate, wrap=lambda each: Watched(each, check))
+    play([LoadArrival(0.0, ((document(text=False),),), Goal())], rate, wrap=lambda each: Watched(each, check))
     assert at_s + 0.2 < silent[0] < at_s + 0.25 + 3 * RTT_S
 
 
