@@ -29,7 +29,7 @@ def taught():
         estimates.prefill.add(tokens, context, 3 * COSTS.prefill.seconds(tokens, context))
         estimates.decode.add(tokens, 100 * tokens, 0.5 * COSTS.decode.seconds(tokens, 100 * tokens))
         estimates.ttfb.add(0.05)
-        estimates.closing.add(1000, 0.004)
+        estimates.closing.add(0.004 / 1000)
     return estimates
 
 
