@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from .state import State
     from .workers import Job
 
-_LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
-_SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
+_SHORT_PASS = 8.0  # a pass of that many times its fixed cost may end: going on would save an eighth of it at most
 _PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
 
 
@@ -28,17 +27,16 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     settings, base_s, seconds = state.settings, costs.prefill.base_s, load.compute_s / 2
     if not state.policy.preemptible:
         return inf
-    free_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, seconds)) if seconds > _LONG_PASS * base_s else inf
+    free_s = max(_SHORT_PASS * base_s, min(settings.max_pass_s, seconds)) if seconds > _SHORT_PASS * base_s else inf
     hurries = load.hurries and len(state.loads) == 1 and state.workers.slowness(state.now) == 1
     if load.due == inf or not load.can_fetch_instead or state.link.stalled:
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
-            return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
+            return _SHORT_PASS * base_s  # others that come in meanwhile need the engine more
         return free_s
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
         return max(_SHORT_PASS * base_s, left_s) if left_s else free_s
-    limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
-    limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
+    limit_s = max(_SHORT_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
     alone = settings.workers > 1 and len(state.loads) == 1
     if settings.interrupts and alone and not state.workers.was_interrupted(state.now):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .forecast import Timeline, prefill_s, unfetched_s
+from .forecast import Timeline, unfetched_s
 from .refining import Refining
 from .repair import LEAST_ERROR, decibels
 from .snapshot import RECOMPUTE, Plan
@@ -143,7 +143,7 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
 def _within_reach(request: PlanRequest) -> Flags:
     """Chunks that recomputation alone, from the front, has ready in time ``[n]``."""
     chunks, committed = request.chunks, request.committed
-    seconds = np.cumsum(prefill_s(request)) + committed.prefill_s + request.costs.closing_s(request.prompt_tokens)
+    seconds = np.cumsum(request.prefill_s) + committed.prefill_s + request.costs.closing_s(request.prompt_tokens)
     if request.workers == 1:
         seconds += committed.decode_s + float(committed.work_s.sum())
     return np.asarray(chunks.can_text & (seconds <= (inf if request.left_s is None else request.left_s)))
@@ -178,7 +178,7 @@ def _earliest(request: PlanRequest) -> Plan:
     as_it_is = request if request.refinable is None else replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
-    worth_it = request.bandwidth > 0 and float(prefill_s(request).sum()) > _LONG * request.costs.prefill.base_s
+    worth_it = request.bandwidth > 0 and float(request.prefill_s.sum()) > _LONG * request.costs.prefill.base_s
     if not split and timeline.counts[0] and not len(request.committed.wire) and worth_it:
         # An idle link tells nothing. One chunk, the last that compute would come to, costs little, and may tell much.
         return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))

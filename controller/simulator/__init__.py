@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         documents_for,
         expected_kl,
         measured,
-        raw_documents_for,
         raw_of,
         source_in_words,
     )
@@ -58,7 +57,6 @@ __all__ = [
     "parse_mbit_lines",
     "policy_named",
     "policy_names",
-    "raw_documents_for",
     "raw_of",
     "settings_for",
     "simulate",
