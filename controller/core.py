@@ -25,8 +25,8 @@ from .chunk_table import (
 from .limits import interrupts_at
 from .load import Load
 from .outcomes import Outcomes
-from .plan import Adaptive
 from .planner import Planner
+from .policies.adaptive import Adaptive
 from .repairing import Repairs
 from .starting import SPARE, Starter
 from .state import State

@@ -34,7 +34,7 @@ from .costs import busiest
 from .joining import Joining
 from .limits import interrupts_at, pass_limit_s, sure_limit_s
 from .link import InflightFetch
-from .plan import LOOK_SHARE
+from .policies.adaptive import LOOK_SHARE
 from .workers import NOTICED, Job
 
 if TYPE_CHECKING:

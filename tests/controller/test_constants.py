@@ -33,7 +33,6 @@ from kvwire.controller import (
     limits,
     link,
     load,
-    plan,
     planner,
     repair,
     starting,
@@ -43,6 +42,7 @@ from kvwire.controller import (
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
+from kvwire.controller.policies import adaptive
 from kvwire.controller.snapshot import PlanRequest
 from kvwire.controller.workers import Job, Workers
 from kvwire.errors import ArgumentError
@@ -341,7 +341,7 @@ def looked_by():
     """Share of the time by which the question must have looked."""
     columns, _ = ChunkTable().open({})
     request = PlanRequest(columns, COSTS, quality(1.0), MB, MB, 1000, left_s=1.0, look_s=1e-6)
-    return max(each / 100 for each in range(100) if plan._may_look(request, each / 100))
+    return max(each / 100 for each in range(100) if adaptive._may_look(request, each / 100))
 
 
 def joined_outlier():
@@ -436,10 +436,10 @@ TABLE = [
     (state, "_UNSURE", reserve_of_what_is_open, (1.9, 2.1)),
     (state, "_HALF_LIVES_S", arrivals_of_a_rush, (15, 30)),
     (load, "_UNSEEN", unlooked, (0.09, 0.11)),
-    (plan, "_MISS", lambda: insured_from(1000 * MB, 0.35, document(200, text=False)), (0.2, 0.35)),
-    (plan, "_LONG", chunks_of_a_probe, (7, 9)),
-    (plan, "LOOK_SHARE", looked_by, (0.4, 0.6)),
-    (plan, "_LOOKED", looks, (True, True)),
+    (adaptive, "_MISS", lambda: insured_from(1000 * MB, 0.35, document(200, text=False)), (0.2, 0.35)),
+    (adaptive, "_LONG", chunks_of_a_probe, (7, 9)),
+    (adaptive, "LOOK_SHARE", looked_by, (0.4, 0.6)),
+    (adaptive, "_LOOKED", looks, (True, True)),
     (documents, "UNMEASURED", lambda: DocumentPlanInput((256,), ((10, 20),)).error(0, 1), (0.009, 0.011)),
     (repair, "_GRID", shares_weighed, (3, 3)),
     (repair, "LEAST_ERROR", lambda: repair.decibels(0.0), (119, 121)),
@@ -467,6 +467,7 @@ def numbers(module):
 def test_every_constant_has_a_test():
     tested = {name for _, name, _, _ in TABLE}
     modules = [importlib.import_module(f"kvwire.controller.{each.name}") for each in iter_modules(package.__path__)]
+    modules.append(adaptive)
     found = {name for module in modules for name in numbers(module)} - NAMES - SETTINGS
     assert found <= tested
     assert len(found) <= 40
