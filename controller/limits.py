@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .state import State
     from .workers import Job
 
-_SHORT_PASS = 8.0  # a pass of that many times its fixed cost may end: going on would save an eighth of it at most
+_SHORT_PASS = 6.0  # a pass of that many times its fixed cost may end; shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
 
 

@@ -17,7 +17,7 @@ from ..documents import DocumentPlanInput
 from ..estimates import Estimates
 from ..policies import Adaptive, Raw, TextOnly
 from ..settings import ControllerSettings, Goal
-from .arrivals import LoadArrival, Trouble
+from .loads import LoadArrival, Trouble
 from .machines import costs
 from .offline_optimum import optimum
 from .sizes import documents_for, raw_of
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from ..events import LogEntry
     from ..policies import Policy
     from ..repair import RepairOption
+    from .loads import Outcome
     from .machines import Machine
     from .models import Model
     from .offline_optimum import Optimum
-    from .outcome import Outcome
 
 Variants = tuple[DocumentPlanInput, ...]
 

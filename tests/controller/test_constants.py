@@ -429,7 +429,7 @@ TABLE = [
     (link, "_FEWEST_OPEN", lambda: len(fetches(asked(rate=1000.0, text=False)[1])), (2, 2)),
     (starting, "SPARE", arrivals_until_more, (7, 10)),
     (planner, "_MARGIN", margin, (0.0, 0.04)),
-    (limits, "_SHORT_PASS", short_pass, (7, 9)),
+    (limits, "_SHORT_PASS", short_pass, (5, 7)),
     (state, "SLOWEST_PASS", kept_for_closings, (4, 6)),
     (limits, "_PASSES", lambda: late_pass(2.0), (0.1, 0.15)),
     (state, "_TURNS", turns, (4, 4)),

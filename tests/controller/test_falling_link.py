@@ -8,7 +8,7 @@ import pytest
 from kvwire.controller import Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import TextOnly
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.types.rates import RateTrace
 
 from .playing import MB, ByHand, document, play, quality

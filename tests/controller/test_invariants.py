@@ -13,7 +13,7 @@ import pytest
 
 from kvwire.controller import Controller, Goal
 from kvwire.controller import events as ev
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.types.rates import RateTrace
 
 from .playing import COSTS, MB, RTT_S, cheapest, document, play, quality

@@ -14,7 +14,7 @@ from kvwire.controller import Controller, ControllerSettings, CostModel, DecodeC
 from kvwire.controller import events as ev
 from kvwire.controller.core import replay
 from kvwire.controller.joining import join, sum_of_ends
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 

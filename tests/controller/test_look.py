@@ -16,7 +16,7 @@ from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.policies import Adaptive
 from kvwire.controller.policies.adaptive import Refining
 from kvwire.controller.simulator import Scenario, simulate
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.simulator.machines import machine_named
 from kvwire.controller.simulator.models import model_named
 from kvwire.controller.simulator.sizes import documents_for

@@ -12,7 +12,7 @@ from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, 
 from kvwire.controller import events as ev
 from kvwire.controller.core import Controller
 from kvwire.controller.policies import Fixed
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.errors import ArgumentError
 
 from .playing import COSTS, MB, RTT_S, document, play, quality

@@ -13,7 +13,7 @@ from kvwire.controller import Goal, RepairOption, replay
 from kvwire.controller import events as ev
 from kvwire.controller.policies import CacheBlend
 from kvwire.controller.repair import rows_of
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.errors import ArgumentError
 from kvwire.reuse import rows_for
 
