@@ -96,6 +96,10 @@ class KnownLink(BandwidthEstimator):
         """Likewise."""
         return self.value
 
+    def share_after(self, _silent_s: float) -> float:
+        """Silence tells nothing new."""
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Uninsured:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_joined, fit_prefill
     from kvwire.controller.documents import EXACT, MAX_KL, DocumentPlanInput, fetched_levels, kl_floor
     from kvwire.controller.estimates import Estimates
-    from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
+    from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, RecentMedian
     from kvwire.controller.events import LogEntry
     from kvwire.controller.learning import DecodeEstimator, PrefillEstimator
     from kvwire.controller.policies import Adaptive, Policy
@@ -36,8 +36,8 @@ __all__ = [
     "Policy",
     "PrefillCost",
     "PrefillEstimator",
+    "RecentMedian",
     "RepairOption",
-    "TtfbEstimator",
     "fetched_levels",
     "fit_decode",
     "fit_joined",

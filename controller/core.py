@@ -25,8 +25,8 @@ from .chunk_table import (
 from .limits import interrupts_at
 from .load import Load
 from .outcomes import Outcomes
-from .plan import Adaptive
 from .planner import Planner
+from .policies.adaptive import Adaptive
 from .repairing import Repairs
 from .starting import SPARE, Starter
 from .state import State
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .snapshot import Policy
 
 _TICK_S = 0.05  # between looks at loads that wait, and at fetches that compute may beat
-_PLANS = 4  # made for one event, besides those of loads whose turn it is: an event takes 2 ms at most
 
 
 class Controller:
@@ -115,11 +114,11 @@ class Controller:
         if not (self._now <= now < inf and now > -inf):
             raise ArgumentError(f"time must be finite and never go back: {now} after {self._now}")
         out: list[ev.Instruction] = []
-        self._state.now = now
+        self._state.now = self._state.link.now = now
         try:
             acts = self._take(event, now, out)  # it raises before it changes anything
         except ArgumentError:
-            self._state.now = self._now
+            self._state.now = self._state.link.now = self._now
             raise
         finally:
             self._state.forget()
@@ -242,10 +241,11 @@ class Controller:
         if not state.loads:
             return
         state.link.retry(now)
+        # One plan for an event, besides those of loads whose turn it is, so that no event takes long.
         due = [load for load in state.loads.values() if planner.wants_plan(load) and planner.is_due(load, now)]
-        due.sort(key=lambda load: (not load.is_stale, load.planned_at))
-        for load in due[:_PLANS]:
-            planner.refresh(load, now)
+        if due:
+            load = min(due, key=lambda each: (not each.is_stale, each.planned_at))
+            planner.plan(load, now)
             if load.refused_s:
                 self._conclude(load, now, out)
         order = state.order()

@@ -14,15 +14,10 @@ from kvwire.errors import ArgumentError
 
 from .costs import CostModel, DecodeCost, PrefillCost
 from .documents import LARGEST
-from .estimators import MOST_KNOWN, UNKNOWN, BandwidthEstimator, TtfbEstimator
+from .estimators import MOST_KNOWN, UNKNOWN, BandwidthEstimator, RecentMedian
 from .horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
-from .learning import (
-    ClosingEstimator,
-    DecodeEstimator,
-    JoinedEstimator,
-    PrefillEstimator,
-    RepairEstimator,
-)
+from .learning import DecodeEstimator, JoinedEstimator, PrefillEstimator
+from .snapshot import SLOWEST
 
 if TYPE_CHECKING:
     from .estimators import BandwidthSettings
@@ -31,8 +26,6 @@ T = TypeVar("T", PrefillCost, DecodeCost)
 
 STATE_VERSION = 1
 _AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now
-_WEAK_ERROR = 1.0  # of such a link's bandwidth
-_SLOWEST = 1e3  # bytes per second; a link slower than that was dead, not slow
 _ADVICE = "delete what was remembered; it is measured again"
 
 _Seconds = Annotated[float, Meta(ge=0, le=LARGEST)]
@@ -67,7 +60,7 @@ class _EngineRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _LinkRecord(Struct, forbid_unknown_fields=True):
-    bandwidth: Annotated[float, Meta(ge=_SLOWEST, le=LARGEST)]
+    bandwidth: Annotated[float, Meta(ge=SLOWEST, le=LARGEST)]
     bandwidth_error: _Error
     ttfb_s: _Seconds
     ttfb_spread: _Error
@@ -92,11 +85,11 @@ class Estimates:
 
     Attributes:
         bandwidth: Of the link.
-        ttfb: Of the link.
+        ttfb: Of the link: seconds from a request to its first byte.
         prefill: Of the engine on its device.
         decode: Of the engine.
-        closing: Of the engine.
-        repair: Of the engine.
+        closing: Of the engine: seconds for each prompt token of linking and handing the cache over.
+        repair: Of the engine: what repairing prompts takes, over what passes of as many tokens should take.
         joined: Of the engine; None where it extends caches one by one.
     """
 
@@ -119,29 +112,22 @@ class Estimates:
             settings: How quickly the bandwidth follows the link.
         """
         self.bandwidth = BandwidthEstimator(bandwidth_prior, settings)
-        self.ttfb = TtfbEstimator(ttfb_prior_s)
+        self.ttfb = RecentMedian(ttfb_prior_s)
         self.prefill = PrefillEstimator(costs.prefill)
         self.decode = DecodeEstimator(costs.decode)
-        self.closing = ClosingEstimator(costs.link_s_per_token)
-        self.repair = RepairEstimator()
+        self.closing = RecentMedian(costs.link_s_per_token)
+        self.repair = RecentMedian(1.0)
         self.use_joined(costs.joined)
-        self._told = CostModel(costs.prefill, costs.decode)
+        self._told: tuple[tuple[object, ...], CostModel] = (), costs
 
     def costs(self, query_tokens: int = 0) -> CostModel:
         """What computing costs by what is known now, for a question of that many tokens."""
-        prefill, decode, link_s = self.prefill.cost, self.decode.cost, self.closing.link_s_per_token
-        told, scale = self._told, self.repair.scale
         joined = self.joined.cost if self.joined else None
-        if not (
-            told.prefill is prefill
-            and told.decode is decode
-            and told.link_s_per_token == link_s
-            and told.query_tokens == query_tokens
-            and told.repair_scale == scale
-            and told.joined is joined
-        ):
-            told = self._told = CostModel(prefill, decode, link_s, query_tokens, repair_scale=scale, joined=joined)
-        return told
+        parts = (self.prefill.cost, self.decode.cost, self.closing.value, query_tokens, self.repair.value, joined)
+        if parts != self._told[0]:  # the same object as long as nothing changes
+            prefill, decode, link_s, query, scale, _ = parts
+            self._told = parts, CostModel(prefill, decode, link_s, query, repair_scale=scale, joined=joined)
+        return self._told[1]
 
     def use_joined(self, cost: PrefillCost | None) -> None:
         """Begin anew with what passes of several loads cost."""
@@ -168,7 +154,7 @@ class Estimates:
         spread = self.ttfb.deviation / ttfb if ttfb else UNKNOWN
         counts = ([round(count, 4) for count in row] for row in self.bandwidth.horizons.counts)
         link = _LinkRecord(
-            bandwidth=min(max(self.bandwidth.usual, _SLOWEST), LARGEST),
+            bandwidth=min(max(self.bandwidth.usual, SLOWEST), LARGEST),
             bandwidth_error=min(self.bandwidth.error, LARGEST),
             ttfb_s=ttfb,
             ttfb_spread=min(spread, LARGEST),
@@ -177,8 +163,8 @@ class Estimates:
         engine = _EngineRecord(
             prefill=_PrefillRecord(**_learnt(self.prefill)),
             decode=_DecodeRecord(**_learnt(self.decode)),
-            link_s_per_token=min(self.closing.link_s_per_token, LARGEST),
-            repair_scale=min(max(self.repair.scale, 1 / LARGEST), LARGEST),
+            link_s_per_token=min(self.closing.value, LARGEST),
+            repair_scale=min(max(self.repair.value, 1 / LARGEST), LARGEST),
             joined=_PrefillRecord(**_learnt(self.joined)) if self.joined else UNSET,
         )
         state: dict[str, object] = to_builtins(_StateRecord(STATE_VERSION, link, engine))
@@ -228,7 +214,7 @@ class Estimates:
             made.prefill = PrefillEstimator(costs.prefill, **_trust(engine.prefill))
             made.decode = DecodeEstimator(costs.decode, **_trust(engine.decode))
             if engine.repair_scale is not UNSET:
-                made.repair = RepairEstimator(engine.repair_scale)
+                made.repair = RecentMedian(engine.repair_scale)
             if engine.joined is not UNSET:
                 joined = _cost(PrefillCost, engine.joined)
                 made.joined = JoinedEstimator(joined, made.prefill, **_trust(engine.joined))
@@ -237,15 +223,16 @@ class Estimates:
             if link.horizons is not UNSET:
                 counts = tuple(tuple(link.horizons[name]) for name in _HORIZONS)
                 horizons = HorizonErrors(faded(counts, age_s / _AGE_HALF_LIFE_S))
-            error = _aged(link.bandwidth_error, _WEAK_ERROR, age_s)
+            error = _aged(link.bandwidth_error, age_s)
             made.bandwidth = BandwidthEstimator(link.bandwidth, settings, prior_error=error, horizons=horizons)
-            made.ttfb = TtfbEstimator(link.ttfb_s, _aged(link.ttfb_spread, UNKNOWN, age_s))
+            made.ttfb = RecentMedian(link.ttfb_s, _aged(link.ttfb_spread, age_s))
         return made
 
 
-def _aged(error: float, weak: float, age_s: float) -> float:
-    """An error that grows with age to that of a weak prior, which a larger one is already."""
-    return error if error >= weak else weak + (error - weak) * exp2(-age_s / _AGE_HALF_LIFE_S)
+def _aged(error: float, age_s: float) -> float:
+    """An error that grows with age beyond that of a prior of which nothing is known; a larger one stays."""
+    weak = 2 * UNKNOWN  # reaches that of such a prior, which is then only a guess, after one half-life
+    return max(error, weak + (error - weak) * exp2(-age_s / _AGE_HALF_LIFE_S))
 
 
 def _learnt(estimator: PrefillEstimator | DecodeEstimator) -> dict[str, Any]:

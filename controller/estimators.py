@@ -14,12 +14,10 @@ from statistics import NormalDist, median
 
 from kvwire.errors import ArgumentError
 
-from .horizons import HorizonErrors
+from .horizons import EDGES, HorizonErrors
 from .workers import NOTICED
 
-_MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
-_LEAST_ERROR = 0.02  # no link is steadier
 _SHARE = 0.25  # of times at which less comes than plans rely on
 _FALL_SAMPLES = 2
 _RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
@@ -94,9 +92,10 @@ class _Average:
         self._size = keep * self._size + size
         self._seconds = keep * self._seconds + seconds
 
-    @property
-    def value(self) -> float:
-        return self._size / self._seconds if self._seconds > 0 else 0.0
+    def value(self, silent_s: float = 0.0) -> float:
+        """Bytes per second, were so many more busy seconds to bring nothing."""
+        keep = exp2(-silent_s / self._memory.seconds)
+        return keep * self._size / (keep * self._seconds + silent_s) if self._seconds > 0 else 0.0
 
 
 class BandwidthEstimator:
@@ -132,6 +131,7 @@ class BandwidthEstimator:
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
+        self._least = 1 / EDGES[-2] - 1  # no link is steadier than what is told apart
         self._measured = 0.0
         self.horizons = horizons or HorizonErrors()
 
@@ -159,14 +159,15 @@ class BandwidthEstimator:
             self._streak = side and (self._streak + side if self._streak * side > 0 else side)
             self.horizons.add(size, seconds, expected)
             share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
-            self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
-            self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
+            most = 1 / EDGES[1] - 1  # a silent link is infinitely slower than expected
+            self._below = max(self._below, share * min(expected / rate - 1, most))
+            self._above = max(self._above, share * min(rate / expected - 1, most))
             shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
         self._fast.add(size, seconds, shed)
         self._slow.add(size, seconds, shed)
         self._long.add(size, seconds)
         self._samples += 1
-        self._measured = min(self._fast.value, self._slow.value)
+        self._measured = min(self._fast.value(), self._slow.value())
 
     @property
     def is_measured(self) -> bool:
@@ -187,6 +188,12 @@ class BandwidthEstimator:
         burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
         return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
 
+    def share_after(self, silent_s: float) -> float:
+        """Share of the estimate that is left once so many busy seconds have brought nothing."""
+        if not self._measured:
+            return 1.0
+        return min(self._fast.value(silent_s), self._slow.value(silent_s)) / self._measured
+
     @property
     def low(self) -> float:
         """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
@@ -199,17 +206,17 @@ class BandwidthEstimator:
     @property
     def high(self) -> float:
         """Bytes per second that the link may well give, likewise."""
-        return self.value * (1 + max(self._above, _LEAST_ERROR))
+        return self.value * (1 + max(self._above, self._least))
 
     @property
     def error(self) -> float:
-        """Relative error by which the estimate was lately too high, decaying from the largest; 0 to 9."""
-        return max(self._below, _LEAST_ERROR)
+        """Relative error by which the estimate was lately too high, decaying from the largest."""
+        return max(self._below, self._least)
 
     @property
     def usual(self) -> float:
         """Bytes per second over the last busy seconds: what a later load starts from, a stall at the end or not."""
-        return self._long.value if self._samples else self._prior
+        return self._long.value() if self._samples else self._prior
 
 
 class RecentMedian:
@@ -247,11 +254,7 @@ class RecentMedian:
             self._deviation = max(measured, self._spread * value / (1 + min(self._count, MOST_KNOWN)))
         return self._deviation
 
-
-class TtfbEstimator(RecentMedian):
-    """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
-
     @property
     def high(self) -> float:
-        """Seconds that most requests do not exceed: two standard deviations more."""
+        """What most measurements do not exceed: two standard deviations more."""
         return self.value + 2 * self.deviation

@@ -41,19 +41,6 @@ def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
 
-def prefill_s(request: PlanRequest) -> Floats:
-    """Seconds of compute of each chunk when it is recomputed ``[n]``; not to be written to.
-
-    A pass's fixed cost falls on its first chunk: a run's first one, and where passes are short every so many behind it.
-    """
-    return request.prefill_s
-
-
-def levels_for(request: PlanRequest, targets: Ints) -> Ints:
-    """Choose the level of each chunk for each uniform target."""
-    return request.chunks.level_for(targets[:, None])
-
-
 def first_levels(request: PlanRequest, levels: Ints, coarse: Flags) -> Ints:
     """Choose what is fetched first where coarse levels go before finer ones: the floor, where blobs are layered."""
     chunks = request.chunks
@@ -80,7 +67,7 @@ def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
     begun = request.lead_s + committed.wire.cumsum() / max(bandwidth, SLOWEST)
     waits = begun + committed.work_s[::-1].cumsum()[::-1]  # each arrival and the work from then on
     done = float(waits.max(initial=-inf))
-    computing = committed.prefill_s + (float(prefill_s(request).sum()) if chunks.count else 0.0)
+    computing = committed.prefill_s + (float(request.prefill_s.sum()) if chunks.count else 0.0)
     work = committed.decode_s + float(committed.work_s.sum())
     busy = max(done, computing + work if request.workers == 1 else max(computing, work))
     return busy + request.costs.closing_s(request.prompt_tokens)
@@ -110,7 +97,7 @@ class Timeline:
             if chunks.floor is not None:
                 self._finest = np.maximum(self._finest, chunks.floor)
         else:
-            self._finest = levels_for(request, targets)
+            self._finest = chunks.level_for(targets[:, None])
             self._finest_sizes = chunks.bytes_at(self._finest)
         self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
         self.sizes = self._finest_sizes if coarse is None else chunks.bytes_at(self.levels)
@@ -199,7 +186,7 @@ class Timeline:
         """
         request = self._request
         chunks = request.chunks
-        seconds = prefill_s(request)
+        seconds = request.prefill_s
         if self._is_plain:
             front = request.committed.prefill_s + seconds.sum() - self._cumulated(self._sorted(seconds))
             return front + self._heads(fetched), None

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from .costs import CostModel
     from .document_state import DocumentState
     from .load import Load
+    from .settings import ControllerSettings
     from .state import State
     from .workers import Job
 
     Pass = tuple[Load, DocumentState, list[int]]
-
-_MOST_PADDED = 32768  # tokens of all rows, padding and what stands before them included: they lie in memory twice
 
 
 class Joining:
@@ -55,9 +54,7 @@ class Joining:
         # No load may get ready later than it can afford; those that take no part wait for the engine, too.
         alone_s = costs.prefill.seconds(*rows[0])
         longest_s = min(state.settings.max_pass_s, *(self._slack_s(load) for load in state.loads.values()))
-        return [
-            passes[number] for number in join(rows, costs, state.settings.max_joined, alone_s + max(0.0, longest_s))
-        ]
+        return [passes[number] for number in join(rows, costs, state.settings, alone_s + max(0.0, longest_s))]
 
     def _slack_s(self, load: Load) -> float:
         """Seconds by which a load may get ready later than its plan has it."""
@@ -68,7 +65,9 @@ class Joining:
         return state.handover_at(load) - max(ready_at, state.now)
 
 
-def join(rows: Sequence[tuple[int, int]], costs: CostModel, most: int, longest_s: float = inf) -> list[int]:
+def join(
+    rows: Sequence[tuple[int, int]], costs: CostModel, settings: ControllerSettings, longest_s: float = inf
+) -> list[int]:
     """Choose rows of new tokens and context, the first and each with which the sum of all ends becomes less."""
     alone_s = [costs.prefill.seconds(*row) for row in rows]
     chosen, least = [0], sum_of_ends(alone_s, [0], alone_s[0])
@@ -76,7 +75,7 @@ def join(rows: Sequence[tuple[int, int]], costs: CostModel, most: int, longest_s
         tried = [*chosen, number]
         some = [rows[each] for each in tried]
         padded, seconds = len(some) * sum(map(max, zip(*some, strict=True))), costs.joined_s(some)
-        if len(tried) > most or padded > _MOST_PADDED or seconds > longest_s:
+        if len(tried) > settings.max_joined or padded > settings.max_joined_tokens or seconds > longest_s:
             continue
         ends = sum_of_ends(alone_s, tried, seconds)
         if ends < least:

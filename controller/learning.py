@@ -12,7 +12,7 @@ import numpy as np
 from kvwire.errors import ArgumentError
 
 from .costs import SHORTEST_S, DecodeCost, PrefillCost
-from .estimators import MOST_KNOWN, UNKNOWN, RecentMedian
+from .estimators import MOST_KNOWN, UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,37 +28,54 @@ _SURPRISE = 3.0  # sigma: what is further off counts as that far; twice in a row
 _NOISE = 0.05  # sigma of a measurement, relative
 
 
-class _Learner:
+Cost = TypeVar("Cost", PrefillCost, DecodeCost)
+
+
+class _Estimator(Generic[Cost]):
     """Three coefficients of a cost that is linear in a row of three numbers, by a Kalman filter of relative errors.
 
     The first measurements bring the prior to their scale, which an odd one among them does not move, and are then taken
     in one by one. An outlier counts little; another one to the same side shows that the machine's speed has changed.
     """
 
-    def __init__(self, prior: Row, spread: float, known: int) -> None:
+    def __init__(self, prior: Cost, *, spread: float = UNKNOWN, known: int = 0) -> None:
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
         if not (0 <= spread < inf and known >= 0):
             msg = f"a spread must be a finite number and known a count, both at least 0, got {spread} and {known}"
             raise ArgumentError(msg)
-        self.coefficients = self._prior = np.array(prior, np.float64)
+        self._cost: Cost = prior
+        self._coefficients = self._prior = np.array(astuple(prior), np.float64)
         self._trust = 2 if known else 0  # measurements that a prior of which anything is known outweighs
-        self.known = min(known, MOST_KNOWN)
+        self.known = min(known, MOST_KNOWN)  # measurements behind the fit, those of the prior included
         self._error = spread / sqrt(pi / 2)  # mean of the latest, absolute; sigma, were they normally distributed
         self._first: list[tuple[Array, float]] = []
         self._surprise = 0.0  # share by which the latest measurement was off, where that was a surprise
 
     @property
-    def is_measured(self) -> bool:
-        return bool(self._first)
+    def cost(self) -> Cost:
+        """The fit so far; the same object as long as nothing changes."""
+        return self._cost
 
     @property
     def spread(self) -> float:
+        """Relative 1-sigma error of predictions, from what they lately were off by."""
         return sqrt(pi / 2) * self._error
 
-    def add(self, row: Row, seconds: float) -> None:
+    @property
+    def high(self) -> float:
+        """Factor that most measurements stay under: two standard deviations."""
+        return 1 + 2 * self.spread
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was measured since the prior."""
+        return bool(self._first)
+
+    def _learn(self, row: Row, seconds: float) -> None:
         if not (isfinite(seconds) and seconds >= 0 and isfinite(sum(row)) and min(row) >= 0):
             raise ArgumentError(f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s")
         measured = np.array(row)
-        expected = float(self.coefficients @ measured)
+        expected = float(self._coefficients @ measured)
         seconds = max(seconds, SHORTEST_S)
         if expected > 0 and (self.known or self._first):  # that a mere guess was wrong says nothing of the next one
             error = min(abs(log(seconds / expected)), UNKNOWN)  # an outlier does not cast doubt on all the rest
@@ -69,6 +86,7 @@ class _Learner:
             self._restart()
         else:
             self._correct(measured, seconds)
+        self._cost = type(self._cost)(*map(float, self._coefficients))
 
     def _restart(self) -> None:
         """Begin with the prior at the scale of the first measurements, the middle one of them and it."""
@@ -76,28 +94,28 @@ class _Learner:
         if min(expected) >= SHORTEST_S:
             ratios = [seconds / each for each, (_, seconds) in zip(expected, self._first, strict=True)]
             ratios += [1.0] * max(self._trust - len(ratios) + 1, 1 - len(ratios) % 2)
-            self.coefficients = self._prior * median(ratios)
+            self._coefficients = self._prior * median(ratios)
         # A coefficient may be off by what it is, or by a share of what the measurements leave room for.
         room = np.min([seconds / np.maximum(row, 1.0) for row, seconds in self._first], axis=0)
-        self._unit = np.maximum(self.coefficients, room * (_UNSEEN if self._prior.any() else 1.0))
+        self._unit = np.maximum(self._coefficients, room * (_UNSEEN if self._prior.any() else 1.0))
         self._covariance, self._surprise = np.eye(3), 0.0
         for row, seconds in self._first:
             self._correct(row, seconds)
 
     def _correct(self, row: Array, seconds: float) -> None:
         """Take in a measurement, in shares of what was expected."""
-        expected = float(self.coefficients @ row)
+        expected = float(self._coefficients @ row)
         whole = expected if expected >= SHORTEST_S else seconds
         seen, off = row * self._unit / whole, (seconds - expected) / whole
-        self._covariance += np.diag((_DRIFT * self.coefficients / self._unit) ** 2)
+        self._covariance += np.diag((_DRIFT * self._coefficients / self._unit) ** 2)
         joint = self._covariance @ seen
         variance = float(seen @ joint) + _NOISE**2
         most = _SURPRISE * max(sqrt(variance), self._error)
         if abs(off) <= most:
             self._surprise = 0.0
         elif self._surprise * off > 0:
-            self.coefficients = self.coefficients * (1 + min(self._surprise, off, key=abs))
-            at = self._error * self.coefficients / self._unit
+            self._coefficients = self._coefficients * (1 + min(self._surprise, off, key=abs))
+            at = self._error * self._coefficients / self._unit
             self._covariance += np.outer(at, at)  # two measurements tell no more of the scale
             self._surprise = 0.0
             return
@@ -106,48 +124,7 @@ class _Learner:
         gain = joint / variance
         left = np.eye(3) - np.outer(gain, seen)  # Joseph's form: rounding leaves no negative variance
         self._covariance = left @ self._covariance @ left.T + _NOISE**2 * np.outer(gain, gain)
-        self.coefficients = np.maximum(self.coefficients + self._unit * gain * off, 0.0)
-
-
-Cost = TypeVar("Cost", PrefillCost, DecodeCost)
-
-
-class _Estimator(Generic[Cost]):
-    """What is learnt of a cost of three coefficients."""
-
-    def __init__(self, prior: Cost, *, spread: float = UNKNOWN, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
-        self._learner = _Learner(astuple(prior), spread, known)
-        self._cost: Cost = prior
-        self._written = self._learner.coefficients  # the fit of which the cost was made that is told
-
-    @property
-    def cost(self) -> Cost:
-        """The fit so far, see ``_Learner.coefficients``."""
-        fit = self._learner.coefficients
-        if fit is not self._written:  # it is asked for far more often than it changes
-            self._written, self._cost = fit, type(self._cost)(*map(float, fit))
-        return self._cost
-
-    @property
-    def spread(self) -> float:
-        """Relative 1-sigma error of predictions, from what they lately were off by."""
-        return self._learner.spread
-
-    @property
-    def high(self) -> float:
-        """Factor that most measurements stay under: two standard deviations."""
-        return 1 + 2 * self._learner.spread
-
-    @property
-    def known(self) -> int:
-        """Measurements behind the fit, those of the prior included, up to ``MOST_KNOWN``."""
-        return self._learner.known
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether anything was measured since the prior."""
-        return self._learner.is_measured
+        self._coefficients = np.maximum(self._coefficients + self._unit * gain * off, 0.0)
 
 
 class PrefillEstimator(_Estimator[PrefillCost]):
@@ -155,7 +132,7 @@ class PrefillEstimator(_Estimator[PrefillCost]):
 
     def add(self, tokens: int, context: int, seconds: float) -> None:
         """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready."""
-        self._learner.add((1.0, float(tokens), tokens * (context + tokens / 2)), seconds)
+        self._learn((1.0, float(tokens), tokens * (context + tokens / 2)), seconds)
 
 
 class JoinedEstimator(PrefillEstimator):
@@ -174,7 +151,7 @@ class JoinedEstimator(PrefillEstimator):
         """Take in one joined pass."""
         tokens, context = map(max, zip(*passes, strict=True))
         padded = float(len(passes) * tokens)
-        self._learner.add((1.0, padded, padded * (context + tokens / 2)), seconds / self._slower())
+        self._learn((1.0, padded, padded * (context + tokens / 2)), seconds / self._slower())
 
     def _slower(self) -> float:
         """How many times as long passes alone take as they did in the beginning."""
@@ -199,52 +176,4 @@ class DecodeEstimator(_Estimator[DecodeCost]):
 
     def add(self, tokens: int, size: int, seconds: float) -> None:
         """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once."""
-        self._learner.add((1.0, float(tokens), float(size)), seconds)
-
-
-class ClosingEstimator:
-    """Seconds per prompt token of linking and handing the cache over, beyond the question's forward pass."""
-
-    def __init__(self, prior: float) -> None:
-        """Start at ``prior`` seconds per token."""
-        self._recent = RecentMedian(prior)
-
-    def add(self, prompt_tokens: int, seconds: float) -> None:
-        """Take in one closing, less what the question's pass should take: below 0, it cost nothing."""
-        if prompt_tokens < 1 or not isfinite(seconds):
-            msg = f"a closing has tokens and a finite number of seconds, got {prompt_tokens} and {seconds}"
-            raise ArgumentError(msg)
-        self._recent.add(max(0.0, seconds) / prompt_tokens)
-
-    @property
-    def link_s_per_token(self) -> float:
-        """Expected seconds per prompt token."""
-        return self._recent.value
-
-    @property
-    def unsure_s_per_token(self) -> float:
-        """What most closings take at most beyond that: two standard deviations."""
-        return 2 * self._recent.deviation if self.is_measured else 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether any load was closed yet."""
-        return self._recent.is_measured
-
-
-class RepairEstimator:
-    """What repairing prompts takes, over what passes of as many tokens should take."""
-
-    def __init__(self, prior: float = 1.0) -> None:
-        """Start from what is assumed."""
-        self._recent = RecentMedian(prior)
-
-    def add(self, expected_s: float, seconds: float) -> None:
-        """Take in one repair."""
-        if expected_s > 0 and isfinite(seconds) and seconds > 0:
-            self._recent.add(seconds / expected_s)
-
-    @property
-    def scale(self) -> float:
-        """Expected ratio."""
-        return self._recent.value
+        self._learn((1.0, float(tokens), float(size)), seconds)

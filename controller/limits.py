@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from .snapshot import SLOWEST
-from .state import DOUBT, SLOWEST_PASS
+from .state import SLOWEST_PASS
 from .workers import NOTICED
 
 if TYPE_CHECKING:
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from .state import State
     from .workers import Job
 
-_LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
-_SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
+_SHORT_PASS = 6.0  # a pass of that many times its fixed cost may end; shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
-_STOPS_S = SLOWEST_PASS / 16  # of what a pass takes, until it has stopped: engines stop between layers
 
 
 def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
@@ -29,21 +27,20 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     settings, base_s, seconds = state.settings, costs.prefill.base_s, load.compute_s / 2
     if not state.policy.preemptible:
         return inf
-    free_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, seconds)) if seconds > _LONG_PASS * base_s else inf
+    free_s = max(_SHORT_PASS * base_s, min(settings.max_pass_s, seconds)) if seconds > _SHORT_PASS * base_s else inf
     hurries = load.hurries and len(state.loads) == 1 and state.workers.slowness(state.now) == 1
     if load.due == inf or not load.can_fetch_instead or state.link.stalled:
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
-            return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
+            return _SHORT_PASS * base_s  # others that come in meanwhile need the engine more
         return free_s
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
         return max(_SHORT_PASS * base_s, left_s) if left_s else free_s
-    limit_s = max(_LONG_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
-    limit_s = min(limit_s, max(_SHORT_PASS * base_s, left_s / SLOWEST_PASS))
+    limit_s = max(_SHORT_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
     alone = settings.workers > 1 and len(state.loads) == 1
     if settings.interrupts and alone and not state.workers.was_interrupted(state.now):
-        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
+        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / NOTICED
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
 
@@ -62,7 +59,7 @@ def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
         ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
     else:
         doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-    return inf if doubt <= DOUBT else (ends - now) / doubt
+    return inf if doubt <= NOTICED else (ends - now) / doubt
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:
@@ -93,7 +90,7 @@ def interrupts_at(state: State) -> float:
     for other in state.loads.values():
         if other is not load and other.due < inf and other.is_ready and not state.is_late(other):
             saved_by = min(saved_by, _slow_handover_at(state, other))
-    at = max(job.overdue_at, saved_by - _STOPS_S * job.expected_s)
+    at = max(job.overdue_at, saved_by)
     return at if at + floors_s <= state.handover_at(load) else inf
 
 

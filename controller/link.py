@@ -47,6 +47,7 @@ class Link:
         self.stalled = False
         self._retry_at, self._rest_s = inf, settings.stall_s
         self._paused_at = -inf  # when the driver last was blocked
+        self.now = -inf  # the instant of the event that is being handled
 
     @property
     def open_bytes(self) -> int:
@@ -55,17 +56,24 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Expected bytes per second; 0 while the link is silent."""
-        return 0.0 if self.stalled else self._estimates.bandwidth.value
+        """Expected bytes per second; 0 while the link is dead."""
+        return self._share_left * self._estimates.bandwidth.value
 
     @property
     def bandwidth_low(self) -> float:
-        """Bytes per second to rely on; 0 while the link is silent."""
-        return 0.0 if self.stalled else self._estimates.bandwidth.low
+        """Bytes per second to rely on; 0 while the link is dead."""
+        return self._share_left * self._estimates.bandwidth.low
 
     def low_over(self, horizon_s: float) -> float:
-        """Bytes per second to rely on over so many seconds; 0 while the link is silent."""
-        return 0.0 if self.stalled else self._estimates.bandwidth.low_over(horizon_s)
+        """Bytes per second to rely on over so many seconds; 0 while the link is dead."""
+        return self._share_left * self._estimates.bandwidth.low_over(horizon_s)
+
+    @property
+    def _share_left(self) -> float:
+        """Share of the estimates that silence leaves: time in which nothing comes is measured as it passes."""
+        if self.stalled or self.now < self.quiet_from:
+            return 0.0 if self.stalled else 1.0
+        return self._estimates.bandwidth.share_after(self.now - self._silent_from)
 
     @property
     def ttfb_s(self) -> float:

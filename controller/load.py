@@ -16,7 +16,7 @@ from kvwire.errors import ArgumentError
 
 from .chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
 from .document_state import DocumentState
-from .forecast import floor_s, prefill_s
+from .forecast import floor_s
 from .repair import RepairProgress
 from .snapshot import RECOMPUTE, PlanRequest
 
@@ -323,7 +323,7 @@ class Load:
             order = np.sort(order)  # nothing is to meet it from the front
         self.waiting = deque(zip(self._open[order].tolist(), levels[order].tolist(), strict=True))
         self._want(self._open[recomputed])
-        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self._wanted_docs else 0.0
+        self.compute_s = float(request.prefill_s[recomputed].sum()) if self._wanted_docs else 0.0
         self.floor_s, self._floor_chunks = floor_s(request), len(self._open)
         self._upgraded = set(self._open[[*plan.upgraded]].tolist()) if plan.upgraded else set()
         some, finer = request.refinable, np.asarray(plan.refine, np.int64)

@@ -45,7 +45,7 @@ class Outcomes:
         """End a load's closing, and learn from it; of a closing that was abandoned nothing is learnt."""
         if self.load(event.load):
             raise ArgumentError(f"load {event.load} is not finished; report its closing after Finish")
-        figures = (event.seconds, *event.rows, *chain.from_iterable(event.passes))
+        figures = (event.seconds, event.repair_s, *event.rows, *chain.from_iterable(event.passes))
         if event.prompt_tokens < 1 or not all(map(isfinite, figures)) or min(figures[1:], default=0) < 0:
             raise ArgumentError(f"a closing has tokens, and rows and passes finite figures of at least 0, got {event}")
         closing = self._state.workers.closings.get(event.load)
@@ -56,9 +56,9 @@ class Outcomes:
             if event.rows:
                 costs = replace(estimates.costs(), repair_scale=1.0)
                 planned_s = sum(replace(costs, repair_rows=rows).repair_s(event.prompt_tokens) for rows in event.rows)
-            if planned_s:
-                estimates.repair.add(planned_s, event.repair_s)
-            estimates.closing.add(event.prompt_tokens, event.seconds)
+            if planned_s and event.repair_s:
+                estimates.repair.add(event.repair_s / planned_s)
+            estimates.closing.add(max(0.0, event.seconds) / event.prompt_tokens)
             self._state.workers.closed(event.load, now)
 
     # Fetches.

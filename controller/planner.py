@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .snapshot import Plan
     from .state import State
 
+
 _MARGIN = 0.05  # of a deadline: a load that is admitted into a full queue is to be in time
-_COSTS = 20.0  # a plan is used for so many times what making it takes, and for the inverse of that of the time left
 
 
 class Planner:
@@ -61,7 +61,8 @@ class Planner:
         if not load.waiting and not load.refine and link.is_open():
             return load.planned_at + settings.replan_s  # the link might have something to do
         # Near a deadline every decision counts.
-        pause_s = min(_COSTS * cost_s * len(self._state.loads), max(0.0, load.due - now) / _COSTS)
+        share = settings.plan_share
+        pause_s = min(cost_s * len(self._state.loads) / share, max(0.0, load.due - now) * share)
         return load.planned_at + max(settings.replan_s, pause_s)
 
     def is_due(self, load: Load, now: float) -> bool:

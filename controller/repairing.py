@@ -128,9 +128,10 @@ class Repairs:
         if min(event.rows, event.left) < 0:
             raise ArgumentError(f"a repair computes 0 rows or more and leaves as many, got {event}")
         job = state.workers.end("prefill", "repair", (), event.load, event.documents - 1, state.now)
-        if event.rows and not event.trouble:
+        if event.rows and event.seconds and not event.trouble:
             costs = replace(state.estimates.costs(), repair_rows=event.rows, repair_looks=False, repair_scale=1.0)
-            state.estimates.repair.add(costs.repair_s(job.context), event.seconds)
+            if expected_s := costs.repair_s(job.context):
+                state.estimates.repair.add(event.seconds / expected_s)
         if load is None:
             return
         progress = load.in_order

@@ -80,14 +80,16 @@ class ControllerSettings:
         patience_s: Seconds that a fetch may take where nothing else says how long.
         max_failures: Fetches of one document in a row that bring nothing, after which its blob is given up.
         replan_s: Seconds for which a plan is used again, at least.
-        plan_s: Seconds of the processor that making a plan takes, by ``benchmarks/decision_time.py``. Plans are made so
-            seldom that this is a small share of the time.
+        plan_s: Seconds of the processor that making a plan takes, by ``benchmarks/decision_time.py``.
         plan_chunk_s: What it takes besides for each chunk that nothing was started for.
+        plan_share: Share of the time that making plans may take; a plan stands no longer than the same share of the
+            time that is left, since near a deadline every decision counts.
         reserve_s: Seconds of a deadline that plans leave unused, for what no model foresees: half of them where
             passes and decoding are known to take just what is expected, all of them where they are off by a twentieth.
         cancel_margin: A fetch is given up for recomputation where it would take that many times as long.
         memory_bytes: Of what was asked for, has arrived or is kept for refinement, over all loads.
         max_joined: Passes of different loads that are joined at most, where the engine can; 1: none.
+        max_joined_tokens: Of all of their rows, padding and what stands before them included: they lie in memory twice.
         interrupts: The engine can stop a forward pass that runs: passes may then be long, since one that turns out to
             be slow is given up for what can still be fetched.
         stretch: A load without a deadline counts as due after this many times what its first plan expects; who is due
@@ -106,11 +108,13 @@ class ControllerSettings:
     replan_s: float = 0.005
     plan_s: float = 0.001
     plan_chunk_s: float = 1e-6
+    plan_share: float = 0.05
     reserve_s: float = 0.005
     cancel_margin: float = 1.5
     memory_bytes: int = 1 << 32
     stretch: float = 3.0
     max_joined: int = 16
+    max_joined_tokens: int = 32768
     interrupts: bool = False
 
     @classmethod
@@ -125,24 +129,24 @@ class ControllerSettings:
         """Refuse settings under which no load would end."""
         counts = (
             self.max_in_flight, self.decode_batch, self.decode_threads, self.max_failures, self.memory_bytes,
-            self.max_joined,
+            self.max_joined, self.max_joined_tokens,
         )  # fmt: skip
         if min(counts) < 1:
             raise ArgumentError(
-                "max_in_flight, decode_batch, decode_threads, max_failures, memory_bytes and max_joined must be at "
-                "least 1"
+                "max_in_flight, decode_batch, decode_threads, max_failures, memory_bytes, max_joined and "
+                "max_joined_tokens must be at least 1"
             )
         if self.workers not in (1, 2):
             raise ArgumentError(f"workers must be 1 or 2, got {self.workers}")
         figures = (
             self.horizon_s, self.max_pass_s, self.stall_s, self.patience_s, self.replan_s, self.reserve_s,
-            self.cancel_margin, self.stretch, self.plan_s, self.plan_chunk_s,
+            self.cancel_margin, self.stretch, self.plan_s, self.plan_chunk_s, self.plan_share,
         )  # fmt: skip
         if not all(isfinite(figure) for figure in figures):
             raise ArgumentError(f"all settings must be finite numbers, got {self}")
-        positive = (self.stall_s, self.patience_s, self.max_pass_s, self.stretch)
+        positive = (self.stall_s, self.patience_s, self.max_pass_s, self.stretch, self.plan_share)
         if not (min(positive) > 0 and self.cancel_margin >= 1):
-            msg = "stall_s, patience_s, max_pass_s and stretch must be above 0 and cancel_margin at least 1"
+            msg = "stall_s, patience_s, max_pass_s, stretch and plan_share must be above 0 and cancel_margin at least 1"
             raise ArgumentError(msg)
         if min(self.reserve_s, self.replan_s, self.horizon_s, self.plan_s, self.plan_chunk_s) < 0:
             raise ArgumentError("reserve_s, replan_s, horizon_s, plan_s and plan_chunk_s must be at least 0")

@@ -172,7 +172,10 @@ class PlanRequest:
 
     @cached_property
     def prefill_s(self) -> Floats:
-        """``prefill_s`` of this request, worked out once ``[n]``."""
+        """Seconds of compute of each chunk when it is recomputed ``[n]``; not to be written to.
+
+        A pass's fixed cost falls on its first chunk: a run's first one, and where passes are short every so many.
+        """
         chunks, cost = self.chunks, self.costs.prefill
         seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
         begins, most = chunks.begins, self.pass_chunks

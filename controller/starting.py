@@ -34,9 +34,8 @@ from .costs import busiest
 from .joining import Joining
 from .limits import interrupts_at, pass_limit_s, sure_limit_s
 from .link import InflightFetch
-from .plan import LOOK_SHARE
-from .state import DOUBT
-from .workers import Job
+from .policies.adaptive import LOOK_SHARE
+from .workers import NOTICED, Job
 
 if TYPE_CHECKING:
     from .document_state import DocumentState
@@ -74,7 +73,7 @@ class Starter:
         """Whether all that came or is to come can be valid before the hand-over as finely as it comes."""
         state = self._state
         beside_s = load.compute_s if state.settings.workers == 1 else 0.0
-        left_s = (state.handover_at(load) - state.now - beside_s) / min(state.estimates.decode.high, DOUBT)
+        left_s = (state.handover_at(load) - state.now - beside_s) / min(state.estimates.decode.high, NOTICED)
         fetched_s = sum(each.decode_s for each in state.link.fetches.values() if each.chunk.load == load.number)
         return state.decode_among_many.apart(*load.table.arrived()) + fetched_s <= left_s
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.controller.plan import Adaptive
+    from kvwire.controller.policies.adaptive import Adaptive
     from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
     from kvwire.controller.policies.simple import CacheBlend, Fixed, Raw, TextOnly
     from kvwire.controller.snapshot import RECOMPUTE, Plan, PlanRequest, Policy, RepairRule

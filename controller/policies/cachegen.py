@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..forecast import Timeline, prefill_s
+from ..forecast import Timeline
 from ..snapshot import RECOMPUTE, SLOWEST
 from .simple import sequential_plan
 
@@ -47,7 +47,7 @@ class CacheGen:
         """Decide for the next stretch."""
         bandwidth = max(request.bandwidth, SLOWEST)
         chunks, committed = request.chunks, request.committed
-        text = np.where(chunks.can_text, prefill_s(request), 0.0)
+        text = np.where(chunks.can_text, request.prefill_s, 0.0)
         text_s = committed.prefill_s + float(text.sum())
         ahead = committed.ahead_bytes + float(committed.wire.sum())
         sizes = [chunks.bytes_at(chunks.level_for(level)) for level in _levels(request)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvwire.errors import ArgumentError
 
-from ..forecast import decode_s, prefill_s, wire_s
+from ..forecast import decode_s, wire_s
 from ..snapshot import RECOMPUTE, SLOWEST, Plan
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], re
     link += float(wire_s(sizes, bandwidth).sum())
     work = decode_s(request, chunks.tokens, sizes)
     decoding = committed.decode_s + float(committed.work_s.sum() + work.sum())
-    computing = committed.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
+    computing = committed.prefill_s + float(np.sum(request.prefill_s[levels == RECOMPUTE])) if chunks.count else 0.0
     compute = decoding + computing if request.workers == 1 else max(decoding, computing)
     finish_s = max(link if len(fetched) else 0.0, compute) + request.costs.closing_s(request.prompt_tokens)
     tokens = max(int(chunks.tokens.sum()), 1)
@@ -73,7 +73,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Raw(Fixed):
-    """Fetches level 0 of documents whose only level is the cache itself, see ``simulator.sizes.raw_documents_for``.
+    """Fetches level 0 of documents whose only level is the cache itself, see ``simulator.sizes.raw_of``.
 
     Attributes:
         level: The only one.

@@ -5,26 +5,31 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire.controller.policies.named import policy_named, policy_names
     from kvwire.controller.repair import decibels
-    from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
-    from kvwire.controller.simulator.contenders import policy_named, policy_names
+    from kvwire.controller.simulator.loads import LoadArrival, Outcome, Span, Trouble
     from kvwire.controller.simulator.machines import MACHINES, Machine, costs, machine_named
     from kvwire.controller.simulator.metrics import Scored, Summary
     from kvwire.controller.simulator.models import MODELS, Model, model_named
     from kvwire.controller.simulator.offline_optimum import Optimum, optimum
-    from kvwire.controller.simulator.outcome import Outcome, Span
-    from kvwire.controller.simulator.rates import ar1, constant, steps, token_bucket, with_outages
+    from kvwire.controller.simulator.rates import (
+        ar1,
+        constant,
+        parse_log_json,
+        parse_mbit_lines,
+        steps,
+        token_bucket,
+        with_outages,
+    )
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
     from kvwire.controller.simulator.sizes import (
         documents_for,
         expected_kl,
         measured,
-        raw_documents_for,
         raw_of,
         source_in_words,
     )
     from kvwire.controller.simulator.steering import Steering
-    from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
     from kvwire.controller.simulator.world import World
     from kvwire.types.rates import RateTrace
 
@@ -58,7 +63,6 @@ __all__ = [
     "parse_mbit_lines",
     "policy_named",
     "policy_names",
-    "raw_documents_for",
     "raw_of",
     "settings_for",
     "simulate",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ..settings import Goal
+    from .loads import Outcome
     from .offline_optimum import Optimum
-    from .outcome import Outcome
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Everything follows from the scenario alone: the same one gives the same outcomes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, isfinite
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from ..documents import DocumentPlanInput
 from ..estimates import Estimates
 from ..policies import Adaptive, Raw, TextOnly
 from ..settings import ControllerSettings, Goal
-from .arrivals import LoadArrival, Trouble
+from .loads import LoadArrival, Trouble
 from .machines import costs
 from .offline_optimum import optimum
 from .sizes import documents_for, raw_of
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from ..events import LogEntry
     from ..policies import Policy
     from ..repair import RepairOption
+    from .loads import Outcome
     from .machines import Machine
     from .models import Model
     from .offline_optimum import Optimum
-    from .outcome import Outcome
 
 Variants = tuple[DocumentPlanInput, ...]
 
@@ -143,7 +143,8 @@ class Scenario:
         """What no controller could better, for each load as if it were alone.
 
         The indexes' round trip counts, which ``TextOnly`` does without. Where documents have several variants: the best
-        of the bounds for each variant taken by all documents; mixing them might be better still.
+        of the bounds for each variant taken by all documents; mixing them might be better still. A goal's ceiling does
+        not count: what it forbids could only be better.
         """
         return tuple(self._bound(self.begins_s + at) for at in self.asked)
 
@@ -153,7 +154,7 @@ class Scenario:
         left_s = None if goal.deadline_s is None else max(0.0, goal.deadline_s - self.rtt_s)
         found = [
             optimum(
-                [_up_to(variants[number], goal.ceiling) for variants in self.documents], self.costs, self.rate,
+                [variants[number] for variants in self.documents], self.costs, self.rate,
                 start_s=at + self.rtt_s, rtt_s=self.rtt_s, objective=goal.objective, deadline_s=left_s,
                 floor=goal.floor, workers=self.machine.workers,
             )
@@ -162,26 +163,6 @@ class Scenario:
         figure = {"earliest": "ttft_s", "quality": "error", "cheapest": "bytes"}[goal.objective]
         best = min(found, key=lambda each: (not each.in_time, getattr(each, figure) if each.in_time else each.ttft_s))
         return replace(best, ttft_s=best.ttft_s + self.rtt_s)
-
-
-@dataclass(frozen=True)
-class _UpTo(DocumentPlanInput):
-    """A document without levels above a goal's ceiling. recomputed[chunk]: error of each chunk once recomputed."""
-
-    recomputed: tuple[float, ...] = ()
-
-    def error(self, chunk: int, level: int | None) -> float:
-        """A recomputed chunk counts with the finest error that it has, whatever the ceiling."""
-        return self.recomputed[chunk] if level is None else super().error(chunk, level)
-
-
-def _up_to(document: DocumentPlanInput, ceiling: int | None) -> DocumentPlanInput:
-    if ceiling is None:
-        return document
-    same = {each.name: getattr(document, each.name) for each in fields(DocumentPlanInput)}
-    for name in ("fetch_bytes", "errors"):
-        same[name] = tuple(row[: ceiling + 1] for row in same[name])
-    return _UpTo(**same, recomputed=tuple(document.error(chunk, None) for chunk in range(len(document.tokens))))
 
 
 def variants_for(

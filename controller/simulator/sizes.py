@@ -154,21 +154,8 @@ def _factors(method: str, rates: MethodRates) -> tuple[float, ...]:
     return tuple(float(wanted / mean) for wanted, mean in zip(BITS[method], means, strict=True))
 
 
-def raw_documents_for(model: Model, lengths: Sequence[int]) -> list[DocumentPlanInput]:
-    """Make the same documents as plain bfloat16; ``costs(..., raw=True)`` decodes them by copying.
-
-    Args:
-        model: Shape of the model.
-        lengths: Tokens of each document.
-
-    Returns:
-        Documents of one level without error.
-    """
-    return [raw_of(model, DocumentPlanInput(tokens=chunk_lengths(length))) for length in lengths]
-
-
 def raw_of(model: Model, document: DocumentPlanInput) -> DocumentPlanInput:
-    """Make a document plain bfloat16.
+    """Make a document plain bfloat16; ``costs(..., raw=True)`` decodes it by copying.
 
     Args:
         model: Shape of the model.

@@ -22,10 +22,8 @@ from kvwire.types import ChunkId
 
 from .. import events as ev
 from ..costs import busiest
-from .arrivals import Trouble
 from .flows import DONE_BYTES, Flow, served
-from .outcome import Lane, Outcome, Span
-from .run import Run
+from .loads import Lane, Outcome, Run, Span, Trouble
 from .steering import FREE, Inbox
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..core import Controller
     from ..costs import CostModel
-    from .arrivals import LoadArrival
+    from .loads import LoadArrival
     from .steering import Steering
 
 _REPORT_S = 0.005

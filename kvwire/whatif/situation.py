@@ -184,7 +184,7 @@ def known_link(
         raise ArgumentError(msg)
     made = costs.copy() if isinstance(costs, ctl.Estimates) else ctl.Estimates(costs, bandwidth, ttfb_s)
     made.bandwidth = ctl.BandwidthEstimator(bandwidth, prior_error=0.0)
-    made.ttfb = ctl.TtfbEstimator(ttfb_s, 0.0)
+    made.ttfb = ctl.RecentMedian(ttfb_s, 0.0)
     if known_engine:
         made.prefill = ctl.PrefillEstimator(made.prefill.cost, spread=0.0)
         made.decode = ctl.DecodeEstimator(made.decode.cost, spread=0.0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.forecast import decode_s, first_levels, prefill_s
+from kvwire.controller.forecast import decode_s, first_levels
 from kvwire.controller.snapshot import RECOMPUTE, SLOWEST
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _finer(
 def _recomputations(request: PlanRequest, levels: Ints, order: list[int], tail: list[int]) -> tuple[float, float]:
     """Seconds of compute that are possible now, and that wait for the link."""
     chunks = request.chunks
-    seconds = prefill_s(request)
+    seconds = request.prefill_s
     free = [column for column in tail if chunks.can_text[column]]
     now = late = 0.0
     for column in set(range(chunks.count)) - set(tail):

@@ -16,7 +16,7 @@ from kvwire.controller import (
 )
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Adaptive
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.simulator.world import World
 from kvwire.types import ChunkId
 from kvwire.types.rates import RateTrace

@@ -10,7 +10,7 @@ import pytest
 from kvwire.controller import DecodeCost, DocumentPlanInput, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 

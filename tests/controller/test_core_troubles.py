@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvwire.controller import Goal
 from kvwire.controller import events as ev
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.types.rates import RateTrace
 
 from .playing import COSTS, MB, ByHand, document, one, play

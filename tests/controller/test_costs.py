@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, busiest, fit_decode, fit_prefill
-from kvwire.controller.learning import ClosingEstimator, DecodeEstimator, PrefillEstimator
+from kvwire.controller.learning import DecodeEstimator, PrefillEstimator
 from kvwire.errors import ArgumentError
 
 TRUE = PrefillCost(0.01, 5e-5, 2e-9)
@@ -166,14 +166,6 @@ def test_what_batches_and_threads_share():
     assert busiest(chunks[2:4], 8) == (256, 20)
 
 
-def test_closing_follows_and_forgives_an_outlier():
-    closing = ClosingEstimator(0.0)
-    assert not closing.is_measured
-    for seconds in (0.1, 0.1, 5.0, 0.1, -0.1):
-        closing.add(1000, seconds)
-    assert closing.link_s_per_token == pytest.approx(1e-4)
-
-
 def test_closing_counts_linking_and_the_question():
     model = CostModel(TRUE, DecodeCost(0, 0), link_s_per_token=1e-6, query_tokens=32)
     assert model.closing_s(1000) == pytest.approx(1e-3 + TRUE.seconds(32, 1000))
@@ -190,9 +182,5 @@ def test_costs_and_measurements_that_cannot_be_are_refused():
             PrefillEstimator(TRUE).add(256, 0, bad)
         with pytest.raises(ArgumentError):
             PrefillEstimator(TRUE, spread=bad)
-        with pytest.raises(ArgumentError):
-            ClosingEstimator(bad)
     with pytest.raises(ArgumentError):
         DecodeEstimator(TRUE_DECODE).add(-256, 0, 0.1)
-    with pytest.raises(ArgumentError):
-        ClosingEstimator(0).add(0, 0.1)

@@ -14,7 +14,7 @@ from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.forecast import Timeline
 from kvwire.controller.policies import Adaptive, CacheGen, Fixed
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.simulator.offline_optimum import optimum
 from kvwire.controller.snapshot import RECOMPUTE
 from kvwire.errors import ArgumentError

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.estimates import Estimates
+from kvwire.controller.snapshot import SLOWEST
 from kvwire.errors import ArgumentError, CorruptError
 
 MB = 1_000_000
@@ -28,7 +29,7 @@ def taught():
         estimates.prefill.add(tokens, context, 3 * COSTS.prefill.seconds(tokens, context))
         estimates.decode.add(tokens, 100 * tokens, 0.5 * COSTS.decode.seconds(tokens, 100 * tokens))
         estimates.ttfb.add(0.05)
-        estimates.closing.add(1000, 0.004)
+        estimates.closing.add(0.004 / 1000)
     return estimates
 
 
@@ -90,17 +91,22 @@ def test_an_old_link_is_a_weak_prior_and_an_old_engine_a_strong_one():
     assert fresh.bandwidth.low > 0.95 * fresh.bandwidth.value
     assert old.bandwidth.value == fresh.bandwidth.value
     assert old.bandwidth.low < 0.55 * old.bandwidth.value
+    assert old.bandwidth.is_guess
+    assert not fresh.bandwidth.is_guess
     assert ancient.bandwidth.low == pytest.approx(0.5 * ancient.bandwidth.value)
     assert old.ttfb.high > fresh.ttfb.high
     assert old.costs() == fresh.costs()
     assert old.prefill.high == fresh.prefill.high
 
 
-def test_a_link_that_died_is_not_remembered_as_dead():
+def test_a_link_that_died_is_not_believed_to_be_dead():
     estimates = taught()
     estimates.bandwidth.add(0, 0.5, 500.0)
     assert estimates.bandwidth.value < 10
-    assert again(estimates).bandwidth.value >= 1000
+    known = again(estimates).bandwidth
+    assert known.value >= SLOWEST
+    known.add(200_000, 0.0, 0.005)
+    assert known.value == pytest.approx(40 * MB)
 
 
 def test_halves_of_a_state_are_enough():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, Memory, TtfbEstimator
+from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, Memory, RecentMedian
 from kvwire.errors import ArgumentError
 
 MB = 1_000_000
@@ -83,6 +83,18 @@ def test_a_fall_to_a_third_is_noticed_within_a_short_load(rate, low_s, value_s):
     assert until(fed(rate, before), after, lambda e: e.value < 0.4 * rate) <= value_s
 
 
+@given(RATES, st.floats(0.05, 1.0), st.floats(0.0, 2.0))
+def test_time_that_brings_nothing_counts_as_if_it_were_measured(rate, busy_s, silent_s):
+    """But for samples: that several were far off makes an estimate forget sooner."""
+    estimator = fed(rate, steady(rate, 0, busy_s))
+    share, before = estimator.share_after(silent_s), estimator.value
+    for average in (estimator._fast, estimator._slow):
+        average.add(0, silent_s)
+    left = min(estimator._fast.value(), estimator._slow.value())
+    assert left == pytest.approx(share * before)
+    assert BandwidthEstimator(rate).share_after(silent_s) == 1
+
+
 def test_a_silent_link_falls_to_nothing():
     for rate in (MB, 10 * MB, 5000 * MB):
         estimator = fed(rate, steady(rate, 0, 2))
@@ -132,7 +144,7 @@ def test_causal_a_prefix_gives_what_it_gave(samples, cut):
 
 
 def test_ttfb_leaves_its_prior_and_follows():
-    ttfb = TtfbEstimator(0.1)
+    ttfb = RecentMedian(0.1)
     assert ttfb.value == 0.1
     assert ttfb.high == pytest.approx(0.2)
     ttfb.add(0.02)
@@ -148,7 +160,7 @@ def test_ttfb_leaves_its_prior_and_follows():
 
 @given(st.lists(st.floats(0.01, 0.012), min_size=2, max_size=20), st.floats(0, 1e3), st.integers(0, 20))
 def test_one_outlier_does_not_move_the_time_to_first_byte(times, outlier, at):
-    ttfb = TtfbEstimator(0.011)
+    ttfb = RecentMedian(0.011)
     for seconds in [*times[:at], outlier, *times[at:]]:
         ttfb.add(seconds)
     assert 0.01 <= ttfb.value <= 0.012
@@ -162,14 +174,14 @@ def test_arguments_that_cannot_be_are_refused():
         with pytest.raises(ArgumentError):
             BandwidthEstimator(1, prior_error=prior)
         with pytest.raises(ArgumentError):
-            TtfbEstimator(prior)
+            RecentMedian(prior)
         with pytest.raises(ArgumentError):
-            TtfbEstimator(0, prior)
+            RecentMedian(0, prior)
     for sample in ((-1, 0, 1), (1, 2, 1), (1, nan, 1), (1, 0, inf)):
         with pytest.raises(ArgumentError):
             BandwidthEstimator(1).add(*sample)
     with pytest.raises(ArgumentError):
-        TtfbEstimator(0).add(nan)
+        RecentMedian(0).add(nan)
     for bad in ({"max_hold_s": 0}, {"prior_error": -1}, {"min_bytes": -1}):
         with pytest.raises(ArgumentError):
             BandwidthSettings(**bad)

@@ -14,8 +14,8 @@ from kvwire.controller import events as ev
 from kvwire.controller.forecast import Timeline, decode_s, first_levels, wire_s
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
-from kvwire.controller.refining import Refining
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.policies.adaptive import Refining
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.simulator.world import World
 from kvwire.controller.snapshot import UpgradeCandidates
 from kvwire.types.rates import RateTrace

@@ -110,6 +110,7 @@ def test_a_pass_is_not_slow_for_a_driver_that_was_held_up():
     _, at = told_until(steps, ev.Interrupt, 0.7)
     for paused_s in (0.0, 0.1):
         steps, running = begun()
+        told_until(steps, ev.Interrupt, at - 0.001)
         out = steps.tell(ev.DriverPaused(paused_s), at - 0.001) + steps.tell(ev.Tick(), at)
         assert [each for each in out if isinstance(each, ev.Interrupt)] == [ev.Interrupt(running.first)] * (
             not paused_s

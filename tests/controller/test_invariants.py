@@ -13,7 +13,7 @@ import pytest
 
 from kvwire.controller import Controller, Goal
 from kvwire.controller import events as ev
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.types.rates import RateTrace
 
 from .playing import COSTS, MB, RTT_S, cheapest, document, play, quality
@@ -112,7 +112,7 @@ def test_a_silent_link_has_rate_0_in_what_plans_rest_on(at_s):
             silent.append(now)
 
     rate = RateTrace((0.0, at_s, 5.0), (3 * MB, 0.0, 3 * MB))
-    play([LoadArrival(0.0, ((document(),),), Goal())], rate, wrap=lambda each: Watched(each, check))
+    play([LoadArrival(0.0, ((document(text=False),),), Goal())], rate, wrap=lambda each: Watched(each, check))
     assert at_s + 0.2 < silent[0] < at_s + 0.25 + 3 * RTT_S
 
 

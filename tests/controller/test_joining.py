@@ -14,7 +14,7 @@ from kvwire.controller import Controller, ControllerSettings, CostModel, DecodeC
 from kvwire.controller import events as ev
 from kvwire.controller.core import replay
 from kvwire.controller.joining import join, sum_of_ends
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -43,7 +43,7 @@ ROWS = st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 4000)), min_size=
 @given(ROWS, st.floats(0, 0.05), st.floats(1e-7, 1e-4), st.integers(1, 8), st.floats(0, 0.3))
 def test_joining_makes_the_sum_of_ends_less_and_is_not_too_long(rows, base_s, token_s, most, longest_s):
     costs = replace(ALONE, joined=PrefillCost(base_s, token_s, 1e-9))
-    chosen = join(rows, costs, most, longest_s)
+    chosen = join(rows, costs, ControllerSettings(max_joined=most), longest_s)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
     assert len(chosen) <= most
@@ -74,7 +74,15 @@ def test_equal_passes_are_joined_as_well_as_any_choice_of_them(tokens, context, 
         return sum_of_ends(alone_s, chosen, end_s)
 
     best = min(ends((0, *others)) for size in range(count) for others in combinations(range(1, count), size))
-    assert ends(join(rows, costs, count)) <= best * 1.06 + 1e-12
+    assert ends(join(rows, costs, ControllerSettings(max_joined=count))) <= best * 1.06 + 1e-12
+
+
+def test_rows_that_lie_in_memory_twice_are_bounded():
+    cost = PrefillCost(10.0, 1e-9)  # mostly its fixed part, which joining saves
+    costs, rows = replace(ALONE, prefill=cost, joined=cost), [(16_000, 0)] * 8
+    assert [len(join(rows, costs, ControllerSettings(max_joined_tokens=most))) for most in (10, 32_000, 64_000)] == [
+        1, 2, 4,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -14,9 +14,9 @@ from kvwire.controller import Goal
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.policies import Adaptive
-from kvwire.controller.refining import Refining
+from kvwire.controller.policies.adaptive import Refining
 from kvwire.controller.simulator import Scenario, simulate
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.simulator.machines import machine_named
 from kvwire.controller.simulator.models import model_named
 from kvwire.controller.simulator.sizes import documents_for

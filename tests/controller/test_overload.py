@@ -12,7 +12,7 @@ from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, 
 from kvwire.controller import events as ev
 from kvwire.controller.core import Controller
 from kvwire.controller.policies import Fixed
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.errors import ArgumentError
 
 from .playing import COSTS, MB, RTT_S, document, play, quality
@@ -121,9 +121,9 @@ def test_a_closing_is_reported_once():
     with pytest.raises(ArgumentError, match="not finished"):
         controller.handle(ev.PromptAssembled(1, 256, 0.001), 0.14)
     controller.handle(ev.PromptAssembled(0, 256, 0.001), 0.15)
-    learnt = controller.estimates.closing.link_s_per_token
+    learnt = controller.estimates.closing.value
     assert controller.handle(ev.PromptAssembled(0, 256, 0.5), 0.16) == []
-    assert controller.estimates.closing.link_s_per_token == learnt
+    assert controller.estimates.closing.value == learnt
     with pytest.raises(ArgumentError, match="never asked for"):
         controller.handle(ev.PromptAssembled(7, 256, 0.001), 0.17)
 
@@ -153,11 +153,11 @@ def test_a_closing_teaches_what_its_rows_and_passes_took():
     for _ in range(1, 4):
         estimates.prefill.add(256, 0, cost.seconds(256))
     controller.handle(ev.PromptAssembled(0, 256, 0.001, 3 * expected, (20, 40), ((32, 256, took),)), 0.15)
-    assert estimates.repair.scale == pytest.approx(2.0, rel=0.05)  # between what was assumed and what was measured
+    assert estimates.repair.value == pytest.approx(2.0, rel=0.05)  # between what was assumed and what was measured
     assert estimates.prefill.cost.seconds(32, 256) == pytest.approx(took, rel=0.05)
     for _ in range(4):
-        estimates.repair.add(expected, 3 * expected)
-    assert estimates.repair.scale == pytest.approx(3.0, rel=0.05)
+        estimates.repair.add(3.0)
+    assert estimates.repair.value == pytest.approx(3.0, rel=0.05)
 
 
 # Loads that say nothing.

@@ -13,7 +13,7 @@ from kvwire.controller import Goal, RepairOption, replay
 from kvwire.controller import events as ev
 from kvwire.controller.policies import CacheBlend
 from kvwire.controller.repair import rows_of
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.errors import ArgumentError
 from kvwire.reuse import rows_for
 
@@ -162,15 +162,15 @@ def test_what_is_asked_for_is_done_even_where_it_is_late():
 def test_a_slow_repair_is_learnt():
     slow = replace(COSTS, repair_scale=1.0)
     played = play([arrival(replace(OPTION, least=0.3), at=float(at), deadline_s=1.0) for at in range(3)], 100 * MB)
-    assert played.estimates.repair.scale == pytest.approx(1.0, rel=0.01)
-    played.estimates.repair.add(0.1, 0.3)
+    assert played.estimates.repair.value == pytest.approx(1.0, rel=0.01)
+    played.estimates.repair.add(3.0)
     for _ in range(8):
-        played.estimates.repair.add(0.1, 0.3)
+        played.estimates.repair.add(3.0)
     assert played.estimates.costs(8).repair_scale == pytest.approx(3.0, rel=0.01)
     assert slow.repair_scale == 1.0
     state = played.estimates.to_state()
     again = type(played.estimates).of_state(state, None, 1e6, RTT_S)
-    assert again.repair.scale == played.estimates.repair.scale
+    assert again.repair.value == played.estimates.repair.value
 
 
 def test_a_load_that_is_late_waits_for_no_repair():

@@ -15,7 +15,7 @@ from kvwire.controller.core import Controller
 from kvwire.controller.estimates import Estimates
 from kvwire.controller.repair import beside_link, expected_rows, rows_of
 from kvwire.controller.settings import ControllerSettings
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 

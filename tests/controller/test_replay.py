@@ -10,7 +10,7 @@ from kvwire.controller import Controller, ControllerSettings, Estimates, Goal, r
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Adaptive, Fixed
 from kvwire.controller.simulator import policy_named, policy_names
-from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.loads import LoadArrival, Trouble
 from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace

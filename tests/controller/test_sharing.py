@@ -6,7 +6,7 @@ import pytest
 
 from kvwire.controller import Goal
 from kvwire.controller import events as ev
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 
 from .playing import MB, document, play
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller.forecast import Timeline, prefill_s, unfetched_s
+from kvwire.controller.forecast import Timeline, unfetched_s
 from kvwire.controller.snapshot import RECOMPUTE
 
 from .naive_timeline import fetch_order, finish_naive, splits
@@ -67,7 +67,7 @@ def test_chunks_together_take_what_their_passes_take(request, data):
         request.costs.prefill.seconds(int(request.chunks.tokens[run].sum()), int(request.chunks.context[run[0]]))
         for run in passes(request.chunks, request.pass_chunks)
     ]
-    assert prefill_s(request).sum() == pytest.approx(sum(expected), rel=1e-9, abs=1e-12)
+    assert request.prefill_s.sum() == pytest.approx(sum(expected), rel=1e-9, abs=1e-12)
 
 
 def without_forced(request):

@@ -148,16 +148,6 @@ def test_nobody_betters_the_bound_under_a_ceiling(name, ceiling):
     assert len(outcome.levels[ceiling + 1 :]) == 0 or not any(outcome.levels[ceiling + 1 :])
 
 
-def test_a_ceiling_bounds_what_is_fetched_but_not_what_is_recomputed():
-    goals = [Goal(objective="quality", deadline_s=0.3, ceiling=ceiling) for ceiling in (0, 1, None)]
-    textless = tuple((replace(document, has_text=False),) for (document,) in variants_for(MODEL, [1000, 700]))
-    errors = [scenario(goal=goal, documents=textless, rate=constant(10 * RATE)).bounds[0].error for goal in goals]
-    assert errors[0] > errors[1] > errors[2]
-    slow = [scenario(goal=replace(goal, deadline_s=60.0), rate=constant(1.0)).bounds[0] for goal in goals]
-    assert slow[0].bytes == 0
-    assert slow[0].error == pytest.approx(slow[2].error)
-
-
 def test_cachegen_leaves_no_gaps_between_its_requests():
     scene = scenario(rate=constant(50 * RATE), goal=Goal(), documents=variants_for(MODEL, [1000] * 6))
     fixed, cachegen = (simulate(scene, policy_named(name, scene.rate))[0] for name in ("level-0", "cachegen"))

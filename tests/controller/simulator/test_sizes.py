@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from kvwire.controller.simulator import documents_for, expected_kl, model_named, raw_documents_for, source_in_words
+from kvwire.controller import DocumentPlanInput
+from kvwire.controller.simulator import documents_for, expected_kl, model_named, raw_of, source_in_words
 from kvwire.controller.simulator.sizes import BITS, measured
 from kvwire.errors import ArgumentError, NotFoundError
 
@@ -71,7 +72,7 @@ def test_a_head_start_is_a_share_of_the_demonstration_model():
 
 
 def test_a_raw_document_is_its_bytes_without_error():
-    (document,) = raw_documents_for(LLAMA, [300])
+    document = raw_of(LLAMA, DocumentPlanInput((256, 44)))
     assert document.tokens == (256, 44)
     assert document.fetch_bytes == ((256 * 131_072,), (44 * 131_072,))
     assert document.errors == ((0.0,), (0.0,))

@@ -23,7 +23,7 @@ from kvwire.controller.simulator import (
     simulate,
     variants_for,
 )
-from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId

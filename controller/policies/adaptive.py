@@ -9,22 +9,22 @@ what is left.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .forecast import Timeline, prefill_s, unfetched_s
-from .refining import Refining
-from .repair import LEAST_ERROR, decibels
-from .snapshot import RECOMPUTE, Plan
+from ..forecast import Timeline, decode_s, unfetched_s, wire_s
+from ..repair import LEAST_ERROR, decibels
+from ..snapshot import RECOMPUTE, SLOWEST, Plan
 
 if TYPE_CHECKING:
-    from .snapshot import Flags, Ints, PlanRequest
+    from ..snapshot import Flags, Floats, Ints, PlanRequest, UpgradeCandidates
 
 
-_EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
 LOOK_SHARE = 0.5
 """Share of the time left that may be gone when a question looks: the rest is for finer levels."""
@@ -89,8 +89,8 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     """A plan under which a link that falls makes nothing late, where it costs less than what it may save.
 
     What recomputation cannot reach before the deadline is made valid at the floor first, then finer; what it can reach
-    is fetched last, so that either way stays open. A miss loses more than all quality; requests and decodes of coarse
-    levels lose what no longer fits, as a share of decibels.
+    is fetched last, so that either way stays open. A miss loses more than all quality; coarse levels lose
+    what their requests and decodes leave no time for, as a share of decibels.
     """
     far = ~_within_reach(request)
     if not far[list(plan.order)].any():
@@ -102,8 +102,7 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     best = _best(request, coarse)
     # The more time a plan leaves, the further the link may fall.
     chance = request.risk * min(1.0, plan.finish_s / left_s)
-    lost = _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at))
-    if _EFFORT + lost > _MISS * chance:
+    if _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at)) > _MISS * chance:
         return plan
     first = _written(request, coarse, *best, "coarse levels first")
     return replace(first, order=[column for column in first.order if far[column]])
@@ -145,7 +144,7 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
 def _within_reach(request: PlanRequest) -> Flags:
     """Chunks that recomputation alone, from the front, has ready in time ``[n]``."""
     chunks, committed = request.chunks, request.committed
-    seconds = np.cumsum(prefill_s(request)) + committed.prefill_s + request.costs.closing_s(request.prompt_tokens)
+    seconds = np.cumsum(request.prefill_s) + committed.prefill_s + request.costs.closing_s(request.prompt_tokens)
     if request.workers == 1:
         seconds += committed.decode_s + float(committed.work_s.sum())
     return np.asarray(chunks.can_text & (seconds <= (inf if request.left_s is None else request.left_s)))
@@ -180,7 +179,7 @@ def _earliest(request: PlanRequest) -> Plan:
     as_it_is = request if request.refinable is None else replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
-    worth_it = request.bandwidth > 0 and float(prefill_s(request).sum()) > _LONG * request.costs.prefill.base_s
+    worth_it = request.bandwidth > 0 and float(request.prefill_s.sum()) > _LONG * request.costs.prefill.base_s
     if not split and timeline.counts[0] and not len(request.committed.wire) and worth_it:
         # An idle link tells nothing. One chunk, the last that compute would come to, costs little, and may tell much.
         return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))
@@ -257,3 +256,86 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
     order = finer.order(levels)
     order = order[some.ready[order]]
     return replace(plan, refine=order.tolist(), refine_levels=levels[order].tolist())
+
+
+class Refining:
+    """What chunks that are valid or under way could become, and when that would be done; levels are arrays ``[m]``.
+
+    Refinements are asked for up to the level that is wanted in one go, and decoded once, behind all other decoding. The
+    link delivers them one after another while earlier ones are decoded.
+
+    Attributes:
+        ready_s: Seconds from now to the first token without refinements.
+    """
+
+    def __init__(self, request: PlanRequest, some: UpgradeCandidates) -> None:
+        """Work out what must be done anyway."""
+        self._request, self._some = request, some
+        committed = request.committed
+        self.ready_s = unfetched_s(request, request.bandwidth_low)
+        self._closing_s = request.costs.closing_s(request.prompt_tokens)
+        decoding_s = committed.decode_s + float(committed.work_s.sum())
+        # With one worker refinements wait for all other work, with two for all other decoding.
+        self._lane_s = decoding_s
+        if request.workers == 1:
+            self._lane_s = self.ready_s - self._closing_s
+        first = float(committed.wire.sum()) + committed.ahead_bytes  # what others ask for comes before
+        self._link_s = request.lead_s + first / max(request.bandwidth_low, SLOWEST)
+
+    def best_within(self, left_s: float) -> Ints:
+        """Levels that remove most error for their bytes, as far as the time goes: of all steps the best ones first.
+
+        A chunk's step counts no more than the one before it, so that none is taken without that.
+        """
+        some = self._some
+        steps, gains = [], []
+        before, best, all_ = some.level, np.full(len(some.level), np.inf), np.arange(len(some.level))
+        for _ in range(int((some.top - some.level).max(initial=0))):
+            after = np.minimum(before + 1, some.top)
+            best = np.minimum(best, -self._by_gain(all_, before, after))
+            able = np.flatnonzero(before < some.top)
+            steps.append(able)
+            gains.append(best[able])
+            before = after
+        if not steps:
+            return some.level
+        order = np.concatenate(steps)[np.argsort(-np.concatenate(gains), kind="stable")]
+
+        def after_first(count: int) -> Ints:
+            return np.asarray(some.level + np.bincount(order[:count], minlength=len(some.level)))
+
+        return after_first(
+            bisect_right(range(1, len(order) + 1), left_s, key=lambda count: self.end_s(after_first(count)))
+        )
+
+    def order(self, levels: Ints) -> Ints:
+        """Candidates that these levels make better, most error removed per byte first."""
+        able = np.flatnonzero(levels > self._some.level)
+        return able[self._by_gain(able, self._some.level[able], levels[able]).argsort(kind="stable")]
+
+    def _by_gain(self, which: Ints, before: Ints, after: Ints) -> Floats:
+        """Error removed per byte, of some candidates, negative so that the largest sorts first ``[which]``."""
+        some = self._some
+        more = some.sizes[after, which] - some.sizes[before, which]
+        gain = some.tokens[which] * (some.errors[before, which] - some.errors[after, which])
+        return np.asarray(-gain / np.maximum(more, 1))
+
+    @cached_property
+    def _each_s(self) -> tuple[Floats, Floats]:
+        """What raising each candidate to each level takes of the link and of the decode lane ``[L, m]``."""
+        some, request = self._some, self._request
+        more = some.sizes - some.sizes[some.level, np.arange(len(some.level))]
+        wire = wire_s(more, request.bandwidth_low)
+        return wire, decode_s(request, some.tokens, some.sizes)
+
+    def end_s(self, levels: Ints) -> float:
+        """Expect the first token where candidates are raised to some levels."""
+        some = self._some
+        (raised,) = (levels > some.level).nonzero()
+        if not len(raised):
+            return self.ready_s
+        to, (wires, works) = levels[raised], self._each_s
+        wire, work = wires[to, raised].cumsum(), works[to, raised]
+        done = work.cumsum()
+        end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
+        return max(self.ready_s, end + self._closing_s)

@@ -6,21 +6,14 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError
 
-from ..policies import (
-    Adaptive,
-    CacheBlend,
-    CacheGen,
-    CacheGenArtefact,
-    CacheGenTimed,
-    Fixed,
-    Raw,
-    TextOnly,
-)
+from .adaptive import Adaptive
+from .cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
+from .simple import CacheBlend, Fixed, Raw, TextOnly
 
 if TYPE_CHECKING:
     from kvwire.types.rates import RateTrace
 
-    from ..policies import Policy
+    from ..snapshot import Policy
 
 _SIMPLE: dict[str, type[Policy]] = {
     "adaptive": Adaptive, "cachegen": CacheGen, "cachegen-timed": CacheGenTimed, "text": TextOnly, "raw": Raw,
