@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from .snapshot import SLOWEST
-from .state import SLOWEST_PASS
+from .state import DOUBT, SLOWEST_PASS
 from .workers import NOTICED
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .workers import Job
 
 _SHORT_PASS = 6.0  # a pass of that many times its fixed cost may end; shorter ones are mostly fixed cost
+_STOPS_S = SLOWEST_PASS / 16  # of what a pass takes, until it has stopped: engines stop between layers
 _PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
 
 
@@ -40,7 +41,7 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
     alone = settings.workers > 1 and len(state.loads) == 1
     if settings.interrupts and alone and not state.workers.was_interrupted(state.now):
-        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / NOTICED
+        saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
 
@@ -59,7 +60,7 @@ def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
         ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
     else:
         doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-    return inf if doubt <= NOTICED else (ends - now) / doubt
+    return inf if doubt <= DOUBT else (ends - now) / doubt
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:
@@ -90,7 +91,7 @@ def interrupts_at(state: State) -> float:
     for other in state.loads.values():
         if other is not load and other.due < inf and other.is_ready and not state.is_late(other):
             saved_by = min(saved_by, _slow_handover_at(state, other))
-    at = max(job.overdue_at, saved_by)
+    at = max(job.overdue_at, saved_by - _STOPS_S * job.expected_s)
     return at if at + floors_s <= state.handover_at(load) else inf
 
 

@@ -35,7 +35,8 @@ from .joining import Joining
 from .limits import interrupts_at, pass_limit_s, sure_limit_s
 from .link import InflightFetch
 from .policies.adaptive import LOOK_SHARE
-from .workers import NOTICED, Job
+from .state import DOUBT
+from .workers import Job
 
 if TYPE_CHECKING:
     from .document_state import DocumentState
@@ -73,7 +74,7 @@ class Starter:
         """Whether all that came or is to come can be valid before the hand-over as finely as it comes."""
         state = self._state
         beside_s = load.compute_s if state.settings.workers == 1 else 0.0
-        left_s = (state.handover_at(load) - state.now - beside_s) / min(state.estimates.decode.high, NOTICED)
+        left_s = (state.handover_at(load) - state.now - beside_s) / min(state.estimates.decode.high, DOUBT)
         fetched_s = sum(each.decode_s for each in state.link.fetches.values() if each.chunk.load == load.number)
         return state.decode_among_many.apart(*load.table.arrived()) + fetched_s <= left_s
 

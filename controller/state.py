@@ -10,7 +10,7 @@ from . import events as ev
 from .chunk_table import PLANNED, READY
 from .link import Link
 from .snapshot import SLOWEST
-from .workers import NOTICED, Workers
+from .workers import Workers
 
 if TYPE_CHECKING:
     from .costs import CostModel, DecodeCost
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _HALF_LIVES_S = (0.2, 1.0)  # of arrivals: the short one notices a rush at once, the long one remembers it
 SLOWEST_PASS = 5.0
 """Times what is expected: a pass that takes as long still ends before a deadline."""
+DOUBT = 1.6
+"""Estimates that may be wrong by less are relied on."""
 _UNSURE = 2.0  # times the reserve while chunks are not begun, loads share, or the engine was slow lately
 _TURNS = 4  # every fourth thing is begun for a late load, so that none waits for ever
 
@@ -277,7 +279,7 @@ class State:
         (documents, tokens, pairs), cost = open_, self.costs_of(load).prefill
         seconds = cost.base_s * documents + cost.token_s * tokens + cost.pair_s * pairs
         seconds += self.workers.left_s("prefill", self.now)
-        return self.handover_at(load) - seconds * min(1.1 * self.estimates.prefill.high, NOTICED)
+        return self.handover_at(load) - seconds * min(1.1 * self.estimates.prefill.high, DOUBT)
 
     def stalls_at(self) -> float:
         """Instant after which silence is not waited out, or at which to look again.

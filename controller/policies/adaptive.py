@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..snapshot import Flags, Floats, Ints, PlanRequest, UpgradeCandidates
 
 
+_EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
 LOOK_SHARE = 0.5
 """Share of the time left that may be gone when a question looks: the rest is for finer levels."""
@@ -89,8 +90,8 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     """A plan under which a link that falls makes nothing late, where it costs less than what it may save.
 
     What recomputation cannot reach before the deadline is made valid at the floor first, then finer; what it can reach
-    is fetched last, so that either way stays open. A miss loses more than all quality; coarse levels lose
-    what their requests and decodes leave no time for, as a share of decibels.
+    is fetched last, so that either way stays open. A miss loses more than all quality; requests and decodes of coarse
+    levels lose what no longer fits, as a share of decibels.
     """
     far = ~_within_reach(request)
     if not far[list(plan.order)].any():
@@ -102,7 +103,8 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
     best = _best(request, coarse)
     # The more time a plan leaves, the further the link may fall.
     chance = request.risk * min(1.0, plan.finish_s / left_s)
-    if _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at)) > _MISS * chance:
+    lost = _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at))
+    if _EFFORT + lost > _MISS * chance:
         return plan
     first = _written(request, coarse, *best, "coarse levels first")
     return replace(first, order=[column for column in first.order if far[column]])

@@ -431,12 +431,15 @@ TABLE = [
     (planner, "_MARGIN", margin, (0.0, 0.04)),
     (limits, "_SHORT_PASS", short_pass, (5, 7)),
     (state, "SLOWEST_PASS", kept_for_closings, (4, 6)),
+    (limits, "DOUBT", unsure_pass, (True, True)),
+    (limits, "_STOPS_S", stopped_at, (0.5, 0.55)),
     (limits, "_PASSES", lambda: late_pass(2.0), (0.1, 0.15)),
     (state, "_TURNS", turns, (4, 4)),
     (state, "_UNSURE", reserve_of_what_is_open, (1.9, 2.1)),
     (state, "_HALF_LIVES_S", arrivals_of_a_rush, (15, 30)),
     (load, "_UNSEEN", unlooked, (0.09, 0.11)),
     (adaptive, "_MISS", lambda: insured_from(1000 * MB, 0.35, document(200, text=False)), (0.2, 0.35)),
+    (adaptive, "_EFFORT", lambda: insured_from(30 * MB, 0.4, document(32, text=False, scale=4)), (0.0, 0.0)),
     (adaptive, "_LONG", chunks_of_a_probe, (7, 9)),
     (adaptive, "LOOK_SHARE", looked_by, (0.4, 0.6)),
     (adaptive, "_LOOKED", looks, (True, True)),
@@ -470,7 +473,7 @@ def test_every_constant_has_a_test():
     modules.append(adaptive)
     found = {name for module in modules for name in numbers(module)} - NAMES - SETTINGS
     assert found <= tested
-    assert len(found) <= 40
+    assert len(found) <= 43
 
 
 @pytest.mark.parametrize(("module", "name", "figure", "bounds"), TABLE, ids=[each[1] for each in TABLE])
