@@ -14,10 +14,12 @@ from statistics import NormalDist, median
 
 from kvwire.errors import ArgumentError
 
-from .horizons import EDGES, HorizonErrors
+from .horizons import HorizonErrors
 from .workers import NOTICED
 
+_MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
+_LEAST_ERROR = 0.02  # no link is steadier
 _SHARE = 0.25  # of times at which less comes than plans rely on
 _FALL_SAMPLES = 2
 _RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
@@ -131,7 +133,6 @@ class BandwidthEstimator:
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
-        self._least = 1 / EDGES[-2] - 1  # no link is steadier than what is told apart
         self._measured = 0.0
         self.horizons = horizons or HorizonErrors()
 
@@ -159,9 +160,8 @@ class BandwidthEstimator:
             self._streak = side and (self._streak + side if self._streak * side > 0 else side)
             self.horizons.add(size, seconds, expected)
             share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
-            most = 1 / EDGES[1] - 1  # a silent link is infinitely slower than expected
-            self._below = max(self._below, share * min(expected / rate - 1, most))
-            self._above = max(self._above, share * min(rate / expected - 1, most))
+            self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
+            self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
             shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
         self._fast.add(size, seconds, shed)
         self._slow.add(size, seconds, shed)
@@ -206,12 +206,12 @@ class BandwidthEstimator:
     @property
     def high(self) -> float:
         """Bytes per second that the link may well give, likewise."""
-        return self.value * (1 + max(self._above, self._least))
+        return self.value * (1 + max(self._above, _LEAST_ERROR))
 
     @property
     def error(self) -> float:
-        """Relative error by which the estimate was lately too high, decaying from the largest."""
-        return max(self._below, self._least)
+        """Relative error by which the estimate was lately too high, decaying from the largest; 0 to 9."""
+        return max(self._below, _LEAST_ERROR)
 
     @property
     def usual(self) -> float:
