@@ -227,14 +227,15 @@ class Group:
 
     def rows_in_bytes(self, count: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the pieces with the first rows: begin, int8 ``[n, width]``, and float32 steps ``[width]``."""
+        known = self._pieces_in_bytes  # another thread may put another dictionary there
         for begin, end in pieces(self.cuts, self.rank):
             if begin >= min(count, end):
                 continue
-            if begin not in self._pieces_in_bytes:
+            if begin not in known:
                 rows = self.first_rows(end)[begin:].float()
                 steps = rows.abs().amax(0).clamp_min(1e-30) / SMALL
-                self._pieces_in_bytes[begin] = (rows / steps).round().to(torch.int8), steps
-            yield begin, *self._pieces_in_bytes[begin]
+                known[begin] = (rows / steps).round().to(torch.int8), steps
+            yield begin, *known[begin]
 
     @cached_property
     def _pieces_in_bytes(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

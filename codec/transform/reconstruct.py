@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.entropy import value_kernels
+from kvwire.codec.profile.group import SMALL
 from kvwire.codec.transform.analysis import bits_of, plain, scatter_planes, synthesise
 
 if TYPE_CHECKING:
@@ -192,9 +193,15 @@ def _product(factors: _Factors, strip: slice) -> Tensor:
 
 @cache
 def multiplies_bytes() -> bool:
-    """Return whether the processor multiplies and adds bytes natively."""
+    """Return whether the processor multiplies and adds bytes natively, and oneDNN may use that.
+
+    Without such instructions, or told to leave them alone, oneDNN adds pairs of products in 16 bits, which overflow.
+    """
     known = getattr(torch.cpu, "_is_vnni_supported", None)
-    return bool(known and known()) and hasattr(torch, "_int_mm")
+    if not (known and known() and hasattr(torch, "_int_mm")):
+        return False
+    largest = torch.full((_MULTIPLE, _MULTIPLE), SMALL, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest) == _MULTIPLE * SMALL**2).all())  # noqa: SLF001 - as above
 
 
 def _place(  # noqa: PLR0913, PLR0917 - as above
