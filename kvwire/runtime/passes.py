@@ -7,7 +7,7 @@ are left out; when the pass fails, each row runs alone.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -195,7 +195,7 @@ class PromptWorker:
         failed: set to the chunk being computed. behind: see ``Recompute``.
         """
         self.check_here()
-        with self._engine.stoppable(self._stop):
+        with self._engine.stoppable(self._stop), self.counting(chunks[0]):
             try:
                 self._extend(chunks[0], chunks[-1], behind=behind)
             except PassStoppedError:
@@ -208,6 +208,15 @@ class PromptWorker:
             for chunk in chunks:
                 failed[0] = chunk
                 self._extend(chunk, chunk, behind=behind)
+
+    @contextmanager
+    def counting(self, first: ChunkId) -> Iterator[None]:
+        """A pass that fails in this context leaves no rows of a prefill: its chunks may be fetched instead."""
+        try:
+            yield
+        except BaseException:
+            self.exact = min(self.exact, self.documents[first.document].span(first.chunk)[0])
+            raise
 
     def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
         """Recompute chunks on top of the finished part of their document or prompt, and write them into the prompt."""
@@ -228,7 +237,21 @@ class PromptWorker:
         """What the rows of these tokens depend on, if that is nothing but the prompt's text."""
         if self.exact != start or self._driver.prompts.get(self.number) is not self:
             return None
-        return (start, self.prompt.opening, (self.documents[0].token_ids or ())[:stop])
+        return (start, *self.before, (self.documents[0].token_ids or ())[:stop])
+
+    @property
+    def before(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What precedes the first document in the prompt, and where its text is computed."""
+        opening = self.prompt.opening
+        return opening, opening if self._sees_head else self._neutral(0)
+
+    def _neutral(self, index: int) -> tuple[int, ...]:
+        """Tokens behind which a document's text is computed that sees nothing of the prompt before it."""
+        document, offset, opening = self.documents[index], self.prompt.offset(index), self._engine.opening_tokens
+        if not offset:  # the first document has no prefix
+            return ()
+        neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, document.token_ids or ())
+        return neutral[: len(opening)] if offset == len(opening) else neutral  # after BOS only
 
     def copy(self, start: int, stop: int, *, whole: bool = False) -> int:
         """Take rows that another load has computed for a prompt that begins with the same tokens; how many.
@@ -238,17 +261,16 @@ class PromptWorker:
         prompts = self._driver.prompts
         if self.text_until(start, stop) is None:
             return 0
-        text, best, rows = (self.documents[0].token_ids or ())[:stop], start + (stop - start if whole else 1) - 1, None
+        text, before = (self.documents[0].token_ids or ())[:stop], self.before
+        best, rows = start + (stop - start if whole else 1) - 1, None
         for other in tuple(prompts.values()):
-            if other is self or not other.exact or other.prompt.opening != self.prompt.opening:
-                continue
-            known = min(other.exact, stop, other.prompt.tokens[0])
+            known = 0 if other is self or not other.exact else min(other.exact, stop, other.prompt.tokens[0])
             same = _agreeing(text, (other.documents[0].token_ids or ())[:known]) if known > best else 0
-            if same > best:
+            if same > best and other.before == before:
                 best, rows = same, other.prompt.document(0).slice(start, same)
         if rows is None:
             return 0
-        self.prompt.write(0, start, rows)
+        self.prompt.write(0, start, replace(rows, kept=None))  # none of them is missing, even of a pruned document
         self.exact, self.copied = best, True
         return best - start
 
@@ -274,11 +296,7 @@ class PromptWorker:
             prefix = self.prompt.document(first.document).slice(0, start)
         if prefix is not None and prefix.kept and all(mask is None or bool(mask.all()) for mask in prefix.kept):
             prefix = replace(prefix, kept=None)  # the prompt's gaps are elsewhere
-        neutral: tuple[int, ...] = ()
-        if not behind and offset:  # the first document has no prefix
-            neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, whole)
-            if offset == len(self._engine.opening_tokens):  # after BOS only
-                neutral = neutral[: len(self._engine.opening_tokens)]
+        neutral = () if behind else self._neutral(first.document)
         if neutral:  # a neutral prefix has no place in the prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.prefill import behind as behind_neutral
 
@@ -407,7 +425,18 @@ def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> 
     """
     living = [row for row in rows if not row.jobs.is_gone]
     began = driver.clock()
-    left = [row for row in living if not row.jobs.copy(*row.span, whole=True)]
+    with ExitStack() as stack:
+        for row in living:
+            stack.enter_context(row.jobs.counting(row.asked.first))
+        alone = _fill(engine, living)
+    engine.synchronize()
+    tokens = {row: row.span[1] - row.span[0] for row in living}
+    return tokens, driver.clock() - began, alone < len(living)
+
+
+def _fill(engine: Engine, rows: Sequence[_Row]) -> int:
+    """Compute rows, or copy them; returns how many were in the joined pass."""
+    left = [row for row in rows if not row.jobs.copy(*row.span, whole=True)]
     firsts = {row.text: row for row in reversed(left)}
     alone = [row for row in left if firsts[row.text] is row or row.text is None]
     given = [row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind) for row in alone]
@@ -420,9 +449,7 @@ def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> 
         if row not in alone and not row.jobs.copy(*row.span, whole=True):  # the other load has ended meanwhile
             prefix, ids, offset = row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind)
             row.jobs.write(row.asked.first, engine.extend(prefix, ids, offset=offset))
-    engine.synchronize()
-    tokens = {row: row.span[1] - row.span[0] for row in living}
-    return tokens, driver.clock() - began, len(alone) < len(living)
+    return len(alone)
 
 
 async def _one_by_one(

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import kvwire
+from kvwire.codec import read_header
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.learning import JoinedEstimator, PrefillEstimator
 from kvwire.engines.transformers import TransformersEngine
+from kvwire.reuse import LinkedPrompt
 from kvwire.runtime import passes
 from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.document import FoundDocument, OpenDocument
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
+from kvwire.types import ChunkId
 
 CHEAP = CostModel(PrefillCost(1e-6, 1e-7), DecodeCost(1.0, 1e-3))
 JOINED = replace(CHEAP, joined=PrefillCost(1e-7, 1e-8))
@@ -46,7 +52,7 @@ def text(seed, tokens):
 
 def asked(made, prompts):
     async def all_at_once():
-        return await asyncio.gather(*(made.ask_prompt_async(ids, reuse="none", tokens=2) for ids in prompts))
+        return await asyncio.gather(*(made.ask_prompt_async(ids, reuse="none", tokens=32) for ids in prompts))
 
     return asyncio.run(all_at_once())
 
@@ -107,7 +113,7 @@ def test_copies_teach_nothing_of_what_passes_take(small, computed, monkeypatch, 
         learnt.clear()
         computed.clear()
         asked(made, [text(1, 900)] * 4)
-    assert sum(learnt) <= sum(computed) + 4 * 2  # what is asked last, and the answers
+    assert sum(learnt) <= sum(computed) + 4 * 32  # what is asked last, and the answers
 
 
 def test_rows_of_a_load_that_has_ended_are_computed(small, computed, monkeypatch):
@@ -139,3 +145,78 @@ def test_rows_behind_lossy_ones_are_no_others(small):
         lossy, exact = asyncio.run(both())
     assert {each.level is None for each in lossy.decisions} == {True, False}
     check_same(small, [(*ids, 5, 6, 7)], [exact])
+
+
+class Workers:
+    """Prompts of loads under way, which are filled by hand."""
+
+    def __init__(self, engine):
+        self.engine, self.driver = engine, SimpleNamespace(prompts={})
+
+    def begin(self, ids, info=None):
+        number, opening = len(self.driver.prompts), self.engine.opening_tokens
+        worker = passes.PromptWorker(self.engine, [f"load {number}"], self.driver, "cpu", ())
+        cache = self.engine.allocate(len(opening) + len(ids))
+        worker.prompt = LinkedPrompt([len(ids)], self.engine.meta, cache=cache, opening=opening)
+        if opening:
+            worker.prompt.write_opening(self.engine.prefill([opening])[0])
+        worker.documents[0] = OpenDocument(FoundDocument(None, "", None, None, ids), ids, info)
+        worker.number, self.driver.prompts[number] = number, worker
+        return worker
+
+    def fill(self, worker):
+        tokens = worker.prompt.tokens[0]
+        chunks = tuple(ChunkId(load=worker.number, document=0, chunk=chunk) for chunk in range(-(-tokens // 256)))
+        worker._extend_all(chunks, [chunks[0]], behind=False)
+
+    def check(self, worker):
+        opening = self.engine.opening_tokens
+        (wanted,) = self.engine.prefill([(*opening, *worker.documents[0].token_ids)])
+        ours = worker.prompt.cache
+        for mine, theirs in zip((*ours.keys, *ours.values), (*wanted.keys, *wanted.values), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-4)
+        assert ours.kept is None
+
+
+def test_what_is_fetched_after_a_pass_that_failed_is_no_prefill(small, computed, monkeypatch):
+    """Its first rows were copied before it failed; what is fetched is written over them."""
+    workers, shared = Workers(small.engine), text(1, 100)
+    first = workers.begin((*shared, *text(2, 300)))
+    workers.fill(first)
+    second = workers.begin((*shared, *text(3, 300)))
+    with monkeypatch.context() as broken:
+        broken.setattr(TransformersEngine, "extend", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            workers.fill(second)
+    for side in (*second.prompt.cache.keys, *second.prompt.cache.values):
+        side.fill_(3.0)
+    del workers.driver.prompts[first.number]
+    third = workers.begin((*shared, *text(4, 300)))
+    workers.fill(third)
+    workers.check(third)
+
+
+def test_rows_of_a_document_encoded_without_a_bos_are_no_prompts(bos_engine, small):
+    ids = text(1, 400)
+    blob = kvwire.encode(bos_engine.prefill([ids])[0], small.profile)
+    workers = Workers(bos_engine)
+    stored = workers.begin(ids, replace(read_header(blob), chunk_tokens=256))
+    workers.fill(stored)
+    prompt = workers.begin(ids)
+    workers.fill(prompt)
+    workers.check(prompt)
+    again = workers.begin(ids)
+    workers.fill(again)
+    assert again.copied
+    workers.check(again)
+
+
+def test_rows_of_a_pruned_document_that_was_computed_are_whole(small):
+    workers, ids = Workers(small.engine), text(1, 300)
+    pruned = workers.begin(ids)
+    pruned.prompt.keep(0, [torch.rand(spec.kv_heads, 300) < 0.5 for spec in small.engine.meta.layers])
+    workers.fill(pruned)
+    prompt = workers.begin((*ids, *text(2, 50)))
+    workers.fill(prompt)
+    assert prompt.copied
+    workers.check(prompt)
