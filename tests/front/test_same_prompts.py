@@ -154,7 +154,7 @@ class Workers:
         self.engine, self.driver = engine, SimpleNamespace(prompts={})
 
     def begin(self, ids, info=None):
-        number, opening = len(self.driver.prompts), self.engine.opening_tokens
+        number, opening = max(self.driver.prompts, default=-1) + 1, self.engine.opening_tokens
         worker = passes.PromptWorker(self.engine, [f"load {number}"], self.driver, "cpu", ())
         cache = self.engine.allocate(len(opening) + len(ids))
         worker.prompt = LinkedPrompt([len(ids)], self.engine.meta, cache=cache, opening=opening)
