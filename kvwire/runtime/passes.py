@@ -227,11 +227,15 @@ class PromptWorker:
             span, whole = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
             compute_piece(self._engine, document.layout, self.prompt, first.document, whole, span, behind=behind)
             return
-        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        found = start + self.copy(start, stop)
-        if found < stop:
-            prefix, ids, offset = self.row(first, last, behind=behind, start=found)
-            self.write(first, self._engine.extend(prefix, ids, offset=offset), found)
+        self.compute_from(document.span(first.chunk)[0], first, last, behind=behind)
+
+    def compute_from(self, start: int, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
+        """Compute the tokens of chunks from one on, or copy them from loads that have computed them."""
+        stop = self.documents[last.document].span(last.chunk)[1]
+        start += self.copy(start, stop)
+        if start < stop:
+            prefix, ids, offset = self.row(first, last, behind=behind, start=start)
+            self.write(first, self._engine.extend(prefix, ids, offset=offset), start)
 
     def text_until(self, start: int, stop: int) -> tuple[object, ...] | None:
         """What the rows of these tokens depend on, if that is nothing but the prompt's text."""
@@ -253,16 +257,16 @@ class PromptWorker:
         neutral = document.info.neutral_prefix if document.info else opening_of(self._engine, document.token_ids or ())
         return neutral[: len(opening)] if offset == len(opening) else neutral  # after BOS only
 
-    def copy(self, start: int, stop: int, *, whole: bool = False) -> int:
+    def copy(self, start: int, stop: int) -> int:
         """Take rows that another load has computed for a prompt that begins with the same tokens; how many.
 
-        whole: all or none. In the compute thread, as all passes, so that theirs do not change meanwhile.
+        In the compute thread, as all passes, so that theirs do not change meanwhile.
         """
         prompts = self._driver.prompts
         if self.text_until(start, stop) is None:
             return 0
         text, before = (self.documents[0].token_ids or ())[:stop], self.before
-        best, rows = start + (stop - start if whole else 1) - 1, None
+        best, rows = start, None
         for other in tuple(prompts.values()):
             known = 0 if other is self or not other.exact else min(other.exact, stop, other.prompt.tokens[0])
             same = _agreeing(text, (other.documents[0].token_ids or ())[:known]) if known > best else 0
@@ -383,10 +387,11 @@ class _Row:
         document = self.jobs.documents[self.asked.first.document]
         return document.span(self.asked.first.chunk)[0], document.span(self.asked.last.chunk)[1]
 
-    @property
-    def text(self) -> tuple[object, ...] | None:
-        """What rows depend on that others may have, too; None: on more."""
-        return self.jobs.text_until(*self.span)
+    def begins(self, other: _Row, start: int) -> bool:
+        """Whether the tokens from one on are those that the other, no shorter row computes."""
+        stop = self.span[1]
+        own = self.jobs.text_until(start, stop)
+        return own is not None and own == other.jobs.text_until(start, stop)
 
 
 def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
@@ -428,28 +433,37 @@ def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> 
     with ExitStack() as stack:
         for row in living:
             stack.enter_context(row.jobs.counting(row.asked.first))
-        alone = _fill(engine, living)
+        copied = _fill(engine, living)
     engine.synchronize()
     tokens = {row: row.span[1] - row.span[0] for row in living}
-    return tokens, driver.clock() - began, alone < len(living)
+    return tokens, driver.clock() - began, copied
 
 
-def _fill(engine: Engine, rows: Sequence[_Row]) -> int:
-    """Compute rows, or copy them; returns how many were in the joined pass."""
-    left = [row for row in rows if not row.jobs.copy(*row.span, whole=True)]
-    firsts = {row.text: row for row in reversed(left)}
-    alone = [row for row in left if firsts[row.text] is row or row.text is None]
-    given = [row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind) for row in alone]
-    if given:
+def _fill(engine: Engine, rows: Sequence[_Row]) -> bool:
+    """Compute rows, or copy them from other loads and from each other; returns whether any were copied.
+
+    Of rows that begin alike, the longest is computed.
+    """
+    left = [(row, start + row.jobs.copy(start, stop)) for row in rows for start, stop in [row.span]]
+    copied = any(found > row.span[0] for row, found in left)
+    leaders: list[tuple[_Row, int]] = []
+    followers: list[tuple[_Row, int]] = []
+    for row, found in sorted(left, key=lambda each: -each[0].span[1]):
+        if any(row.begins(leader, found) for leader, at in leaders if at == found):
+            followers.append((row, found))
+        elif found < row.span[1]:
+            leaders.append((row, found))
+    if leaders:
+        given = [
+            row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind, start=at) for row, at in leaders
+        ]
         prefixes, token_ids, offsets = zip(*given, strict=True)
         pieces = engine.extend_together(prefixes, token_ids, offsets=offsets)
-        for row, piece in zip(alone, pieces, strict=True):
-            row.jobs.write(row.asked.first, piece)
-    for row in left:
-        if row not in alone and not row.jobs.copy(*row.span, whole=True):  # the other load has ended meanwhile
-            prefix, ids, offset = row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind)
-            row.jobs.write(row.asked.first, engine.extend(prefix, ids, offset=offset))
-    return len(alone)
+        for (row, at), piece in zip(leaders, pieces, strict=True):
+            row.jobs.write(row.asked.first, piece, at)
+    for row, found in followers:
+        row.jobs.compute_from(found, row.asked.first, row.asked.last, behind=row.asked.behind)
+    return copied or bool(followers)
 
 
 async def _one_by_one(

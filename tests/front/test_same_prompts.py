@@ -13,6 +13,7 @@ import torch
 import kvwire
 from kvwire.codec import read_header
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.controller import events as ev
 from kvwire.controller.learning import JoinedEstimator, PrefillEstimator
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.reuse import LinkedPrompt
@@ -69,27 +70,13 @@ def check_same(small, prompts, answers):
 
 
 @pytest.mark.parametrize("costs", [CHEAP, JOINED])
-def test_the_same_prompt_is_computed_once(small, computed, costs):
-    prompts = [text(1, 900)] * 3
+def test_nothing_is_kept_when_no_load_is_under_way(small, computed, costs):
     with loader(small, costs) as made:
-        computed.clear()
-        answers = asked(made, prompts)
-        assert sum(computed) == 899
-        computed.clear()
-        asked(made, prompts[:1])  # nothing is kept when none is under way
-        assert sum(computed) == 899
-    check_same(small, prompts, answers)
-
-
-@pytest.mark.parametrize("shared", [0, 40, 300, 600])
-def test_what_prompts_share_is_computed_once_and_the_rest_is_their_own(small, computed, shared):
-    prompts = [(*text(1, shared), *text(seed, 700 - shared)) for seed in (2, 3)]
-    with loader(small) as made:
-        computed.clear()
-        answers = asked(made, prompts)
-    assert sum(computed) <= 2 * 699 - max(0, shared - 256)  # whole chunks at least
-    assert sum(computed) >= 2 * 699 - shared
-    check_same(small, prompts, answers)
+        for _ in range(2):
+            computed.clear()
+            answers = asked(made, [text(1, 900)])
+            assert sum(computed) == 899
+    check_same(small, [text(1, 900)], answers)
 
 
 @pytest.mark.parametrize("costs", [CHEAP, JOINED])
@@ -176,6 +163,42 @@ class Workers:
         for mine, theirs in zip((*ours.keys, *ours.values), (*wanted.keys, *wanted.values), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-4)
         assert ours.kept is None
+
+
+@pytest.mark.parametrize("shared", [0, 40, 300, 700])
+def test_what_prompts_share_is_computed_once_and_the_rest_is_their_own(small, computed, shared):
+    workers = Workers(small.engine)
+    loads = [workers.begin((*text(1, shared), *text(seed, 700 - shared))) for seed in (2, 3, 4)]
+    for each in loads:
+        workers.fill(each)
+        workers.check(each)
+    assert sum(computed) == 3 * 700 - 2 * shared
+
+
+def joined(worker, first, last):
+    asked = ev.Recompute(*(ChunkId(load=worker.number, document=0, chunk=chunk) for chunk in (first, last)))
+    return passes._Row(worker, asked)
+
+
+@pytest.mark.parametrize("ends", [(2, 2, 2), (1, 2, 0), (0, 1, 2)])
+@pytest.mark.parametrize("computed_before", [0, 1, 2])
+def test_joined_rows_that_begin_alike_are_computed_once(small, computed, ends, computed_before):
+    """Of loads that stand at different places, too."""
+    workers = Workers(small.engine)
+    loads = [workers.begin(text(1, 768)) for _ in ends]
+    if computed_before:
+        passes._fill(small.engine, [joined(loads[0], 0, computed_before - 1)])
+    firsts = [computed_before, 0, 0]
+    rows = [joined(load, first, last) for load, first, last in zip(loads, firsts, ends, strict=True) if first <= last]
+    passes._fill(small.engine, rows)
+    furthest = max([computed_before - 1, *(row.asked.last.chunk for row in rows)])
+    assert sum(computed) == 256 * (furthest + 1)
+    for row in rows:
+        tokens = row.span[1]
+        (wanted,) = small.engine.prefill([text(1, 768)[:tokens]])
+        ours = row.jobs.prompt.cache.slice(0, tokens)
+        for mine, theirs in zip((*ours.keys, *ours.values), (*wanted.keys, *wanted.values), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-4)
 
 
 def test_what_is_fetched_after_a_pass_that_failed_is_no_prefill(small, computed, monkeypatch):
