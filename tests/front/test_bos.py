@@ -369,7 +369,7 @@ def test_engines_without_weights_here_load_the_bos_and_documents(bos_engine, ind
     assert (loaded.tokens, part.tokens, loaded.troubles) == (601, 301, ())
     linked = link_opened(bos_engine, prefill_documents(bos_engine, list(pieces.values())))
     assert cache_error(loaded.cache.slice(0, 1), linked.slice(0, 1)) == 0
-    assert cache_error(loaded.cache, linked) < 0.3
+    assert cache_error(loaded.cache, linked) < (0.4 if level == 2 else 0.1)
 
 
 def test_the_command_tells_of_the_bos(run, bos_model, tmp_path):

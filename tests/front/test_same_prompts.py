@@ -110,30 +110,6 @@ def test_rows_of_a_load_that_has_ended_are_computed(small, computed, monkeypatch
         check_same(small, prompts, asked(made, prompts))
 
 
-def test_rows_behind_lossy_ones_are_no_others(small):
-    """A document whose first chunk was fetched: what is computed behind it is not a prefill's."""
-    name, ids = next(iter(small.tokens.items()))
-    corpus = small.corpus(chunk_tokens=64)
-    entry = corpus.find(name)
-    (key,) = corpus.catalog.blobs.of(entry)
-    info, data = corpus.read_header(entry), corpus.catalog.store.get(key)
-    for chunk in range(1, info.chunks):
-        at = info.reads(chunk, 0)[0].offset
-        data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-    corpus.catalog.store.put(key, data)
-    fetched = CostModel(PrefillCost(10.0, 1.0), DecodeCost(1e-5, 1e-6))
-    with Loader(small.engine, corpus, costs=fetched, settings=LoadSettings(repair="none")) as made:
-
-        async def both():
-            return await asyncio.gather(
-                made.ask_async([name], (5, 6, 7)), made.ask_prompt_async((*ids, 5, 6, 7), reuse="none")
-            )
-
-        lossy, exact = asyncio.run(both())
-    assert {each.level is None for each in lossy.decisions} == {True, False}
-    check_same(small, [(*ids, 5, 6, 7)], [exact])
-
-
 class Workers:
     """Prompts of loads under way, which are filled by hand."""
 
@@ -199,6 +175,20 @@ def test_joined_rows_that_begin_alike_are_computed_once(small, computed, ends, c
         ours = row.jobs.prompt.cache.slice(0, tokens)
         for mine, theirs in zip((*ours.keys, *ours.values), (*wanted.keys, *wanted.values), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def test_rows_behind_lossy_ones_are_no_others(small):
+    """A document whose first chunk was fetched: what is computed behind it is not a prefill's."""
+    workers, ids = Workers(small.engine), text(1, 600)
+    fetched = workers.begin(ids)
+    for side in (*fetched.prompt.cache.keys, *fetched.prompt.cache.values):
+        side.fill_(3.0)
+    chunk = ChunkId(load=fetched.number, document=0, chunk=1)
+    fetched._extend_all((chunk,), [chunk], behind=False)
+    prompt = workers.begin(ids)
+    workers.fill(prompt)
+    assert not prompt.copied
+    workers.check(prompt)
 
 
 def test_what_is_fetched_after_a_pass_that_failed_is_no_prefill(small, computed, monkeypatch):
