@@ -198,7 +198,7 @@ def multiplies_bytes() -> bool:
     Without such instructions, or told to leave them alone, oneDNN adds pairs of products in 16 bits, which overflow.
     """
     known = getattr(torch.cpu, "_is_vnni_supported", None)
-    if not (known and known() and torch.backends.mkldnn.is_available()):
+    if not (known and known() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
         return False
     largest = torch.full((_MULTIPLE, _MULTIPLE), SMALL, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest) == _MULTIPLE * SMALL**2).all())  # noqa: SLF001 - as above
