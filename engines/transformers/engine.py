@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ class TransformersEngine(ExtendsTogether):
         ids = torch.tensor([list(token_ids)], device=self.device)
         at = torch.arange(start, start + len(token_ids), device=self.device)[None]
         mask = past_mask(past, len(token_ids) + (0 if prefix is None else prefix.tokens))
-        with masking(self.model, self.meta, past, len(token_ids)):
+        with self._masking(past, len(token_ids)):
             self.model(
                 input_ids=ids, position_ids=at, attention_mask=mask, past_key_values=past, use_cache=True,
                 logits_to_keep=1,
@@ -264,6 +265,11 @@ class TransformersEngine(ExtendsTogether):
         rows = [(keys[0, :, start:], values[0, :, start:]) for keys, values in pairs]
         return self._cache(rows, token_ids, start)
 
+    def _masking(self, past: DynamicCache | None, tokens: int) -> AbstractContextManager[None]:
+        """Masks for passes over a past whose layers and heads store different tokens."""
+        kept = getattr(past, "kept_by_layer", None)
+        return nullcontext() if past is None or kept is None else masking(self.model, self.meta, kept, past, tokens)
+
     def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
         """A ``filled`` cache; gaps stay in it if layers have windows, which count all positions, or if they differ."""
         gaps = gaps_of(cache)
@@ -326,7 +332,7 @@ class TransformersEngine(ExtendsTogether):
         self.check_ids(token_ids, start)
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
-        with masking(self.model, self.meta, past, len(token_ids)):
+        with self._masking(past, len(token_ids)):
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -476,5 +482,5 @@ class TransformersEngine(ExtendsTogether):
         if not holes_differ(cache):
             return look(self.model, self.meta, self.tensors_for(cache), *args)
         past = self._past(cache)
-        with masking(self.model, self.meta, past, len(token_ids)):
+        with self._masking(past, len(token_ids)):
             return look(self.model, self.meta, (tensors_of(past), None), *args, cache.kept or ())

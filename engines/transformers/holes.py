@@ -6,7 +6,7 @@ All tokens stay in the past, sliding layers' too, so that columns match in all l
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,6 @@ from kvwire.errors import MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -45,18 +44,11 @@ def with_holes(past: DynamicCache, cache: KVCache, model: PreTrainedModel) -> Dy
     return past
 
 
-def masking(
-    model: PreTrainedModel, meta: CacheMeta, past: DynamicCache | None, tokens: int
-) -> AbstractContextManager[None]:
-    """In this context, layers see of a past what they store; of the pass over some tokens on top, all before each."""
-    kept = getattr(past, "kept_by_layer", None)
-    return nullcontext() if past is None or kept is None else _masked(model, meta, kept, past, tokens)
-
-
 @contextmanager
-def _masked(
+def masking(
     model: PreTrainedModel, meta: CacheMeta, kept: Sequence[Tensor | None], past: DynamicCache, tokens: int
 ) -> Iterator[None]:
+    """In this context, layers see of a past what they store; of the pass over some tokens on top, all before each."""
     layers = layers_of(model)
     held, thread = tensors_of(past)[0][0].shape[2], threading.get_ident()
 
