@@ -308,7 +308,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         share, row = 100 * timed[name]["of_text"], answers[name]
         axes.plot(share, row["kl"], "o", color="tab:red" if name == "default" else "tab:blue")
         axes.annotate(f"{name}: {row['same']:.0%} same text", (share, row["kl"]),
-                      xytext=(-6 if share > 60 else 6, 5), ha="right" if share > 60 else "left",
+                      xytext=(-6 if share > 60 else 6, 5 if name == "default" else -11),
+                      ha="right" if share > 60 else "left",
                       textcoords="offset points", fontsize=8)  # fmt: skip
     axes.axhline(answers[NOTHING]["kl"], color="grey", linestyle=":", label=NOTHING)
     axes.set(yscale="log", xlim=(0, 105), xlabel="time to first token, % of a full prefill's",

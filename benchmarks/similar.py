@@ -389,6 +389,7 @@ def main() -> None:
     """Measure, print, draw and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_common_options(parser, "similar")
+    parser.add_argument("--name", default="", help="what the model is called in the results")
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--reports", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
@@ -402,7 +403,7 @@ def main() -> None:
         "reports": args.reports,
         "repeats": args.repeats,
         "links": args.links,
-        "model": Path(args.model).name,
+        "model": args.name or args.model.name,
         "seed": args.seed,
     }
     results: dict[str, Any] = {}
@@ -425,7 +426,7 @@ def main() -> None:
     results = known | results
     write_json(args.out, "similar", settings, results)
     if {"quality", "first_token"} <= results.keys():
-        draw(results, args.out.with_suffix(".png"), args.model.name)
+        draw(results, args.out.with_suffix(".png"), args.name or args.model.name)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class BlobDecoder:
             max_bytes: Most bytes to allocate for the output, None for any number. A constant cache of any size makes
                 a short blob, so a blob's length bounds nothing: set this for blobs from strangers.
             begins: Whether the document begins its prompt.
-            rounded: Whether values and rows may be rounded to 8 bits, always so for bfloat16: sooner on CPUs that
-                multiply bytes, and at most 0.4 % more squared error than the quantiser's.
+            rounded: Whether values and rows of wide models may be rounded to 8 bits, which they always may for
+                bfloat16: sooner on CPUs that multiply bytes, 0.1 to 0.4 % more squared error (SmolLM2-135M-Instruct).
         """
         self._header = head if isinstance(head, Header) else parse_header(head, check=check)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)

@@ -2,8 +2,8 @@
 
 The transform sorts columns by energy. The first columns are multiplied as a matrix; the later ones are mostly zeros,
 so each of their values adds its row. Where callers accept it, a CPU that multiplies bytes does so for the columns
-between, which hold small values: values and rows are rounded to 8 bits, which adds less than 0.4 % to the quantiser's
-squared error at any level, and their product is exact.
+between, which hold small values: values and rows are rounded to 8 bits, and their product is exact. That adds 0.1 to
+0.4 % to the quantiser's squared error, less at coarse levels (SmolLM2-135M-Instruct, a novel and an encyclopaedia).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from kvwire.codec.prediction.text import expect
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, OverloadedError, StorageError
 from kvwire.runtime.document import in_words
-from kvwire.runtime.passes import PromptWorker, recompute_together
+from kvwire.runtime.joined_passes import recompute_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.document import OpenDocument
     from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.passes import PromptWorker
     from kvwire.types import ChunkId
 
     Piece = tuple[int, list[bytes], int]

@@ -17,7 +17,7 @@ from kvwire.controller import events as ev
 from kvwire.controller.learning import JoinedEstimator, PrefillEstimator
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime import passes
+from kvwire.runtime import joined_passes, passes
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.document import FoundDocument, OpenDocument
 from kvwire.runtime.loader import Loader
@@ -153,7 +153,7 @@ def test_what_prompts_share_is_computed_once_and_the_rest_is_their_own(small, co
 
 def joined(worker, first, last):
     asked = ev.Recompute(*(ChunkId(load=worker.number, document=0, chunk=chunk) for chunk in (first, last)))
-    return passes._Row(worker, asked)
+    return joined_passes._Row(worker, asked)
 
 
 @pytest.mark.parametrize("ends", [(2, 2, 2), (1, 2, 0), (0, 1, 2)])
@@ -163,10 +163,10 @@ def test_joined_rows_that_begin_alike_are_computed_once(small, computed, ends, c
     workers = Workers(small.engine)
     loads = [workers.begin(text(1, 768)) for _ in ends]
     if computed_before:
-        passes._fill(small.engine, [joined(loads[0], 0, computed_before - 1)])
+        joined_passes._fill(small.engine, [joined(loads[0], 0, computed_before - 1)])
     firsts = [computed_before, 0, 0]
     rows = [joined(load, first, last) for load, first, last in zip(loads, firsts, ends, strict=True) if first <= last]
-    passes._fill(small.engine, rows)
+    joined_passes._fill(small.engine, rows)
     furthest = max([computed_before - 1, *(row.asked.last.chunk for row in rows)])
     assert sum(computed) == 256 * (furthest + 1)
     for row in rows:

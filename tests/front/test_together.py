@@ -18,8 +18,9 @@ from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.costs import joins, measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.joined_passes import recompute_together
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.passes import PromptWorker, recompute_together
+from kvwire.runtime.passes import PromptWorker
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 from kvwire.types import ChunkId
