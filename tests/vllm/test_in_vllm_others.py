@@ -84,7 +84,7 @@ def test_two_workers_load_and_save_their_own_heads(served, monkeypatch):
         assert distance(first, place.expected(body["prompt"])) <= 1e-5
     texts = {f"new/{n}": random.Random(n).choices(range(20, 500), k=180 + 40 * n) for n in range(3)}
     place.ask(*({"prompt": ids, "kv_transfer_params": {PARAMS: {"save": name}}} for name, ids in texts.items()))
-    until, done = time.monotonic() + 60, {}
+    until, done = time.monotonic() + 300, {}
     while set(done) != set(texts):
         assert time.monotonic() < until
         time.sleep(0.05)
