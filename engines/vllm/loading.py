@@ -55,7 +55,7 @@ class Loaded:
     cache: KVCache | None  # all documents, linked at positions from 0; None where nothing could be laid out
     tokens: int  # of the prompt's front, up to the first that is missing
     level: int = -1  # the lowest level of any chunk of these; -1 where there is none
-    bytes: int = 0  # received over the link
+    bytes: int = 0  # received over the link, kept rows among them
     troubles: tuple[str, ...] = ()  # what went wrong, in words
 
 
@@ -131,16 +131,19 @@ class PageLoader(Loader):
                 if load.is_finished:
                     done = ev.PromptAssembled(work.number, tokens, 0.0) if tokens else ev.LoadAbandoned(work.number)
                     load.driver.tell(done)
-                if kept is not None and (
-                    trouble := _apply_repair(work, documents, await self._in_time(reading, until), front)
-                ):
-                    tokens = min(tokens, sum(len(texts[name]) for name in documents[: front + 1]))
-                    work.misses.append(trouble)
+                rows_bytes = 0
+                if kept is not None:
+                    found = await self._in_time(reading, until)
+                    rows_bytes = sum(part.size for part in kept.parts) if found.kept else 0
+                    if trouble := _apply_repair(work, documents, found, front):
+                        tokens = min(tokens, sum(len(texts[name]) for name in documents[: front + 1]))
+                        work.misses.append(trouble)
+                received = load.bytes + rows_bytes
                 self._runner.remember(load)
                 prompt = getattr(work, "prompt", None)
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
-                    return Loaded(None, 0, -1, load.bytes, tuple(work.misses))
-                return Loaded(prompt.cache, tokens, level, load.bytes, tuple(work.misses))
+                    return Loaded(None, 0, -1, received, tuple(work.misses))
+                return Loaded(prompt.cache, tokens, level, received, tuple(work.misses))
 
     def _get_ready(self) -> Iterator[None]:
         """Do what the first load would wait for, and a short deadline would never see the end of."""

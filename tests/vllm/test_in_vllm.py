@@ -112,12 +112,15 @@ def test_kept_repairs_are_those_of_transformers(place):
     rows = RepairKeeper(place.corpus, catalog.store, 1 << 30).read(entry, [each.tokens for each in entries])
     rows.write(LinkedPrompt([each.tokens for each in entries], linked.meta, cache=linked))
     right = place.expected(body["prompt"], linked)
+    received = []
     for promised in (748, 748 % place.block):  # the second time vLLM has the whole blocks itself
         ((first, _, told, _),) = place.ask(body)
         assert distance(first, right) <= CLOSE < distance(first, blind)
         assert told["promised_tokens"] == promised
+        received.append(told["bytes"])
     ((first, _, told, _),) = place.ask(place.body("cab", 2))
     assert distance(first, blind) <= CLOSE
+    assert received[0] == told["bytes"] + sum(part.size for part in entry.parts)
     ((first, _, told, _),) = place.ask(body | {"cache_salt": place.body("cab", 2)["cache_salt"]})
     assert f'"cache_salt": "{body["cache_salt"]}"' in told["refused"]
     ((first, *_),) = place.ask({"prompt": body["prompt"]})
