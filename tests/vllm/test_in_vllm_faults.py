@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 import urllib.request
@@ -18,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from kvwire.engines.transformers import open_engine
 from kvwire.engines.vllm.requests import PARAMS
+from kvwire.errors import NotFoundError
 from kvwire.store import FolderStore, verify_store
 from kvwire.transport.testing import serving
 from kvwire.vllm import Choice, request_body
@@ -126,3 +128,44 @@ def test_a_process_that_is_killed_while_it_loads_ends_the_server_and_leaves_the_
                 assert not verify_store(store, [corpus.catalog]).damaged
         assert said[1] == said[0]
         assert [count for _, count in said[0]] == [sum(LENGTHS[n] for n in each) for each in ("ab", "ca")]
+
+
+def test_a_server_that_is_killed_while_it_saves_leaves_no_document_that_is_not_whole(tmp_path):
+    """Blob and text are written and the entry, which comes last, is not; a later server saves the same again."""
+    model = save_model(tmp_path / "model")
+    tokenizer_of(CHATML, bos=False).save_pretrained(model)
+    ids = random.Random(7).choices(range(20, 500), k=200)
+    body = {"prompt": ids, "kv_transfer_params": {PARAMS: {"save": "new"}}}
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(FolderStore(tmp_path / "store")))
+        corpus = encoded(open_engine(model, dtype=torch.float32), store)
+        link = stack.enter_context(FaultProxy(stack.enter_context(serving(store))))
+
+        def holds_the_entry(sent):
+            is_entry = sent.method == "PUT" and "/catalog/" in sent.path
+            return ProxyFault(FaultKind.SILENT) if is_entry else None
+
+        link.plan, before = holds_the_entry, set(store.keys(""))
+        with api_server(model, store=link.url, save="named") as server:
+            expected, _ = asked(server, body)
+            until = time.monotonic() + 60
+            while not link.faults:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            pids = processes()
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            server.process.wait(60)
+        assert set(store.keys("")) > before
+        with pytest.raises(NotFoundError):
+            corpus.find("new")
+        assert not verify_store(store, [corpus.catalog]).damaged
+        link.plan = None
+        with api_server(model, store=link.url, save="named") as server:
+            assert asked(server, body)[0] == expected
+            until = time.monotonic() + 60
+            while not corpus.catalog.by_document(corpus.meta.config_digest(), "new"):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        assert list(corpus.text(corpus.find("new"))) == ids
+        assert not verify_store(store, [corpus.catalog]).damaged
