@@ -85,9 +85,9 @@ class FolderStore(Store):
             row = self._rows.find(key) if is_row else None  # a writer may have moved it from the file meanwhile
             if row is not None:
                 return row
-            found = self._files.obstacle(key, error.__cause__)
-            if found and found.kind == "link":
-                raise NotFoundError(f"{key} cannot be reached: {self.root / found.name} {_LINK}") from error
+            name, kind = self._files.obstacle(key, error.__cause__) or ("", "")
+            if kind == "link":
+                raise NotFoundError(f"{key} cannot be reached: {self.root / name} {_LINK}") from error
             raise
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -134,9 +134,10 @@ class FolderStore(Store):
             found = self._files.obstacle(key, error.__cause__)
             if found is None:
                 raise
-            if found.kind == "link":
-                raise StorageError(f"cannot write {key}: {self.root / found.name} {_LINK}") from error
-            what = f"the object {found.name} lies" if found.kind == "file" else "objects lie below that name"
+            name, kind = found
+            if kind == "link":
+                raise StorageError(f"cannot write {key}: {self.root / name} {_LINK}") from error
+            what = f"the object {name} lies" if kind == "file" else "objects lie below that name"
             msg = f"cannot write {key} in {self.url}: {what} there: choose another key, or delete what is in the way"
             raise ConflictError(msg) from error
 
