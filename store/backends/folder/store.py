@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store.backends.folder.files import ObjectFiles
-from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows, Reserve
+from kvwire.store.backends.folder.rows import CatalogRows
 from kvwire.store.base import ObjectStat, Store, clamp_range, merged
 from kvwire.store.files.files import FileReader, reading, writing
 from kvwire.store.key_kinds import check_place, content_digest, kind_of
@@ -51,8 +51,7 @@ class FolderStore(Store):
         self._catalog = catalog
         self._etags: Recent[FileIdentity, str] = Recent(_HASHES)
         self._files = ObjectFiles(self.root)
-        self._reserve = Reserve(self.root / f"{FILE_NAME}-reserve", self.root / FILE_NAME)
-        self._rows = CatalogRows(self.root, self._reserve)
+        self._rows = CatalogRows(self.root)
 
     @property
     def url(self) -> str:
@@ -120,11 +119,11 @@ class FolderStore(Store):
 
     def _put_catalog_file(self, key: str, data: Data) -> None:
         if _frees_space(key):
-            self._reserve.spend(lambda: self._put_file(key, data))
+            self._rows.spend(lambda: self._put_file(key, data))
         else:
             self._put_file(key, data)
         self._rows.delete([key])  # which would be found first
-        self._reserve.keep()
+        self._rows.keep_reserve()
 
     def _put_file(self, key: str, data: Data) -> None:
         try:
@@ -174,7 +173,7 @@ class FolderStore(Store):
             if rows:
                 self._rows.delete(rows)
             for key in batch:
-                self._reserve.spend(partial(self._remove_file, key))
+                self._rows.spend(partial(self._remove_file, key))
 
     def _remove_file(self, key: str) -> None:
         with writing(f"{key} in {self.url}"):
@@ -193,7 +192,6 @@ class FolderStore(Store):
     def close(self) -> None:
         """Close the catalog's database."""
         self._rows.close()
-        self._reserve.restore()
 
 
 def _frees_space(key: str) -> bool:
