@@ -171,7 +171,7 @@ def entity_tag(key: str, data: bytes) -> str:
 
 
 def mark(key: str) -> bytes:
-    """What a collector remembers of a key: its digest where there is one, else the key itself."""
+    """What verifiers and surveys remember of a key: its digest where there is one, else the key itself."""
     return bytes.fromhex(key_digest(key)) or key.encode()
 
 

@@ -1,6 +1,6 @@
 """Memory and disk tiers as one cache of ranges: finds bytes, shares reads of the remote, and keeps what they bring.
 
-No call here does any I/O on the remote, and all but ``load`` return at once, so that threads and event loops share one
+No call here does any I/O on the remote, and calls of readers return at once, so that threads and event loops share one
 cache. A reader asks ``step`` for one position at a time: it leads one read of the remote or waits for one, never both,
 so that readers cannot wait for each other in a circle.
 """
@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
-from kvwire.store.cache.eviction import TierIndex
-from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead
+from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead, TierIndex
 from kvwire.store.cache.local import Worker
 from kvwire.store.cache.settings import Counters, RemoteCounters, TierCounters
 from kvwire.store.recent import Recent
@@ -42,7 +41,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class DiskHit:
-    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
+    """The next bytes are in this file: wait for its ``loading``, and ``skip_disk`` where that hangs."""
 
     extent: Extent[StoredFile]
 
@@ -110,14 +109,6 @@ class RangeCache:
                 self._remote.waits += 1
                 return Wait(flying.value)
             return Fetch(self._start(name, position, stop, owner, **lead))
-
-    def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
-        """Wait for ``loading``, ``stall_s`` at most. Blocks."""
-        try:
-            return self.loading(name, extent).result(self.stall_s)
-        except TimeoutError:
-            self.skip_disk()
-            return None
 
     def loading(self, name: bytes, extent: Extent[StoredFile]) -> Future[bytes | None]:
         """Read a file in the background, and keep it in memory; readers share one future, which none can cancel."""

@@ -6,7 +6,7 @@ import time
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError, StorageError
 from kvwire.store.base import clamp_range
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Waiting: TypeAlias = Callable[[futures.Future[Any], float], Awaitable[object]]
     Sink: TypeAlias = Callable[[Data], None]
 
+T = TypeVar("T")
 _LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
 _PATIENCE_S = 10.0  # a hint that finds no pause for that long is worth nothing any more
 
@@ -63,37 +64,48 @@ class TierReading:
         *,
         owner: object = None,
         on_local: Callable[[int], None] | None = None,
-        whole: bool = False,
+        **lead: bool,
     ) -> None:
-        """Prepare. on_local: told of bytes that a tier had. whole: nothing comes before all of a request is there."""
+        """Prepare. on_local: told of bytes that a tier had.
+
+        lead: ``whole``: nothing comes before all of a request is there; ``background``: requests are short.
+        """
         self._cache, self._name, self._origin = cache, name, origin
         self._wait_for, self._sink, self._on_local = waiting, sink, on_local
         self._owner = self if owner is None else owner
-        self._whole = whole
+        self._lead = lead
         self._position = 0
         self._end: int | None = None
         self._failures = 0  # of requests that it waited for
 
     async def read(self, start: int, end: int | None) -> None:
         """Give a range, each byte from the nearest tier that has it, as they arrive."""
+        self.begin(start, end)
+        while await self.advance():
+            pass
+
+    def begin(self, start: int, end: int | None) -> None:
+        """Take a range, which ``advance`` gives piece by piece."""
         clamp_range(start, end, 0)
         self._position, self._end = start, end
-        while True:
-            match self._cache.step(self._name, self._position, end, self._owner, whole=self._whole):
-                case None:
-                    return
-                case Hit(data):
-                    self._give(data, is_local=True)
-                case DiskHit(extent):
-                    await self._load(extent)
-                case Wait(flight) if flight.owner is self._owner:
-                    await self._hedge(flight)
-                case Wait(flight):
-                    await self._follow(flight)
-                case Fetch(flight):
-                    await self.lead(flight)
-                    if self._position < flight.end:  # the object ends here
-                        return
+
+    async def advance(self) -> bool:
+        """Give the next bytes; whether more may follow."""
+        match self._cache.step(self._name, self._position, self._end, self._owner, **self._lead):
+            case None:
+                return False
+            case Hit(data):
+                self._give(data, is_local=True)
+            case DiskHit(extent):
+                await self._load(extent)
+            case Wait(flight) if flight.owner is self._owner:
+                await self._hedge(flight)
+            case Wait(flight):
+                await self._follow(flight)
+            case Fetch(flight):
+                await self._fetch(flight)
+                return self._position >= flight.end  # else the object ends here
+        return True
 
     @property
     def _is_done(self) -> bool:
@@ -117,7 +129,7 @@ class TierReading:
         elif (data := loading.result()) is not None:
             self._give(memoryview(data)[self._position - extent.start :], is_local=True)
 
-    async def lead(self, flight: InflightRead) -> None:
+    async def _fetch(self, flight: InflightRead) -> None:
         """Fetch for all who wait, and land the flight whatever happens."""
 
         def take(data: Data) -> None:
@@ -199,12 +211,12 @@ async def _block(future: futures.Future[Any], seconds: float) -> None:
     futures.wait([future], seconds)
 
 
-def _run(reading: Coroutine[Any, Any, None]) -> None:
+def _run(reading: Coroutine[Any, Any, T]) -> T:
     """Run what waits by blocking: it never gives up control in between, so it needs no event loop."""
     try:
         reading.send(None)
-    except StopIteration:
-        return
+    except StopIteration as ended:
+        return ended.value  # type: ignore[no-any-return]
     reading.close()
     raise RuntimeError("a blocking read waited for an event loop")
 
@@ -265,33 +277,17 @@ class Prefetcher:
     def _walk(
         self, told: futures.Future[bool], name: bytes, origin: BlockingOrigin, start: int, end: int | None
     ) -> None:
-        position: int | None = start
+        reading = TierReading(self._cache, name, origin, _block, lambda _: None, whole=True, background=True)
+        reading.begin(start, end)
+        more = True
         try:
-            while position is not None and not self._closed and not told.cancelled():
+            while more and not self._closed and not told.cancelled():
                 if not self._cache.wait_for_quiet(_PATIENCE_S):
                     self._counters.dropped += 1
                     break
-                position = self._next(name, origin, position, end)
+                more = _run(reading.advance())
         except KvwireError:
             pass  # the reader of these bytes gets the error
         finally:
             with suppress(futures.InvalidStateError):  # it was cancelled
-                told.set_result(position is None)
-
-    def _next(self, name: bytes, origin: BlockingOrigin, position: int, end: int | None) -> int | None:
-        """See to the next piece; returns where it ends, None at the end of all."""
-        match self._cache.step(name, position, end, self, whole=True, background=True):
-            case None:
-                return None
-            case Hit(data):
-                return position + len(data)
-            case DiskHit(extent):
-                return position if self._cache.load(name, extent) is None else extent.end
-            case Wait(flight):
-                if futures.wait([flight.done], flight.limit_s).done:
-                    return max(position, flight.position)
-                self._cache.leave(flight)
-                return position
-            case Fetch(flight):
-                _run(TierReading(self._cache, name, origin, _block, lambda _: None).lead(flight))
-                return flight.end if flight.position == flight.end else None
+                told.set_result(not more)

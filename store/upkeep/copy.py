@@ -90,11 +90,25 @@ class _Copier:
         self.skipped += skipped
 
     def _copy_content(self, space: KeySpace) -> int:
-        missing = _Missing(_known(self._source, space), _known(self._target, space))
-        for listed, copied in ahead(missing, lambda listed: self._copy_object(listed.key), self._jobs):
+        """Copy what the target lacks, or has of another size; returns how many objects it had."""
+        had = 0
+
+        def missing() -> Iterator[Listed]:
+            nonlocal had
+            theirs = _known(self._target, space)
+            other = next(theirs, None)
+            for listed in _known(self._source, space):  # both in the order of keys
+                while other is not None and other.key < listed.key:
+                    other = next(theirs, None)
+                if other is not None and (other.key, other.size) == (listed.key, listed.size):
+                    had += 1
+                else:
+                    yield listed
+
+        for listed, copied in ahead(missing(), lambda listed: self._copy_object(listed.key), self._jobs):
             with suppress(NotFoundError):  # deleted since it was listed
                 self._count(listed.key, copied)
-        return missing.had
+        return had
 
     def _count(self, key: str, copied: Callable[[], int]) -> bool:
         """Count an object; whether it could be copied."""
@@ -178,24 +192,6 @@ class _Copier:
                 why = f"the {named.what} that it needs is not there"
                 self.failures[key] = f"{key}: {why}: it is left out, encode the document again"
             return False
-
-
-class _Missing:
-    """What the first of two listings in the order of keys has and the second has not, or of another size."""
-
-    def __init__(self, ours: Iterator[Listed], theirs: Iterator[Listed]) -> None:
-        self._ours, self._theirs = ours, theirs
-        self.had = 0
-
-    def __iter__(self) -> Iterator[Listed]:
-        other = next(self._theirs, None)
-        for listed in self._ours:
-            while other is not None and other.key < listed.key:
-                other = next(self._theirs, None)
-            if other is not None and (other.key, other.size) == (listed.key, listed.size):
-                self.had += 1
-            else:
-                yield listed
 
 
 def _known(store: Store, space: KeySpace) -> Iterator[Listed]:

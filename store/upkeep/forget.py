@@ -18,7 +18,7 @@ from kvwire.store.base import modified
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.index_records import is_saved
 from kvwire.store.listing import ahead
-from kvwire.store.upkeep.walk import added, catalogs
+from kvwire.store.upkeep.walk import Report, catalogs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ _WRITERS = 8
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class Forgotten(Report):
     """What was taken out of the catalog, or would be.
 
     Attributes:
@@ -145,7 +145,7 @@ def forget(  # noqa: PLR0913 - what may be forgotten, and what holds it back
     for window in _windows(doomed):
         for (_, size), is_gone in ahead(window, remove, threads):
             if is_gone():
-                total = added(total, Forgotten(1, size, -size))
+                total += Forgotten(1, size, -size)
     return total
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
 from kvwire.store.donors import DONORS, DonorIndex
 from kvwire.store.prefix.index import PrefixIndex, opening_of
-from kvwire.store.upkeep.walk import added
+from kvwire.store.upkeep.walk import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Indexed:
+class Indexed(Report):
     """What was indexed.
 
     Attributes:
@@ -34,10 +34,6 @@ class Indexed:
     entries: int = 0
     left_out: int = 0
     failures: tuple[str, ...] = ()
-
-    def __add__(self, other: Indexed) -> Indexed:
-        """Both together."""
-        return added(self, other)
 
 
 def index_documents(

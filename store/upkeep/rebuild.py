@@ -29,7 +29,7 @@ from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.grown import longer
 from kvwire.store.key_kinds import key_digest
 from kvwire.store.records import BlobPart, CatalogEntry
-from kvwire.store.upkeep.walk import Found, added, catalogs, objects
+from kvwire.store.upkeep.walk import Found, Report, catalogs, objects
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _UNREADABLE = (AuthError, CorruptError, FormatVersionError, NotFoundError)
 
 
 @dataclass(frozen=True)
-class Rebuilt:
+class Rebuilt(Report):
     """What was written into the catalog, or would be.
 
     Attributes:
@@ -68,10 +68,6 @@ class Rebuilt:
     kept: int = 0
     profiles: int = 0
     failures: tuple[str, ...] = ()
-
-    def __add__(self, other: Rebuilt) -> Rebuilt:
-        """Both together."""
-        return added(self, other)
 
 
 def rebuild(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.errors import ArgumentError, FormatVersionError, StorageError
 from kvwire.store.catalog.catalog import Catalog
@@ -15,6 +15,7 @@ from kvwire.store.listing import WHOLE, tenants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import Self
 
     from kvwire.store.base import Listed, Store
     from kvwire.store.crypto.keyring import Keyring
@@ -25,12 +26,21 @@ if TYPE_CHECKING:
     OnProgress = Callable[[str, int], None]
 
 
-Report = TypeVar("Report")
 TELL_EVERY = 1000
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
 _UNFINISHED_S = 3600.0
 """A temporary file written to within this time belongs to a running writer, however short the grace."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a walk did; that of several walks is their sum."""
+
+    def __add__(self, other: Self) -> Self:
+        """Both together: sums, and tuples joined; what both say is said once."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return type(self)(**{name: tuple(dict.fromkeys(v)) if isinstance(v, tuple) else v for name, v in sums.items()})
 
 
 class Found(NamedTuple):
@@ -101,12 +111,6 @@ def refuse_unknown_kinds(store: Store, space: KeySpace) -> None:
         after = max(found.key, f"{prefix}~")
 
 
-def added(one: Report, other: Report) -> Report:
-    """Two reports of a walk as one: sums, and tuples joined."""
-    names = [field.name for field in fields(one)]  # type: ignore[arg-type]  # reports are dataclasses
-    return type(one)(*(getattr(one, name) + getattr(other, name) for name in names))
-
-
 def _unknown(key: str) -> FormatVersionError:
     return FormatVersionError(
         f"{key} is of a kind that this version does not know, and may name anything: nothing is deleted; "
@@ -115,7 +119,7 @@ def _unknown(key: str) -> FormatVersionError:
 
 
 @dataclass(frozen=True)
-class Collected:
+class Collected(Report):
     """What was deleted, or would be.
 
     Attributes:
@@ -144,11 +148,6 @@ class Collected:
     documents_looked_at: int = field(default=0, compare=False)
     document_bytes: int = field(default=0, compare=False)
     misplaced: int = field(default=0, compare=False)
-
-    def __add__(self, other: Collected) -> Collected:
-        """Both together."""
-        total = added(self, other)
-        return replace(total, failures=tuple(dict.fromkeys(total.failures)))
 
 
 def check_fraction(found: Collected, max_fraction: float) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import stat
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -51,14 +50,6 @@ def open_folder(root: Path, parts: Sequence[str]) -> int:
     if parts:
         return open_file(root, parts, _LIST_FLAGS)
     return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """What lies on the way to a file: a link, a file in a folder's place, or a folder in the file's."""
-
-    name: str
-    kind: Literal["link", "file", "folder"]
 
 
 @contextlib.contextmanager
@@ -101,8 +92,8 @@ class ObjectFiles:
         """Open an object for reading."""
         return open_file(self._root, key.split("/"), _READ_FLAGS)
 
-    def obstacle(self, key: str, error: BaseException | None) -> Obstacle | None:
-        """Find out what is in an object's way, for a message."""
+    def obstacle(self, key: str, error: BaseException | None) -> tuple[str, Literal["link", "file", "folder"]] | None:
+        """What is in an object's way, for a message: a link, a file in a folder's place, or a folder in the file's."""
         if not isinstance(error, OSError) or error.errno not in _BLOCKED:
             return None
         parts, path = key.split("/"), self._root
@@ -110,9 +101,9 @@ class ObjectFiles:
             path /= part
             name = "/".join(parts[:count])
             if path.is_symlink():
-                return Obstacle(name, "link")
+                return name, "link"
             if path.is_dir() == (count == len(parts)) and path.exists():
-                return Obstacle(name, "folder" if count == len(parts) else "file")
+                return name, "folder" if count == len(parts) else "file"
         return None
 
     def put(self, key: str, data: Data) -> None:

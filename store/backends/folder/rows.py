@@ -64,7 +64,7 @@ class Reserve:
         self._database = database
         self._spent_bytes = 0
 
-    def spend(self, action: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
+    def spend(self, action: Callable[[], T], before_retry: Callable[[], None]) -> T:
         """Do what frees space, or has to be done before: again, with the reserve's space, where there is no room."""
         try:
             return action()
@@ -75,8 +75,7 @@ class Reserve:
             size = self._path.stat().st_size
             self._path.unlink()
             self._spent_bytes = size
-        if before_retry is not None:
-            before_retry()
+        before_retry()
         return action()
 
     def keep(self) -> None:
@@ -132,9 +131,9 @@ def _free_bytes(folder: Path) -> int:
 class CatalogRows:
     """Keys and bytes in one table, ordered by key. Safe for threads and for processes of one machine."""
 
-    def __init__(self, folder: Path, reserve: Reserve) -> None:
+    def __init__(self, folder: Path) -> None:
         """Keep the path; the database is made on the first write."""
-        self._reserve = reserve
+        self._reserve = Reserve(folder / f"{FILE_NAME}-reserve", folder / FILE_NAME)
         self._database = Database(
             folder / FILE_NAME, _SCHEMA, older=_OLDER, version=_VERSION, durable=True, advice=_ADVICE
         )
@@ -146,7 +145,7 @@ class CatalogRows:
             row = connection.execute(_FIND, (key,)).fetchone()
             return MemorySnapshot(key, *_checked(row)) if row else None
 
-        return self._spend(lambda: self._database.read(query, None))
+        return self.spend(lambda: self._database.read(query, None))
 
     def put(self, items: Iterable[tuple[str, Data]], *, frees_space: bool = False) -> None:
         """Write rows, all or none; when this returns they survive a power cut."""
@@ -171,7 +170,7 @@ class CatalogRows:
     def delete(self, keys: Iterable[str]) -> None:
         """Remove rows, all or none unless the disk is full; what is not there is no error."""
         rows = [(key,) for key in keys]
-        known = self._spend(
+        known = self.spend(
             lambda: self._database.read(
                 lambda connection: any(connection.execute(_FIND, row).fetchone() for row in rows), absent=False
             )
@@ -179,8 +178,13 @@ class CatalogRows:
         if known:
             self._delete(rows)
 
-    def _spend(self, action: Callable[[], T]) -> T:
+    def spend(self, action: Callable[[], T]) -> T:
+        """Do what frees space, or has to be done before, with the reserve where there is no room else."""
         return self._reserve.spend(action, before_retry=self._database.merge)
+
+    def keep_reserve(self) -> None:
+        """See that the reserve is there, as after every write."""
+        self._reserve.keep()
 
     def _delete(self, rows: list[tuple[str]]) -> None:
         try:
@@ -197,7 +201,7 @@ class CatalogRows:
             self._database.write(lambda connection: connection.executemany(statement, rows))
 
         if frees_space:
-            self._spend(write)
+            self.spend(write)
         else:
             write()
         self._reserve.keep()
@@ -209,8 +213,9 @@ class CatalogRows:
             after = page[-1].key
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and take back what was spent of the reserve."""
         self._database.close()
+        self._reserve.restore()
 
     def _page(self, prefix: str, after: str) -> list[Listed]:
         # One lower bound: of two, SQLite seeks to one and passes over every row up to the other.
@@ -222,7 +227,7 @@ class CatalogRows:
                 page.append(_listed(row, prefix, page[-1].key if page else after))
             return page
 
-        return self._spend(lambda: self._database.read(query, []))
+        return self.spend(lambda: self._database.read(query, []))
 
 
 def _checked(row: tuple[object, ...]) -> tuple[bytes, float]:

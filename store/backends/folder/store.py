@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store.backends.folder.files import ObjectFiles
-from kvwire.store.backends.folder.rows import FILE_NAME, CatalogRows, Reserve
+from kvwire.store.backends.folder.rows import CatalogRows
 from kvwire.store.base import ObjectStat, Store, clamp_range, merged
 from kvwire.store.files.files import FileReader, reading, writing
 from kvwire.store.key_kinds import check_place, content_digest, kind_of
@@ -51,8 +51,7 @@ class FolderStore(Store):
         self._catalog = catalog
         self._etags: Recent[FileIdentity, str] = Recent(_HASHES)
         self._files = ObjectFiles(self.root)
-        self._reserve = Reserve(self.root / f"{FILE_NAME}-reserve", self.root / FILE_NAME)
-        self._rows = CatalogRows(self.root, self._reserve)
+        self._rows = CatalogRows(self.root)
 
     @property
     def url(self) -> str:
@@ -85,9 +84,9 @@ class FolderStore(Store):
             row = self._rows.find(key) if is_row else None  # a writer may have moved it from the file meanwhile
             if row is not None:
                 return row
-            found = self._files.obstacle(key, error.__cause__)
-            if found and found.kind == "link":
-                raise NotFoundError(f"{key} cannot be reached: {self.root / found.name} {_LINK}") from error
+            name, kind = self._files.obstacle(key, error.__cause__) or ("", "")
+            if kind == "link":
+                raise NotFoundError(f"{key} cannot be reached: {self.root / name} {_LINK}") from error
             raise
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -120,11 +119,11 @@ class FolderStore(Store):
 
     def _put_catalog_file(self, key: str, data: Data) -> None:
         if _frees_space(key):
-            self._reserve.spend(lambda: self._put_file(key, data))
+            self._rows.spend(lambda: self._put_file(key, data))
         else:
             self._put_file(key, data)
         self._rows.delete([key])  # which would be found first
-        self._reserve.keep()
+        self._rows.keep_reserve()
 
     def _put_file(self, key: str, data: Data) -> None:
         try:
@@ -134,9 +133,10 @@ class FolderStore(Store):
             found = self._files.obstacle(key, error.__cause__)
             if found is None:
                 raise
-            if found.kind == "link":
-                raise StorageError(f"cannot write {key}: {self.root / found.name} {_LINK}") from error
-            what = f"the object {found.name} lies" if found.kind == "file" else "objects lie below that name"
+            name, kind = found
+            if kind == "link":
+                raise StorageError(f"cannot write {key}: {self.root / name} {_LINK}") from error
+            what = f"the object {name} lies" if kind == "file" else "objects lie below that name"
             msg = f"cannot write {key} in {self.url}: {what} there: choose another key, or delete what is in the way"
             raise ConflictError(msg) from error
 
@@ -173,7 +173,7 @@ class FolderStore(Store):
             if rows:
                 self._rows.delete(rows)
             for key in batch:
-                self._reserve.spend(partial(self._remove_file, key))
+                self._rows.spend(partial(self._remove_file, key))
 
     def _remove_file(self, key: str) -> None:
         with writing(f"{key} in {self.url}"):
@@ -192,7 +192,6 @@ class FolderStore(Store):
     def close(self) -> None:
         """Close the catalog's database."""
         self._rows.close()
-        self._reserve.restore()
 
 
 def _frees_space(key: str) -> bool:
