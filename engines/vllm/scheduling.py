@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.threads import DaemonThreads
 
-from .matching import LinkQuality, match_documents, match_prefix
+from .matching import match_documents, match_prefix
 from .outcomes import LoadOutcome, RequestOutcome
 from .prefetching import NO_CACHE, PrefetchHint, has_cache
+from .quality import LinkQuality
 from .requests import OWN, PARAMS, SALTED, Choice
 
 if TYPE_CHECKING:

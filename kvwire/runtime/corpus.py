@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Coding", "Corpus", "Document", "Encoded"]
 
 __getattr__ = lazy(__name__)
-_ALL_LEVELS = 1 << 30
 
 
 class Corpus(CorpusReader):

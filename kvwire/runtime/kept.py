@@ -55,7 +55,7 @@ class KeptPrompt:
     # digests of the rows' token ids, by document, for comparison with blobs; empty if a document has none
     digests: tuple[str, ...]
     opening: tuple[int, ...] = ()  # the engine's opening tokens, such as BOS
-    head: tuple[int, ...] = ()  # number of tokens before all documents: opening tokens, or a system text
+    head: tuple[int, ...] = ()  # token ids before all documents: opening tokens, or a system text
 
     def suits(self, documents: Sequence[OpenDocument], decisions: Sequence[Decision]) -> bool:
         """Whether the rows are of this prompt's texts, computed on levels at least as fine as the prompt's."""

@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
-from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead, TierIndex
+from kvwire.store.cache.eviction import TierIndex
+from kvwire.store.cache.extents import Extent, ExtentMap, InflightRead
 from kvwire.store.cache.local import Worker
 from kvwire.store.cache.settings import Counters, RemoteCounters, TierCounters
 from kvwire.store.recent import Recent

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from kvwire.errors import CorruptError
-from kvwire.store.cache.extents import TierIndex
+from kvwire.store.cache.eviction import TierIndex
 from kvwire.store.cache.local import LockedFolder, Worker, lock_folder
 
 if TYPE_CHECKING:

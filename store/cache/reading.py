@@ -216,7 +216,8 @@ def _run(reading: Coroutine[Any, Any, T]) -> T:
     try:
         reading.send(None)
     except StopIteration as ended:
-        return ended.value  # type: ignore[no-any-return]
+        result: T = ended.value
+        return result
     reading.close()
     raise RuntimeError("a blocking read waited for an event loop")
 

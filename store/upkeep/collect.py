@@ -33,10 +33,7 @@ a miss.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
-from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -44,13 +41,12 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, StorageError
 from kvwire.store.base import is_there, modified
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
-from kvwire.store.key_kinds import KINDS, is_misplaced, key_digest, kind_of, kinds
+from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds
 from kvwire.store.listing import WHOLE, Part, read_ahead
+from kvwire.store.upkeep.marks import Marks
 from kvwire.store.upkeep.walk import (
     TELL_EVERY,
     Collected,
@@ -80,10 +76,6 @@ _BATCH = _ANNOUNCEMENTS * MAX_NAMES
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
 _TAKEN = ("content", "alias")  # of ``KeyKind.gc_role``: what a collector deletes once nothing names it
-_SAMPLE = 64
-"""Keys that are kept whole: one that is there shows that the catalog is not lost."""
-_MOST_RECENT = 1 << 20
-"""Marks as numbers of Python, quick to look up; the rest is packed."""
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
@@ -137,54 +129,6 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
     if not dry_run and part.number == 1:
         total += remove_leftovers(store, grace_s)
     return total
-
-
-class Marks:
-    """Keys of content that entries name, of one configuration, in 8 bytes each: of two that share these, both stay.
-
-    What was added is always found.
-
-    part: whose keys are added; the sample may be of others. at: instant since which entries are to be read, in seconds
-    since 1970; 0: none has been.
-    """
-
-    def __init__(self, part: Part) -> None:
-        """Begin without marks."""
-        self.part, self.at, self.sample = part, 0.0, list[str]()
-        self._recent: set[int] = set()
-        self._packed = array("Q")  # sorted
-
-    def add_all(self, keys: Iterable[str], at: float) -> None:
-        """Take in what entries name that were read from this instant on."""
-        for key in keys:
-            if self.part.count == 1 or self.part.has(key):
-                self._recent.add(_number(key))
-                if len(self._recent) >= _MOST_RECENT:
-                    self.pack()
-            if len(self.sample) < _SAMPLE:
-                self.sample.append(key)
-        self.at = at
-
-    def __contains__(self, key: str) -> bool:
-        """Whether an entry names a key."""
-        number = _number(key)
-        if number in self._recent:
-            return True
-        at = bisect_left(self._packed, number)
-        return at < len(self._packed) and self._packed[at] == number
-
-    def pack(self) -> None:
-        """Keep all in 8 bytes each."""
-        more = np.fromiter(self._recent, np.uint64, len(self._recent))
-        more.sort()
-        self._packed.frombytes(more.tobytes())
-        np.frombuffer(self._packed, np.uint64).sort(kind="stable")  # in place: merges two sorted runs
-        self._recent = set()
-
-
-def _number(key: str) -> int:
-    """The first 8 bytes of a key's digest, be it its own or one of the key."""
-    return int((key_digest(key) or hashlib.sha256(key.encode()).hexdigest())[:16], 16)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, Collected, MemoryStore, Part, collect, index_documents, verify_store
 from kvwire.store.key_kinds import kinds
 from kvwire.store.listing import WHOLE, content
-from kvwire.store.upkeep.collect import Marks
+from kvwire.store.upkeep.marks import Marks
 from kvwire.types import digest_tokens
 
 from ..store_wrappers import StoreWrapper
@@ -214,7 +214,7 @@ def test_marks_are_what_a_set_of_keys_says(steps, count):
 
 
 def test_marks_are_packed_as_they_come(monkeypatch):
-    monkeypatch.setattr("kvwire.store.upkeep.collect._MOST_RECENT", 10)
+    monkeypatch.setattr("kvwire.store.upkeep.marks._MOST_RECENT", 10)
     keys = [f"v1/t/c/ab/{hashlib.sha256(bytes([n])).hexdigest()}.kvw" for n in range(200)]
     marks = Marks(WHOLE)
     marks.add_all(keys[:100], 1.0)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvwire.errors import ArgumentError
 from kvwire.store import TierSettings, parse_size
 from kvwire.store.cache.disk_tier import ExtentName
-from kvwire.store.cache.extents import ExtentMap, SegmentedLru
+from kvwire.store.cache.eviction import SegmentedLru
+from kvwire.store.cache.extents import ExtentMap
 
 SPAN = 24
 RANGES = st.tuples(st.integers(0, SPAN), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1]))
