@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvwire._user_file import user_file
-from kvwire.engines.transformers.weight_files import files_digest, silent
+from kvwire.engines.transformers.progress_bars import silent
+from kvwire.engines.transformers.weight_files import files_digest
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, StorageError
 
 if TYPE_CHECKING:

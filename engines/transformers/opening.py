@@ -15,10 +15,10 @@ from transformers.utils.import_utils import is_accelerate_available, is_peft_ava
 
 from kvwire.engines.transformers.engine import TransformersEngine
 from kvwire.engines.transformers.identity import find_folder, model_revision, tokenizer_files
+from kvwire.engines.transformers.progress_bars import quiet
 from kvwire.engines.transformers.registration import ENCODER
 from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
 from kvwire.engines.transformers.tokenizing import PieceTokenizer
-from kvwire.engines.transformers.weight_files import quiet
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:

@@ -1,24 +1,20 @@
-"""A model folder's weights: the files that transformers reads, a digest of every tensor in them, progress bars."""
+"""A model folder's weights: the files that transformers reads, and a digest of every tensor in them."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from typing import TYPE_CHECKING
-
-from transformers.utils import logging
 
 from kvwire.engines.transformers.revisions import RevisionsFile, fingerprint
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     Tell = Callable[[int], object]
@@ -128,26 +124,3 @@ def _hashed(place: tuple[Path, int, int], tell: Tell) -> str:
             tell(len(block))
             at += len(block)
     return digest.hexdigest()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide transformers' progress bar unless stderr is a terminal; restores its switch afterwards."""
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """The same for bars without a switch, such as GGUF conversion's."""
-    if sys.stderr.isatty():
-        yield
-        return
-    with quiet(), redirect_stderr(io.StringIO()):
-        yield

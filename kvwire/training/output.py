@@ -12,7 +12,7 @@ from kvwire._lazy import require
 from kvwire._user_file import file_errors
 from kvwire._version import __version__
 from kvwire.engines.transformers.identity import model_revision
-from kvwire.engines.transformers.weight_files import quiet
+from kvwire.engines.transformers.progress_bars import quiet
 from kvwire.reuse import SoftTokens
 
 if TYPE_CHECKING:
