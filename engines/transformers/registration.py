@@ -44,6 +44,9 @@ _MOST_WORDS = 200
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 _RANK = 4  # [batch, heads, tokens, dim]
 
+_LOUD = 1000.0
+"""Factor on a row's values that shows in the results when the row is seen, and that float16 holds."""
+
 Layers = list[tuple["Tensor", "Tensor"]]
 Turn = tuple[RopeRegime, int] | None
 """Position of a layer's keys or values: regime and first rotated dimension; None without."""
@@ -81,6 +84,7 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
             "so its caches cannot be moved; use a model with rotary positions"
         )
     _check_continues(model, devices, ids, whole, part, turns, distance, tolerance)
+    _check_windows(model, devices, ids[0], windows)
     if len(windows) < len(whole):
         msg = f"this model stores {len(whole)} layers, its configuration lays out {len(windows)}; use another model"
         raise MismatchError(msg)
@@ -161,7 +165,7 @@ def stored(cache: DynamicCache, tokens: int) -> Layers:
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[RopeRegime]:
-    """All rotary frequencies in the model, each paired in halves and interleaved."""
+    """All rotary frequencies in the model, each paired in halves and interleaved, and turning either way."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not name.endswith(_FREQUENCIES) or "original" in name:
@@ -174,6 +178,7 @@ def _candidates(model: PreTrainedModel) -> Iterator[RopeRegime]:
             frequencies = tuple(float(value) for value in buffer.float().cpu())
             for interleaved in (False, True):
                 yield RopeRegime(frequencies, interleaved, scaling, limit, kind)
+                yield RopeRegime(tuple(-each for each in frequencies), interleaved, scaling, limit, kind)  # NanoChat
 
 
 def _limit(model: PreTrainedModel, kind: str, layer_type: str) -> int | None:
@@ -304,3 +309,45 @@ def _check_continues(
                 f"layer {layer}: continuing from a cache differs by {error:.2g} from running the whole text; "
                 "this model keeps state beside its keys and values, so its caches cannot be linked"
             )
+
+
+class _AlikeLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Pretends that some tokens like the new one came before; the oldest one's values can be loud."""
+
+    def __init__(self, tokens: int, factor: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tokens, self._factor = tokens, factor
+        self.new: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        """Tell the pretended tokens."""
+        return self._tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Repeat the new token's keys and values."""
+        self.new = torch.cat([key_states.flatten(), value_states.flatten()]).cpu()
+        keys, values = (part.repeat(1, 1, self._tokens + 1, 1) for part in (key_states, value_states))
+        values[:, :, 0] *= self._factor
+        return keys, values
+
+
+@torch.no_grad()
+def _check_windows(model: PreTrainedModel, devices: Devices, token: int, windows: list[int | None]) -> None:
+    """Check that layers do not see the token just outside their window: some models ignore a configured window."""
+    for window in {window for window in windows if window is not None and window < window_of(model)}:
+        passes = []
+        for factor in (1.0, 1.0, _LOUD):  # the first two show how far two passes differ anyway
+            cache = DynamicCache()
+            cache.layers = [_AlikeLayer(window, factor if own == window else 1.0) for own in windows]
+            positions = torch.tensor([[window]], device=devices.inputs)
+            ids = torch.tensor([[token]], device=devices.inputs)
+            out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            states = (layer.new for layer in cache.layers if isinstance(layer, _AlikeLayer))
+            passes.append([*(state for state in states if state is not None), out.logits.flatten().cpu()])
+        for first, second, loud in zip(*passes, strict=True):
+            if float((loud - first).abs().max()) > 2 * float((second - first).abs().max()):
+                raise MismatchError(
+                    f"this model's configuration gives layers a sliding window of {window} tokens, but they see older "
+                    "ones, so its caches would lack tokens that it attends to; set sliding_window in its configuration "
+                    "to null or to max_position_embeddings, or use another model"
+                )

@@ -86,6 +86,7 @@ _MAKERS = {
     "llama-dynamic": lambda: _config("LlamaConfig", **_rope("dynamic", factor=2.0)),
     "mistral": lambda: _config("MistralConfig", head_dim=8, sliding_window=SLIDING),
     "qwen3": lambda: _config("Qwen3Config", head_dim=16),
+    "nanochat": lambda: _config("NanoChatConfig"),  # turns the other way
     "gpt-neox": lambda: _config("GPTNeoXConfig", rotary_pct=0.25, hidden_size=96, attention_bias=True),
     "phi": lambda: _config("PhiConfig", hidden_size=96, **_rope("default", partial_rotary_factor=0.5)),
     "gemma3": lambda: _config(

@@ -42,6 +42,7 @@ LAYOUTS = {
     "llama-dynamic": ("dynamic", (0, 0, 0), 8, (None, None, None)),
     "mistral": ("default", (0, 0, 0), 8, (SLIDING, SLIDING, SLIDING)),
     "qwen3": ("default", (0, 0, 0), 16, (None, None, None)),
+    "nanochat": ("default", (0, 0, 0), 8, (None, None, None)),
     "gpt-neox": ("default", (0, 0, 0), 4, (None, None, None)),
     "phi": ("default", (0, 0, 0), 8, (None, None, None)),
     "gemma3": ("default", (0, 0, 1), 16, (SLIDING, SLIDING, None)),
@@ -69,6 +70,7 @@ def test_the_layout_is_learnt(family):
     assert {spec.key_rope_start for spec in meta.layers} == {0}
     assert {rope.rotary_dim for rope in meta.ropes} == {rotary_dim}
     assert {rope.interleaved for rope in meta.ropes} == {family in INTERLEAVED}
+    assert {rope.inv_freq[0] < 0 for rope in meta.ropes} == {family == "nanochat"}
     assert tuple(spec.window for spec in meta.layers) == windows
     assert [spec.kind for spec in meta.layers] == ["sliding" if window else "full" for window in windows]
     assert (family in SLIDES) == any(windows)
@@ -299,3 +301,12 @@ def test_windows_of_one_token_and_of_all(window):
     (whole,) = engine.prefill([tokens(20, 1)])
     extended = engine.extend(whole.slice(0, 15), tokens(20, 1)[15:])
     assert cache_error(extended, whole.slice(15, 20)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "MoshiConfig"])
+def test_a_window_that_the_model_ignores_is_refused(name):
+    model = make_model(make_config(name, sliding_window=SLIDING, num_key_value_heads=6))
+    with pytest.raises(MismatchError, match="they see older ones"):
+        TransformersEngine(model)
+    model.config.sliding_window = WINDOW  # as the error says
+    TransformersEngine(model)
