@@ -52,6 +52,7 @@ ENTROPY_TARGET, DECODE_TARGET, ENCODE_TARGET = 8.0, 15.0, 5.0
 MEGABYTE = 1e6
 BYTES = 2
 """Of a bfloat16."""
+PREFILL = "prefill"
 FAST, TORCHAC = "CacheGen, fast", "CacheGen, torchac's coder"
 _TURN_S = 0.02
 """Wall time of one turn of a case."""
@@ -175,13 +176,25 @@ def codecs(cache: KVCache, profile: Profile, threads: int) -> tuple[dict[str, An
     return encodes, decodes, sizes | {"torch.save, zstd": len(saved), "safetensors": len(tensors), "copy": cache.nbytes}
 
 
-def whole(cache: KVCache, profile: Profile, threads: int, rounds: int, level: str) -> dict[str, Any]:
-    """MB/s of every codec with that many threads, and kvwire's ratios to CacheGen."""
+def whole(
+    cache: KVCache, profile: Profile, threads: int, rounds: int, level: str, prefill: Callable[[], list[KVCache]]
+) -> dict[str, Any]:
+    """MB/s of every codec with that many threads, kvwire's ratios to CacheGen, and its shares of a prefill's time."""
     use_threads(threads)
     encodes, decodes, sizes = codecs(cache, profile, threads)
-    encoding, decoding = interleaved_wall(encodes, rounds), interleaved_wall(decodes, rounds)
+    encoding = interleaved_wall(encodes | {PREFILL: prefill}, rounds)
+    decoding = interleaved_wall(decodes | {PREFILL: prefill}, rounds)
+    computed = sum(each.tokens for each in prefill()) / cache.tokens
+    shares = {
+        name: summary([taken * computed for taken in ratios(seconds[name], seconds[PREFILL])])
+        for seconds in (encoding, decoding)
+        for name in seconds
+        if name.startswith("kvwire")
+    }
+    del encoding[PREFILL], decoding[PREFILL]
     elements = cache.nbytes / BYTES
     found: dict[str, Any] = {
+        "share_of_prefill": shares,
         "bits_per_element": {name: 8 * size / elements for name, size in sizes.items()},
         "encode_mb_s": _speeds(encoding, cache.nbytes),
         "decode_mb_s": _speeds(decoding, cache.nbytes),
@@ -367,6 +380,8 @@ def print_whole(threads: int, found: dict[str, Any], level: str) -> None:
             row += [f"{speed['median']:.0f}", f"{speed['greatest']:.0f}"] if speed else ["", ""]
         rows.append(row)
     plural = "thread" if threads == 1 else "threads"
+    shares = {name.removeprefix("kvwire").strip() or "encode": v for name, v in found["share_of_prefill"].items()}
+    print("\nshare of a prefill's time: " + ", ".join(f"{name} {v['median']:.3f}" for name, v in shares.items()))
     print(f"\n{table([f'MB/s, {threads} {plural}', 'bits/element', 'encode', 'best', 'decode', 'best'], rows)}")
     for codec, key, target in ((FAST, "cachegen", "target"), (TORCHAC, "cachegen_torchac", "the same target")):
         print_target(f"decode {level} over {codec}", found[f"decode_over_{key}"], DECODE_TARGET, target)
@@ -489,7 +504,9 @@ def main() -> None:
     documents = read_documents(engine, fit[:12], args.document_tokens)
     profile = kvwire.fit_profile(engine.prefill(documents), statistics=engine.statistics(documents))
     assert profile is not None, "calibration needs at least one document"
-    caches = engine.prefill(read_documents(engine, args.text, args.document_tokens))
+    texts = read_documents(engine, args.text, args.document_tokens)
+    caches = engine.prefill(texts)
+    prefill = partial(kvwire.open_engine(args.model, dtype=torch.float32).prefill, texts)
     cache = joined(caches, args.tokens)
     names = [level.name for level in kvwire.inspect(kvwire.encode(joined(caches, 256), profile=profile)).levels]
     level = names[int(args.level)] if args.level.isdigit() else args.level
@@ -497,7 +514,7 @@ def main() -> None:
     print_entropy(results["entropy"])
     results["whole"] = {}
     for threads in args.threads:
-        results["whole"][str(threads)] = whole(cache, profile, threads, args.rounds, level)
+        results["whole"][str(threads)] = whole(cache, profile, threads, args.rounds, level, prefill)
         print_whole(threads, results["whole"][str(threads)], level)
     results["scaling"] = scaling(caches, profile, args.scaling, args.scaling_rounds, level)
     print_scaling(results["scaling"], level)
