@@ -25,13 +25,12 @@ import numpy as np
 import torch
 from measure import add_common_options, calibration, default_texts, one_thread, summary, table, windows, write_json
 from quality import CONTINUATION, Exact, compare, predictions
-from test_parts.codec.naive_coding import chunk_levels_naive
+from test_parts.codec.naive_coding import chunk_levels_naive, energy_of
 
 import kvwire
 from kvwire.codec import Ladder
 from kvwire.codec.backend import planes_of
 from kvwire.codec.prediction.text import TextPredictor
-from kvwire.codec.transform.analysis import energy_of
 from kvwire.codec.transform.positions import positions_off
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from measure import ROOT, one_thread, table, write_json
+from test_parts.codec.naive_coding import energy_of
 
 import kvwire
 from kvwire.codec.prediction.text import TextPredictor
-from kvwire.codec.transform.analysis import analyse, energy_of
+from kvwire.codec.transform.analysis import analyse
 
 if TYPE_CHECKING:
     from kvwire import KVCache, TransformersEngine

@@ -13,7 +13,7 @@ from kvwire.codec.transform.analysis import (
     fast_bfloat16,
     fill_pruned,
     pruned_entries,
-    sampling_step,
+    sample,
 )
 from kvwire.codec.transform.positions import rotate, rotation
 
@@ -61,7 +61,7 @@ class Transform:
     def analyse(self, spans: Sequence[Span]) -> Analysed:
         """Transform consecutive chunks."""
         start, stop = spans[0][0], spans[-1][1]
-        sampled, lengths = self._sampled(spans)
+        sampled, weights, lengths = self._sampled(spans)
         out = torch.empty(stop - start, self._profile.rank, dtype=torch.float32, device=self._known.device)
         parts = torch.split(out, [group.rank for group in self._profile.groups], 1)
         hidden = None if self._hidden is None else self._hidden[start:stop].to(out.device)
@@ -77,17 +77,17 @@ class Transform:
         missing = [energy - _kept_energies(part[sampled], group) for group, part, energy in weighed]
         dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
         if missing:
-            chunks = torch.split(torch.stack(missing), lengths, 1)
-            dropped = torch.stack([chunk.mean(1).clamp(min=0).sum() for chunk in chunks])
-            dropped *= torch.tensor([stop - start for start, stop in spans], device=dropped.device)
+            chunks = torch.split(torch.stack(missing) * weights, lengths, 1)
+            dropped = torch.stack([chunk.sum(1).clamp(min=0).sum() for chunk in chunks])
         return Analysed(out, torch.stack(sums), dropped)
 
-    def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Return the tokens sampled for energies, and how many each chunk has."""
-        steps = [sampling_step(*span) for span in spans]
-        ranges = [range(start, stop, step) for (start, stop), step in zip(spans, steps, strict=True)]
-        index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
-        return index, [len(tokens) for tokens in ranges]
+    def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the tokens that are measured, for how many each stands, and how many each chunk has."""
+        found = [sample(*span) for span in spans]
+        index = torch.cat([tokens + start - spans[0][0] for (tokens, _), (start, _) in zip(found, spans, strict=True)])
+        weights = torch.cat([weights for _, weights in found])
+        device = self._known.device
+        return index.to(device), weights.to(device), [len(tokens) for tokens, _ in found]
 
     def _centred(self, group: DeviceGroup, start: int, stop: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a group's elements minus their prediction, float32 ``[tokens, width]``, and the elements' sum.

@@ -41,7 +41,9 @@ FILL_STEPS = 8
 _FLAT = 1e-6
 """A curvature so much less than others is rounding error: dividing by it would give huge elements, or NaN."""
 MANY_TOKENS = 64
-"""Chunks of at least this many tokens, except the first, sample their energies."""
+"""Chunks of at least this many tokens measure the energy that is left out by every eighth token."""
+FIRST_TOKENS = 8
+"""Of a document's first chunk, all are measured: attention sinks are among them, whose energies differ."""
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
@@ -135,7 +137,7 @@ def analyse(
     ``step``: the finest quantiser step; ``weighs``: whether to measure that energy.
     """
     parts, dropped = [], 0.0
-    sampled = slice(None, None, sampling_step(start, stop))
+    sampled, weights = sample(start, stop)
     halved = step >= HALVED_STEP and fast_bfloat16()
     for index, group in enumerate(text.profile.groups):
         centred = centre_planes(cache, group.planes, start, stop, text.expected(index, start, stop))
@@ -147,14 +149,19 @@ def analyse(
         coefficients = _project(centred, group, step if halved else None)
         parts.append(coefficients.numpy())
         if weighs and group.metric and group.rank < group.width:
-            missing = metric_energy(centred[sampled], group) - kept_energy(coefficients[sampled], group)
-            dropped += max(0.0, missing) * (stop - start) / len(centred[sampled])
+            missing = metric_energies(centred[sampled], group) - kept_energies(coefficients[sampled], group)
+            dropped += max(0.0, float(missing @ weights))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), dropped
 
 
-def sampling_step(start: int, stop: int) -> int:
-    """Return the distance between tokens whose energies are measured."""
-    return 8 if start and stop - start >= MANY_TOKENS else 1
+def sample(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return which of a chunk's tokens are measured, int64, and for how many each stands, float64."""
+    tokens = stop - start
+    first = tokens if tokens < MANY_TOKENS else FIRST_TOKENS if start == 0 else 0
+    others = torch.arange(first, tokens, 8)
+    weights = torch.full((first + len(others),), (tokens - first) / max(1, len(others)), dtype=torch.float64)
+    weights[:first] = 1.0
+    return torch.cat([torch.arange(first), others]), weights
 
 
 @cache
@@ -253,33 +260,27 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
     return out
 
 
-def energy_of(coefficients: NDArray[np.floating]) -> float:
-    """Sum the squares of coefficients: the energy in the metric, where the basis is orthonormal."""
-    return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
-
-
-def kept_energy(coefficients: Tensor, group: Group) -> float:
-    """Sum the squared lengths, in a group's metric, of the elements that coefficients stand for.
+def kept_energies(coefficients: Tensor, group: Group) -> Tensor:
+    """Squared length, in a group's metric, of what each token's coefficients stand for, float64 ``[tokens]``.
 
     The sum of squares is too inexact: rounded rows are not quite orthonormal, and the energy left out is tiny.
     """
-    if group.is_identity:
-        return energy_of(coefficients.numpy())
-    return float((coefficients @ group.gram).mul_(coefficients).sum(dtype=torch.float64))
+    known = coefficients if group.is_identity else coefficients @ group.gram
+    return (known * coefficients).sum(1, dtype=torch.float64)
 
 
-def metric_energy(centred: Tensor, group: Group) -> float:
-    """Sum the squared lengths of some tokens in a group's metric."""
-    total, start = 0.0, 0
+def metric_energies(centred: Tensor, group: Group) -> Tensor:
+    """Squared length of each token in a group's metric, float64 ``[tokens]``."""
+    total, start = torch.zeros(len(centred), dtype=torch.float64), 0
     for metric in group.metric_runs:
         width = len(metric) if metric.ndim == 1 else metric.shape[0] * metric.shape[1]
         part = centred[:, start : start + width]
         if metric.ndim == 1:
             weighted = part * metric
         else:
-            part = part.view(len(part), *metric.shape[:2]).transpose(0, 1)
-            weighted = part @ metric
-        total += float(weighted.mul_(part).sum(dtype=torch.float64))
+            heads = part.view(len(part), *metric.shape[:2]).transpose(0, 1)
+            weighted = (heads @ metric).transpose(0, 1).flatten(1)
+        total += (weighted * part).sum(1, dtype=torch.float64)
         start += width
     return total
 

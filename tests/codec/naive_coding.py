@@ -77,6 +77,11 @@ def split_levels_naive(finest, levels):
     return values, symbols
 
 
+def energy_of(coefficients):
+    """The sum of squares."""
+    return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
+
+
 def chunk_levels_naive(coefficients, ladder, spread, tables):
     """Encode a chunk as ``ChunkLevels`` does, but level by level from all values; its readable twin."""
     values, refinements = split_levels_naive(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))

@@ -34,7 +34,7 @@ from kvwire.types import KVCache
 
 from .compiling import compile_for
 from .measures import drawn, measured
-from .naive_coding import encode_lanes, encode_segment, encode_ternary, squared_error
+from .naive_coding import encode_lanes, encode_segment, encode_ternary, energy_of, squared_error
 from .synthetic import GQA, LATENT, MIXED, MIXED_ROPES, ROPE, make_cache, make_hidden, make_statistics
 from .write_golden import quantised
 
@@ -191,7 +191,7 @@ def test_equal_coefficients_give_equal_classes_and_errors():
     for chunk, (start, stop) in enumerate(pairwise(bounds)):
         part = coefficients[start:stop]
         assert np.array_equal(unit[chunk].numpy(), column_classes(part))
-        assert float(squares[chunk].sum()) == pytest.approx(analysis.energy_of(part), rel=1e-5)
+        assert float(squares[chunk].sum()) == pytest.approx(energy_of(part), rel=1e-5)
         by_level, _ = split_levels(values.numpy()[start:stop], len(steps))
         for level, step in enumerate(steps):
             sizes = FITTED.sizes_of(batch.classes[chunk, level].numpy())

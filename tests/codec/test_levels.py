@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from kvwire.codec import CacheMeta, KVCache, Ladder
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, LARGEST, fit_tables
 from kvwire.codec.profile.group import Group
-from kvwire.codec.transform.analysis import centre_planes, energy_of, gather_planes, kept_energy, metric_energy
+from kvwire.codec.transform.analysis import (
+    FIRST_TOKENS,
+    centre_planes,
+    gather_planes,
+    kept_energies,
+    metric_energies,
+    sample,
+)
 from kvwire.codec.transform.levels import ChunkLevels
 from kvwire.errors import CacheValueError
 
-from .naive_coding import chunk_levels_naive
+from .naive_coding import chunk_levels_naive, energy_of
 from .test_place import LAYERS, PLANES, ROPES
 
 COUNTS = np.random.default_rng(0)
@@ -53,14 +60,16 @@ def test_the_metric_of_many_planes_is_that_of_each(seed, shapes):
     width = sum(int(np.prod(shape)) for shape in shapes)
     group = Group((), np.zeros(width, np.float32), np.zeros(2, np.int16), metric=metric)
     elements = rng.standard_normal((7, width)).astype(np.float32)
-    total, at = 0.0, 0
+    total, at = np.zeros(7), 0
     for shape, block in zip(shapes, metric, strict=True):
         part = elements[:, at : at + int(np.prod(shape))].astype(np.float64).reshape(7, *shape)
         total += (
-            np.einsum("td,d,td", part, block, part) if block.ndim == 1 else np.einsum("thd,hde,the", part, block, part)
+            np.einsum("td,d,td->t", part, block, part)
+            if block.ndim == 1
+            else np.einsum("thd,hde,the->t", part, block, part)
         )
         at += int(np.prod(shape))
-    assert metric_energy(torch.from_numpy(elements), group) == pytest.approx(total, rel=1e-4, abs=1e-3)
+    assert metric_energies(torch.from_numpy(elements), group).numpy() == pytest.approx(total, rel=1e-4, abs=1e-3)
 
 
 @SMALL
@@ -74,9 +83,22 @@ def test_what_has_no_coefficients_is_told_from_what_has(seed):
     elements = torch.from_numpy(10 * rng.standard_normal((9, 4))).float() @ rows.float()
     elements += torch.from_numpy(rng.standard_normal((9, 12))).float()
     coefficients = elements @ group.analysis
-    left_out = metric_energy(elements - coefficients @ rows.float(), group)
-    assert metric_energy(elements, group) - kept_energy(coefficients, group) == pytest.approx(left_out, rel=1e-2)
-    assert kept_energy(coefficients, group) != pytest.approx(energy_of(coefficients.numpy()), rel=1e-2)
+    left_out = metric_energies(elements - coefficients @ rows.float(), group).sum()
+    kept = kept_energies(coefficients, group).sum()
+    assert float(metric_energies(elements, group).sum() - kept) == pytest.approx(float(left_out), rel=1e-2)
+    assert float(kept) != pytest.approx(energy_of(coefficients.numpy()), rel=1e-2)
+
+
+@given(st.integers(0, 600), st.integers(1, 300))
+def test_measured_tokens_stand_for_all_and_first_ones_for_themselves(start, tokens):
+    index, weights = sample(start, start + tokens)
+    assert index.tolist() == sorted(set(index.tolist()))
+    assert int(index[0]) >= 0
+    assert int(index[-1]) < tokens
+    assert float(weights.sum()) == pytest.approx(tokens)
+    alone = tokens if tokens < 64 else FIRST_TOKENS if not start else 0
+    assert index[:alone].tolist() == list(range(alone))
+    assert bool((weights[:alone] == 1).all())
 
 
 def test_a_chunk_of_zeros_has_no_symbols():
