@@ -58,7 +58,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"texts.py"}, {"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}],
+    "engines": [{"texts.py"}, {"base.py"}, {"calibration.py", "weightless.py"}, {"transformers"}, {"testing.py"}],
     "reuse": [
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},

@@ -7,11 +7,11 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import positions_off
+from kvwire.engines.testing import EngineConformance
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import KVCache
 
-from .conformance import EngineConformance
 from .families import (
     FAMILIES,
     SLIDES,

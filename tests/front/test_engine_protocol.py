@@ -17,6 +17,7 @@ from kvwire import controller as ctl
 from kvwire.codec import Profile, StatisticsBuilder, decode, encode, fit_profile, inspect
 from kvwire.engines.base import Engine
 from kvwire.engines.calibration import gather_gradients
+from kvwire.engines.testing import EngineConformance
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -25,7 +26,6 @@ from kvwire.runtime.quality import Reference, calibrate_error, mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
-from ..engines.conformance import EngineConformance
 from .answers import troubles
 from .tiny_engine import VOCABULARY, TinyEngine
 
