@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import Decision
 
-    Then = Callable[[Answer, ControllerDriver, Load, Any], Awaitable[Answer]]
+    Then = Callable[[Answer, Load, Any], Awaitable[Answer]]
     Edit = Callable[[Load, Estimates, float | None], "Closing"]
 
 _KEEPING_S = 60.0
@@ -132,7 +132,7 @@ class AnswerStage:
         )  # fmt: skip
         if edit is None:
             answer = with_expected_kl(answer, load.documents)
-        return answer if then is None else await then(answer, driver, load, closing.past)
+        return answer if then is None else await then(answer, load, closing.past)
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
         from kvwire.runtime.kept import RepairKeeper
