@@ -135,7 +135,7 @@ def scan_of(selector: Selector, layers: int) -> float:
 _EDIT_VERSION = 1
 EDIT_BOUND = 0.05
 """Of what the donor's own cache is wrong by: edits that are wrong by no more, at any share, are safe."""
-UNMEASURED_SHARE = 0.15
+UNMEASURED_EDIT_SHARE = 0.15
 """Of the rows, computed anew where edits were not measured."""
 _EDIT_ADVICE = "run kvwire check-model --edits again"
 
@@ -218,7 +218,7 @@ class EditReport:
                 measured = zip(self.shares, self.repaired[name], strict=True)
                 options += [(share or rows, name, row) for rows, row in measured if share is None or rows == nearest]
         if not options:
-            return EditRepair(UNMEASURED_SHARE if share is None else share, selector or DEFAULT_SELECTOR)
+            return EditRepair(UNMEASURED_EDIT_SHARE if share is None else share, selector or DEFAULT_SELECTOR)
         good = [each for each in options if self.is_within(each[2])]
         if good:
             best = min(good, key=lambda each: each[0] + (each[0] > 0) * scan_of(selector_of(each[1]), layers))
@@ -249,4 +249,4 @@ def edit_repair(report: EditReport | None, repair: str | float, selector: str, l
     share = {"auto": None, "none": 0.0, "all": 1.0}[repair] if isinstance(repair, str) else float(repair)
     if report is not None:
         return report.choose(layers, share, name)
-    return EditRepair(UNMEASURED_SHARE if share is None else share, name or DEFAULT_SELECTOR)
+    return EditRepair(UNMEASURED_EDIT_SHARE if share is None else share, name or DEFAULT_SELECTOR)
