@@ -104,7 +104,7 @@ class Load:
         self.work = PromptWorker(
             engine, [each.document_id for each in found], driver, request.settings.backend,
             request.question if request.looks else (), sees_documents=self.layout.sees_documents,
-            sees_head=bool(self.layout.head),
+            sees_head=bool(self.layout.head), shares=len(found) == 1 and type(self.layout) is PlainLayout,
         )  # fmt: skip
         self.jobs = Executor(engine, driver, self.work, self._repair)
         most = request.wanted if request.cuts and request.wanted else None
@@ -125,7 +125,6 @@ class Load:
     async def __aexit__(self, *_: object) -> None:
         """Leave the load and stop its jobs, except one running in a thread."""
         self.work.is_gone = True
-        self.driver.prompts.pop(self.work.number, None)
         self.driver.leave(self.work.number)
         if self._finding_kept:
             self._finding_kept.cancel()
@@ -161,8 +160,6 @@ class Load:
                 number, count, computed, self._goal, repair, request.looks, place.link_tokens
             ),
         )
-        if count == 1 and type(layout) is PlainLayout:
-            self.driver.prompts[self.work.number] = self.work
         laid_out = self.jobs.spawn(self._lay_out())
         opening = [self.jobs.spawn(self._open(index, laid_out)) for index in range(count)]
         if repair is not None and request.keeper is not None and layout.keeps_repairs:

@@ -205,10 +205,7 @@ class EditReport:
     def choose(self, layers: int, share: float | None = None, selector: str = "") -> EditRepair:
         """What loads do: the least that is within the bound, else the most that was measured, and what that loses.
 
-        Args:
-            layers: Of the model.
-            share: Of rows that was asked for; None: as said.
-            selector: That was asked for; empty: any.
+        share: of rows that was asked for; None: as said. selector: that was asked for; empty: any.
         """
         alone = (0.0, selector or DEFAULT_SELECTOR, self.holes)
         options = [alone] if share == 0 or (share is None and self.is_within(self.holes)) else []
@@ -237,14 +234,7 @@ class EditReport:
 
 
 def edit_repair(report: EditReport | None, repair: str | float, selector: str, layers: int) -> EditRepair:
-    """What loads do about the stale rows of an edited cache.
-
-    Args:
-        report: What was measured; None: nothing.
-        repair: As ``LoadSettings.repair``.
-        selector: As ``LoadSettings.selector``.
-        layers: Of the model.
-    """
+    """What loads do about the stale rows of an edited cache, by their settings and by what was measured, if it was."""
     name = "" if selector == "auto" else selector
     share = {"auto": None, "none": 0.0, "all": 1.0}[repair] if isinstance(repair, str) else float(repair)
     if report is not None:
