@@ -57,7 +57,7 @@ class Editing:
         """Tokens that are computed behind the last chunk."""
         return self._plan.script.computed + self._plan.repaired + len(self.rest)
 
-    def close(self, load: Load, estimates: Estimates, due: float | None) -> Closing:
+    def close(self, load: Load, estimates: Estimates) -> Closing:
         """Make the prompt, and run what is asked last; in the compute thread."""
         began, engine, opening = time.monotonic(), self._engine, self._engine.opening_tokens
         load.work.leave()
@@ -77,7 +77,7 @@ class Editing:
         computing = time.monotonic()
         compute_holes(engine, prompt, (*opening, *self._text), rows)
         expected_s = estimates.costs().prefill.seconds(len(self.rest), total)
-        repaired, trouble = self._repair(prompt, None if due is None else due - expected_s)
+        repaired, trouble = self._repair(prompt, None if load.due is None else load.due - expected_s)
         engine.synchronize()
         linking = time.monotonic()
         load.work.prompt, load.room = prompt, whole
@@ -94,8 +94,8 @@ class Editing:
             passes.append(len(repaired.rows))
             holes_s += repaired.compute_s
         return Closing(
-            past, logits, placed_s, done - querying, done, placed_s, repair_s, repaired, trouble, 0, tuple(passes),
-            holes_s,
+            past, logits, placed_s, done - querying, done, placed_s, repair_s, repaired, trouble, 0, is_edited=True,
+            rows=tuple(passes), rows_s=holes_s,
         )  # fmt: skip
 
     def _lost(self, load: Load) -> list[tuple[int, int, int]]:

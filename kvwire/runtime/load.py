@@ -75,7 +75,7 @@ class Load:
         asked_s: Seconds that finding the documents took.
         work: Its prompt, which exists from ``run`` on.
         jobs: Executes the controller's instructions.
-        finish: The controller's last word.
+        finish: The controller's last word; its ``front`` counts the prompt's head, too.
         is_finished: Whether the controller has ended the load with all that can be loaded.
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: Its settings for links.
@@ -144,8 +144,21 @@ class Load:
             self.work.misses.append(finish)
             finish = ev.Finish(self.work.number, (), finish)
         if finish is not None:
-            self.finish = finish
+            self.finish = replace(finish, front=self._front(finish))
         return finish is not None
+
+    def _front(self, finish: ev.Finish) -> int:
+        """Number of the prompt's first tokens, head included, that see all before them."""
+        head = len(self.layout.opening)  # the controller counts documents' tokens alone
+        if not self.layout.head:
+            return finish.front + head if finish.front else 0
+        computed = 0
+        levels = {each.chunk.chunk: each.level for each in finish.decisions if each.chunk.document == 0}
+        for chunk, tokens in enumerate(self.work.inputs[0].tokens):  # a fetched one has not seen the system text
+            if levels.get(chunk, 0) is not None:
+                return head + computed
+            computed += tokens
+        return head + max(computed, finish.front)
 
     async def _fill(self) -> ev.Finish | None:
         """Lay out the prompt, open the documents, and execute instructions until the controller ends the load."""
@@ -290,6 +303,12 @@ class Load:
         return variant if variant.decoder is None or variant.decoder.kept is None else None
 
     # Facts about the prompt.
+
+    @property
+    def due(self) -> float | None:
+        """When the first token is due, on ``time.monotonic``; None without a deadline."""
+        deadline_s = self.request.goal.deadline_s
+        return None if deadline_s is None else self.request.started + deadline_s
 
     @property
     def bytes(self) -> int:

@@ -124,7 +124,7 @@ class LoadRunner:
                     pass
             if self._used:
                 self.remember()
-        self.closer.close()
+        self.closer.wait()
         self.warming.close()
         self.session.close()
         self._used.clear()  # the threads that would write it have ended
@@ -243,8 +243,10 @@ class LoadRunner:
             async with self.load(request) as load:
                 if begun:
                     load.cut(begun.wanted)
-                then = partial(self.prompter.finish, begun) if begun else None
-                answer = await self.closer.answer(load, tokens, asked.stop, then)
+                closing = await self.closer.close(load)
+                answer = await self.closer.answer(load, closing, tokens, asked.stop, is_prompt=begun is not None)
+                if begun:
+                    answer = await self.prompter.finish(begun, answer, load, closing.past)
                 self._looks &= load.work.can_look
                 self.remember(load)
                 if asked.chat is None:
@@ -283,7 +285,8 @@ class LoadRunner:
                 query_tokens=made.computed, partial=PartialLoad(worth_s=max(plan.rival_s, _LEAST_WORTH_S)),
             )  # fmt: skip
             async with self.load(request) as load:
-                answer = await self.closer.answer(load, tokens, begun.stop, edit=made.close)
+                closing = await load.driver.compute(partial(made.close, load, self._estimates))
+                answer = await self.closer.answer(load, closing, tokens, begun.stop, is_prompt=True)
                 self.remember(load)
                 return made.told(answer)
 
