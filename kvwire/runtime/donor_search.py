@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.prompted import PromptRequest
+    from kvwire.runtime.prompt_request import PromptRequest
     from kvwire.runtime.reports import EditRepair
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings

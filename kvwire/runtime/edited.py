@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.document import FoundDocument
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompted import Begun
+    from kvwire.runtime.prompt_request import Begun
     from kvwire.runtime.similar import EditPlan
 
 _ALL = 1.0

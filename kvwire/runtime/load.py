@@ -19,8 +19,8 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.document import LEAST_PATIENCE_S, opening_troubles
 from kvwire.runtime.execute import Executor
 from kvwire.runtime.find import DocumentOpener, all_of
+from kvwire.runtime.layouts import PlainLayout
 from kvwire.runtime.passes import PromptWorker
-from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.repair import RepairContext, begin_repair, by_token
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.estimates_file import EstimatesFile
-    from kvwire.runtime.prompted import Begun, PromptRequest, ReuseMode, Reusing
+    from kvwire.runtime.prompt_request import Begun, PromptRequest, ReuseMode, Reusing
     from kvwire.runtime.prompter import Prompter
     from kvwire.runtime.similar import Search
     from kvwire.transport import EmulatedLink, LinkSettings
@@ -256,7 +256,7 @@ class Loader:
             ArgumentError: As for ``ask_prompt``.
             StorageError: The store fails.
         """
-        from kvwire.runtime.prompted import PromptRequest
+        from kvwire.runtime.prompt_request import PromptRequest
 
         goal, reusing = goal_of(self._settings, None, None), self._reusing(reuse, donors)
         asked, costs = PromptRequest(goal, self._runner.timeouts(None), reusing), self._runner.reuse_costs()
@@ -269,7 +269,7 @@ class Loader:
         return self._session.run(search())
 
     def _reusing(self, reuse: ReuseMode | None, donors: Sequence[str]) -> Reusing:
-        from kvwire.runtime.prompted import Reusing
+        from kvwire.runtime.prompt_request import Reusing
 
         if reuse not in {None, "auto", "exact", "donors", "none"}:
             raise ArgumentError(f"reuse is auto, exact, donors or none, got {reuse!r}")

@@ -18,7 +18,7 @@ from kvwire.runtime.donor_search import DonorSearch
 from kvwire.runtime.edited import Editing
 from kvwire.runtime.find import UNREADABLE
 from kvwire.runtime.prefill import opened
-from kvwire.runtime.prompted import SESSIONS, Begun, Keep
+from kvwire.runtime.prompt_request import SESSIONS, Begun, Keep
 from kvwire.runtime.saving import AnswerSaver
 from kvwire.store import check_new_name
 from kvwire.types.cache import plain_token_ids
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.find import DocumentFinder
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompted import PromptRequest
+    from kvwire.runtime.prompt_request import PromptRequest
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
     from kvwire.runtime.similar import EditPlan, ReuseCosts, Search

@@ -21,9 +21,9 @@ from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.document import FoundDocument, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, keys_of
 from kvwire.runtime.find import DocumentFinder, profile_in_use
+from kvwire.runtime.layouts import PlainLayout, laid_out
 from kvwire.runtime.links import LinkPlanner
 from kvwire.runtime.load import loading
-from kvwire.runtime.prompt import PlainLayout, laid_out
 from kvwire.runtime.request import LoadRequest, PartialLoad
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompted import Begun, PromptRequest
+    from kvwire.runtime.prompt_request import Begun, PromptRequest
     from kvwire.runtime.prompter import Prompter
     from kvwire.runtime.similar import EditPlan, ReuseCosts
 
@@ -262,7 +262,7 @@ class LoadRunner:
             msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
             raise ArgumentError(msg)
         check_length(tokens)
-        from kvwire.runtime.prompted import PromptRequest  # most loads name their documents
+        from kvwire.runtime.prompt_request import PromptRequest  # most loads name their documents
 
         begun = await begin(self.prompter, PromptRequest(goal, self.timeouts(goal.deadline_s)))
         if begun.search is not None and begun.search.plan is not None:

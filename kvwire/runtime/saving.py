@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompted import Begun, Keep
+    from kvwire.runtime.prompt_request import Begun, Keep
     from kvwire.store import CatalogEntry, PrefixIndex
 
 PROMPTS = "prompts/"
