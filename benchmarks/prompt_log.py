@@ -37,7 +37,7 @@ from kvwire.controller.simulator.models import LLAMA_3_1_8B
 from kvwire.controller.simulator.sizes import BITS
 from kvwire.reuse import EditScript, Span, align, combine_spans, common_spans
 from kvwire.reuse.edits.script import LEAST_SPAN
-from kvwire.runtime.prompted import LAST_TOKENS
+from kvwire.runtime.prompt_request import LAST_TOKENS
 from kvwire.runtime.similar import LEAST_GAIN, LEAST_REUSED, ReuseCosts, repaired_rows
 from kvwire.store import Catalog, DonorIndex
 from kvwire.store.donors import SHINGLE

@@ -14,8 +14,8 @@ from kvwire.controller import MAX_KL, Goal
 from kvwire.controller.policies import Adaptive, TextOnly
 from kvwire.controller.simulator import Scenario, constant, costs, machine_named, model_named, simulate, variants_for
 from kvwire.reuse import EditScript, Span
-from kvwire.runtime.prompted import LAST_TOKENS
-from kvwire.runtime.search_yield import TRIED_AGAIN
+from kvwire.runtime.donor_search import TRIED_AGAIN
+from kvwire.runtime.prompt_request import LAST_TOKENS
 from kvwire.runtime.similar import LEAST_GAIN, ReuseCosts, repaired_rows, search_can_pay
 
 TOKENS, CHUNK, SHARE = 4096, 256, 0.15

@@ -19,9 +19,9 @@ from kvwire.runtime.costs import warm_up_decoding
 from kvwire.runtime.document import in_words
 from kvwire.runtime.find import profile_in_use
 from kvwire.runtime.kept import KeptLookup, RepairKeeper
+from kvwire.runtime.layouts import PlainLayout
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.passes import NO_ENGINE, PromptWorker
-from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.request import LoadRequest, PartialLoad
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store.prefix.index import opening_of

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
-    from kvwire.runtime.prompted import ReuseMode
+    from kvwire.runtime.prompt_request import ReuseMode
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import Chat
 

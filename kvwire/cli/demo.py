@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire.cli import options as opt
 from kvwire.cli.inputs import open_engine
 from kvwire.cli.options import command, option
-from kvwire.cli.say import error_as_data, leave, say, say_text
+from kvwire.cli.say import finish, say_text
 from kvwire.errors import KvwireError, NotFoundError
 
 if TYPE_CHECKING:
@@ -66,10 +65,7 @@ def demo(options: _DemoOptions) -> None:
         say=lambda text: say_text(text, err=options.as_json),
     )
     error = _difference(report, options.bound, options.agreement)
-    if options.as_json:
-        say(json.dumps({**report, **error_as_data(error)}))
-    if error:
-        leave(error)
+    finish(report, (), error, as_json=options.as_json)
 
 
 def _difference(report: Mapping[str, Any], bound: float, agreement: float) -> KvwireError | None:

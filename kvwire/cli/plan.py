@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from kvwire.cli.inputs import open_engine, read_link
 from kvwire.cli.options import command, repair_of
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
-from kvwire.cli.say import error_as_data, late_error, leave, say
+from kvwire.cli.say import finish, late_error, leave, say
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -88,12 +87,7 @@ def plan_prompt(options: PlanOptions) -> None:
             link = read_link(options.link) if options.link else None
             search = loader.plan_prompt(prompt_tokens(engine, options.prompt), link=link)
     error = late_error(search.plan.seconds if search.plan else search.rival_s, options.deadline)
-    if options.as_json:
-        say(json.dumps(_described(search) | error_as_data(error)))
-    else:
-        say(*_lines(search))
-    if error:
-        leave(error)
+    finish(_described(search), _lines(search), error, as_json=options.as_json)
 
 
 def _described(search: Search) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from kvwire._printable import PrintableLines, printable, printable_text
 from kvwire.errors import CorruptError, DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvwire.errors import KvwireError
 
@@ -68,9 +68,12 @@ def count_failures(failures: Sequence[str], words: str, *, as_json: bool) -> Cor
     return CorruptError(f"{len(failures)} {words}") if failures else None
 
 
-def finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:
-    """Print what was done, and leave with the error's exit code where there was one."""
-    say(json.dumps(about | error_as_data(error)) if as_json else words)
+def finish(about: dict[str, Any], words: str | Iterable[str], error: KvwireError | None, *, as_json: bool) -> None:
+    """Print what was done, in one line or several, and leave with the error's exit code where there was one."""
+    if as_json:
+        say(json.dumps(about | error_as_data(error)))
+    else:
+        say(*([words] if isinstance(words, str) else words))
     if error is not None:
         leave(error)
 

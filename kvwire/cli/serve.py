@@ -23,6 +23,7 @@ from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     from kvwire.transport import ObjectServer, ServerSettings, ServerTls
 
@@ -128,13 +129,18 @@ async def _serve(server: ObjectServer, tls: ServerTls | None, options: _ServeOpt
         if tls is not None:
             tls.reload()
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    listening = listen(server, options.host, options.port, tls=tls)
+    await until_stopped(listening, f"serving {options.store}", as_json=options.as_json)
+
+
+async def until_stopped(listening: AbstractAsyncContextManager[str], words: str, *, as_json: bool) -> None:
+    """Listen until SIGINT or SIGTERM comes, after printing at which URL."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, reload)
-    async with listen(server, options.host, options.port, tls=tls) as url:
-        say(json.dumps({"url": url}) if options.as_json else f"serving {options.store} at {url}")
+    async with listening as url:
+        say(json.dumps({"url": url}) if as_json else f"{words} at {url}")
         sys.stdout.flush()
         await stop.wait()
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,13 +11,10 @@ import click
 from kvwire.cli import options as opt
 from kvwire.cli.inputs import model_name
 from kvwire.cli.options import StoreOptions, command, flag, option, use_file
-from kvwire.cli.say import say
-from kvwire.cli.serve import logs_on_stderr
+from kvwire.cli.serve import logs_on_stderr, until_stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvwire.vllm import VllmProxy
 
 
 @dataclass(frozen=True)
@@ -87,14 +81,5 @@ def vllm_proxy(options: _ProxyOptions) -> None:
     ):
         corpus = Corpus.open(store, model=model_name(options.model), **options.place.whose())
         maker = BodyMaker(corpus, open_tokenizer(options.model), wanted, use_file(options.combinations))
-        asyncio.run(_serve(VllmProxy(maker, settings), options))
-
-
-async def _serve(proxy: VllmProxy, options: _ProxyOptions) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    async with proxy.listen(options.host, options.port) as url:
-        say(json.dumps({"url": url}) if options.as_json else f"before {options.upstream} at {url}")
-        sys.stdout.flush()
-        await stop.wait()
+        listening = VllmProxy(maker, settings).listen(options.host, options.port)
+        asyncio.run(until_stopped(listening, f"before {options.upstream}", as_json=options.as_json))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.codec import read_profile
 from kvwire.offline.steps import DocumentSteps, RunOptions
-from kvwire.runtime.calibrate import HELD_OUT, without_anchors
+from kvwire.runtime.calibrate import HELD_OUT
 from kvwire.runtime.coding import CALIBRATION_TOKENS, EXTENTS
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def prepare_profile(
         if not encoder.is_due(ref.document_id, chosen.encode_after):
             return None
         document = steps.read_document(ref)
-        return document and without_anchors(encoder.engine, encoder.coding, document)  # a sample cuts documents
+        return document and encoder.calibration.without_anchors(document)  # a sample cuts documents
 
     def texts() -> list[Document]:
         _progress.info("reading texts to fit a profile on, of %d documents", len(refs))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile, Ladder, Statistics
     from kvwire.codec.kinds.requests import Calibrated
     from kvwire.engines.base import Engine
-    from kvwire.reuse import LinkLayout
     from kvwire.runtime.coding import Coding, Document
     from kvwire.types import KVCache
 
@@ -43,42 +42,6 @@ _progress = logging.getLogger("kvwire.progress")
 HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
 """For measuring errors: most texts, and least tokens in total; with fewer tokens, one of so many texts is held out of
 the fit."""
-
-
-class _Texts:
-    """Calibration texts as inputs of the level kinds' ``fit``."""
-
-    def __init__(
-        self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], coding: Coding
-    ) -> None:
-        self._engine, self._chosen, self._others, self._coding = engine, chosen, others, coding
-        self.keeper = MomentFile(coding.resume)
-
-    def caches(self) -> list[KVCache]:
-
-        tokens, count = sum(map(len, self._chosen)), len(self._chosen)
-        _progress.info("computing calibration texts: %d tokens of %d texts", tokens, count)
-        return spilled((compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), count)
-
-    def statistics(self, *, tokens: bool) -> Statistics | None:
-        _progress.info("gathering statistics: what attention weighs, and what errors do to answers")
-        found = self._engine.statistics(self._chosen, tokens=tokens)
-        _progress.info("fitting the profile")
-        return found
-
-    def prefix_states(self, layers: int) -> list[Tensor]:
-        return [states_of(self._engine, ids, layers) for ids in self._chosen]
-
-    def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
-        _progress.info("measuring what errors do to answers, level by level")
-        layout = self._coding.layout
-        texts, compute = self._others or self._chosen, None
-        if layout.anchors:  # a document cut inside a chunk would not match the layout
-            texts = [own_tokens(layout, ids, self._engine.vocabulary_size) for ids in texts]
-            compute = partial(compute_cached, self._engine, layout)
-        profile = calibrate_error(self._engine, profile, texts, ladder, compute)
-        held_out = int(bool(self._others) and profile.error_to_kl is not None)
-        return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
 
 
 def calibration_texts(
@@ -105,87 +68,123 @@ def calibration_texts(
     return (kept, out) if usable else (chosen, [])
 
 
-def texts_to_fit_on(
-    engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """``calibration_texts`` as computed: cut between documents' own tokens, with the layout's anchors."""
-    layout = coding.layout
-    chosen, others = calibration_texts([without_anchors(engine, coding, each) for each in documents], tokens)
-    if layout.anchors:
-        size = engine.vocabulary_size
-        chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
-    return chosen, others
+class Calibration:
+    """Fits profiles to documents, as encoding with one engine and coding computes them.
+
+    Attributes:
+        opens: Number of opening tokens, such as BOS, before documents; 0 with soft tokens.
+    """
+
+    def __init__(self, engine: Engine, coding: Coding) -> None:
+        """Take the parts."""
+        self.engine, self.coding, self._layout = engine, coding, coding.layout
+        self._is_soft = min(coding.layout.cached_tokens, default=0) < 0
+        self.opens = 0 if self._is_soft else len(engine.opening_tokens)
+
+    def laid_out(self, document: Document) -> Document:
+        """Add the tokens that the layout puts into a document's cache."""
+        return _with_ids(document, self._stored(document.token_ids) if self._layout.cached_tokens else None)
+
+    def without_anchors(self, document: Document) -> Document:
+        """Remove anchors, so that the document can be cut anywhere."""
+        return _with_ids(document, self.own(document.token_ids) if self._layout.anchors else None)
+
+    def _stored(self, ids: Sequence[int]) -> tuple[int, ...]:
+        return stored_tokens(self._layout, ids, self.engine.vocabulary_size)
+
+    def own(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """A text without the layout's tokens."""
+        return own_tokens(self._layout, ids, self.engine.vocabulary_size)
+
+    def compute(self, ids: Sequence[int], neutral: int = 0) -> tuple[KVCache, tuple[int, ...]]:
+        """Compute a document's cache after ``neutral`` neutral tokens; returns also all tokens before it."""
+        engine, opening = self.engine, opening_of(self.engine, ids)
+        if self._layout.anchors is not None:
+            return compute_stored(engine, self._layout, ids), ()
+        if neutral:
+            prefix = neutral_prefix(engine, ids, neutral)
+            if len(prefix) > len(opening):
+                return compute_behind(engine, prefix, ids), prefix
+        return prefill_documents(engine, [ids])[0], opening
+
+    def tokens_to_take(self, documents: Sequence[Document]) -> int:
+        """Number of documents' tokens to fit on: see ``Coding.calibration_tokens``."""
+        available = sum(len(document.token_ids) for document in documents)
+        return EXTENTS[self.coding.calibration] if self._layout.anchors else self.coding.calibration_tokens(available)
+
+    def tokens_to_fit_on(self, documents: Sequence[Document]) -> int:
+        """Number of stored tokens in a fit, as profiles note it; without anchors all tokens are stored."""
+        return self._count_stored(self._texts(documents, self.tokens_to_take(documents))[0])
+
+    def _count_stored(self, texts: Sequence[Sequence[int]]) -> int:
+        """Tokens of texts that the layout stores."""
+        kept = [(len(ids), self._layout.cache_stored(len(ids))) for ids in texts]
+        return sum(length if stored is None else int(stored.sum()) for length, stored in kept)
+
+    def _texts(self, documents: Sequence[Document], tokens: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """``calibration_texts`` as computed: cut between documents' own tokens, with the layout's anchors."""
+        chosen, others = calibration_texts([self.without_anchors(each) for each in documents], tokens)
+        if self._layout.anchors:
+            chosen, others = ([self._stored(ids) for ids in texts] for texts in (chosen, others))
+        return chosen, others
+
+    def fit(self, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
+        """Fit a profile on the first tokens of documents; None if they are too few."""
+        chosen, others = self._texts(documents, tokens)
+        if (left := self._count_stored(chosen)) < LEAST_TOKENS:
+            return None
+        notes: dict[str, str | int] = {}
+        if self.engine.soft_tokens and self._is_soft:
+            notes["soft_tokens"] = self.engine.soft_tokens.digest
+        if self._layout.anchors:
+            notes["tokens"] = left
+        if self.opens:
+            notes["opening"] = self.opens
+        profile = self.coding.kind.fit(_Texts(self, chosen, others), self.coding)
+        if profile is None or not notes:
+            return profile
+        return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | notes))
 
 
-def tokens_to_take(coding: Coding, documents: Sequence[Document]) -> int:
-    """Number of documents' tokens to fit on: see ``Coding.calibration_tokens``."""
-    available = sum(len(document.token_ids) for document in documents)
-    return EXTENTS[coding.calibration] if coding.layout.anchors else coding.calibration_tokens(available)
+def _with_ids(document: Document, ids: tuple[int, ...] | None) -> Document:
+    return document if ids in (None, document.token_ids) else replace(document, token_ids=ids)
 
 
-def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Document]) -> int:
-    """Number of stored tokens in a fit, as profiles note it; without anchors all tokens are stored."""
-    most = tokens_to_take(coding, documents)
-    return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, most)[0])
+class _Texts:
+    """Calibration texts as inputs of the level kinds' ``fit``."""
 
+    def __init__(
+        self, calibration: Calibration, chosen: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._calibration, self._engine = calibration, calibration.engine
+        self._chosen, self._others = chosen, others
+        self.keeper = MomentFile(calibration.coding.resume)
 
-def _stored(layout: LinkLayout, texts: Sequence[Sequence[int]]) -> int:
-    """Tokens of texts that a layout stores."""
-    kept = [(len(ids), layout.cache_stored(len(ids))) for ids in texts]
-    return sum(length if stored is None else int(stored.sum()) for length, stored in kept)
+    def caches(self) -> list[KVCache]:
 
+        tokens, count = sum(map(len, self._chosen)), len(self._chosen)
+        _progress.info("computing calibration texts: %d tokens of %d texts", tokens, count)
+        return spilled((self._calibration.compute(ids)[0] for ids in self._chosen), count)
 
-def opens(engine: Engine, coding: Coding) -> int:
-    """Number of opening tokens, such as BOS, before documents; 0 with soft tokens."""
-    return len(engine.opening_tokens) if min(coding.layout.cached_tokens, default=0) >= 0 else 0
+    def statistics(self, *, tokens: bool) -> Statistics | None:
+        _progress.info("gathering statistics: what attention weighs, and what errors do to answers")
+        found = self._engine.statistics(self._chosen, tokens=tokens)
+        _progress.info("fitting the profile")
+        return found
 
+    def prefix_states(self, layers: int) -> list[Tensor]:
+        return [states_of(self._engine, ids, layers) for ids in self._chosen]
 
-def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
-    """Fit a profile on the first tokens of documents."""
-    layout = coding.layout
-    chosen, others = texts_to_fit_on(engine, coding, documents, tokens)
-    if (left := _stored(layout, chosen)) < LEAST_TOKENS:
-        return None
-    notes: dict[str, str | int] = {}
-    if engine.soft_tokens and min(layout.cached_tokens, default=0) < 0:
-        notes["soft_tokens"] = engine.soft_tokens.digest
-    if layout.anchors:
-        notes["tokens"] = left
-    if opening := opens(engine, coding):
-        notes["opening"] = opening
-    profile = coding.kind.fit(_Texts(engine, chosen, others, coding), coding)
-    if profile is None or not notes:
-        return profile
-    return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | notes))
-
-
-def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
-    """Add the tokens that the layout puts into a document's cache."""
-    layout, ids = coding.layout, document.token_ids
-    if layout.cached_tokens:
-        ids = stored_tokens(layout, ids, engine.vocabulary_size)
-    return document if ids == document.token_ids else replace(document, token_ids=ids)
-
-
-def without_anchors(engine: Engine, coding: Coding, document: Document) -> Document:
-    """Remove anchors, so that the document can be cut anywhere."""
-    layout, ids = coding.layout, document.token_ids
-    own = own_tokens(layout, ids, engine.vocabulary_size) if layout.anchors else ids
-    return document if own == ids else replace(document, token_ids=own)
-
-
-def compute_document(
-    engine: Engine, ids: Sequence[int], coding: Coding, neutral: int = 0
-) -> tuple[KVCache, tuple[int, ...]]:
-    """Compute a document's cache after ``neutral`` neutral tokens; returns also all tokens before it."""
-    opening = opening_of(engine, ids)
-    if coding.layout.anchors is not None:
-        return compute_stored(engine, coding.layout, ids), ()
-    if neutral:
-        prefix = neutral_prefix(engine, ids, neutral)
-        if len(prefix) > len(opening):
-            return compute_behind(engine, prefix, ids), prefix
-    return prefill_documents(engine, [ids])[0], opening
+    def calibrate_error(self, profile: Calibrated, ladder: Ladder | None) -> Calibrated:
+        _progress.info("measuring what errors do to answers, level by level")
+        layout = self._calibration.coding.layout
+        texts, compute = self._others or self._chosen, None
+        if layout.anchors:  # a document cut inside a chunk would not match the layout
+            texts = [self._calibration.own(ids) for ids in texts]
+            compute = partial(compute_cached, self._engine, layout)
+        profile = calibrate_error(self._engine, profile, texts, ladder, compute)
+        held_out = int(bool(self._others) and profile.error_to_kl is not None)
+        return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
 
 
 _ALIGNED = 16

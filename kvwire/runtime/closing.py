@@ -14,7 +14,7 @@ from kvwire.runtime.answer import Answer, Timing, with_expected_kl
 from kvwire.runtime.repair import RepairContext, repair_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from kvwire.runtime.settings import LoadSettings
     from kvwire.types import Decision
 
-    Then = Callable[[Answer, ControllerDriver, Load, Any], Awaitable[Answer]]
-    Edit = Callable[[Load, Estimates, float | None], "Closing"]
-
 _KEEPING_S = 60.0
 _KEPT_SHARE = 0.25
 """Share of the remaining time to wait for rows of an earlier repair."""
@@ -49,7 +46,8 @@ class Closing:
     """Result of closing. done: instant of the first token.
 
     beyond_s: total time without repair and the expected pass. trouble: why nothing was repaired. shifted: tokens that
-    got the mean shift. rows: how many each pass of an edited prompt computed inside of it, in ``rows_s`` together.
+    got the mean shift. kept: rows of an earlier repair. is_edited: whether the prompt was made of donors. rows: how
+    many each pass of an edited prompt computed inside of it, in ``rows_s`` together.
     """
 
     past: Any
@@ -62,6 +60,8 @@ class Closing:
     repaired: Repaired | None
     trouble: str
     shifted: int
+    kept: KeptLookup | None = None
+    is_edited: bool = False
     rows: tuple[int, ...] = ()
     rows_s: float = 0.0
 
@@ -83,56 +83,48 @@ class AnswerStage:
         self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
         self._keeping: Future[int] | None = None
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait until repaired rows are stored."""
         if self._keeping is not None:
             with suppress(TimeoutError, CancelledError):
                 self._keeping.result(_KEEPING_S)
 
+    async def close(self, load: Load) -> Closing:
+        """Repair the prompt if wanted, and run the question."""
+        found, shift = await self._kept_rows(load), await self._shift(load)
+        return await load.driver.compute(partial(self._close, load, found, shift))
+
     async def answer(
-        self, load: Load, tokens: int, stop: frozenset[int] = frozenset(), then: Then | None = None,
-        edit: Edit | None = None,
-    ) -> Answer:  # fmt: skip
-        """Repair the prompt if wanted, or edit it; run the question, and generate."""
-        driver, request, question = load.driver, load.request, list(load.request.question)
-        finish, started, goal = replace(load.finish, front=_front_of(load)), request.started, request.goal
-        due = None if goal.deadline_s is None else started + goal.deadline_s
-        found = await self._kept_rows(load, finish, due)
-        shift = await self._shift(load, finish, due)
-        close = partial(self._close, load, question, finish, due, found, shift)
-        closing = await driver.compute(partial(edit, load, self._estimates, due) if edit else close)
+        self, load: Load, closing: Closing, tokens: int, stop: frozenset[int] = frozenset(), *, is_prompt: bool = False
+    ) -> Answer:
+        """Generate behind the question. is_prompt: what was asked may be most of the prompt."""
+        driver, finish, question, misses = load.driver, load.finish, load.request.question, load.work.misses
         if load.is_finished:
-            driver.tell(_assembled(load, closing, len(question), is_prompt=bool(then or edit)))
-        if closing.trouble:
-            load.work.misses.append(closing.trouble)
+            driver.tell(_assembled(load, closing, is_prompt=is_prompt))
+        misses += [closing.trouble] if closing.trouble else []
         opening = self._engine.opening_tokens
         if opening and tuple(question[: len(opening)]) == opening:
-            load.work.misses.append(_BOS)
-        timing = _timing(load, closing)
-        tokens_before = load.work.prompt.cache.tokens
-        share = _share(closing.repaired, finish, tokens_before)
-        warning = load.link_warning(share, shifted=closing.shifted > 0)
+            misses.append(_BOS)
+        timing, tokens_before = _timing(load, closing), load.work.prompt.cache.tokens
+        warning = load.link_warning(_share(closing.repaired, finish, tokens_before), shifted=closing.shifted > 0)
         load.links.check(warning)
         first = int(closing.logits.argmax())
-        start = tokens_before + len(question)
-        out = await self._generate(driver, closing.past, first, start, tokens, stop)
+        out = await self._generate(driver, closing.past, first, tokens_before + len(question), tokens, stop)
         said = out[:-1] if out[-1] in stop else out
         text = ""
         if self._engine.has_tokenizer:
             text = await driver.compute(partial(self._engine.detokenize, said, special=False))
-        if edit is None:
-            self._keep(load, closing.repaired, found, finish)
-        predicted_s = None if load.predicted_s is None else load.asked_s + load.predicted_s
+        if not closing.is_edited:
+            self._keep(load, closing)
+        predicted_s, front_tokens = load.predicted_s, load.place.front_tokens
         answer = Answer(
             first, closing.logits.cpu(), tuple(out), text, load.work.prompt, finish.decisions,
-            goal.verdict(timing.ttft_s), timing, load.bytes, tuple(load.work.misses), predicted_s,
-            _error(load, finish.decisions), closing.repaired,
-            warning, 0 if load.place.front_tokens else finish.front, load.place.front_tokens + len(load.layout.head),
+            load.request.goal.verdict(timing.ttft_s), timing, load.bytes, tuple(misses),
+            None if predicted_s is None else load.asked_s + predicted_s, _error(load, finish.decisions),
+            closing.repaired, warning, 0 if front_tokens else finish.front, front_tokens + len(load.layout.head),
             closing.shifted,
         )  # fmt: skip
-        if edit is None:
-            answer = with_expected_kl(answer, load.documents)
-        return answer if then is None else await then(answer, driver, load, closing.past)
+        return answer if closing.is_edited else with_expected_kl(answer, load.documents)
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
         from kvwire.runtime.kept import RepairKeeper
@@ -140,47 +132,47 @@ class AnswerStage:
         view = self._session.view(corpus.catalog.store)
         return RepairKeeper(corpus, view, self._settings.kept_bytes, self._engine.opening_tokens)
 
-    async def _kept_rows(self, load: Load, finish: ev.Finish, due: float | None) -> KeptLookup | None:
+    def _limit_s(self, load: Load) -> float:
+        """Longest wait for what was stored for the prompt."""
+        return self._settings.open_s if load.due is None else _KEPT_SHARE * (load.due - time.monotonic())
+
+    async def _kept_rows(self, load: Load) -> KeptLookup | None:
         """Stored rows of earlier repairs of this prompt, if rows are to be repaired and these are usable."""
-        if not finish.repair or load.work.prompt.cache.kept is not None:
+        if not load.finish.repair or load.work.prompt.cache.kept is not None:
             return None
-        limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
-        found = await load.kept_rows(limit_s)
+        found = await load.kept_rows(self._limit_s(load))
         if found is None or found.kept is None:
             load.work.misses += [found.trouble] if found and found.trouble else []
             return found
-        return found if found.kept.suits(load.documents, finish.decisions) else None
+        return found if found.kept.suits(load.documents, load.finish.decisions) else None
 
-    async def _shift(self, load: Load, finish: ev.Finish, due: float | None) -> LinkShift | None:
+    async def _shift(self, load: Load) -> LinkShift | None:
         """The mean shift, if the prompt is linked like those it was learnt on, and not computed whole."""
-        if not load.links.shift or not _takes_shift(load) or finish.repair >= 1:
+        if not load.links.shift or not _takes_shift(load) or load.finish.repair >= 1:
             return None
-        limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
-        found = await self._planner.shift(limit_s)
+        found = await self._planner.shift(self._limit_s(load))
         if isinstance(found, str):
             load.work.misses.append(found)
             return None
         return found
 
-    def _keep(self, load: Load, repaired: Repaired | None, found: KeptLookup | None, finish: ev.Finish) -> None:
+    def _keep(self, load: Load, closing: Closing) -> None:
         """Store a prompt's repaired rows in a thread; skipped while an earlier load's are being stored."""
         if load.place.laid_out is not None:
             return  # such rows saw more than documents
-        if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
+        if self.keeper is None or closing.repaired is None or not (self._keeping is None or self._keeping.done()):
             return
         from kvwire.runtime.kept import gathered
 
         opening = self._engine.opening_tokens
-        made = gathered(load.work.prompt, load.documents, repaired, found, finish, opening)
+        made = gathered(load.work.prompt, load.documents, closing.repaired, closing.kept, load.finish, opening)
         if made is not None:
             self._keeping = self._session.threads.blocking.submit(self.keeper.keep, made)
 
-    def _close(
-        self, load: Load, question: list[int], finish: ev.Finish, due: float | None, found: KeptLookup | None,
-        shift: LinkShift | None,
-    ) -> Closing:  # fmt: skip
+    def _close(self, load: Load, found: KeptLookup | None, shift: LinkShift | None) -> Closing:
         """Shift and repair the prompt, hand it to the engine and run the question, in the compute thread."""
         load.complete()
+        question, finish, due = list(load.request.question), load.finish, load.due
         shifting, prompt, share = time.monotonic(), load.work.prompt, finish.repair
         shifted = shift.apply(prompt.cache, prompt.lengths, load.work.seeing) if shift else 0
         began = time.monotonic()
@@ -206,7 +198,7 @@ class AnswerStage:
         return Closing(
             past, logits, querying - linking + began - shifting, done - querying, done,
             done - linking - expected_s + began - shifting, linking - began if repaired else 0.0, repaired, trouble,
-            shifted,
+            shifted, found,
         )  # fmt: skip
 
     async def _generate(
@@ -223,13 +215,13 @@ class AnswerStage:
         return out
 
 
-def _assembled(load: Load, closing: Closing, asked: int, *, is_prompt: bool) -> ev.PromptAssembled:
-    """What the controller is told of a closing, to learn from. is_prompt: what was asked may be most of the prompt."""
+def _assembled(load: Load, closing: Closing, *, is_prompt: bool) -> ev.PromptAssembled:
+    """What the controller is told of a closing, to learn from. is_prompt: see ``AnswerStage.answer``."""
     is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)  # excluded from estimates
     there = load.work.prompt.cache.tokens
     told = ev.PromptAssembled(load.work.number, there, closing.beyond_s, 0.0 if is_short else closing.repair_s)
     if is_prompt:
-        told = replace(told, seconds=closing.link_s, passes=((asked, there, closing.query_s),))
+        told = replace(told, seconds=closing.link_s, passes=((len(load.request.question), there, closing.query_s),))
     return replace(told, repair_s=closing.rows_s, rows=closing.rows) if closing.rows else told
 
 
@@ -268,17 +260,3 @@ def _takes_shift(load: Load) -> bool:
     is_whole = not load.request.cuts and load.place.starts is None and load.work.prompt.cache.kept is None
     alone = all(info is None or (info.neutral_prefix == opening and not info.soft_tokens) for info in infos)
     return is_whole and alone and len(infos) > 1
-
-
-def _front_of(load: Load) -> int:
-    """Number of the prompt's first tokens, head included, that see all before them."""
-    finish, head = load.finish, len(load.layout.opening)  # the controller counts documents' tokens alone
-    if not load.layout.head:
-        return finish.front + head if finish.front else 0
-    computed = 0
-    levels = {each.chunk.chunk: each.level for each in finish.decisions if each.chunk.document == 0}
-    for chunk, tokens in enumerate(load.work.inputs[0].tokens):  # a fetched one has not seen the system text
-        if levels.get(chunk, 0) is not None:
-            return head + computed
-        computed += tokens
-    return head + max(computed, finish.front)

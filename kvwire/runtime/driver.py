@@ -33,7 +33,13 @@ _GRACE_S = 0.01
 
 
 class Handler(Protocol):
-    """Executes a load's instructions."""
+    """Executes a load's instructions.
+
+    Attributes:
+        work: The load's ``PromptWorker``, for other loads' passes.
+    """
+
+    work: Any
 
     def execute(self, instruction: ev.Instruction) -> None:
         """Start an instruction; report its outcome later with ``ControllerDriver.tell``."""
@@ -49,7 +55,7 @@ class ControllerDriver:
         clock: ``time.monotonic``, in seconds.
         meter: Measures transfers over the link for the controller.
         broken: Why it takes no more loads; None if it does.
-        prompts: Of loads under way, by number, those that are one document; see ``PromptWorker.copy``.
+        loads: Loads under way, by number.
     """
 
     def __init__(self, controller: Controller, lock: threading.RLock, threads: Threads) -> None:
@@ -59,7 +65,7 @@ class ControllerDriver:
         self._samples: list[LinkSample] = []
         self.meter = LinkMeter(self._samples.append, self.clock)
         self._numbers = count()
-        self._handlers: dict[int, Handler] = {}
+        self.loads: dict[int, Handler] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf  # time of the timer
@@ -68,7 +74,6 @@ class ControllerDriver:
         self._is_idle = asyncio.Event()
         self._stepping = asyncio.Semaphore(threads.decode_threads)
         self.broken: StorageError | None = None
-        self.prompts: dict[int, Any] = {}
 
     async def close(self) -> None:
         """Stop the timer, and wait for the jobs that still run."""
@@ -81,19 +86,15 @@ class ControllerDriver:
         if self.broken:
             raise self.broken
         number = next(self._numbers)
-        self._handlers[number] = handler
+        self.loads[number] = handler
         self.tell(request(number))
         return number
-
-    def handler(self, number: int) -> Handler | None:
-        """Handler of a load's instructions; None if the load is over."""
-        return self._handlers.get(number)
 
     def leave(self, number: int) -> None:
         """Abandon a load, or forget a finished one."""
         if self._controller.is_under_way(number):
             self.tell(ev.LoadAbandoned(number))
-        self._handlers.pop(number, None)
+        self.loads.pop(number, None)
 
     def predicted_s(self, number: int) -> float | None:
         """Time to first token planned when all documents were known."""
@@ -107,9 +108,8 @@ class ControllerDriver:
         try:
             instructions, wake_at = self._handled(event)
             for instruction in instructions:
-                handler = self._handlers.get(_load_of(instruction))
-                if handler:
-                    handler.execute(instruction)
+                if load := self.loads.get(_load_of(instruction)):
+                    load.execute(instruction)
             self._wake(wake_at)
         except Exception as error:  # noqa: BLE001 - no load may wait for what never comes
             self._break(error)
@@ -166,8 +166,8 @@ class ControllerDriver:
         msg = f"steering loads failed ({type(error).__name__}: {error}); ask again, and report this"
         self.broken = StorageError(msg)
         self.broken.__cause__ = error
-        for handler in self._handlers.values():
-            handler.fail(self.broken)
+        for load in self.loads.values():
+            load.fail(self.broken)
 
     def run(self, job: Coroutine[None, None, None]) -> None:
         """Run a lane's job, which reports its end even if its load is over."""

@@ -5,19 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.calibrate import (
-    MomentFile,
-    compute_document,
-    fit_profile_to,
-    laid_out,
-    opens,
-    tokens_to_fit_on,
-    tokens_to_take,
-)
+from kvwire.runtime.calibrate import Calibration, MomentFile
 from kvwire.runtime.coding import LEAST_TOKENS, Computed, Document, Encoded
 from kvwire.runtime.prefill import (
     WITHOUT,
@@ -70,6 +63,11 @@ class Encoder:
             raise ArgumentError(msg)
         return self._engine
 
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Fits profiles, and computes documents like their texts."""
+        return Calibration(self.engine, self.coding)
+
     @property
     def soft_tokens(self) -> SoftTokensName | None:
         """The file of soft tokens inside documents' caches; None without any."""
@@ -84,14 +82,14 @@ class Encoder:
         return soft.name(self.engine.vocabulary_size)
 
     def laid_out(self, document: Document) -> Document:
-        """Add the layout's tokens to a document; see ``calibrate.laid_out``."""
-        return laid_out(self.engine, self.coding, document) if self.coding.lays_out else document
+        """Add the layout's tokens to a document; see ``Calibration.laid_out``."""
+        return self.calibration.laid_out(document) if self.coding.lays_out else document
 
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
         """Fit a profile on the first documents and use it from now on."""
         if tokens is None:
-            tokens = tokens_to_take(self.coding, documents)
-        profile = fit_profile_to(self.engine, self.coding, documents, tokens)
+            tokens = self.calibration.tokens_to_take(documents)
+        profile = self.calibration.fit(documents, tokens)
         if profile is not None:
             self._corpus.set_profile(profile)
             MomentFile(self.coding.resume).done()
@@ -118,7 +116,7 @@ class Encoder:
         else:
             profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
         self.publish(profile)
-        if opens(self.engine, self.coding):
+        if self.calibration.opens:
             self.put_opening()
         return profile
 
@@ -216,8 +214,8 @@ class Encoder:
         engine, ids = self.engine, document.token_ids
         opening = opening_of(engine, ids)
         if cache is None:
-            cache, neutral = compute_document(
-                engine, ids, self.coding, self.coding.neutral_prefix if neutral_tokens is None else neutral_tokens
+            cache, neutral = self.calibration.compute(
+                ids, self.coding.neutral_prefix if neutral_tokens is None else neutral_tokens
             )
         else:  # its position shows what precedes it: the opening tokens, or nothing
             neutral = opening if cache.meta.offset == len(opening) else ()
@@ -346,7 +344,7 @@ class Encoder:
             )
         noted = 0 if profile is None else profile.notes.get("tokens")
         seen = noted if type(noted) is int else ENOUGH_TOKENS
-        is_old = profile is not None and opens(self.engine, self.coding) > 0 and not profile.notes.get("opening")
+        is_old = profile is not None and self.calibration.opens > 0 and not profile.notes.get("opening")
         if profile is not None and seen >= ENOUGH_TOKENS and not is_old:
             return profile
         if is_old:
@@ -355,7 +353,7 @@ class Encoder:
             self.publish(None)  # a store that takes no writes fails before minutes of fitting
         documents, kind = texts(), self.coding.kind
         enough = min(seen, ENOUGH_TOKENS) if is_old else 2 * seen  # a few lines do not replace a fit on many texts
-        if profile is None or tokens_to_fit_on(self.engine, self.coding, documents) >= enough:
+        if profile is None or self.calibration.tokens_to_fit_on(documents) >= enough:
             profile = self.calibrate(documents) or profile
         if profile is None and kind.needs_profile and documents:
             needs = f"needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"

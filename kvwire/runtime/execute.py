@@ -137,9 +137,9 @@ class Executor:
         match instruction:
             case ev.Recompute():
                 self._driver.tell(await self.work.recompute(instruction))
-            case ev.RecomputeTogether():
-                handlers = (self._driver.handler(each.first.load) for each in instruction.passes)
-                loads = [each.work for each in handlers if isinstance(each, Executor)]
+            case ev.RecomputeTogether(passes):
+                numbers = {each.first.load for each in passes}
+                loads = [each.work for number, each in self._driver.loads.items() if number in numbers]
                 await recompute_together(self._engine, self._driver, instruction, loads)
             case ev.Look():
                 await self.work.look()

@@ -23,7 +23,7 @@ from kvwire.store import TEXT_LEVEL, base_of
 from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -60,7 +60,7 @@ class KeptPrompt:
     def suits(self, documents: Sequence[OpenDocument], decisions: Sequence[Decision]) -> bool:
         """Whether the rows are of this prompt's texts, computed on levels at least as fine as the prompt's."""
         count = len(self.entry.documents)
-        bases = bases_of(documents[:count], self.opening, self.head)
+        bases = _bases_of(documents[:count], self.opening, self.head)
         if self.entry.documents != bases or self.entry.level < coarsest(decisions, count):
             return False
         start = len(self.head)
@@ -106,31 +106,31 @@ def coarsest(decisions: Sequence[Decision], documents: int) -> int:
     return min((level for level in levels if level is not None), default=TEXT_LEVEL)
 
 
-def behind_of(info: BlobInfo | None, opening: Sequence[int] = ()) -> str:
-    """Digest of a document's prefix when it was computed, or of soft tokens inside it; empty for nothing."""
-    if info and info.neutral_prefix:
-        return digest_tokens(info.neutral_prefix)
-    if info and info.soft_tokens:
-        return info.soft_tokens.digest
-    return digest_tokens((*opening, 0)) if opening else ""
-
-
-def bases_of(
-    documents: Sequence[OpenDocument], opening: Sequence[int] = (), head: Sequence[int] = ()
-) -> tuple[str, ...]:
-    """Documents' digests for ``KeptRepair``."""
-    return bases([(each.token_digest, each.info) for each in documents], opening, head)
-
-
 def bases(
-    documents: Sequence[tuple[str, BlobInfo | None]], opening: Sequence[int] = (), head: Sequence[int] = ()
+    documents: Iterable[tuple[str, BlobInfo | None]], opening: Sequence[int], head: Sequence[int]
 ) -> tuple[str, ...]:
-    """The same from token digests and blob headers."""
-    digests = [behind_of(info, opening) for _, info in documents]
+    """Documents' digests for ``KeptRepair``, from token digests and blob headers."""
+    return tuple(base_of(digest, _behind(info, opening, head)) for digest, info in documents)
+
+
+def _bases_of(documents: Sequence[OpenDocument], opening: Sequence[int], head: Sequence[int]) -> tuple[str, ...]:
+    return bases(((each.token_digest, each.info) for each in documents), opening, head)
+
+
+def _behind(info: BlobInfo | None, opening: Sequence[int], head: Sequence[int]) -> str:
+    """Digest of what a document was computed behind, or of soft tokens inside it, and of another head than the opening.
+
+    Empty for nothing.
+    """
+    if info and info.neutral_prefix:
+        digest = digest_tokens(info.neutral_prefix)
+    elif info and info.soft_tokens:
+        digest = info.soft_tokens.digest
+    else:
+        digest = digest_tokens((*opening, 0)) if opening else ""
     if tuple(head) != tuple(opening):
-        behind = digest_tokens(head)
-        digests = [sha256(f"behind {behind}:{digest}".encode()).hexdigest() for digest in digests]
-    return tuple(base_of(token_digest, digest) for (token_digest, _), digest in zip(documents, digests, strict=True))
+        digest = sha256(f"behind {digest_tokens(head)}:{digest}".encode()).hexdigest()
+    return digest
 
 
 def gathered(
@@ -152,7 +152,7 @@ def gathered(
     keys, values = ([tensor.cpu() for tensor in side] for side in (cache.keys, cache.values))
     level = coarsest(finish.decisions, len(known))
     copied, heals = KVCache(keys, values, prompt.cache.meta), bool(found and found.trouble)
-    bases = bases_of(documents, opening, prompt.opening)
+    bases = _bases_of(documents, opening, prompt.opening)
     return Gathered(bases, known, level, rows, copied, heals, len(prompt.opening))
 
 
@@ -168,7 +168,7 @@ class RepairKeeper:
     def find(self, documents: Sequence[OpenDocument], head: Sequence[int]) -> KeptLookup:
         """Look for rows; blocks."""
         try:
-            bases, least = bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1
+            bases, least = _bases_of(documents, self.opening, head), 2 if tuple(head) == self.opening else 1
             entry = self._view.catalog.kept.find(self._config, bases, least)
             return KeptLookup(self.read(entry, [each.tokens for each in documents], head)) if entry else KeptLookup()
         except KvwireError as error:

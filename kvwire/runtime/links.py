@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _UNABLE = "links were not repaired: this engine cannot compute rows inside a prompt"
 _LATE = "the mean shift of links was not added: it has not come in time"
-UNMEASURED_SHARE = 0.15
+UNMEASURED_LINK_SHARE = 0.15
 """Least share of repaired rows if links were not measured and the model has attention sinks, as most real models do:
 linked without repair, SmolLM2 seldom gives the text of a full prefill (benchmarks/answers.py)."""
 
@@ -122,7 +122,7 @@ def _planned(
 def _usual_floor(report: LinkReport | None, selector: str, profile: AnyProfile | None) -> float:
     """The least share of rows to repair by default."""
     if report is None:
-        return UNMEASURED_SHARE if getattr(profile, "has_sinks", False) else 0.0
+        return UNMEASURED_LINK_SHARE if getattr(profile, "has_sinks", False) else 0.0
     wanted = report.least_share(selector)
     return MOST if wanted is None else wanted
 

@@ -19,8 +19,8 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.document import LEAST_PATIENCE_S, opening_troubles
 from kvwire.runtime.execute import Executor
 from kvwire.runtime.find import DocumentOpener, all_of
+from kvwire.runtime.layouts import PlainLayout
 from kvwire.runtime.passes import PromptWorker
-from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.repair import RepairContext, begin_repair, by_token
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Load:
         asked_s: Seconds that finding the documents took.
         work: Its prompt, which exists from ``run`` on.
         jobs: Executes the controller's instructions.
-        finish: The controller's last word.
+        finish: The controller's last word; its ``front`` counts the prompt's head, too.
         is_finished: Whether the controller has ended the load with all that can be loaded.
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: Its settings for links.
@@ -104,7 +104,7 @@ class Load:
         self.work = PromptWorker(
             engine, [each.document_id for each in found], driver, request.settings.backend,
             request.question if request.looks else (), sees_documents=self.layout.sees_documents,
-            sees_head=bool(self.layout.head),
+            sees_head=bool(self.layout.head), shares=len(found) == 1 and type(self.layout) is PlainLayout,
         )  # fmt: skip
         self.jobs = Executor(engine, driver, self.work, self._repair)
         most = request.wanted if request.cuts and request.wanted else None
@@ -125,7 +125,6 @@ class Load:
     async def __aexit__(self, *_: object) -> None:
         """Leave the load and stop its jobs, except one running in a thread."""
         self.work.is_gone = True
-        self.driver.prompts.pop(self.work.number, None)
         self.driver.leave(self.work.number)
         if self._finding_kept:
             self._finding_kept.cancel()
@@ -145,8 +144,21 @@ class Load:
             self.work.misses.append(finish)
             finish = ev.Finish(self.work.number, (), finish)
         if finish is not None:
-            self.finish = finish
+            self.finish = replace(finish, front=self._front(finish))
         return finish is not None
+
+    def _front(self, finish: ev.Finish) -> int:
+        """Number of the prompt's first tokens, head included, that see all before them."""
+        head = len(self.layout.opening)  # the controller counts documents' tokens alone
+        if not self.layout.head:
+            return finish.front + head if finish.front else 0
+        computed = 0
+        levels = {each.chunk.chunk: each.level for each in finish.decisions if each.chunk.document == 0}
+        for chunk, tokens in enumerate(self.work.inputs[0].tokens):  # a fetched one has not seen the system text
+            if levels.get(chunk, 0) is not None:
+                return head + computed
+            computed += tokens
+        return head + max(computed, finish.front)
 
     async def _fill(self) -> ev.Finish | None:
         """Lay out the prompt, open the documents, and execute instructions until the controller ends the load."""
@@ -161,8 +173,6 @@ class Load:
                 number, count, computed, self._goal, repair, request.looks, place.link_tokens
             ),
         )
-        if count == 1 and type(layout) is PlainLayout:
-            self.driver.prompts[self.work.number] = self.work
         laid_out = self.jobs.spawn(self._lay_out())
         opening = [self.jobs.spawn(self._open(index, laid_out)) for index in range(count)]
         if repair is not None and request.keeper is not None and layout.keeps_repairs:
@@ -293,6 +303,12 @@ class Load:
         return variant if variant.decoder is None or variant.decoder.kept is None else None
 
     # Facts about the prompt.
+
+    @property
+    def due(self) -> float | None:
+        """When the first token is due, on ``time.monotonic``; None without a deadline."""
+        deadline_s = self.request.goal.deadline_s
+        return None if deadline_s is None else self.request.started + deadline_s
 
     @property
     def bytes(self) -> int:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.estimates_file import EstimatesFile
-    from kvwire.runtime.prompted import ReuseMode, Reusing
+    from kvwire.runtime.prompt_request import Begun, PromptRequest, ReuseMode, Reusing
+    from kvwire.runtime.prompter import Prompter
     from kvwire.runtime.similar import Search
     from kvwire.transport import EmulatedLink, LinkSettings
     from kvwire.types import Chat
@@ -231,9 +232,10 @@ class Loader:
     def _prompted(
         self, token_ids: Sequence[int], goal: ctl.Goal, reusing: Reusing, tokens: int, *, save: bool
     ) -> Coroutine[None, None, Answer]:
-        return self._runner.ask_begun(
-            lambda made, times: made.prompt(token_ids, times, goal, reusing, save=save), goal, tokens
-        )
+        def begin(made: Prompter, asked: PromptRequest) -> Coroutine[None, None, Begun]:
+            return made.prompt(replace(asked, reusing=reusing), token_ids, save=save)
+
+        return self._runner.ask_begun(begin, goal, tokens)
 
     def plan_prompt(
         self, token_ids: Sequence[int], *, reuse: ReuseMode | None = None, donors: Sequence[str] = (),
@@ -254,18 +256,20 @@ class Loader:
             ArgumentError: As for ``ask_prompt``.
             StorageError: The store fails.
         """
+        from kvwire.runtime.prompt_request import PromptRequest
+
         goal, reusing = goal_of(self._settings, None, None), self._reusing(reuse, donors)
-        times, costs = self._runner.timeouts(None), self._runner.reuse_costs()
+        asked, costs = PromptRequest(goal, self._runner.timeouts(None), reusing), self._runner.reuse_costs()
         if link is not None:
             costs = replace(costs, bandwidth=link.bandwidth_bytes_s, ttfb_s=link.rtt_s)
 
         async def search() -> Search:
-            return await self._runner.prompter().search(token_ids, times, goal, reusing, costs)
+            return await self._runner.prompter.search(asked, token_ids, costs)
 
         return self._session.run(search())
 
     def _reusing(self, reuse: ReuseMode | None, donors: Sequence[str]) -> Reusing:
-        from kvwire.runtime.prompted import Reusing
+        from kvwire.runtime.prompt_request import Reusing
 
         if reuse not in {None, "auto", "exact", "donors", "none"}:
             raise ArgumentError(f"reuse is auto, exact, donors or none, got {reuse!r}")
@@ -324,7 +328,7 @@ class Loader:
     def _turn(
         self, session: str, question: Sequence[int] | str, chat: Chat | None, goal: ctl.Goal, tokens: int
     ) -> Coroutine[None, None, Answer]:
-        return self._runner.ask_begun(lambda made, times: made.turn(session, question, chat, times), goal, tokens)
+        return self._runner.ask_begun(lambda made, asked: made.turn(asked, session, question, chat), goal, tokens)
 
     async def ask_async(
         self,

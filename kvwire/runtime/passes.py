@@ -59,22 +59,23 @@ class PromptWorker:
         is_gone: Whether the load is over; jobs then stop.
         exact: How many of the first document's first rows are those of a prefill.
         copied: Whether the last pass took rows from another load's prompt.
+        shares: Whether the prompt is one document, so that other loads may copy its rows, and it theirs.
     """
 
     prompt: LinkedPrompt
 
     def __init__(
         self, engine: Engine, names: Sequence[str], driver: ControllerDriver, backend: Backend,
-        question: Sequence[int], *, sees_documents: bool = True, sees_head: bool = False,
+        question: Sequence[int], *, sees_documents: bool = True, sees_head: bool = False, shares: bool = False,
     ) -> None:  # fmt: skip
         """Take the parts.
 
         sees_documents: whether recomputed text may see all that precedes its document. sees_head: whether the first
-        document's text always does.
+        document's text always does. shares: see above.
         """
         self._engine, self._names, self._driver = engine, names, driver
         self._backend, self._question = backend, question
-        self._sees_documents, self._sees_head = sees_documents, sees_head
+        self._sees_documents, self._sees_head, self.shares = sees_documents, sees_head, shares
         self.seen: AttentionSummary | None = None
         self.can_look = True
         self.number = -1
@@ -238,7 +239,7 @@ class PromptWorker:
 
     def text_until(self, start: int, stop: int) -> tuple[object, ...] | None:
         """What the rows of these tokens depend on, if that is nothing but the prompt's text."""
-        if self.exact != start or self._driver.prompts.get(self.number) is not self:
+        if self.exact != start or not self.shares:
             return None
         return (start, *self.before, (self.documents[0].token_ids or ())[:stop])
 
@@ -261,13 +262,14 @@ class PromptWorker:
 
         In the compute thread, as all passes, so that theirs do not change meanwhile.
         """
-        prompts = self._driver.prompts
         if self.text_until(start, stop) is None:
             return 0
         text, before = (self.documents[0].token_ids or ())[:stop], self.before
         best, rows = start, None
-        for other in tuple(prompts.values()):
-            known = 0 if other is self or not other.exact else min(other.exact, stop, other.prompt.tokens[0])
+        others: list[PromptWorker] = [load.work for load in tuple(self._driver.loads.values())]
+        for other in others:
+            is_donor = other is not self and other.shares and other.exact
+            known = min(other.exact, stop, other.prompt.tokens[0]) if is_donor else 0
             same = _agreeing(text, (other.documents[0].token_ids or ())[:known]) if known > best else 0
             if same > best and other.before == before:
                 best, rows = same, other.prompt.document(0).slice(start, same)

@@ -135,7 +135,7 @@ def scan_of(selector: Selector, layers: int) -> float:
 _EDIT_VERSION = 1
 EDIT_BOUND = 0.05
 """Of what the donor's own cache is wrong by: edits that are wrong by no more, at any share, are safe."""
-UNMEASURED_SHARE = 0.15
+UNMEASURED_EDIT_SHARE = 0.15
 """Of the rows, computed anew where edits were not measured."""
 _EDIT_ADVICE = "run kvwire check-model --edits again"
 
@@ -205,10 +205,7 @@ class EditReport:
     def choose(self, layers: int, share: float | None = None, selector: str = "") -> EditRepair:
         """What loads do: the least that is within the bound, else the most that was measured, and what that loses.
 
-        Args:
-            layers: Of the model.
-            share: Of rows that was asked for; None: as said.
-            selector: That was asked for; empty: any.
+        share: of rows that was asked for; None: as said. selector: that was asked for; empty: any.
         """
         alone = (0.0, selector or DEFAULT_SELECTOR, self.holes)
         options = [alone] if share == 0 or (share is None and self.is_within(self.holes)) else []
@@ -218,7 +215,7 @@ class EditReport:
                 measured = zip(self.shares, self.repaired[name], strict=True)
                 options += [(share or rows, name, row) for rows, row in measured if share is None or rows == nearest]
         if not options:
-            return EditRepair(UNMEASURED_SHARE if share is None else share, selector or DEFAULT_SELECTOR)
+            return EditRepair(UNMEASURED_EDIT_SHARE if share is None else share, selector or DEFAULT_SELECTOR)
         good = [each for each in options if self.is_within(each[2])]
         if good:
             best = min(good, key=lambda each: each[0] + (each[0] > 0) * scan_of(selector_of(each[1]), layers))
@@ -237,16 +234,9 @@ class EditReport:
 
 
 def edit_repair(report: EditReport | None, repair: str | float, selector: str, layers: int) -> EditRepair:
-    """What loads do about the stale rows of an edited cache.
-
-    Args:
-        report: What was measured; None: nothing.
-        repair: As ``LoadSettings.repair``.
-        selector: As ``LoadSettings.selector``.
-        layers: Of the model.
-    """
+    """What loads do about the stale rows of an edited cache, by their settings and by what was measured, if it was."""
     name = "" if selector == "auto" else selector
     share = {"auto": None, "none": 0.0, "all": 1.0}[repair] if isinstance(repair, str) else float(repair)
     if report is not None:
         return report.choose(layers, share, name)
-    return EditRepair(UNMEASURED_SHARE if share is None else share, name or DEFAULT_SELECTOR)
+    return EditRepair(UNMEASURED_EDIT_SHARE if share is None else share, name or DEFAULT_SELECTOR)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvwire.controller import DocumentPlanInput
     from kvwire.runtime.document import FoundDocument, OpenDocument, Timeouts
     from kvwire.runtime.kept import RepairKeeper
+    from kvwire.runtime.layouts import Layout
     from kvwire.runtime.passes import PromptWorker
-    from kvwire.runtime.prompt import Layout
     from kvwire.runtime.settings import LoadSettings
 
 T = TypeVar("T")

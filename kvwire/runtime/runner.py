@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, wait
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
@@ -21,9 +21,9 @@ from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.document import FoundDocument, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, keys_of
 from kvwire.runtime.find import DocumentFinder, profile_in_use
+from kvwire.runtime.layouts import PlainLayout, laid_out
 from kvwire.runtime.links import LinkPlanner
 from kvwire.runtime.load import loading
-from kvwire.runtime.prompt import PlainLayout, laid_out
 from kvwire.runtime.request import LoadRequest, PartialLoad
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.load import Load
-    from kvwire.runtime.prompted import Begun, Prompter
+    from kvwire.runtime.prompt_request import Begun, PromptRequest
+    from kvwire.runtime.prompter import Prompter
     from kvwire.runtime.similar import EditPlan, ReuseCosts
 
 _ANSWER_TOKENS = 64  # memory reserved for an answer; the cache moves once if it gets longer
@@ -94,7 +95,6 @@ class LoadRunner:
         self.finder = DocumentFinder(self.session, corpora, settings.entries_s, self.read_level)
         self.warming = Warming()
         self._looks = engine.can_look
-        self._prompter: Prompter | None = None
         _ = ctl.Controller  # imports it now, not in the first load
         try:
             self._estimates = self._first_estimates(costs)
@@ -124,7 +124,7 @@ class LoadRunner:
                     pass
             if self._used:
                 self.remember()
-        self.closer.close()
+        self.closer.wait()
         self.warming.close()
         self.session.close()
         self._used.clear()  # the threads that would write it have ended
@@ -233,7 +233,7 @@ class LoadRunner:
                 raise ArgumentError("a prompt needs at least one document and a question of at least one token")
             request = LoadRequest(
                 documents=documents, layout=layout, settings=self.settings, goal=goal, texts=texts,
-                timeouts=self.timeouts(goal.deadline_s), started=begun.started if begun else time.monotonic(),
+                timeouts=self.timeouts(goal.deadline_s), started=begun.request.started if begun else time.monotonic(),
                 question=question, query_tokens=len(question), keeper=self.closer.keeper,
                 looks=self.settings.look and self._looks and (begun is None or begun.is_whole),
                 room_tokens=len(question) + min(tokens, _ANSWER_TOKENS),
@@ -243,8 +243,10 @@ class LoadRunner:
             async with self.load(request) as load:
                 if begun:
                     load.cut(begun.wanted)
-                then = begun.then if begun else None
-                answer = await self.closer.answer(load, tokens, asked.stop, then)
+                closing = await self.closer.close(load)
+                answer = await self.closer.answer(load, closing, tokens, asked.stop, is_prompt=begun is not None)
+                if begun:
+                    answer = await self.prompter.finish(begun, answer, load, closing.past)
                 self._looks &= load.work.can_look
                 self.remember(load)
                 if asked.chat is None:
@@ -253,45 +255,45 @@ class LoadRunner:
                 return replace(answer, misses=(*answer.misses, apart)) if apart else answer
 
     async def ask_begun(
-        self, begin: Callable[[Prompter, Timeouts], Awaitable[Begun]], goal: ctl.Goal, tokens: int
+        self, begin: Callable[[Prompter, PromptRequest], Awaitable[Begun]], goal: ctl.Goal, tokens: int
     ) -> Answer:
         """Answer a prompt whose beginning the store may have; on the session's loop."""
         if self.settings.system or self.settings.layout or self.settings.first_tokens:
             msg = "ask_prompt and converse take no system text, layout or first_tokens: leave these settings out"
             raise ArgumentError(msg)
         check_length(tokens)
-        timeouts = self.timeouts(goal.deadline_s)
-        begun = await begin(self.prompter(), timeouts)
+        from kvwire.runtime.prompt_request import PromptRequest  # most loads name their documents
+
+        begun = await begin(self.prompter, PromptRequest(goal, self.timeouts(goal.deadline_s)))
         if begun.search is not None and begun.search.plan is not None:
             try:
-                return await self._ask_edited(begun, begun.search.plan, goal, timeouts, tokens)
+                return await self._ask_edited(begun, begun.search.plan, tokens)
             except AuthError:
                 raise
             except KvwireError as error:
-                begun.misses.append(f"donors were of no use, so the prompt was computed: {error}")
+                begun.request.misses.append(f"donors were of no use, so the prompt was computed: {error}")
         return await self.ask([begun.found], Asked(begun.rest, (), begun.stop), goal, tokens, None, begun=begun)
 
-    async def _ask_edited(
-        self, begun: Begun, plan: EditPlan, goal: ctl.Goal, timeouts: Timeouts, tokens: int
-    ) -> Answer:  # fmt: skip
+    async def _ask_edited(self, begun: Begun, plan: EditPlan, tokens: int) -> Answer:
         """Build a prompt from its donors, then run its last tokens."""
+        asked = begun.request
         with self.warming.paused():
-            made, found = await begun.prompter.editing(begun, plan, goal, min(tokens, _ANSWER_TOKENS), timeouts)
+            made, found = await self.prompter.editing(begun, plan, min(tokens, _ANSWER_TOKENS))
             request = LoadRequest(
-                documents=found, layout=PlainLayout(self.engine, linked=False), settings=self.settings, goal=goal,
-                timeouts=timeouts, started=begun.started, question=made.rest, query_tokens=made.computed,
-                partial=PartialLoad(worth_s=max(plan.rival_s, _LEAST_WORTH_S)),
+                documents=found, layout=PlainLayout(self.engine, linked=False), settings=self.settings,
+                goal=asked.goal, timeouts=asked.timeouts, started=asked.started, question=made.rest,
+                query_tokens=made.computed, partial=PartialLoad(worth_s=max(plan.rival_s, _LEAST_WORTH_S)),
             )  # fmt: skip
             async with self.load(request) as load:
-                answer = await self.closer.answer(load, tokens, begun.stop, edit=made.close)
+                closing = await load.driver.compute(partial(made.close, load, self._estimates))
+                answer = await self.closer.answer(load, closing, tokens, begun.stop, is_prompt=True)
                 self.remember(load)
-                return made.told(answer, begun.told(made))
+                return made.told(answer)
 
+    @cached_property
     def prompter(self) -> Prompter:
         """Finds what the store has of prompts."""
-        if self._prompter is None:
-            from kvwire.runtime.prompted import Prompter  # most loads name their documents
+        from kvwire.runtime.prompter import Prompter
 
-            parts = self.engine, self.corpora[0], self.session, self.finder
-            self._prompter = Prompter(*parts, self.settings, self.reuse_costs)
-        return self._prompter
+        parts = self.engine, self.corpora[0], self.session, self.finder
+        return Prompter(*parts, self.settings, self.reuse_costs)

@@ -6,28 +6,36 @@ both share. Rows that were computed over a lossy prefix say so (``BlobInfo.conte
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from msgspec import structs
 
 from kvwire.codec import encode
-from kvwire.errors import ConflictError, CorruptError, MismatchError, NotFoundError
+from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.coding import Computed, Document
 from kvwire.runtime.grow import Grower, Grown, takes_parts
 from kvwire.store.catalog.grown import leading
-from kvwire.types import digest_tokens
+from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.load import Load
+    from kvwire.runtime.prompt_request import Begun, Keep
     from kvwire.store import CatalogEntry, PrefixIndex
-    from kvwire.types import KVCache
 
 PROMPTS = "prompts/"
 """What names of prompts that are kept begin with; a digest of their tokens follows."""
 _DIGEST_CHARS = 32
+_LEAST_HEAD = 64
+"""Tokens of a system text that is kept by itself, for other sessions to share: the index finds none that is shorter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,3 +162,79 @@ class Saver:
             blob, info = self._steps.code(computed, profile, rows.level)
         self._steps.publish(profile)
         return self._steps.write(document, blob, info, profile, etag=etag)
+
+
+class AnswerSaver:
+    """Keeps prompts and answers of one loader, the model's rows at hand; used on the session's loop."""
+
+    def __init__(self, engine: Engine, corpus: Corpus, writer: str) -> None:
+        """Read nothing yet. writer: see ``DonorIndex``."""
+        self._engine, self._corpus, self._writer = engine, corpus, writer
+        self._saver: Saver | None = None
+
+    async def save(self, begun: Begun, keep: Keep, answer: Answer, load: Load, past: Any) -> str:  # noqa: ANN401
+        """Keep prompt and answer; returns under which name."""
+        engine, (document,), prompt, compute = self._engine, load.documents, load.work.prompt, load.driver.compute
+        info, opening = document.info, load.work.prompt.opening
+        if prompt.cache.kept is not None or document.token_ids is None:
+            raise ArgumentError("the stored document that it begins with is pruned, or its text is not known")
+        if info is not None and (info.neutral_prefix != opening or info.soft_tokens):
+            msg = f"{document.document_id!r} was not computed as a prompt's beginning: encode it with --index kvwire"
+            raise ArgumentError(msg)
+        ends = begun.stop | engine.end_tokens
+        behind = (*begun.rest, *(answer.tokens[:-1] if answer.tokens[-1] in ends else answer.tokens))
+        ids = (*document.token_ids[: begun.wanted], *behind)
+        ran = len(begun.rest) + len(answer.tokens) - 1
+        cache = await compute(partial(self._rows, prompt.cache, past, len(opening), ids, behind, ran))
+        levels = [each.level for each in answer.decisions if each.level is not None]
+        lossy = list[int]()
+        if info is not None and levels:
+            lossy = [level for level in levels if not info.levels[level].lossless]
+            lossy += [] if info.context_level is None else [info.context_level]
+        base, shared = begun.found.entry, begun.wanted if begun.found.entry else 0
+        rows = Rows(
+            ids, cache, opening, min(lossy, default=None), base, shared, shared and shared + len(opening)
+        )  # fmt: skip
+        if self._saver is None:
+            made, lacks_opening = await asyncio.to_thread(self._opened)
+            if lacks_opening:
+                await compute(made.put_opening)
+            self._saver = made
+        write = partial(self._write, self._saver, rows, keep)
+        runs_layers = await asyncio.to_thread(lambda saver: saver.runs_layers, self._saver)
+        entry = await (compute(write) if runs_layers else asyncio.to_thread(write))
+        if begun.keeps_donors and rows.level is None:
+            await asyncio.to_thread(self._corpus.donors(self._writer).write, entry, ids)
+        return entry.document_id
+
+    def _opened(self) -> tuple[Saver, bool]:
+        """What writes, and whether it is to put the opening tokens into the store first; blocks."""
+        saver = Saver(self._corpus)
+        return saver, saver.lacks_opening
+
+    @staticmethod
+    def _write(saver: Saver, rows: Rows, keep: Keep) -> CatalogEntry:
+        """Keep a session's head by itself first, where it is not yet: other sessions share it."""
+        head = keep.head - len(rows.opening)
+        if head >= _LEAST_HEAD and rows.shared < head:
+            first = replace(rows, token_ids=rows.token_ids[:head], cache=rows.cache.slice(0, head))
+            rows = replace(rows, base=saver.save(first), shared=head)
+        return saver.save(rows, keep.name, keep.etag)
+
+    def _rows(
+        self, loaded: KVCache, past: Any, start: int, ids: tuple[int, ...], behind: tuple[int, ...], ran: int  # noqa: ANN401
+    ) -> KVCache:  # fmt: skip
+        """Rows of the whole document, in the engine's thread; the last word of an answer that was cut was not run."""
+        engine = self._engine
+        if len(behind) > ran:
+            engine.forward(past, behind[ran:], start + len(ids) - len(behind) + ran, logits=1)
+        rows = engine.rows_of(past, ids, start)
+        if rows is not None:
+            return rows
+        more = engine.extend(loaded, behind)
+        first = loaded.slice(start, loaded.tokens)
+        keys, values = (
+            [torch.cat(pair, 1) if pair[0].numel() else pair[0] for pair in zip(*sides, strict=True)]
+            for sides in ((first.keys, more.keys), (first.values, more.values))
+        )
+        return KVCache.from_tensors(keys, values, replace(first.meta, token_digest=""), ids)

@@ -1,7 +1,7 @@
-"""Finds stored texts much like a prompt, and plans whether editing their rows pays.
+"""Plans whether editing the rows of stored texts much like a prompt pays.
 
-Search is by similarity, reuse by equal tokens, and the choice by cost: a donor has to save a quarter of the time that
-the prompt takes without it. Blocks, so that loads run it in a thread.
+Reuse is by equal tokens, the choice by cost: a donor has to save a quarter of the time that the prompt takes without
+it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import CHUNK_TOKENS
 from kvwire.controller import kl_floor
-from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
 from kvwire.reuse import EditScript, Span, combine_spans, common_spans
 from kvwire.store import Donor
-from kvwire.store.prefix.index import opening_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.controller import CostModel, Goal
-    from kvwire.engines.base import Engine
-    from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.reports import EditRepair
     from kvwire.store import PrefixHit
     from kvwire.types import BlobInfo
@@ -38,7 +34,6 @@ SEARCH_ROUNDS, LOAD_ROUNDS = 3, 2
 """Requests one after the other of a search (features, texts, headers), and until the first byte of a load's rows."""
 _MOST_DONORS = 4
 _NO_GAIN = "with it, the prompt takes no less"
-_DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
 
 @dataclass(frozen=True)
@@ -187,93 +182,49 @@ class EditTerms:
         repair: What is done about stale rows.
         goal: What is asked of the load.
         last: How many of the prompt's last tokens are computed in any case.
+        room: Most tokens of all donors together.
+        max_kl: Greatest expected KL divergence of fetched levels; None: any.
     """
 
     costs: ReuseCosts
     repair: EditRepair
     goal: Goal
     last: int
+    room: int
+    max_kl: float | None = None
 
 
-class SimilarPrompts:
-    """Finds donors in one corpus, and plans. Any number of threads may use it."""
+class EditPlanner:
+    """Plans for one prompt, of more and more donors.
 
-    def __init__(self, corpus: Corpus, engine: Engine, writer: str = "", max_kl: float | None = None) -> None:
-        """Open the index; nothing is read yet. writer: see ``DonorIndex``. max_kl: see ``LoadSettings``."""
-        self._corpus, self._index = corpus, corpus.donors(writer)
-        self.opening, self.window, self.max_kl = engine.opening_tokens, engine.window, max_kl
+    Attributes:
+        rival_s: Seconds without donors: what the prompt begins with is loaded, the rest computed.
+    """
 
-    def search(
-        self, token_ids: Sequence[int], hit: PrefixHit | None, terms: EditTerms, misses: list[str], *,
-        named: Sequence[str] = (), is_forced: bool = False, tells_all: bool = False,
-    ) -> Search:  # fmt: skip
-        """Find donors of a prompt and plan.
+    def __init__(
+        self, text: tuple[int, ...], terms: EditTerms, hit: PrefixHit | None,
+        check: Callable[[Donor], BlobInfo | str],
+    ) -> None:  # fmt: skip
+        """Take the prompt without its opening and its last tokens.
 
-        Args:
-            token_ids: The prompt, without its opening.
-            hit: The document that begins as the prompt does.
-            terms: What planning goes by.
-            misses: What is wrong is added.
-            named: Donors by name; empty: they are searched.
-            is_forced: Use the best donors, whether they pay or not.
-            tells_all: Plan also where no header has to be read to know that nothing pays.
-
-        Returns:
-            What was found.
-
-        Raises:
-            StorageError: The store fails.
-            NotFoundError: A donor that was named is not there.
+        hit: the document that begins as the prompt does. check: reads a donor's header, or tells why it gives no rows.
         """
-        plans = _Plans(self, tuple(token_ids[: len(token_ids) - terms.last]), terms)
-        if hit is not None and hit.info.context_level is None:
-            plans.begin(Donor(hit.document, hit.token_ids[hit.opening :]), hit)
-        rival_s = plans.rival_s(hit)
-        donors = [self._named(name) for name in named] if named else self._index.find(token_ids, misses.append)
-        for donor in donors:
-            plans.consider(donor)
-        why, least_s = "", plans.least_s()
-        if not (is_forced or tells_all) and least_s > (1 - LEAST_GAIN) * rival_s:
-            why = f"all donors together take at least {least_s:.3g} s, and {rival_s:.3g} s without donors"
-        best = None if why else plans.best(self._check)
-        if best is not None:
-            best = replace(best, rival_s=rival_s)
-            if not is_forced and best.seconds > (1 - LEAST_GAIN) * rival_s:
-                why = f"takes {best.seconds:.3g} s, and {rival_s:.3g} s without donors"
-        return Search(None if why else best, tuple(plans.told(best, why)), rival_s, best)
-
-    def _named(self, name: str) -> Donor:
-        entry = self._corpus.find(name)
-        if entry.is_text:
-            raise NotFoundError(f"{name!r} is kept as text, and has no rows to give; encode it first")
-        return Donor(entry, self._corpus.text(entry))
-
-    def _check(self, donor: Donor) -> BlobInfo | str:
-        """A donor's header, or why it gives no rows."""
-        try:
-            info = self._index.check(donor)
-        except _DAMAGED as error:
-            return str(error)
-        return info if opening_of(info) == self.opening else "it was encoded without the BOS that prompts begin with"
-
-
-class _Plans:
-    """Plans for one prompt, of more and more donors."""
-
-    def __init__(self, prompts: SimilarPrompts, text: tuple[int, ...], terms: EditTerms) -> None:
-        self._prompts, self._text, self._last = prompts, text, terms.last
-        self._costs, self._repair, self._goal = terms.costs, terms.repair, terms.goal
+        self._text, self._terms, self._costs, self._check = text, terms, terms.costs, check
         self._known: list[tuple[Donor, list[Span]]] = []
         self._infos: dict[int, BlobInfo] = {}
         self._refused: dict[int, str] = {}
-        self._begins = False
-
-    def begin(self, donor: Donor, hit: PrefixHit) -> None:
-        """The prompt begins with this one. Of what follows in it no more is used unless it is found as a donor."""
-        tokens = min(hit.tokens - hit.opening, len(self._text))
-        if tokens > 0:
-            self._known.append((donor, [Span(0, 0, tokens)]))
-            self._infos[0], self._begins = hit.info, True
+        self._begins = False  # whether the first donor is the document that the prompt begins with
+        self._total = len(text) + terms.last
+        self.rival_s = self._costs.text_s(self._total, 0)
+        if hit is not None:
+            loaded = min(hit.tokens - hit.opening, self._total - 1)
+            begun_s = self._costs.begun_s(hit, self._total, self._bytes(hit.info, ((0, loaded),)))
+            self.rival_s = min(self.rival_s, begun_s)
+            tokens = min(loaded, len(text))
+            if hit.info.context_level is None and tokens > 0:
+                # Of what follows in it, no more is used unless it is found as a donor.
+                self._known.append((Donor(hit.document, hit.token_ids[hit.opening :]), [Span(0, 0, tokens)]))
+                self._infos[0], self._begins = hit.info, True
 
     def consider(self, donor: Donor) -> None:
         """Compare a donor with the prompt."""
@@ -283,31 +234,36 @@ class _Plans:
         elif self._begins and donor.document.token_digest == digests[0]:
             self._known[0] = donor, common_spans(donor.token_ids, self._text, 0)
 
-    def rival_s(self, hit: PrefixHit | None) -> float:
-        """Seconds without donors: what the prompt begins with is loaded, the rest computed."""
-        total = len(self._text) + self._last
-        text_s = self._costs.text_s(total, 0)
-        if hit is None:
-            return text_s
-        size = self._bytes(hit.info, ((0, min(hit.tokens - hit.opening, total - 1)),))
-        return min(text_s, self._costs.begun_s(hit, total, size))
+    def search(self, *, is_forced: bool, tells_all: bool) -> Search:
+        """Choose among the donors, and tell of each.
+
+        is_forced: use the best, whether they pay or not. tells_all: plan also where no header has to be read to know
+        that nothing pays.
+        """
+        why, least_s, rival_s = "", self.least_s(), self.rival_s
+        if not (is_forced or tells_all) and least_s > (1 - LEAST_GAIN) * rival_s:
+            why = f"all donors together take at least {least_s:.3g} s, and {rival_s:.3g} s without donors"
+        best = None if why else self.best()
+        if best is not None and not is_forced and best.seconds > (1 - LEAST_GAIN) * rival_s:
+            why = f"takes {best.seconds:.3g} s, and {rival_s:.3g} s without donors"
+        return Search(None if why else best, tuple(self._told(best, why)), rival_s, best)
 
     def least_s(self) -> float:
         """Seconds of a plan with all donors whose bytes take no time: no header needs to be read for it."""
-        script, known = combine_spans([spans for _, spans in self._known], len(self._text)), self._costs
-        total = script.tokens + self._last
-        return known.rows_s(script.computed, total) + known.text_s(self._last, script.tokens)
+        script = combine_spans([spans for _, spans in self._known], len(self._text))
+        last_s = self._costs.text_s(self._terms.last, script.tokens)
+        return self._costs.rows_s(script.computed, self._total) + last_s
 
-    def best(self, check: Callable[[Donor], BlobInfo | str]) -> EditPlan | None:
+    def best(self) -> EditPlan | None:
         """The soonest plan; donors are taken in one by one, those first that are soonest by themselves."""
         begun = [0] if self._begins else []
         taken, best = begun, self._plan(begun) if begun else None
         order = sorted(range(self._begins, len(self._known)), key=lambda at: -_reused(self._known[at][1]))
-        alone = {at: self._with(begun, at, check) for at in order}
+        alone = {at: self._with(begun, at) for at in order}
         for at in sorted(order, key=lambda at: plan.seconds if (plan := alone[at][0]) else inf):
             plan, why = alone[at]
             if plan is not None and taken != begun:
-                plan, why = self._with(taken, at, check)
+                plan, why = self._with(taken, at)
             if plan is None or (best is not None and plan.seconds >= best.seconds):
                 self._refused[at] = why or _NO_GAIN
             else:
@@ -318,16 +274,14 @@ class _Plans:
         """Whether nothing is reused but what the prompt begins with, which needs no edit."""
         return script.reused == (script.exact if self._begins else 0)
 
-    def _with(
-        self, taken: Sequence[int], at: int, check: Callable[[Donor], BlobInfo | str]
-    ) -> tuple[EditPlan | None, str]:  # fmt: skip
+    def _with(self, taken: Sequence[int], at: int) -> tuple[EditPlan | None, str]:
         """The plan with one more donor, or why there is none."""
         donor, spans = self._known[at]
         if _reused(spans) < LEAST_REUSED:
             return None, "it shares no more than a phrase"
         if len(taken) >= _MOST_DONORS:
             return None, "there are better ones"
-        info = check(donor)
+        info = self._check(donor)
         if isinstance(info, str):
             return None, info
         self._infos[at] = info
@@ -338,29 +292,28 @@ class _Plans:
         """Of some donors, those that give no span left out."""
         script = combine_spans([self._known[at][1] for at in chosen], len(self._text))
         used = [at for at in chosen if at in script.donors]
-        if sum(len(self._known[at][0].token_ids) for at in used) + len(self._prompts.opening) > self._prompts.window:
+        donors, infos = tuple(self._known[at][0] for at in used), tuple(self._infos[at] for at in used)
+        if sum(len(donor.token_ids) for donor in donors) > self._terms.room:
             return None
         numbers = {at: number for number, at in enumerate(used)}
         script = EditScript(script.tokens, tuple(span._replace(donor=numbers[span.donor]) for span in script.spans))
-        infos = tuple(self._infos[at] for at in used)
         size = sum(self._bytes(info, script.ranges(number)) for number, info in enumerate(infos))
-        total = script.tokens + self._last
-        repaired = repaired_rows(script, self._repair.share)
+        costs, total, last, repair = self._costs, self._total, self._terms.last, self._terms.repair
+        repaired = repaired_rows(script, repair.share)
         seconds = (
-            self._costs.load_s(size, script.reused) + self._costs.closing_s(script.tokens)
-            + self._costs.rows_s(script.computed, total) + self._costs.rows_s(repaired, total)
-            + self._costs.text_s(self._last, script.tokens) * (2 if repaired else 1)
+            costs.load_s(size, script.reused) + costs.closing_s(script.tokens)
+            + costs.rows_s(script.computed, total) + costs.rows_s(repaired, total)
+            + costs.text_s(last, script.tokens) * (2 if repaired else 1)
         )  # fmt: skip
-        donors = tuple(self._known[at][0] for at in used)
         for info, donor in zip(infos, donors, strict=True):  # a head start is of the donor's whole text
-            seconds += info.prefix_layers / len(info.meta.layers) * self._costs.text_s(len(donor.token_ids), 0)
-        error = self._repair.error(script.computed / total)
-        return EditPlan(script, donors, infos, self._repair.share, self._repair.selector, size, seconds, 0.0, error)
+            seconds += info.prefix_layers / len(info.meta.layers) * costs.text_s(len(donor.token_ids), 0)
+        error = repair.error(script.computed / total)
+        return EditPlan(script, donors, infos, repair.share, repair.selector, size, seconds, self.rival_s, error)
 
     def _bytes(self, info: BlobInfo, ranges: Sequence[tuple[int, int]]) -> int:
-        return least_bytes(info, ranges, self._goal, self._prompts.max_kl)
+        return least_bytes(info, ranges, self._terms.goal, self._terms.max_kl)
 
-    def told(self, best: EditPlan | None, why: str) -> list[Considered]:
+    def _told(self, best: EditPlan | None, why: str) -> list[Considered]:
         """Every donor, and why it is not used."""
         used = {donor.document.document_id for donor in best.donors} if best else set()
         named = [(donor.document.document_id, spans) for donor, spans in self._known]

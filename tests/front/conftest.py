@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
-from kvwire.runtime import encode, link_check, runner
+from kvwire.runtime import link_check, runner
+from kvwire.runtime.calibrate import Calibration
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import MemoryStore
 
@@ -36,14 +37,15 @@ def _learnt_once() -> Iterator[None]:
     """
     profiles: dict[object, AnyProfile | None] = {}
     costs: dict[object, ctl.CostModel] = {}
-    fit, measure = encode.fit_profile_to, runner.measure_costs
+    fit, measure = Calibration.fit, runner.measure_costs
 
-    def fitted(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
+    def fitted(calibration: Calibration, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
+        engine = calibration.engine
         soft = engine.soft_tokens and engine.soft_tokens.digest
         texts = tuple(document.token_ids for document in documents)
-        key = (_place(engine), engine.opening_tokens, soft, coding, texts, tokens)
+        key = (_place(engine), engine.opening_tokens, soft, calibration.coding, texts, tokens)
         if key not in profiles:
-            profiles[key] = fit(engine, coding, documents, tokens)
+            profiles[key] = fit(calibration, documents, tokens)
         return profiles[key]
 
     def measured(
@@ -55,7 +57,7 @@ def _learnt_once() -> Iterator[None]:
         return costs[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "fit_profile_to", fitted)
+        patch.setattr(Calibration, "fit", fitted)
         patch.setattr(runner, "measure_costs", measured)
         yield
 

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from kvwire.codec import encode, read_header
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
 from kvwire.reuse import common_spans
+from kvwire.runtime.donor_search import FIRST_SEARCHES, TRIED_AGAIN, SearchYield
 from kvwire.runtime.reports import EditRepair
-from kvwire.runtime.search_yield import FIRST_SEARCHES, TRIED_AGAIN, SearchYield
-from kvwire.runtime.similar import EditTerms, ReuseCosts, _Plans, search_can_pay
+from kvwire.runtime.similar import EditPlanner, EditTerms, ReuseCosts, search_can_pay
 from kvwire.store import Catalog, Donor, MemoryStore
 from kvwire.store.records import CatalogEntry
 from kvwire.types import KVCache, digest_tokens
 
 BASE = np.random.default_rng(1).permutation(4000)[:600].tolist()
-PROMPTS = SimpleNamespace(opening=(), window=4096, max_kl=None)
 
 
 def donor(name, ids, is_large):
@@ -53,15 +52,15 @@ def cases(draw):
 def planned(found, prompt, bandwidth, chosen=None, *, least=False):
     """The best plan of these donors; chosen: of all of them together, if that can be; least: its lower bound."""
     costs = CostModel(PrefillCost(1e-3, 1e-3), DecodeCost(1e-4, 1e-6), link_s_per_token=1e-6)
-    terms = EditTerms(ReuseCosts(costs, bandwidth, 1e-3), EditRepair(0.15, "attention"), Goal(), 16)
-    plans = _Plans(PROMPTS, tuple(prompt), terms)
+    terms = EditTerms(ReuseCosts(costs, bandwidth, 1e-3), EditRepair(0.15, "attention"), Goal(), 16, 4096)
     infos = {one.document.document_id: info for one, info in found}
+    plans = EditPlanner(tuple(prompt), terms, None, lambda one: infos[one.document.document_id])
     for each, _ in found:
         plans.consider(each)
     if least:
         return plans.least_s()
     if chosen is None:
-        return plans.best(lambda one: infos[one.document.document_id])
+        return plans.best()
     plans._infos = {at: infos[found[at][0].document.document_id] for at in chosen}
     return plans._plan(chosen)
 

@@ -114,17 +114,17 @@ class Workers:
     """Prompts of loads under way, which are filled by hand."""
 
     def __init__(self, engine):
-        self.engine, self.driver = engine, SimpleNamespace(prompts={})
+        self.engine, self.driver = engine, SimpleNamespace(loads={})
 
     def begin(self, ids, info=None):
-        number, opening = max(self.driver.prompts, default=-1) + 1, self.engine.opening_tokens
-        worker = passes.PromptWorker(self.engine, [f"load {number}"], self.driver, "cpu", ())
+        number, opening = max(self.driver.loads, default=-1) + 1, self.engine.opening_tokens
+        worker = passes.PromptWorker(self.engine, [f"load {number}"], self.driver, "cpu", (), shares=True)
         cache = self.engine.allocate(len(opening) + len(ids))
         worker.prompt = LinkedPrompt([len(ids)], self.engine.meta, cache=cache, opening=opening)
         if opening:
             worker.prompt.write_opening(self.engine.prefill([opening])[0])
         worker.documents[0] = OpenDocument(FoundDocument(None, "", None, None, ids), ids, info)
-        worker.number, self.driver.prompts[number] = number, worker
+        worker.number, self.driver.loads[number] = number, SimpleNamespace(work=worker)
         return worker
 
     def fill(self, worker):
@@ -203,7 +203,7 @@ def test_what_is_fetched_after_a_pass_that_failed_is_no_prefill(small, computed,
             workers.fill(second)
     for side in (*second.prompt.cache.keys, *second.prompt.cache.values):
         side.fill_(3.0)
-    del workers.driver.prompts[first.number]
+    del workers.driver.loads[first.number]
     third = workers.begin((*shared, *text(4, 300)))
     workers.fill(third)
     workers.check(third)

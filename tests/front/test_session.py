@@ -18,10 +18,10 @@ from kvwire.controller.policies import Fixed
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.document import Timeouts
+from kvwire.runtime.layouts import PlainLayout
 from kvwire.runtime.links import UNREPAIRED
 from kvwire.runtime.load import Load
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.prompt import PlainLayout
 from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import DaemonThreads, Threads

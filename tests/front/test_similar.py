@@ -15,10 +15,10 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost, events
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime import edit_check
 from kvwire.runtime.corpus import Coding, Document
+from kvwire.runtime.donor_search import FIRST_SEARCHES, TRIED_AGAIN
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.reports import EditReport
-from kvwire.runtime.search_yield import FIRST_SEARCHES, TRIED_AGAIN
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 

@@ -9,7 +9,7 @@ import sys
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import FolderStore
 
-MOST_ENTERED, MOST_IMPORTED = 140, 208
+MOST_ENTERED, MOST_IMPORTED = 139, 206
 """Modules of kvwire in which a function runs, and that are imported, for one ``kvwire ask``."""
 
 WATCH = """

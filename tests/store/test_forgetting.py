@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvwire.engines.vllm.saving import SAVED as FROM_VLLM
 from kvwire.errors import ArgumentError, AuthError, CorruptError
-from kvwire.runtime.prompted import SESSIONS
+from kvwire.runtime.prompt_request import SESSIONS
 from kvwire.runtime.saving import PROMPTS
 from kvwire.store import collect, forget
 from kvwire.store.catalog.last_uses import LastUses
