@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.store.backends.memory import MemorySnapshot
-from kvwire.store.base import Listed, ObjectStat, Store, clamp_range, holds, merged, open_object
+from kvwire.store.base import Listed, ObjectStat, Store, clamp_range, holds, is_there, merged, open_object, tag_of
 from kvwire.store.cache.pending import upload_entry
 from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
@@ -133,10 +133,8 @@ class WriteBackStore(Store):
     def create(self, key: str, data: Data) -> bool:
         """Write where neither the pending folder nor the remote has anything of that size; tells whether it wrote."""
         try:
-            if self.stat(key).size == len(data):
+            if is_there(self, key, len(data)):
                 return False
-        except NotFoundError:
-            pass
         except StorageError:
             _log.info("the remote cannot be asked: the write is queued without")
         self.put(key, data)
@@ -152,11 +150,10 @@ class WriteBackStore(Store):
 
     def _uploaded_tag(self, key: str, etag: str) -> str:
         """The remote's own tag of what had this one while it was pending; empty where something else lies there."""
-        try:
-            tag = self._remote.stat(key).etag
-            return tag if tag != etag and entity_tag(key, self._remote.get(key)) == etag else ""
-        except NotFoundError:
-            return ""
+        tag = tag_of(self._remote, key) or ""
+        with suppress(NotFoundError):  # deleted meanwhile
+            return tag if tag not in ("", etag) and entity_tag(key, self._remote.get(key)) == etag else ""
+        return ""
 
     def delete(self, key: str) -> None:
         """Call off what is pending of the key, then delete it from the remote."""
@@ -329,10 +326,7 @@ class WriteBackStore(Store):
 
     def _was_replaced(self, entry: PendingWrite, key: str, data: bytes) -> bool:
         """Whether others wrote after an earlier attempt, whose answer was lost: another would undo what they wrote."""
-        try:
-            tag = self._remote.stat(key).etag
-        except NotFoundError:
-            tag = ""
+        tag = tag_of(self._remote, key) or ""
         if entry.found is None:
             self._folder.note_attempt(entry, tag)
             return False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from msgspec.structs import replace
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
+from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.catalog.blobs import Blobs, Texts
 from kvwire.store.catalog.grown import GrownDocuments
@@ -190,11 +191,11 @@ class Catalog:
                     if (blob := self.objects.intact(key)) is None:
                         return None
                     self.store.put(key, blob)
-            self._add(space, added)
-            wait_for_collectors(self.store, space, list(blobs))
-            return added if all(self.store.stat(key).size == size for key, size in blobs.items()) else None
         except NotFoundError:
             return None
+        self._add(space, added)
+        wait_for_collectors(self.store, space, list(blobs))
+        return added if all(is_there(self.store, key, size) for key, size in blobs.items()) else None
 
     def add_text(self, config: Config, document_id: str, token_ids: Sequence[int]) -> CatalogEntry:
         """Write a text and an entry without a blob.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
+from kvwire.errors import CorruptError, FormatVersionError
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.kept_repair import KeptRepair, KeptRows, order_digest
 
@@ -131,8 +131,4 @@ class KeptRepairs:
         found = [
             key for key, kept in self.each(config) if any(each.startswith(token_digest) for each in kept.documents)
         ]
-        for key in found:
-            try:
-                self._store.delete(key)
-            except NotFoundError:
-                continue
+        self._store.delete_many(found)

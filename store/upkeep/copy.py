@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.key_kinds import content_digest, is_misplaced, kind_of
 from kvwire.store.listing import ahead
@@ -170,11 +171,7 @@ class _Copier:
         """Whether the target has an object; many entries need the same profile, which is asked for once."""
         if named.key in self._there:
             return True
-        try:
-            size = self._target.stat(named.key).size
-        except NotFoundError:
-            return False
-        if named.size not in (None, size):
+        if not is_there(self._target, named.key, named.size):
             return False
         if len(self._there) >= _MOST_REMEMBERED:
             self._there.clear()
