@@ -72,15 +72,21 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
 
 def content(store: Store, space: KeySpace) -> Iterator[Listed]:
     """Everything of a configuration but its catalog, which can be longer than all else."""
-    catalog, after = space.catalog, ""
-    while True:
-        for listed in store.scan(space.root, after):
-            if listed.key.startswith(catalog):
-                after = f"{catalog}~"
+    return _outside(store, space.root, skipped=space.catalog)
+
+
+def _outside(store: Store, prefix: str, after: str = "", *, stop: str = "~", skipped: str = "") -> Iterator[Listed]:
+    """Objects behind one key and up to another, but those below a prefix that is skipped."""
+    more = True
+    while more:
+        more = False
+        for listed in store.scan(prefix, after):
+            if listed.key > stop:
+                return
+            if skipped and listed.key.startswith(skipped):
+                after, more = f"{skipped}~", True
                 break
             yield listed
-        else:
-            return
 
 
 def tenants(store: Store) -> Iterator[str]:
@@ -196,18 +202,8 @@ class Part:
         """Objects whose keys go on with digits of this part's range, but those below a prefix that is skipped."""
         first, last = ((number * _ALL - 1) // self.count + 1 for number in (self.number - 1, self.number))
         after, stop = f"{prefix}{first:0{_DIGITS}x}"[: len(prefix) + 2], f"{prefix}{last - 1:0{_DIGITS}x}"
-        stop = f"{stop[: len(prefix) + 2]}~"
-        more = True
-        while more:
-            more = False
-            for listed in store.scan(prefix, after):
-                if listed.key > stop:
-                    break
-                if skipped and listed.key.startswith(skipped):
-                    after, more = f"{skipped}~", True
-                    break
-                if self.has(listed.key):
-                    yield listed
+        found = _outside(store, prefix, after, stop=f"{stop[: len(prefix) + 2]}~", skipped=skipped)
+        return (listed for listed in found if self.has(listed.key))
 
 
 WHOLE = Part()
